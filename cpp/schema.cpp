@@ -1,0 +1,38 @@
+// The signature of every op, and nothing else: kernels register themselves from their own files, fakes and autograd are Python.
+//
+// Shapes (B batch, H query heads, Hkv key heads, S lengths, D head size, Dv value size):
+//   scores [B, Hkv, Sk]              segment_end int32 [B|1, Hkv|1, Sk]
+//   mask   bool [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)]
+//   tiles  int32 [B|1, H|Hkv|1, Nq, Nk]     rows int32 [.., Nq, 1+Nk]     columns int32 [.., Nk, 1+Nq]
+//   bits   int32 [slots, tile_q, tile_k/32]
+//   query  [B, H, Sq, D]   key [B, Hkv, Sk, D]   value [B, Hkv, Sk, Dv]   out [B, H, Sq, Dv]   lse [B, H, Sq]
+//   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
+//   dropout_seed int64, one element
+// Ops are functional and positional and take no list: see docs/architecture.md for what each argument means.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(dmattn, m) {
+  m.def("select(Tensor scores, Tensor? segment_end, SymInt window, bool is_causal) -> Tensor");
+
+  m.def(
+      "pack_tiles(Tensor mask, SymInt query_length, SymInt key_length, SymInt block_q, SymInt block_k, "
+      "int tile_q, int tile_k) -> (Tensor tiles, Tensor rows, Tensor columns)");
+
+  m.def(
+      "pack_bits(Tensor mask, Tensor tiles, SymInt query_length, SymInt key_length, SymInt block_q, SymInt block_k, "
+      "int tile_q, int tile_k, SymInt slots) -> Tensor");
+
+  m.def(
+      "forward(Tensor query, Tensor key, Tensor value, Tensor? start, Tensor? end, "
+      "Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
+      "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
+      "bool is_causal, float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse)");
+
+  m.def(
+      "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+      "Tensor? start, Tensor? end, Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
+      "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
+      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, "
+      "bool need_key_bias, bool need_bias) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
+}

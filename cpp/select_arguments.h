@@ -1,0 +1,36 @@
+// Tensors in, params out for key selection.
+#pragma once
+
+#include "arguments.h"
+
+namespace dmattn {
+
+struct CheckedSelect {
+  Tensor scores;
+  std::optional<Tensor> segment_end;
+  Tensor end;
+  SelectParams params;
+};
+
+inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
+  check(scores.dim() == 3, "scores: expected 3 dimensions [B, Hkv, Sk], got ", shape_text(scores));
+  check(window > 0, "window: expected a positive number of keys, got ", window);
+  check(scores.size(2) <= kMaxLength, "scores: expected a length up to ", kMaxLength, ", got ", scores.size(2));
+  CheckedSelect checked{with_dense_rows(scores), std::move(segment_end), Tensor(), {}};
+  SelectParams& p = checked.params;
+  p.batch = scores.size(0), p.heads = scores.size(1), p.length = scores.size(2), p.window = window;
+  p.dtype = to_dtype("scores", scores.scalar_type());
+  p.is_causal = is_causal;
+  p.scores = to_rows(checked.scores);
+  if (checked.segment_end) {
+    check_dtype("segment_end", *checked.segment_end, ScalarType::Int);
+    checked.segment_end = with_dense_rows(*checked.segment_end);
+    p.segment_end = to_per_head("segment_end", *checked.segment_end, scores, p.batch, p.heads, p.heads, {p.length},
+                                "[B|1, Hkv|1, Sk]");
+  }
+  checked.end = empty_on(scores, {p.batch, p.heads, p.length}, ScalarType::Int);
+  p.end = static_cast<int32_t*>(checked.end.data_ptr());
+  return checked;
+}
+
+}  // namespace dmattn
