@@ -21,8 +21,8 @@ def report() -> str:
         lines += [
             ("built with", f"torch {info['built_with_torch']}, {info['compiler']}"),
             ("stable ABI target", f"torch {info['stable_abi_target']}"),
-            ("cpu kernels", info["cpu_levels"].replace(";", ", ")),
-            ("cuda kernels", f"CUDA {info['cuda']}: {info['cuda_archs'].replace(';', ', ')}" if info["cuda"] else "not built"),
+            ("cpu kernels", info["cpu_levels"]),
+            ("cuda kernels", f"CUDA {info['cuda']}: {info['cuda_archs']}" if info["cuda"] else "not built"),
         ]
     lines += [
         ("ops library", dmattn.library_path()),
