@@ -69,7 +69,7 @@ def attention(
     logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
     logits = logits if key_bias is None else logits + per_query_head(key_bias, heads)[:, :, None, :]
     logits = logits if bias is None else logits + per_query_head(bias, heads)
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits.masked_fill(~seen | (logits == -torch.inf), -torch.inf)  # a bias of -inf hides, gradients too
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
     if dropout_p > 0:

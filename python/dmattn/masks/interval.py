@@ -138,7 +138,7 @@ class IntervalMask:
         """
         lengths = _lengths("lengths", lengths, device)
         keys = _keys(Sk, lengths.device)
-        end = torch.where(keys < lengths, FOREVER, ALWAYS)
+        end = torch.where(keys < lengths, torch.full_like(keys, FOREVER), ALWAYS)
         return cls(torch.full_like(keys, ALWAYS), end, end)
 
     @classmethod
@@ -279,7 +279,7 @@ def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
         raise TypeError(f"ids: expected dtype int32 or int64, got {given.dtype}")
     if given.dim() not in (1, 2) or given.shape[-1] != Sk:
         raise ValueError(f"ids: expected [Sk] or [B, Sk] with Sk={Sk}, got shape {checks.shape_of(given)}")
-    given = given.reshape(-1, Sk)
+    given = given if given.dim() == 2 else given[None]
     keys = torch.arange(Sk, dtype=torch.int32, device=given.device).expand_as(given)
     changes = torch.nn.functional.pad(given[:, 1:] != given[:, :-1], (1, 0), value=True)
     start = torch.where(changes, keys, 0).cummax(dim=1).values
