@@ -1,4 +1,6 @@
 # One verb each. Every verb does all the set-up it needs in the local virtual environment .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,5 +61,5 @@ $(VENV)/pip.ready:
 	@touch $@
 
 $(VENV)/%.ready: $(VENV)/pip.ready pyproject.toml
-	$(BIN)/pip install --group build --group $*
+	$(BIN)/pip install --group build --group $* | sed '/^Requirement already/d'
 	@touch $@
