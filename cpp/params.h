@@ -108,29 +108,30 @@ struct PackParams {
 // Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
 // Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17), applied to a row key and then
 // to the element.
+// static: the CPU kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 #if defined(__CUDACC__)
 #define DMATTN_HOST_DEVICE __host__ __device__
 #else
 #define DMATTN_HOST_DEVICE
 #endif
 
-DMATTN_HOST_DEVICE inline uint32_t mix32(uint32_t x) {
+DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352dU;
   x = (x ^ (x >> 15)) * 0x846ca68bU;
   return x ^ (x >> 16);
 }
 
-DMATTN_HOST_DEVICE inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
+DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   return mix32(mix32(mix32(low ^ 0x9e3779b9U) + batch_head * 0x85ebca6bU + high) + query);
 }
 
 // Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated.
-DMATTN_HOST_DEVICE inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
+DMATTN_HOST_DEVICE static inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
   return mix32(row_key ^ (key_index * 0x9e3779b9U)) >= threshold;
 }
 
-DMATTN_HOST_DEVICE inline uint32_t dropout_threshold(double p) {
+DMATTN_HOST_DEVICE static inline uint32_t dropout_threshold(double p) {
   const double t = p * 4294967296.0;
   return t >= 4294967295.0 ? 4294967295U : static_cast<uint32_t>(t);
 }
