@@ -310,8 +310,8 @@ struct CheckedBackward {
 inline CheckedBackward check_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, CheckedAttention forward,
                                       const Tensor& out, const Tensor& lse, bool deterministic, bool need_key_bias,
                                       bool need_bias) {
-  const AttentionParams& p = forward.params;
-  const Tensor& query = forward.query;
+  const AttentionParams p = forward.params;
+  const Tensor query = forward.query;
   for (auto [name, tensor] : {std::pair{"grad_out", &grad_out}, {"out", &out}}) {
     check_shape(name, *tensor, {p.batch, p.heads, p.query_length, p.value_dim}, "[B, H, Sq, Dv]");
     check_dtype(name, *tensor, query.scalar_type());
