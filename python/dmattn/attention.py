@@ -83,6 +83,18 @@ def attention(
                  deterministic, return_lse)  # fmt: skip
 
 
+@overload
+def dynamic_mask_attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
+    scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def dynamic_mask_attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
+    scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
+    deterministic: bool = False, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,

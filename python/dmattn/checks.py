@@ -62,7 +62,7 @@ def number(name: str, value: object, low: float = -math.inf, high: float = math.
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, int | float):
-        inside = math.isfinite(value) and low <= value and (value < high if open_high else value <= high)
+        inside = -math.inf < value < math.inf and low <= value and (value < high if open_high else value <= high)
         if not inside:
             expected = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
             if high != math.inf:

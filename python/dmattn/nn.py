@@ -99,7 +99,6 @@ class DynamicMaskAttention(nn.Module):
             query, key, value, self.scores(value), self.window, is_causal=self.is_causal, base=base, softcap=self.softcap,
             dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
