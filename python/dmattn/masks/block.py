@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.fake import table_size
 
 TILE_PARTIAL = 2  # tiles: 0 empty, 1 full, 2 + slot partial (cpp/params.h)
 
@@ -146,6 +147,17 @@ class BlockMask:
 
     __rand__ = __and__
 
+    def cut(self, Sq: int, Sk: int) -> BlockMask:
+        """The mask for the first Sq queries and Sk keys: lengths that end within the last block of ``from_blocks``."""
+        if Sq == self.query_length and Sk == self.key_length:
+            return self
+        tile_q, tile_k = self.bits.shape[1], self.bits.shape[2] * 32
+        tiles = self.tiles[:, :, : table_size(Sq, tile_q), : table_size(Sk, tile_k)]
+        touched = [torch.arange(n, device=tiles.device) * tile < length for n, tile, length in zip(
+            tiles.shape[2:], (tile_q, tile_k), (Sq, Sk), strict=True)]  # fmt: skip
+        tiles = tiles * (touched[0][:, None] & touched[1])
+        return BlockMask(tiles, _occupied(tiles), _occupied(tiles.transpose(2, 3)), self.bits, Sq, Sk, self.block_size)
+
     def to_bool(self) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, query_length, key_length], True = visible."""
         tile_q, words = self.bits.shape[1], self.bits.shape[2]
@@ -190,6 +202,12 @@ def _slots(tiles: Tensor) -> int:
     if tiles.is_cuda and torch.cuda.is_current_stream_capturing():
         return tiles.numel()
     return int((tiles >= TILE_PARTIAL).sum())
+
+
+def _occupied(tiles: Tensor) -> Tensor:
+    """For each row of tiles the number of non-empty ones, then their indices, ascending."""
+    occupied = (tiles != 0).int()
+    return torch.cat([occupied.sum(-1, keepdim=True), occupied.argsort(dim=-1, descending=True, stable=True)], dim=-1).int()
 
 
 def _table_from_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
