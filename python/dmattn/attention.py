@@ -60,7 +60,7 @@ def attention(
         softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.
         dropout_p: probability in [0, 1) with which an attention weight is dropped.
         dropout_seed: int64 tensor of one element; equal seeds give equal masks on every device. Default: drawn from torch's generator.
-        deterministic: gradients bitwise equal from run to run.
+        deterministic: gradients bitwise equal from run to run; implied by ``torch.use_deterministic_algorithms(True)``.
         return_lse: also return the log-sum-exp of each query's logits, differentiable.
 
     Returns:
@@ -309,7 +309,7 @@ def _fitting(block: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
         )
     tiles = block.tiles
     checks.per_head("mask", tiles, query, key, tiles.shape[2:], "[B|1, H|Hkv|1, Sq, Sk]")
-    return block
+    return block.cut(query.shape[2], key.shape[2])
 
 
 def _interval_rows(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -371,6 +371,7 @@ def _call(
         dropout_seed = _seed(dropout_seed, query)
     else:
         dropout_seed = None
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tables = (None, None, None, None) if block is None else (block.tiles, block.rows, block.columns, block.bits)
     out, lse = torch.ops.dmattn.forward(
         query, key, value, start, end, *tables, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic
