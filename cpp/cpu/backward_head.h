@@ -87,9 +87,9 @@ void backward_tile(const BackwardCall& c, const Summaries& summaries, const Quer
     if (b.grad_bias && owns_bias(c)) add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
     if (terms.softcap > 0) apply_slope<R>(chunk, queries, s);
     multiply(chunk.count, value_width, tile.rows, RowMajor<R>{s.probability.data, s.probability.stride}, s.grad_out_rows.data,
-             s.grad_out_rows.stride, AccumulateAt<R>{sums.value.data, sums.value.stride, chunk.keys});
+             s.grad_out_rows.stride, AccumulateAt<R>{sums.value.data, sums.value.stride, chunk.keys, R(1)});
     multiply(chunk.count, width, tile.rows, RowMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.query_rows.data,
-             s.query_rows.stride, AccumulateAt<R>{sums.key.data, sums.key.stride, chunk.keys});
+             s.query_rows.stride, AccumulateAt<R>{sums.key.data, sums.key.stride, chunk.keys, static_cast<R>(p.scale)});
     multiply(tile.rows, width, chunk.count, ColumnMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.key.data, s.key.stride,
              Accumulate<R>{s.grad_query.data, s.grad_query.stride});
   });

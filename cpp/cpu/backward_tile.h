@@ -13,7 +13,7 @@ namespace {
 // A worker's memory for one tile.
 template <class R>
 struct BackwardScratch {
-  Matrix<R> query_rows, query;        // [queries, D] scaled, and transposed
+  Matrix<R> query_rows, query;        // [queries, D], and transposed
   Matrix<R> grad_out_rows, grad_out;  // [queries, Dv], and transposed
   Matrix<R> key, value;               // [chunk, D], [chunk, Dv]
   Matrix<R> probability, grad_logit;  // [chunk, queries]
@@ -52,7 +52,7 @@ DMATTN_INLINE void clear(const Matrix<R>& m, int64_t first, int64_t last, int64_
 template <class R>
 void load_row_terms(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
   const AttentionParams& p = b.forward;
-  const int64_t first = (tile.batch * p.heads + tile.head) * p.query_length + tile.first;
+  const int64_t first = (tile.batch * p.heads + tile.head) * p.query_length + tile.first, value_width = padded<R>(p.value_dim);
   const R* lse = static_cast<const R*>(p.lse) + first;
   const R* grad_lse = b.grad_lse ? static_cast<const R*>(b.grad_lse) + first : nullptr;
   for (int64_t i = 0; i < padded<R>(tile.rows); ++i) {
@@ -64,14 +64,11 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
       clear(s.grad_out_rows, i, i + 1, p.value_dim);
       continue;
     }
-    R out[256];
-    widen_row<R>(p.dtype, row_at(p.out, p.dtype, tile.batch, tile.head, tile.first + i), R(1), out, p.value_dim, p.value_dim);
+    const char* out_row = row_at(p.out, p.dtype, tile.batch, tile.head, tile.first + i);
+    R out[kMaxWidth];
+    with_stored(p.dtype, R(), [&](auto stored) { widen_row<decltype(stored)>(out_row, out, p.value_dim, value_width); });
     Vec<R> products = {};
-    for (int64_t d = 0; d < padded<R>(p.value_dim); d += kLanes<R>) {
-      Vec<R> o = {};
-      __builtin_memcpy(&o, out + d, sizeof(R) * static_cast<size_t>(min_of(kLanes<R>, p.value_dim - d)));
-      products += o * load<R>(s.grad_out_rows.row(i) + d);
-    }
+    for (int64_t d = 0; d < value_width; d += kLanes<R>) products += load<R>(out + d) * load<R>(s.grad_out_rows.row(i) + d);
     s.lse[i] = lse[i];
     s.delta[i] = sum_lanes<R>(products) - (grad_lse ? grad_lse[i] : R(0));
   }
@@ -80,8 +77,8 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
 template <class R>
 void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
   const AttentionParams& p = b.forward;
-  copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, static_cast<R>(p.scale), p.head_dim, s.query_rows);
-  copy_rows<R>(b.grad_out, p.dtype, tile.batch, tile.head, tile.first, tile.rows, R(1), p.value_dim, s.grad_out_rows);
+  copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.head_dim, s.query_rows);
+  copy_rows<R>(b.grad_out, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.value_dim, s.grad_out_rows);
   load_row_terms<R>(b, tile, s);
   transpose<R>(s.query_rows, tile.rows, p.head_dim, s.query);
   transpose<R>(s.grad_out_rows, tile.rows, p.value_dim, s.grad_out);
@@ -118,9 +115,9 @@ void differentiate_chunk(const BackwardParams& b, const QueryTile& tile, const L
   gather_rows<R>(p.key, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.head_dim, s.key);
   gather_rows<R>(p.value, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.value_dim, s.value);
   multiply(chunk.count, queries, p.head_dim, RowMajor<R>{s.key.data, s.key.stride}, s.query.data, s.query.stride,
-           Overwrite<R>{s.probability.data, s.probability.stride});
+           Overwrite<R>{s.probability.data, s.probability.stride, static_cast<R>(p.scale)});
   multiply(chunk.count, queries, p.value_dim, RowMajor<R>{s.value.data, s.value.stride}, s.grad_out.data, s.grad_out.stride,
-           Overwrite<R>{s.grad_logit.data, s.grad_logit.stride});
+           Overwrite<R>{s.grad_logit.data, s.grad_logit.stride, R(1)});
   finish_logits<R>(terms, chunk, tile.rows, s.probability, s.bias, s.slope);
   differentiate_softmax<R>(chunk, queries, dropout, s);
 }

@@ -59,36 +59,62 @@ DMATTN_INLINE Half8 narrow_float16(Float8 v) {
 }
 #endif
 
-DMATTN_INLINE Float8 load8(DType type, const void* row, int64_t i, float) {
+// The dtypes as types: what is stored, what it is computed in, eight elements at once.
+struct StoredFloat64 {
+  using Element = double;
+  DMATTN_INLINE static double widen(double x) { return x; }
+  DMATTN_INLINE static Double8 load(const double* from) { return load_as<Double8>(from); }
+  DMATTN_INLINE static void store(double* to, Double8 v) { __builtin_memcpy(to, &v, sizeof(v)); }
+};
+
+struct StoredFloat32 {
+  using Element = float;
+  DMATTN_INLINE static float widen(float x) { return x; }
+  DMATTN_INLINE static Float8 load(const float* from) { return load_as<Float8>(from); }
+  DMATTN_INLINE static void store(float* to, Float8 v) { __builtin_memcpy(to, &v, sizeof(v)); }
+};
+
+struct StoredBFloat16 {
+  using Element = uint16_t;
+  DMATTN_INLINE static float widen(uint16_t x) { return widen_bfloat16(Half8{x})[0]; }
+  DMATTN_INLINE static Float8 load(const uint16_t* from) { return widen_bfloat16(load_as<Half8>(from)); }
+  DMATTN_INLINE static void store(uint16_t* to, Float8 v) {
+    const Half8 narrow = narrow_bfloat16(v);
+    __builtin_memcpy(to, &narrow, sizeof(narrow));
+  }
+};
+
+struct StoredFloat16 {
+  using Element = uint16_t;
+  DMATTN_INLINE static float widen(uint16_t x) { return widen_float16(Half8{x})[0]; }
+  DMATTN_INLINE static Float8 load(const uint16_t* from) { return widen_float16(load_as<Half8>(from)); }
+  DMATTN_INLINE static void store(uint16_t* to, Float8 v) {
+    const Half8 narrow = narrow_float16(v);
+    __builtin_memcpy(to, &narrow, sizeof(narrow));
+  }
+};
+
+// Calls use(stored type); only types whose arithmetic is R's.
+template <class Use>
+DMATTN_INLINE void with_stored(DType, double, const Use& use) {
+  use(StoredFloat64());
+}
+
+template <class Use>
+DMATTN_INLINE void with_stored(DType type, float, const Use& use) {
   switch (type) {
-    case DType::kBFloat16: return widen_bfloat16(load_as<Half8>(static_cast<const uint16_t*>(row) + i));
-    case DType::kFloat16: return widen_float16(load_as<Half8>(static_cast<const uint16_t*>(row) + i));
-    default: return load_as<Float8>(static_cast<const float*>(row) + i);
+    case DType::kBFloat16: return use(StoredBFloat16());
+    case DType::kFloat16: return use(StoredFloat16());
+    default: return use(StoredFloat32());
   }
 }
 
-DMATTN_INLINE Double8 load8(DType, const void* row, int64_t i, double) {
-  return load_as<Double8>(static_cast<const double*>(row) + i);
-}
-
-DMATTN_INLINE void store8(DType type, void* row, int64_t i, Float8 v) {
-  if (type == DType::kFloat32) {
-    __builtin_memcpy(static_cast<float*>(row) + i, &v, sizeof(v));
-  } else {
-    const Half8 narrow = type == DType::kBFloat16 ? narrow_bfloat16(v) : narrow_float16(v);
-    __builtin_memcpy(static_cast<uint16_t*>(row) + i, &narrow, sizeof(narrow));
-  }
-}
-
-DMATTN_INLINE void store8(DType, void* row, int64_t i, Double8 v) {
-  __builtin_memcpy(static_cast<double*>(row) + i, &v, sizeof(v));
-}
-
-// to[0, n) = from[0, n) * factor, to[n, width) = 0
-template <class R>
-DMATTN_INLINE void widen_row(DType type, const void* from, R factor, R* to, int64_t n, int64_t width) {
+// to[0, n) = from[0, n), to[n, width) = 0
+template <class Stored, class R>
+DMATTN_INLINE void widen_row(const char* from, R* to, int64_t n, int64_t width) {
+  const auto* elements = reinterpret_cast<const typename Stored::Element*>(from);
   for (int64_t i = 0; i < n; i += kStep) {
-    const auto v = load8(type, from, i, R()) * factor;
+    const auto v = Stored::load(elements + i);
     __builtin_memcpy(to + i, &v, sizeof(v));
   }
   for (int64_t i = n; i < width; ++i) to[i] = 0;
@@ -96,21 +122,13 @@ DMATTN_INLINE void widen_row(DType type, const void* from, R factor, R* to, int6
 
 // to[0, n) = from[0, n) * factor in the dtype
 template <class R>
-DMATTN_INLINE void narrow_row(DType type, const R* from, R factor, void* to, int64_t n) {
-  for (int64_t i = 0; i < n; i += kStep) {
-    decltype(load8(type, from, i, R())) v;
-    __builtin_memcpy(&v, from + i, sizeof(v));
-    store8(type, to, i, v * factor);
-  }
-}
-
-// One element of a bias.
-template <class R>
-DMATTN_INLINE R widen_one(DType type, const void* row, int64_t i) {
-  if (type == DType::kFloat64) return static_cast<R>(static_cast<const double*>(row)[i]);
-  if (type == DType::kFloat32) return static_cast<R>(static_cast<const float*>(row)[i]);
-  const Half8 v = {static_cast<const uint16_t*>(row)[i]};
-  return static_cast<R>(type == DType::kBFloat16 ? widen_bfloat16(v)[0] : widen_float16(v)[0]);
+DMATTN_INLINE void narrow_row(DType type, const R* from, R factor, char* to, int64_t n) {
+  with_stored(type, R(), [&](auto stored) {
+    using Stored = decltype(stored);
+    auto* elements = reinterpret_cast<typename Stored::Element*>(to);
+    for (int64_t i = 0; i < n; i += kStep)
+      Stored::store(elements + i, load_as<decltype(Stored::load(elements))>(from + i) * factor);
+  });
 }
 
 DMATTN_INLINE char* row_at(const Rows& rows, DType type, int64_t batch, int64_t head, int64_t row) {

@@ -12,7 +12,7 @@ namespace {
 template <class R>
 struct ForwardScratch {
   Matrix<R> query_rows;    // [queries, D]
-  Matrix<R> query;         // [D, queries], scaled
+  Matrix<R> query;         // [D, queries]
   Matrix<R> key, value;    // [chunk, D], [chunk, Dv]
   Matrix<R> logits, bias;  // [chunk, queries]
   Matrix<R> out;           // [queries, Dv]
@@ -60,7 +60,7 @@ void forward_tile(const AttentionParams& p, const Summaries& summaries, const Qu
   const Dropout<R> dropout(p, tile);
   const int64_t queries = padded<R>(tile.rows), value_width = padded<R>(p.value_dim);
 
-  copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, static_cast<R>(p.scale), p.head_dim, s.query_rows);
+  copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.head_dim, s.query_rows);
   transpose<R>(s.query_rows, tile.rows, p.head_dim, s.query);
   s.state.reset(queries);
   for (int64_t i = 0; i < tile.rows; ++i) {
@@ -70,7 +70,7 @@ void forward_tile(const AttentionParams& p, const Summaries& summaries, const Qu
     gather_rows<R>(p.key, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.head_dim, s.key);
     gather_rows<R>(p.value, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.value_dim, s.value);
     multiply(chunk.count, queries, p.head_dim, RowMajor<R>{s.key.data, s.key.stride}, s.query.data, s.query.stride,
-             Overwrite<R>{s.logits.data, s.logits.stride});
+             Overwrite<R>{s.logits.data, s.logits.stride, static_cast<R>(p.scale)});
     finish_logits<R>(terms, chunk, tile.rows, s.logits, s.bias, Matrix<R>{nullptr, 0});
     update_softmax<R>(chunk, queries, dropout, s.state, s.correction, s.logits);
     rescale_rows<R>(s.correction, tile.rows, value_width, s.out);

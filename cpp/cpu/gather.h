@@ -10,17 +10,23 @@ namespace {
 template <class R>
 void gather_rows(const Rows& rows, DType type, int64_t batch, int64_t head, const int32_t* keys, int64_t count, int64_t width,
                  const Matrix<R>& to) {
-  const int64_t whole = padded<R>(width);
-  for (int64_t k = 0; k < count; ++k) widen_row<R>(type, row_at(rows, type, batch, head, keys[k]), R(1), to.row(k), width, whole);
+  const char* first = row_at(rows, type, batch, head, 0);
+  const int64_t whole = padded<R>(width), row_bytes = rows.row_stride * element_size(type);
+  with_stored(type, R(), [&](auto stored) {
+    for (int64_t k = 0; k < count; ++k) widen_row<decltype(stored)>(first + keys[k] * row_bytes, to.row(k), width, whole);
+  });
 }
 
-// to[i] = rows[first + i] * factor
+// to[i] = rows[first + i]
 template <class R>
-void copy_rows(const Rows& rows, DType type, int64_t batch, int64_t head, int64_t first, int64_t count, R factor, int64_t width,
+void copy_rows(const Rows& rows, DType type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
                const Matrix<R>& to) {
   const int64_t whole = padded<R>(width);
-  for (int64_t i = 0; i < count; ++i)
-    widen_row<R>(type, row_at(rows, type, batch, head, first + i), factor, to.row(i), width, whole);
+  with_stored(type, R(), [&](auto stored) {
+    for (int64_t i = 0; i < count; ++i) {
+      widen_row<decltype(stored)>(row_at(rows, type, batch, head, first + i), to.row(i), width, whole);
+    }
+  });
 }
 
 // to[d][i] = from[i][d], and 0 for i in [count, whole vectors)

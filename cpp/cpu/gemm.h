@@ -34,31 +34,34 @@ struct ColumnMajor {
   DMATTN_INLINE int64_t index(int m, int64_t k) const { return k * stride + m; }
 };
 
-// Row m of C at data + m * stride, overwritten.
+// C = factor A B, row m at data + m * stride.
 template <class R>
 struct Overwrite {
   R* data;
   int64_t stride;
-  static constexpr bool kAccumulates = false;
+  R factor;
   DMATTN_INLINE R* row(int64_t m) const { return data + m * stride; }
+  DMATTN_INLINE Vec<R> update(const R*, Vec<R> sum) const { return sum * factor; }
 };
 
+// C += A B
 template <class R>
 struct Accumulate {
   R* data;
   int64_t stride;
-  static constexpr bool kAccumulates = true;
   DMATTN_INLINE R* row(int64_t m) const { return data + m * stride; }
+  DMATTN_INLINE Vec<R> update(const R* old, Vec<R> sum) const { return load<R>(old) + sum; }
 };
 
-// Row m of C at data + index[m] * stride; no index comes twice.
+// C += factor A B, row m at data + index[m] * stride; no index comes twice.
 template <class R>
 struct AccumulateAt {
   R* data;
   int64_t stride;
   const int32_t* index;
-  static constexpr bool kAccumulates = true;
+  R factor;
   DMATTN_INLINE R* row(int64_t m) const { return data + index[m] * stride; }
+  DMATTN_INLINE Vec<R> update(const R* old, Vec<R> sum) const { return load<R>(old) + sum * factor; }
 };
 
 template <int kRows, int kVectors, class R, template <class> class A, class C>
@@ -80,9 +83,7 @@ DMATTN_INLINE void multiply_tile(A<R> a, int64_t m, const R* b, int64_t b_stride
   for (int i = 0; i < kRows; ++i) {
     R* row = c.row(m + i) + column;
     DMATTN_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      store<R>(row + v * kLanes<R>, C::kAccumulates ? load<R>(row + v * kLanes<R>) + sum[i][v] : sum[i][v]);
-    }
+    for (int v = 0; v < kVectors; ++v) store<R>(row + v * kLanes<R>, c.update(row + v * kLanes<R>, sum[i][v]));
   }
 }
 

@@ -39,10 +39,12 @@ void gather_bias(const LogitTerms<R>& terms, const KeyChunk& chunk, int64_t rows
   for (int64_t k = 0; k < chunk.count; ++k) {
     for (int64_t i = rows; i < padded<R>(rows); ++i) to.row(k)[i] = 0;
   }
-  for (int64_t i = 0; i < rows; ++i) {
-    const char* row = terms.bias + i * terms.bias_stride * element_size(terms.bias_type);
-    for (int64_t k = 0; k < chunk.count; ++k) to.row(k)[i] = widen_one<R>(terms.bias_type, row, chunk.keys[k]);
-  }
+  with_stored(terms.bias_type, R(), [&](auto stored) {
+    const auto* row = reinterpret_cast<const typename decltype(stored)::Element*>(terms.bias);
+    for (int64_t i = 0; i < rows; ++i, row += terms.bias_stride) {
+      for (int64_t k = 0; k < chunk.count; ++k) to.row(k)[i] = stored.widen(row[chunk.keys[k]]);
+    }
+  });
 }
 
 // x -> softcap * tanh(x / softcap); slope, where given, gets the derivative.
@@ -114,13 +116,17 @@ struct Dropout {
     }
   }
 
-  // factor where lanes i.. keep the key, else 0.
+  // factor where lanes i.. keep the key, else 0: dropout_keeps of params.h, a vector at a time.
   DMATTN_INLINE Vec<R> scales(int32_t key, int64_t i) const {
-    Vec<R> scale;
-    for (int lane = 0; lane < kLanes<R>; ++lane) {
-      scale[lane] = dropout_keeps(row_keys[i + lane], static_cast<uint32_t>(key), threshold) ? factor : R(0);
-    }
-    return scale;
+    typedef uint32_t Words __attribute__((vector_size(kLanes<R> * 4)));
+    Words x;
+    __builtin_memcpy(&x, row_keys + i, sizeof(x));
+    x ^= static_cast<uint32_t>(key) * 0x9e3779b9U;
+    x = (x ^ (x >> 16)) * 0x7feb352dU;
+    x = (x ^ (x >> 15)) * 0x846ca68bU;
+    x ^= x >> 16;
+    const IntVec<R> kept = __builtin_convertvector(x >= threshold, IntVec<R>);
+    return kept ? splat<R>(factor) : Vec<R>{};
   }
 };
 
