@@ -19,7 +19,7 @@ _slow_is_fine = [
 ]
 # ci draws the same examples every time: a failure is about the change, not about luck.
 hypothesis.settings.register_profile(
-    "ci", max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=_slow_is_fine
+    "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.register_profile(
     "thorough", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine

@@ -104,13 +104,14 @@ def assert_consistent(mask: BlockMask) -> None:
     assert mask.columns.shape == (*tiles.shape[:2], tiles_k, tiles_q + 1)
 
 
-def expected_tiles(visible: torch.Tensor, tile_q: int, tile_k: int) -> torch.Tensor:
-    """0 empty, 1 full, 2 partial for each tile, from the elements that exist."""
-    Sq, Sk = visible.shape[2:]
-    rows = [
-        [visible[:, :, i : i + tile_q, j : j + tile_k] for j in range(0, Sk, tile_k)] for i in range(0, Sq, tile_q)
-    ]  # fmt: skip
-    states = [[torch.where(t.all((2, 3)), 1, torch.where(t.any(2).any(2), 2, 0)) for t in row] for row in rows]
+def expected_tiles(visible: torch.Tensor, tile_q: int, tile_k: int, tiles_q: int, tiles_k: int) -> torch.Tensor:
+    """0 empty, 1 full, 2 partial for each tile of a table, from the elements that exist; tiles beyond the lengths are empty."""
+
+    def state(tile: torch.Tensor) -> torch.Tensor:
+        return torch.where(tile.flatten(2).all(2), 1 if tile.numel() else 0, torch.where(tile.flatten(2).any(2), 2, 0))
+
+    rows = [visible[:, :, i * tile_q : (i + 1) * tile_q] for i in range(tiles_q)]
+    states = [[state(row[..., j * tile_k : (j + 1) * tile_k]) for j in range(tiles_k)] for row in rows]
     return torch.stack([torch.stack(row, -1) for row in states], -2)
 
 
@@ -121,7 +122,9 @@ def test_from_bool_there_and_back(mask_device, data):
     assert torch.equal(drawn.mask.to_bool(), drawn.visible)
     assert_consistent(drawn.mask)
     tile_q, tile_k = drawn.mask.bits.shape[1], drawn.mask.bits.shape[2] * 32
-    assert torch.equal(drawn.mask.tiles.clamp(max=2).long(), expected_tiles(drawn.visible, tile_q, tile_k))
+    assert torch.equal(
+        drawn.mask.tiles.clamp(max=2).long(), expected_tiles(drawn.visible, tile_q, tile_k, *drawn.mask.tiles.shape[2:])
+    )
 
 
 @given(data=st.data())

@@ -76,7 +76,7 @@ def head_dims() -> st.SearchStrategy[int]:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, max_length: int = 300, min_length: int = 0, max_batch: int = 3) -> Shape:
+def shapes(draw: st.DrawFn, max_length: int = 300, min_length: int = 0, max_batch: int = 2) -> Shape:
     """Sizes: GQA and MQA, 0-length, ragged, Sq != Sk both ways, D != Dv."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys = draw(lengths(max_length, min_length))
@@ -440,7 +440,7 @@ def _biases(draw: st.DrawFn, size: tuple[tuple[int, int], tuple[int, ...]], dtyp
 
 @st.composite
 def attention_cases(
-    draw: st.DrawFn, device: str = "cpu", max_length: int = 300, dtype: torch.dtype | None = None
+    draw: st.DrawFn, device: str = "cpu", max_length: int = 200, dtype: torch.dtype | None = None
 ) -> AttentionCase:
     """Whole problems: everything above at once.
 
