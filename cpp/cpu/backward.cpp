@@ -6,6 +6,8 @@
 namespace dmattn::cpu {
 namespace {
 
+constexpr int64_t kDeterministicWorkers = 8;  // sums are split the same way, whatever the number of threads
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
@@ -18,8 +20,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
                                      is_causal, scale, softcap, dropout_p),
                      out, lse, deterministic, need_key_bias, need_bias);
   const auto batches = [](const Tensor& grad) { return grad.dim() > 1 ? grad.size(0) : 0; };
-  const BackwardCall call = {checked.params, static_cast<int64_t>(torch::stable::get_num_threads()),
-                             batches(checked.grad_key_bias), batches(checked.grad_bias)};
+  const int64_t workers = deterministic ? kDeterministicWorkers : static_cast<int64_t>(torch::stable::get_num_threads());
+  const BackwardCall call = {checked.params, workers, batches(checked.grad_key_bias), batches(checked.grad_bias)};
   const Kernels& kernels = best_kernels();
   run_phases(kernels.plan_backward(call),
              [&](int phase, int64_t task, void* scratch, void* shared) { kernels.backward(call, phase, task, scratch, shared); });
