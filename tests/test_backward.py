@@ -83,11 +83,12 @@ def test_key_bias_gradients_sum_over_what_was_broadcast(device, dtype, lead):
 
 
 def test_only_some_tensors_want_gradients(device, dtype):
+    case_bias = strategies.random_tensor((70, 70), 4, device=device)
     case = make(
         device,
         dtype,
         key_bias=strategies.random_tensor((70,), 3, device=device),
-        bias=strategies.random_tensor((70, 70), 4, device=device),
+        bias=case_bias,
     )
     everything = run(case)
     for name, leaf in case.leaves().items():
@@ -171,10 +172,8 @@ def test_gradcheck(options):
 
 
 def test_gradcheck_of_dynamic_mask_attention():
-    leaves = [
-        strategies.random_tensor(size, i, torch.float64).requires_grad_()
-        for i, size in enumerate([(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9)])
-    ]
+    sizes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9)]
+    leaves = [strategies.random_tensor(size, i, torch.float64).requires_grad_() for i, size in enumerate(sizes)]
 
     def fn(*given_leaves):
         return dmattn.dynamic_mask_attention(*given_leaves, 3, return_lse=True)
@@ -213,12 +212,13 @@ def test_huge_logits(device, dtype, magnitude):
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3, "dropout_seed": 4}, {"softcap": 3.0}])
 def test_deterministic_gradients_are_equal_on_every_run_and_thread_count(device, dtype, options):
+    rows = strategies.random_tensor((300, 300), 2, device=device)
     mask = IntervalMask.top_k(strategies.make_scores((2, 2, 300), "random", 0, device=device), 60)
     case = make(device, dtype, B=2, H=4, Hkv=2, Sq=300, is_causal=True, mask=mask, deterministic=True, **options)
     case = dataclasses.replace(
         case,
         key_bias=strategies.random_tensor((2, 300), 1, device=device),
-        bias=strategies.random_tensor((300, 300), 2, device=device),
+        bias=rows,
     )
     first = run(case)
     threads = torch.get_num_threads()
