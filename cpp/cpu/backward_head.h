@@ -13,6 +13,13 @@ namespace {
 constexpr int64_t kReduceKeys = 1024;                // keys per task when parts are added up
 constexpr int64_t kMaxPartBytes = int64_t{1} << 28;  // no more parts than fit
 
+// The fewest parts per group that keep workers busy at least three quarters of the time.
+DMATTN_INLINE int64_t useful_parts(int64_t groups, int64_t workers) {
+  int64_t parts = ceil_div(workers, groups);
+  while (groups * parts * 4 < round_up(groups * parts, workers) * 3) ++parts;
+  return parts;
+}
+
 // What all tasks of a backward call see.
 template <class R>
 struct BackwardShared {
@@ -20,15 +27,17 @@ struct BackwardShared {
   R* key_bias_sums;          // [B, Hkv, parts, key_bias_rows, Sk]; null: not wanted
   R *key_sums, *value_sums;  // [B, Hkv, parts, Sk, stride]; null: one part
   int64_t parts, key_stride, value_stride;
-  bool direct;  // sums are grad_key and grad_value themselves
+  bool adds_bias_grad;  // grad_bias is added up in phase 1
+  bool direct;          // sums are grad_key and grad_value themselves
 
   DMATTN_INLINE BackwardShared(Arena& arena, const BackwardCall& c) {
     const AttentionParams& p = c.params.forward;
     const int64_t groups = p.batch * p.kv_heads;
     key_stride = padded<R>(p.head_dim), value_stride = padded<R>(p.value_dim);
     const int64_t bytes_each = groups * p.key_length * (key_stride + value_stride) * static_cast<int64_t>(sizeof(R));
-    parts = groups == 0 ? 1 : min_of(ceil_div(c.workers, groups), max_of(1, query_tiles(p) * group_size(p)));
-    parts = bytes_each == 0 ? parts : max_of(1, min_of(parts, kMaxPartBytes / bytes_each));
+    const int64_t most = min_of(query_tiles(p) * group_size(p), kMaxPartBytes / max_of(1, bytes_each));
+    parts = groups == 0 ? 1 : max_of(1, min_of(useful_parts(groups, c.workers), most));
+    adds_bias_grad = c.params.grad_bias && owns_bias(c, parts);
     const bool whole_rows = key_stride == p.head_dim && value_stride == p.value_dim;
     direct = parts == 1 && whole_rows && element_size(p.dtype) == static_cast<int64_t>(sizeof(R));
     summaries = take_summaries(arena, p);
@@ -73,7 +82,7 @@ void write_key_grads(const BackwardParams& b, int64_t batch, int64_t kv_head, in
 
 // All of a tile's gradients.
 template <class R>
-void backward_tile(const BackwardCall& c, const Summaries& summaries, const QueryTile& tile, const KeySums<R>& sums,
+void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const QueryTile& tile, const KeySums<R>& sums,
                    R* key_bias_sums, const BackwardScratch<R>& s) {
   const BackwardParams& b = c.params;
   const AttentionParams& p = b.forward;
@@ -81,17 +90,17 @@ void backward_tile(const BackwardCall& c, const Summaries& summaries, const Quer
   const Dropout<R> dropout(p, tile);
   const int64_t queries = padded<R>(tile.rows), width = padded<R>(p.head_dim), value_width = padded<R>(p.value_dim);
   load_tile<R>(b, tile, s);
-  for_each_chunk(p, summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, shared.summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
     differentiate_chunk<R>(b, tile, terms, dropout, chunk, s);
     if (key_bias_sums) add_key_bias_grad<R>(chunk, queries, s.grad_logit, key_bias_sums);
-    if (b.grad_bias && owns_bias(c)) add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
+    if (shared.adds_bias_grad) add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
     if (terms.softcap > 0) apply_slope<R>(chunk, queries, s);
     multiply(chunk.count, value_width, tile.rows, RowMajor<R>{s.probability.data, s.probability.stride}, s.grad_out_rows.data,
              s.grad_out_rows.stride, AccumulateAt<R>{sums.value.data, sums.value.stride, chunk.keys, R(1)});
     multiply(chunk.count, width, tile.rows, RowMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.query_rows.data,
              s.query_rows.stride, AccumulateAt<R>{sums.key.data, sums.key.stride, chunk.keys, static_cast<R>(p.scale)});
     multiply(tile.rows, width, chunk.count, ColumnMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.key.data, s.key.stride,
-             Accumulate<R>{s.grad_query.data, s.grad_query.stride});
+             Accumulate<R>{s.grad_query.data, s.grad_query.stride, R(1)});
   });
   for (int64_t i = 0; i < tile.rows; ++i) {
     narrow_row<R>(p.dtype, s.grad_query.row(i), static_cast<R>(p.scale),
@@ -116,7 +125,7 @@ void backward_task(const BackwardCall& c, const BackwardShared<R>& shared, int64
     R* head_sums = key_bias_sums && bias_rows > 1 ? key_bias_sums + i * p.key_length : key_bias_sums;
     for (int64_t t = 0; t < tiles; ++t) {
       if ((i * tiles + t) % shared.parts != part) continue;
-      backward_tile<R>(c, shared.summaries, query_tile(p, batch, kv_head * group + i, t), sums, head_sums, s);
+      backward_tile<R>(c, shared, query_tile(p, batch, kv_head * group + i, t), sums, head_sums, s);
     }
   }
   if (!shared.direct && shared.parts == 1) write_key_grads<R>(c.params, batch, kv_head, 0, p.key_length, sums);

@@ -114,10 +114,8 @@ void differentiate_chunk(const BackwardParams& b, const QueryTile& tile, const L
   const int64_t queries = padded<R>(tile.rows);
   gather_rows<R>(p.key, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.head_dim, s.key);
   gather_rows<R>(p.value, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.value_dim, s.value);
-  multiply(chunk.count, queries, p.head_dim, RowMajor<R>{s.key.data, s.key.stride}, s.query.data, s.query.stride,
-           Overwrite<R>{s.probability.data, s.probability.stride, static_cast<R>(p.scale)});
-  multiply(chunk.count, queries, p.value_dim, RowMajor<R>{s.value.data, s.value.stride}, s.grad_out.data, s.grad_out.stride,
-           Overwrite<R>{s.grad_logit.data, s.grad_logit.stride, R(1)});
+  multiply_in_pieces(chunk.count, queries, p.head_dim, static_cast<R>(p.scale), s.key, s.query, s.probability);
+  multiply_in_pieces(chunk.count, queries, p.value_dim, R(1), s.value, s.grad_out, s.grad_logit);
   finish_logits<R>(terms, chunk, tile.rows, s.probability, s.bias, s.slope);
   differentiate_softmax<R>(chunk, queries, dropout, s);
 }

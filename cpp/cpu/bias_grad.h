@@ -14,10 +14,11 @@ DMATTN_INLINE int64_t group_size(const AttentionParams& p) { return p.kv_heads >
 // Query heads of a group that have a key_bias row of their own: all or one.
 DMATTN_INLINE int64_t key_bias_rows(const AttentionParams& p) { return p.key_bias.head_divisor == 1 ? group_size(p) : 1; }
 
-// Whether a (batch, kv head) has its bias to itself.
-DMATTN_INLINE bool owns_bias(const BackwardCall& c) {
+// Whether no two of phase 1's tasks add to the same element of grad_bias: parts of a group may hold the same queries of different
+// heads.
+DMATTN_INLINE bool owns_bias(const BackwardCall& c, int64_t parts) {
   const AttentionParams& p = c.params.forward;
-  return c.bias_batches == p.batch && (p.bias.head_divisor == 1 || p.bias.head_divisor == group_size(p));
+  return c.bias_batches == p.batch && (p.bias.head_divisor == 1 || (p.bias.head_divisor == group_size(p) && parts == 1));
 }
 
 // sums[key] += sum over queries of dS, for the keys of a chunk; lanes of padding hold 0.
@@ -46,9 +47,9 @@ void add_bias_grad(const KeyChunk& chunk, int64_t rows, int64_t key_length, cons
   }
 }
 
-DMATTN_INLINE int64_t shared_bias_tasks(const BackwardCall& c) {
+DMATTN_INLINE int64_t shared_bias_tasks(const BackwardCall& c, int64_t parts) {
   const AttentionParams& p = c.params.forward;
-  if (!c.params.grad_bias || owns_bias(c) || p.heads == 0) return 0;
+  if (!c.params.grad_bias || owns_bias(c, parts) || p.heads == 0) return 0;
   return c.bias_batches * (p.heads / p.bias.head_divisor) * query_tiles(p);
 }
 

@@ -69,13 +69,12 @@ void forward_tile(const AttentionParams& p, const Summaries& summaries, const Qu
   for_each_chunk(p, summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
     gather_rows<R>(p.key, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.head_dim, s.key);
     gather_rows<R>(p.value, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.value_dim, s.value);
-    multiply(chunk.count, queries, p.head_dim, RowMajor<R>{s.key.data, s.key.stride}, s.query.data, s.query.stride,
-             Overwrite<R>{s.logits.data, s.logits.stride, static_cast<R>(p.scale)});
+    multiply_in_pieces(chunk.count, queries, p.head_dim, static_cast<R>(p.scale), s.key, s.query, s.logits);
     finish_logits<R>(terms, chunk, tile.rows, s.logits, s.bias, Matrix<R>{nullptr, 0});
     update_softmax<R>(chunk, queries, dropout, s.state, s.correction, s.logits);
     rescale_rows<R>(s.correction, tile.rows, value_width, s.out);
     multiply(tile.rows, value_width, chunk.count, ColumnMajor<R>{s.logits.data, s.logits.stride}, s.value.data, s.value.stride,
-             Accumulate<R>{s.out.data, s.out.stride});
+             Accumulate<R>{s.out.data, s.out.stride, R(1)});
   });
   write_out<R>(p, tile, s);
 }

@@ -4,7 +4,7 @@
 // are only ever copied as rows: no product needs them transposed.
 #pragma once
 
-#include "vec.h"
+#include "tile.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -15,6 +15,7 @@ constexpr int kTileRows = 8;
 constexpr int kTileRows = 4;
 #endif
 constexpr int kTileVectors = 2;
+constexpr int64_t kPieceDepth = 64;
 
 // A[m][k], k contiguous.
 template <class R>
@@ -44,13 +45,14 @@ struct Overwrite {
   DMATTN_INLINE Vec<R> update(const R*, Vec<R> sum) const { return sum * factor; }
 };
 
-// C += A B
+// C += factor A B
 template <class R>
 struct Accumulate {
   R* data;
   int64_t stride;
+  R factor;
   DMATTN_INLINE R* row(int64_t m) const { return data + m * stride; }
-  DMATTN_INLINE Vec<R> update(const R* old, Vec<R> sum) const { return load<R>(old) + sum; }
+  DMATTN_INLINE Vec<R> update(const R* old, Vec<R> sum) const { return load<R>(old) + sum * factor; }
 };
 
 // C += factor A B, row m at data + index[m] * stride; no index comes twice.
@@ -111,6 +113,21 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, A<R> a, const R* b, 
     multiply_columns<kTileVectors>(rows, depth, a, b + n, b_stride, c, n);
   }
   if (n < columns) multiply_columns<1>(rows, depth, a, b + n, b_stride, c, n);
+}
+
+// C = factor A B for row-major A, added up in pieces: one long sum of a row's products would round worse than eager PyTorch does.
+template <class R>
+DMATTN_INLINE void multiply_in_pieces(int64_t rows, int64_t columns, int64_t depth, R factor, const Matrix<R>& a,
+                                      const Matrix<R>& b, const Matrix<R>& c) {
+  for (int64_t k = 0; k < depth; k += kPieceDepth) {
+    const int64_t piece = min_of(kPieceDepth, depth - k);
+    const RowMajor<R> left = {a.data + k, a.stride};
+    if (k == 0) {
+      multiply(rows, columns, piece, left, b.data, b.stride, Overwrite<R>{c.data, c.stride, factor});
+    } else {
+      multiply(rows, columns, piece, left, b.row(k), b.stride, Accumulate<R>{c.data, c.stride, factor});
+    }
+  }
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ Plan plan_backward_as(const BackwardCall& c) {
   const int64_t key_bias_tasks =
       c.params.grad_key_bias && p.heads > 0 ? c.key_bias_batches * (p.heads / p.key_bias.head_divisor) : 0;
   return {{summary_tasks(shared.summaries), groups * shared.parts, shared.parts > 1 ? groups * reduce_blocks(p) : 0,
-           key_bias_tasks, shared_bias_tasks(c)},
+           key_bias_tasks, shared_bias_tasks(c, shared.parts)},
           scratch.used(),
           shared_arena.used()};
 }
