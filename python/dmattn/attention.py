@@ -236,7 +236,7 @@ def scaled_dot_product_attention(
         mask, is_causal = IntervalMask(keys, torch.full_like(keys, FOREVER)), False
     elif attn_mask is not None:
         checks.tensor("attn_mask", attn_mask)
-        if attn_mask.dim() > 4:
+        if attn_mask.dim() > 3 and len(lead) > 1:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
         if attn_mask.dtype == torch.bool:
             mask = attn_mask

@@ -29,6 +29,7 @@ class AttentionCase:
         key_bias, bias, is_causal, scale, softcap, dropout_p, deterministic: as in :func:`dmattn.attention`.
         dropout_seed: the seed as an int; used when dropout_p > 0.
         grad_seed: seed of the random gradients that enter through out and lse.
+        grad_through_lse: whether one enters through lse at all.
         description: where the mask came from, for messages.
     """
 
@@ -46,6 +47,7 @@ class AttentionCase:
     dropout_seed: int = 0
     deterministic: bool = False
     grad_seed: int = 0
+    grad_through_lse: bool = True
     description: str = ""
 
     def call(self, fn: Callable[..., Any] = attention) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,7 @@ class AttentionCase:
         batch, heads, queries, _ = self.query.shape
         generator = torch.Generator().manual_seed(self.grad_seed)
         grad_out = torch.randn((batch, heads, queries, self.value.shape[3]), generator=generator)
-        grad_lse = torch.randn((batch, heads, queries), generator=generator)
+        grad_lse = torch.randn((batch, heads, queries), generator=generator) * self.grad_through_lse
         half = (
             torch.bfloat16 if self.query.dtype == torch.bfloat16 else torch.float16
         )  # rounded first: exact in every wider dtype

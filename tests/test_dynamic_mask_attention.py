@@ -1,0 +1,191 @@
+"""Dynamic Mask Attention: the call, the layer, the two functions with older names, and the Doge formulas written out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import dmattn
+import pytest
+import torch
+import torch.nn.functional as F
+from dmattn import IntervalMask
+from dmattn.nn import DynamicMaskAttention, rotate
+from dmattn.testing import AttentionCase, assert_close_to_reference, assert_matches_reference, strategies, top_k_visible
+from hypothesis import given
+from hypothesis import strategies as st
+
+tensor = strategies.random_tensor
+
+
+@given(data=st.data())
+def test_equals_the_reference(device, dtype, data):
+    shape = data.draw(strategies.shapes(max_length=150))
+    sizes = (
+        (shape.B, shape.H, shape.Sq, shape.D),
+        (shape.B, shape.Hkv, shape.Sk, shape.D),
+        (shape.B, shape.Hkv, shape.Sk, shape.Dv),
+    )
+    query, key, value = (tensor(size, i, dtype, device) for i, size in enumerate(sizes))
+    scores = data.draw(strategies.scores((shape.B, shape.Hkv, shape.Sk), device=device))
+    window, causal = data.draw(st.integers(1, shape.Sk + 2)), data.draw(st.booleans())
+    base, rows, description = data.draw(strategies.selection_bases(shape, device))
+    case = AttentionCase(
+        query, key, value, visible=strategies.selected_rows(scores, window, causal, rows, shape.Sq), key_bias=scores,
+        dropout_p=data.draw(st.sampled_from((0.0, 0.3))), softcap=data.draw(st.sampled_from((0.0, 2.0))),
+        description=f"window {window}, causal {causal}, base {description}",
+    )  # fmt: skip
+
+    def fn(query, key, value, mask, *, key_bias, bias, is_causal, **options):
+        return dmattn.dynamic_mask_attention(query, key, value, key_bias, window, is_causal=causal, base=base, **options)
+
+    assert_matches_reference(case, fn)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_equals_attention_with_a_top_k_mask(device, dtype, causal):
+    query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
+    scores = tensor((2, 2, 90), 5, device=device)
+    base = IntervalMask.documents(90, torch.tensor([0, 30, 90], device=device), causal)
+    for given_base in (None, base):
+        ours = dmattn.dynamic_mask_attention(query, key, value, scores, 12, is_causal=causal, base=given_base, return_lse=True)
+        mask = IntervalMask.top_k(scores, 12, causal, given_base)
+        general = dmattn.attention(query, key, value, mask, key_bias=scores, is_causal=causal, return_lse=True)
+        assert torch.equal(ours[0], general[0])
+        assert torch.equal(ours[1], general[1])
+
+
+def test_nan_scores_hide_their_keys(device, dtype):
+    query, key, value = (tensor((1, 1, 30, 16), i, dtype, device) for i in range(3))
+    scores = tensor((1, 1, 30), 4, device=device)
+    scores[..., 3] = float("nan")
+    case = AttentionCase(query, key, value, visible=top_k_visible(scores, 8), key_bias=scores)
+    out, lse = dmattn.dynamic_mask_attention(query, key, value, scores, 8, return_lse=True)
+    assert_close_to_reference(case, {"out": out, "lse": lse})
+
+
+# The Doge model -------------------------------------------------------------------------------------------------------------------
+
+
+def doge(query, key, value, dt_weight, dt_bias, A, window, causal=True):
+    """Attention of ``modeling_doge.py`` written out: an additive [B, H, Sq, Sk] mask, torch.topk per query, softmax.
+
+    torch.topk leaves ties open; the scores here are distinct. value [B, Hkv, S, D].
+    """
+    batch, kv_heads, length, size = value.shape
+    dt = F.linear(value.transpose(1, 2).reshape(batch, length, kv_heads * size), dt_weight, dt_bias)
+    scores = torch.exp(A * F.softplus(dt)).transpose(-1, -2)
+    lowest = torch.finfo(query.dtype).min
+    mask = scores[:, :, None, :].expand(-1, -1, length, -1)
+    if causal:
+        mask = mask.masked_fill(torch.ones(length, length).triu(1).bool(), lowest)
+    if length > window:
+        keep = torch.zeros_like(mask).scatter(-1, torch.topk(mask, window, dim=-1).indices, 1.0).bool()
+        mask = mask.masked_fill(~keep, lowest)
+    groups = query.shape[1] // kv_heads
+    key, value, mask = (t.repeat_interleave(groups, dim=1) for t in (key, value, mask))
+    logits = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + mask
+    return F.softmax(logits, dim=-1) @ value, scores
+
+
+@pytest.mark.parametrize("window", [1, 7, 39, 40, 64])
+def test_doge_formulas(window):
+    """In float64, where nothing but the order of sums differs."""
+    query, key, value = (tensor((2, heads, 40, 16), i, torch.float64).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    dt_weight, A = tensor((2, 32), 5, torch.float64).requires_grad_(), tensor((2,), 6, torch.float64).requires_grad_()
+    dt_bias = tensor((2,), 7, torch.float64).requires_grad_()
+    leaves = (query, key, value, dt_weight, A, dt_bias)
+    expected, expected_scores = doge(query, key, value, dt_weight, dt_bias, A, window)
+    scores = dmattn.key_scores(value, dt_weight, A, dt_bias)
+    assert torch.equal(scores, expected_scores)
+    out = dmattn.dynamic_mask_attention(query, key, value, scores, window)
+    grad_out = tensor(out.shape, 8, torch.float64)
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, leaves, grad_out), torch.autograd.grad(expected, leaves, grad_out), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_fresh_scores_are_one():
+    value = tensor((1, 2, 9, 8), 0)
+    assert torch.equal(dmattn.key_scores(value, tensor((2, 16), 1), torch.zeros(2)), torch.ones(1, 2, 9))
+
+
+# The layer ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_heads": 2}, {"head_dim": 24, "bias": True}, {"rope_theta": None}, {"softcap": 3.0}]
+)
+def test_layer_is_its_formula(options):
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(64, 4, window=5, dtype=torch.float64, **options)
+    torch.nn.init.normal_(layer.A)
+    hidden = tensor((2, 30, 64), 0, torch.float64).requires_grad_()
+    out = layer(hidden)
+    size = options.get("head_dim", 16)
+    q, k, v = (proj(hidden).unflatten(2, (-1, size)).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
+    scores = torch.exp(layer.A * F.softplus(layer.dt_proj(v.transpose(1, 2).flatten(2)))).transpose(1, 2)
+    if layer.rope_theta is not None:
+        q, k = rotate(q, layer.rope_theta), rotate(k, layer.rope_theta)
+    attended, _ = AttentionCase(
+        q, k, v, visible=top_k_visible(scores, 5), key_bias=scores, softcap=options.get("softcap", 0.0)
+    ).call_reference()  # fmt: skip
+    expected = layer.o_proj(attended.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected)
+    leaves = [hidden, *layer.parameters()]
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_layer_details():
+    layer = DynamicMaskAttention(64, 4, window=5, num_kv_heads=2, dropout=0.5)
+    assert not layer.A.any()
+    assert layer.dt_proj.weight.shape == (2, 32)
+    hidden = tensor((1, 20, 64), 0)
+    assert not torch.equal(layer(hidden), layer(hidden))
+    assert torch.equal(layer.eval()(hidden), layer(hidden))
+    assert "window=5" in repr(layer)
+
+
+def test_layer_keeps_documents_apart():
+    layer = DynamicMaskAttention(64, 4, window=50, rope_theta=None)
+    hidden = tensor((1, 20, 64), 0)
+    packed = layer(hidden, IntervalMask.documents(20, torch.tensor([0, 12, 20])))
+    torch.testing.assert_close(packed, torch.cat([layer(hidden[:, :12]), layer(hidden[:, 12:])], dim=1))
+
+
+def test_rotation_depends_on_distance_only():
+    x = tensor((1, 1, 1, 16), 0).expand(1, 1, 50, 16)
+    y = rotate(x, 10000.0)
+    products = y @ y.transpose(-1, -2)
+    torch.testing.assert_close(products[0, 0].diagonal(3), products[0, 0, 0, 3].expand(47))
+    assert torch.equal(rotate(x, 10000.0)[:, :, 0], x[:, :, 0])
+
+
+# Older names ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 0.0, 4.0])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_dynamic_mask_attention(device, dtype, softcap, causal):
+    query, key, value = (tensor((2, heads, n, 16), i, dtype, device) for i, (heads, n) in enumerate(((4, 20), (2, 33), (2, 33))))
+    keep, bias = tensor((2, 2, 20, 33), 4, device=device) > -0.5, tensor((1, 4, 20, 33), 5, dtype, device)
+    case = AttentionCase(query, key, value, visible=keep, bias=bias, is_causal=causal, softcap=softcap or 0.0)
+    out, lse = dmattn.flash_dynamic_mask_attention(query, key, value, keep, bias, softcap, causal, return_lse=True)
+    assert_close_to_reference(case, {"out": out, "lse": lse})
+    assert torch.equal(dmattn.flash_dynamic_mask_attention(query, key, value, keep, bias, softcap, causal), out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_dma_attention(device, dtype, causal):
+    query, key, value = (tensor((2, 40, heads, 16), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
+    dt_proj, a_coef = tensor((2, 32), 5, dtype, device), tensor((2,), 6, dtype, device)
+    scores = dmattn.key_scores(value.transpose(1, 2), dt_proj, a_coef)
+    visible = top_k_visible(scores, 9, causal)
+    case = AttentionCase(*(t.transpose(1, 2) for t in (query, key, value)), visible=visible, key_bias=scores, scale=0.2)
+    out, lse, nothing = dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, 0.0, causal, 0.2, True)
+    assert nothing is None
+    assert out.shape == query.shape
+    assert_close_to_reference(dataclasses.replace(case), {"out": out.transpose(1, 2), "lse": lse})
+    assert torch.equal(dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, causal=causal, softmax_scale=0.2), out)
