@@ -54,14 +54,15 @@ def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, where: str
     length = len(text)
     last = end.clamp(max=length)
     life = [int(stop) - j for j, stop in enumerate(last.tolist())]
+    share = [n / (length - j) for j, n in enumerate(life)]  # of the queries that come after the key, how many see it
     colours = plt.get_cmap("viridis_r")
-    shade = plt.Normalize(0, max(life))
+    shade = plt.Normalize(0, 1)
     with plt.rc_context(STYLE):
         figure, (axes, page) = plt.subplots(1, 2, figsize=(13, 6.4), layout="constrained", width_ratios=[1.25, 1])
         bars = LineCollection(
             [[(j, j), (j + n, j)] for j, n in enumerate(life)], cmap=colours, norm=shade, linewidths=420 / length
         )
-        bars.set_array(life)
+        bars.set_array(share)
         axes.add_collection(bars)
         axes.plot([0, length], [0, length], color="#888888", linewidth=0.8)
         sliding = f"where a sliding window of {window} would drop it"
@@ -76,8 +77,8 @@ def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, where: str
         axes.set_title(
             f"Lifetimes of keys, {where}: each key's bar spans the queries that see it,\nat most {window} bars over any query"
         )
-        figure.colorbar(bars, ax=axes, label="lifetime of the key, in queries", pad=0.02)
-        draw_text(page, text, [colours(shade(n)) for n in life])
+        figure.colorbar(bars, ax=axes, label="share of the later queries that see the key", pad=0.02)
+        draw_text(page, text, [colours(n) for n in share])
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
@@ -95,4 +96,4 @@ def draw_text(page: plt.Axes, text: bytes, colours: list[tuple[float, float, flo
     page.set(xlim=(0, columns), ylim=(rows, 0))
     page.set_aspect(1.9, anchor="N")
     page.axis("off")
-    page.set_title("The same keys as letters\n(dark: kept long)")
+    page.set_title("The same keys as letters\n(dark: kept)")

@@ -20,7 +20,7 @@ import dmattn  # noqa: E402
 from comparison import compare, readable  # noqa: E402
 from model import ByteModel, generate, loss_of  # noqa: E402
 from plots import plot_lifetimes, plot_loss  # noqa: E402
-from text import HELD_OUT, read_text, sample, split, tiled  # noqa: E402
+from text import HELD_OUT, PIECES, read_text, sample, split, tiled  # noqa: E402
 
 
 class Size(NamedTuple):
@@ -53,9 +53,9 @@ def main() -> None:
     device = usable_device()
 
     heading(1, "The text")
-    name, text = read_text(options.text, smallest=math.ceil((size.length + 1) / HELD_OUT) + 1)
+    name, text = read_text(options.text, smallest=HELD_OUT * (size.length + 1) + PIECES)
     train_data, held_data = split(text)
-    print(f"{name}: {len(train_data):,} bytes to train on, the last {len(held_data):,} held out")
+    print(f"{name}: {len(train_data):,} bytes to train on, {len(held_data):,} held out (every {HELD_OUT}th piece)")
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,7 +156,7 @@ def train(
     losses: list[float] = []
     held_losses = [(0, held_out())]
     tqdm.write(f"  step    0: held out {held_losses[0][1]:.2f} bits per byte")
-    every = max(1, size.steps // 6)
+    every = max(1, size.steps // 5)
     bar = tqdm(range(1, size.steps + 1), unit="step", disable=None, leave=False)
     for step in bar:
         loss = loss_on(train_data)
