@@ -23,7 +23,9 @@ endif()
 message(STATUS "dmattn: CUDA ${DMATTN_WITH_CUDA} ${DMATTN_CUDA_VERSION} ${DMATTN_CUDA_ARCH_LIST}")
 
 function(dmattn_add_cuda target)
-  target_sources(${target} PRIVATE cpp/cuda/pack.cpp cpp/cuda/common/pack.cu)
+  target_sources(${target} PRIVATE
+    cpp/cuda/pack.cpp cpp/cuda/common/pack.cu
+    cpp/cuda/select.cpp cpp/cuda/common/select.cu)
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_options(${target} PRIVATE

@@ -1,0 +1,135 @@
+// Selection's sort keys: group, score and index of a key in one unsigned number, smaller = preferred.
+//
+// The one surprise is the complement: written [group | score code | index] a larger number is preferred (a later group, a higher
+// score, a later index), so the stored key is its complement and the padding of a sort, all ones, comes last. A score code is 0
+// for keys that must never be selected (hidden, NaN, -inf) and otherwise orders like the score. Narrow keys have 32 bits of score
+// and no group; float64 scores and documents need the wide ones.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../params.h"
+
+namespace dmattn::cuda::selection {
+
+constexpr int32_t kForever = INT32_MAX, kNever = INT32_MIN;
+constexpr int kIndexBits = 20;  // lengths up to 2^20
+constexpr uint32_t kIndexMask = (1U << kIndexBits) - 1;
+constexpr uint32_t kIneligible = 1U << 31;                // flag beside an index: the key can never be selected
+constexpr int kChunkBits = 10, kChunk = 1 << kChunkBits;  // keys whose lifetimes one block resolves
+constexpr int kMaxChunks = 1 << (kIndexBits - kChunkBits);
+constexpr int kItems = 9;  // keys per thread of a sort; odd, so that threads hit different banks
+
+using NarrowKey = uint64_t;
+using WideKey = unsigned __int128;
+
+template <class Key>
+constexpr bool kIsWide = sizeof(Key) > 8;
+template <class Key>
+constexpr int kThreads = kIsWide<Key> ? 256 : 512;  // of a sort or merge block
+template <class Key>
+constexpr int kTile = kThreads<Key> * kItems;  // keys it handles
+template <class Key>
+using Code = std::conditional_t<kIsWide<Key>, uint64_t, uint32_t>;
+template <class Key>
+constexpr int kCodeBits = 8 * sizeof(Code<Key>);
+
+// Everything selection keeps between its kernels; n = length, one row per head unless said otherwise.
+struct Work {
+  int32_t length = 0, chunks = 0, tiles = 0;  // tiles = ceil(length / kTile)
+  int32_t window = 0;                         // at most length
+  int32_t group_batches = 0, group_heads = 0;
+  int32_t* groups = nullptr;   // [group_batches, group_heads, n]: first index of the key's group; null: one group
+  void* keys[2] = {};          // [heads, n] sort keys, twice, as far as needed
+  uint32_t* order = nullptr;   // [heads, n]: index | kIneligible, best first
+  int32_t* counts = nullptr;   // [heads, tiles, chunks]: see find_thresholds; null: not wanted
+  int32_t* bounds = nullptr;   // [heads, 1 + chunks]: see find_thresholds
+  uint8_t* arrives = nullptr;  // [heads, n]: 1 when the key passes the threshold that holds at the start of its chunk
+  uint32_t* doomed = nullptr;  // [heads, n]: a chunk's places hold the keys that die in it, best first, as in `order`
+};
+
+__device__ inline const int32_t* segments_of(const SelectParams& p, int64_t batch, int64_t head) {
+  if (p.segment_end.data == nullptr) return nullptr;
+  return static_cast<const int32_t*>(p.segment_end.data) + batch * p.segment_end.batch_stride +
+         head / p.segment_end.head_divisor * p.segment_end.head_stride;
+}
+
+// The position a key's segment ends at; one at or before the key hides it.
+__device__ inline int32_t segment_end_of(const int32_t* segments, int32_t index, int32_t length) {
+  return segments == nullptr ? kForever : max(0, min(__ldg(segments + index), length));
+}
+
+__device__ inline const int32_t* groups_of(const Work& work, int64_t batch, int64_t head) {
+  if (work.groups == nullptr) return nullptr;
+  const int64_t row = (work.group_batches > 1 ? batch : 0) * work.group_heads + (work.group_heads > 1 ? head : 0);
+  return work.groups + row * work.length;
+}
+
+// Monotone in the score, 0 for NaN and -inf; -0 and +0 are equal scores.
+__device__ inline uint32_t ordered_code(float score) {
+  if (!(score > -INFINITY)) return 0;
+  const uint32_t bits = __float_as_uint(score == 0.0F ? 0.0F : score);
+  return bits >> 31 ? ~bits : bits | 0x80000000U;
+}
+
+__device__ inline uint64_t ordered_code(double score) {
+  if (!(score > -static_cast<double>(INFINITY))) return 0;
+  const uint64_t bits = static_cast<uint64_t>(__double_as_longlong(score == 0.0 ? 0.0 : score));
+  return bits >> 63 ? ~bits : bits | uint64_t{1} << 63;
+}
+
+template <class Key>
+__device__ Code<Key> score_code(const SelectParams& p, int64_t at) {
+  const void* data = p.scores.data;
+  switch (p.dtype) {
+    case DType::kFloat64:
+      if constexpr (kIsWide<Key>) return ordered_code(static_cast<const double*>(data)[at]);
+      return 0;  // the host chooses wide keys for float64
+    case DType::kFloat32: return ordered_code(static_cast<const float*>(data)[at]);
+    case DType::kBFloat16: return ordered_code(__uint_as_float(uint32_t{static_cast<const uint16_t*>(data)[at]} << 16));
+    case DType::kFloat16: return ordered_code(__half2float(static_cast<const __half*>(data)[at]));
+  }
+  return 0;
+}
+
+// One head's view of the inputs.
+struct Head {
+  int64_t batch, head, scores;  // scores: offset of its first score
+  const int32_t* segments;
+  const int32_t* groups;
+
+  __device__ Head(const SelectParams& p, const Work& work, int64_t row)
+      : batch(row / p.heads),
+        head(row % p.heads),
+        scores(batch * p.scores.batch_stride + head * p.scores.head_stride),
+        segments(segments_of(p, batch, head)),
+        groups(groups_of(work, batch, head)) {}
+};
+
+template <class Key>
+__device__ Code<Key> code_of(const SelectParams& p, const Head& head, int32_t index, int32_t length) {
+  return segment_end_of(head.segments, index, length) > index ? score_code<Key>(p, head.scores + index) : 0;
+}
+
+template <class Key>
+__device__ Key make_key(Code<Key> code, int32_t group, int32_t index) {
+  Key key = Key{code} << kIndexBits | static_cast<uint32_t>(index);
+  if constexpr (kIsWide<Key>) key |= Key{static_cast<uint32_t>(group)} << (kIndexBits + kCodeBits<Key>);
+  return ~key;
+}
+
+template <class Key>
+__device__ uint32_t order_word(Key key) {
+  const Key plain = ~key;
+  const bool eligible = static_cast<Code<Key>>(plain >> kIndexBits) != 0;
+  return (static_cast<uint32_t>(plain) & kIndexMask) | (eligible ? 0 : kIneligible);
+}
+
+__device__ inline int32_t index_of(uint32_t word) { return static_cast<int32_t>(word & kIndexMask); }
+__device__ inline int32_t chunk_of(uint32_t word) { return index_of(word) >> kChunkBits; }
+
+}  // namespace dmattn::cuda::selection

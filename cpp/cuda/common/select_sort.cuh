@@ -1,0 +1,148 @@
+// Selection's sort: tiles of keys are sorted in shared memory, then runs are merged pairwise, every head at once.
+//
+// The one surprise is what the last pass leaves: not the keys but their indices in order, and for each tile of them how many
+// belong to each chunk of positions or an earlier one. That table is all the later kernels need to find thresholds.
+#pragma once
+
+#include <cub/block/block_merge_sort.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "select_keys.cuh"
+
+namespace dmattn::cuda::selection {
+
+template <class Key>
+struct SortStorage {
+  static constexpr int kChunksPerThread = kMaxChunks / kThreads<Key>;
+  using Sort = cub::BlockMergeSort<Key, kThreads<Key>, kItems>;
+  using Scan = cub::BlockScan<int32_t, kThreads<Key>>;
+  struct Finish {
+    uint32_t words[kTile<Key>];
+    int32_t counters[kMaxChunks];
+    typename Scan::TempStorage scan;
+  };
+  union {
+    typename Sort::TempStorage sort;
+    Key keys[kTile<Key> + kItems];  // a merge may read a little beyond its input
+    Finish finish;
+  };
+};
+
+// Writes a tile of sorted keys, kItems consecutive ones per thread, to `to` or in the final form. Shared memory is free to use.
+template <class Key, bool kLast>
+__device__ void write_tile(const Work& work, int64_t row, int32_t tile, int32_t valid, const Key (&keys)[kItems], Key* to,
+                           SortStorage<Key>& storage) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t first = row * work.length + static_cast<int64_t>(tile) * kTile<Key>;
+  __syncthreads();
+  if constexpr (!kLast) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) storage.keys[thread * kItems + i] = keys[i];
+    __syncthreads();
+    for (int i = thread; i < valid; i += kThreads<Key>) to[first + i] = storage.keys[i];
+  } else {
+    auto& finish = storage.finish;
+    for (int i = thread; i < kMaxChunks; i += kThreads<Key>) finish.counters[i] = 0;
+    __syncthreads();
+    int run_chunk = 0, run = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const uint32_t word = order_word(keys[i]);
+      finish.words[thread * kItems + i] = word;
+      if (thread * kItems + i < valid) {
+        if (chunk_of(word) != run_chunk && run > 0) atomicAdd(&finish.counters[run_chunk], run), run = 0;
+        run_chunk = chunk_of(word), ++run;
+      }
+    }
+    if (run > 0) atomicAdd(&finish.counters[run_chunk], run);
+    __syncthreads();
+    for (int i = thread; i < valid; i += kThreads<Key>) work.order[first + i] = finish.words[i];
+    if (work.counts == nullptr) return;
+    constexpr int kEach = SortStorage<Key>::kChunksPerThread;
+    int32_t counts[kEach];
+    for (int i = 0; i < kEach; ++i) counts[i] = finish.counters[thread * kEach + i];
+    typename SortStorage<Key>::Scan(finish.scan).InclusiveSum(counts, counts);
+    int32_t* table = work.counts + (row * work.tiles + tile) * work.chunks;
+    for (int i = 0; i < kEach; ++i) {
+      if (thread * kEach + i < work.chunks) table[thread * kEach + i] = counts[i];
+    }
+  }
+}
+
+template <class Key>
+struct Preferred {
+  __device__ bool operator()(const Key& a, const Key& b) const { return a < b; }
+};
+
+template <class Key, bool kLast>
+__global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p, const Work work) {
+  __shared__ SortStorage<Key> storage;
+  const int64_t row = blockIdx.x / work.tiles;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
+  const Head head(p, work, row);
+  Key keys[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t index = first + i * kThreads<Key> + static_cast<int32_t>(threadIdx.x);
+    keys[i] = ~Key{0};
+    if (index >= work.length) continue;
+    keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? __ldg(head.groups + index) : 0, index);
+    if (p.is_causal) {
+      p.end[row * work.length + index] = index;  // what most keys end with; the later kernels write the others
+      work.arrives[row * work.length + index] = 0;
+    }
+  }
+  typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
+  write_tile<Key, kLast>(work, row, tile, min(kTile<Key>, work.length - first), keys, static_cast<Key*>(work.keys[0]), storage);
+}
+
+// How many of the first `outputs` merged keys come from a. A whole warp asks, 32 places at a time.
+template <class Key>
+__device__ int32_t merge_split(const Key* a, int32_t a_count, const Key* b, int32_t b_count, int32_t outputs) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  int32_t low = max(0, outputs - b_count), high = min(outputs, a_count);
+  while (low < high) {
+    const int32_t step = (high - low + 31) / 32, probe = low + (lane + 1) * step - 1;
+    const bool taken = probe < high && a[probe] < b[outputs - 1 - probe];
+    const int32_t count = __popc(__ballot_sync(0xffffffffU, taken));
+    high = min(high, low + (count + 1) * step - 1);
+    low += count * step;
+  }
+  return low;
+}
+
+template <class Key, bool kLast>
+__global__ void __launch_bounds__(kThreads<Key>)
+    merge_runs(const Work work, const Key* __restrict__ from, Key* __restrict__ to, int32_t run) {
+  __shared__ SortStorage<Key> storage;
+  __shared__ int32_t splits[2];
+  const int64_t row = blockIdx.x / work.tiles;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
+  const int32_t base = static_cast<int32_t>(first / (2 * static_cast<int64_t>(run)) * 2 * run);
+  const int32_t a_count = min(run, work.length - base), b_count = max(0, min(run, work.length - base - run));
+  const Key* a = from + row * work.length + base;
+  const Key* b = a + run;
+  const int32_t begin = first - base, end = min(begin + kTile<Key>, a_count + b_count), valid = end - begin;
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 64) {
+    const int32_t split = merge_split(a, a_count, b, b_count, thread < 32 ? begin : end);
+    if (thread % 32 == 0) splits[thread / 32] = split;
+  }
+  __syncthreads();
+  const int32_t a_first = splits[0], b_first = begin - a_first, from_a = splits[1] - a_first, from_b = valid - from_a;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int32_t slot = i * kThreads<Key> + thread;
+    if (slot < valid) storage.keys[slot] = slot < from_a ? a[a_first + slot] : b[b_first + slot - from_a];
+  }
+  __syncthreads();
+  const int32_t outputs = min(thread * kItems, valid);
+  const int32_t taken = cub::MergePath(storage.keys, storage.keys + from_a, from_a, from_b, outputs, Preferred<Key>());
+  Key keys[kItems];
+  int places[kItems];
+  cub::SerialMerge(storage.keys, taken, from_a + outputs - taken, from_a - taken, from_b - (outputs - taken), keys, places,
+                   Preferred<Key>());
+  write_tile<Key, kLast>(work, row, tile, valid, keys, to, storage);
+}
+
+}  // namespace dmattn::cuda::selection

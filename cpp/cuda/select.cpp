@@ -1,0 +1,20 @@
+// Key selection on CUDA: the host side. Nothing here waits for the device, so the op can be captured in a graph.
+#include "../select_arguments.h"
+#include "launch.h"
+#include "runtime.h"
+
+namespace dmattn::cuda {
+namespace {
+
+Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
+  const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal);
+  const Device device(scores);
+  const Tensor workspace = empty_on(scores, {static_cast<int64_t>(select_workspace_bytes(checked.params))}, ScalarType::Byte);
+  DMATTN_CUDA_CHECK(launch_select(checked.params, workspace.data_ptr(), device.stream()));
+  return checked.end;
+}
+
+}  // namespace
+}  // namespace dmattn::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) { m.impl("select", TORCH_BOX(&dmattn::cuda::select_op)); }
