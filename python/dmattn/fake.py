@@ -65,6 +65,11 @@ def pack_bits(
 
 @torch.library.register_fake("dmattn::forward")
 def forward(query: Tensor, key: Tensor, value: Tensor, *mask_and_options: object) -> tuple[Tensor, Tensor]:
+    for given in (key, value, *mask_and_options):  # one meta tensor among others is enough to come here
+        if isinstance(given, Tensor) and given.device != query.device:
+            raise RuntimeError(
+                f"dmattn: forward: expected the device of query, {query.device}, for all tensors, got {given.device}"
+            )
     out = empty_in_order_of(query, value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 

@@ -452,18 +452,20 @@ def attention_cases(
     dtype = draw(dtypes(device)) if dtype is None else dtype
     shape = draw(shapes(max_length))
     seed, magnitude = draw(seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
-    sizes = {
-        "query": (shape.B, shape.H, shape.Sq, shape.D),
-        "key": (shape.B, shape.Hkv, shape.Sk, shape.D),
-        "value": (shape.B, shape.Hkv, shape.Sk, shape.Dv),
-    }
-    tensors = {
-        name: laid_out(magnitude * random_tensor(size, seed + number, dtype, device), draw(st.sampled_from(LAYOUTS)))
-        for number, (name, size) in enumerate(sizes.items())
-    }
+    sizes = (
+        (shape.B, shape.H, shape.Sq, shape.D),
+        (shape.B, shape.Hkv, shape.Sk, shape.D),
+        (shape.B, shape.Hkv, shape.Sk, shape.Dv),
+    )
+    query, key, value = (
+        laid_out(magnitude * random_tensor(size, seed + number, dtype, device), draw(st.sampled_from(LAYOUTS)))
+        for number, size in enumerate(sizes)
+    )
     drawn = draw(masks(shape, device))
     return AttentionCase(
-        **tensors,
+        query,
+        key,
+        value,
         mask=drawn.mask,
         visible=drawn.visible,
         key_bias=draw(st.none() | key_biases(shape, dtype, device)),

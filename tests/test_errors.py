@@ -1,0 +1,323 @@
+# ruff: noqa: E501  (one case a line, however long)
+"""Bad input: a public call says which argument, what was expected and what came; a direct op call raises RuntimeError and never crashes."""
+
+from __future__ import annotations
+
+import re
+
+import dmattn
+import pytest
+import torch
+from dmattn import BlockMask, IntervalMask
+from dmattn.nn import DynamicMaskAttention
+from dmattn.testing import strategies
+
+NAN, INF = float("nan"), float("inf")
+
+
+def rows(*size, dtype=torch.float32, seed=0):
+    return strategies.random_tensor(size or (2, 4, 10, 16), seed, dtype)
+
+
+Q, K, V = rows(), rows(2, 2, 12, 16), rows(2, 2, 12, 8)
+S = rows(2, 2, 12)
+INTS = torch.zeros(12, dtype=torch.int32)
+BLOCK = BlockMask.from_bool(torch.ones(10, 12, dtype=torch.bool))
+
+
+def attend(query=Q, key=K, value=V, mask=None, **options):
+    return dmattn.attention(query, key, value, mask, **options)
+
+
+def dma(scores=S, window=4, **options):
+    return dmattn.dynamic_mask_attention(Q, K, V, scores, window, **options)
+
+
+PUBLIC = {
+    # query, key, value
+    "query is a list": (lambda: attend([[1.0]]), TypeError, "query: expected a torch.Tensor, got list"),
+    "key is None": (lambda: attend(key=None), TypeError, "key: expected a torch.Tensor, got NoneType"),
+    "value is a number": (lambda: attend(value=3), TypeError, "value: expected a torch.Tensor, got int"),
+    "query of rank 3": (lambda: attend(Q[0]), ValueError, "query: expected 4 dimensions [B, H, Sq, D], got shape [4, 10, 16]"),
+    "key of rank 5": (lambda: attend(key=K[None]), ValueError, "key: expected 4 dimensions [B, Hkv, Sk, D], got shape [1, 2, 2, 12, 16]"),
+    "value of rank 2": (lambda: attend(value=V[0, 0]), ValueError, "value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape [12, 8]"),
+    "query of integers": (lambda: attend(Q.int()), TypeError, "query: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "query complex": (lambda: attend(Q.to(torch.complex64)), TypeError, "query: expected dtype float64, float32, bfloat16, float16, got complex64"),
+    "key of another dtype": (lambda: attend(key=K.double()), TypeError, "key: expected dtype torch.float32 like query, got torch.float64"),
+    "value of another dtype": (lambda: attend(value=V.half()), TypeError, "value: expected dtype torch.float32 like query, got torch.float16"),
+    "key on another device": (lambda: attend(key=K.to("meta")), ValueError, "key: expected device cpu like query, got meta"),
+    "value on another device": (lambda: attend(value=V.to("meta")), ValueError, "value: expected device cpu like query, got meta"),
+    "heads do not divide": (lambda: attend(rows(2, 5, 10, 16)), ValueError, "key: expected a number of heads that divides H=5 of query, got Hkv=2"),
+    "more key heads": (lambda: attend(Q[:, :1]), ValueError, "key: expected a number of heads that divides H=1 of query, got Hkv=2"),
+    "no key heads": (lambda: attend(key=K[:, :0], value=V[:, :0]), ValueError, "key: expected a number of heads that divides H=4 of query, got Hkv=0"),
+    "batches differ": (lambda: attend(key=K[:1]), ValueError, "key: expected [B, Hkv, Sk, D] with B=2, D=16, got [1, 2, 12, 16]"),
+    "head sizes differ": (lambda: attend(key=K[..., :8]), ValueError, "key: expected [B, Hkv, Sk, D] with B=2, D=16, got [2, 2, 12, 8]"),
+    "value of other length": (lambda: attend(value=V[:, :, 1:]), ValueError, "value: expected [B, Hkv, Sk, Dv] with B=2, Hkv=2, Sk=12, got [2, 2, 11, 8]"),
+    "value of other heads": (lambda: attend(value=V[:, :1]), ValueError, "value: expected [B, Hkv, Sk, Dv] with B=2, Hkv=2, Sk=12, got [2, 1, 12, 8]"),
+    "D not a multiple of 8": (lambda: attend(Q[..., :12], K[..., :12]), ValueError, "query: expected a last dimension that is a multiple of 8 up to 256, got 12"),
+    "D over 256": (lambda: attend(rows(2, 4, 10, 264), rows(2, 2, 12, 264)), ValueError, "query: expected a last dimension that is a multiple of 8 up to 256, got 264"),
+    "D of 0": (lambda: attend(Q[..., :0], K[..., :0]), ValueError, "query: expected a last dimension that is a multiple of 8 up to 256, got 0"),
+    "Dv not a multiple of 8": (lambda: attend(value=V[..., :4]), ValueError, "value: expected a last dimension that is a multiple of 8 up to 256, got 4"),
+    "too long": (lambda: attend(Q[:1, :1].expand(1, 1, 10, 16), K[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 16), V[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 8)), ValueError, "expected lengths up to 1048576, got Sq=10, Sk=1048577"),
+    # mask
+    "mask of floats": (lambda: attend(mask=torch.ones(10, 12)), TypeError, "mask: expected dtype bool, got float32"),
+    "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got list"),
+    "mask is a string": (lambda: attend(mask="causal"), TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got str"),
+    "mask does not broadcast": (lambda: attend(mask=torch.ones(10, 11, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 1, 10, 11]"),
+    "mask of 3 heads": (lambda: attend(mask=torch.ones(3, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 3, 10, 12]"),
+    "mask of rank 5": (lambda: attend(mask=torch.ones(1, 1, 1, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk], got shape [1, 1, 1, 10, 12]"),
+    "mask on another device": (lambda: attend(mask=torch.ones(10, 12, dtype=torch.bool, device="meta")), ValueError, "mask: expected device cpu like query, got meta"),
+    "interval for other keys": (lambda: attend(mask=IntervalMask.causal(13)), ValueError, "mask.start: expected [B|1, H|Hkv|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 1, 13]"),
+    "interval for other batch": (lambda: attend(mask=IntervalMask.padding(12, torch.tensor([1, 2, 3]))), ValueError, "mask.end: expected [B|1, H|Hkv|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [3, 1, 12]"),
+    "interval on another device": (lambda: attend(mask=IntervalMask.causal(12, device="meta")), ValueError, "mask.start: expected device cpu like query, got meta"),
+    "interval of int64": (lambda: IntervalMask(INTS.long(), INTS), TypeError, "start: expected dtype int32, got int64"),
+    "interval end of floats": (lambda: IntervalMask(INTS, INTS.float()), TypeError, "end: expected dtype int32, got float32"),
+    "interval of lists": (lambda: IntervalMask([0, 1], [2, 3]), TypeError, "start: expected a torch.Tensor, got list"),
+    "interval of rank 4": (lambda: IntervalMask(INTS[None, None, None], INTS), ValueError, "start: expected a shape that broadcasts to [B, H|Hkv, Sk], got [1, 1, 1, 12]"),
+    "interval of rank 0": (lambda: IntervalMask(INTS[0], INTS), ValueError, "start: expected a shape that broadcasts to [B, H|Hkv, Sk], got []"),
+    "interval ends of other shape": (lambda: IntervalMask(INTS, INTS[:5]), ValueError, "end: expected a shape that broadcasts with start [12], got [5]"),
+    "interval ends elsewhere": (lambda: IntervalMask(INTS, INTS.to("meta")), ValueError, "end: expected device cpu like start, got meta"),
+    "block mask for other lengths": (lambda: attend(mask=BlockMask.from_bool(torch.ones(10, 13, dtype=torch.bool))), ValueError, "mask: expected a BlockMask for Sq=10, Sk=12, got one for Sq=10, Sk=13"),
+    "block mask for other heads": (lambda: attend(mask=BlockMask.from_bool(torch.ones(3, 10, 12, dtype=torch.bool))), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk] with B=2, H=4, Hkv=2"),
+    "block table for other lengths": (lambda: attend(mask=BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 32)), ValueError, "mask: expected a BlockMask for Sq=10, Sk=12, got one for Sq=64, Sk=64"),
+    "from_bool of floats": (lambda: BlockMask.from_bool(torch.ones(4, 4)), TypeError, "mask: expected dtype bool, got float32"),
+    "from_bool of rank 1": (lambda: BlockMask.from_bool(torch.ones(4, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape [4]"),
+    "from_blocks of a list": (lambda: BlockMask.from_blocks([[True]], 16), TypeError, "table: expected a torch.Tensor, got list"),
+    "block size 0": (lambda: BlockMask.from_bool(torch.ones(4, 4, dtype=torch.bool), 0), ValueError, "block_size: expected a positive int, got 0"),
+    "block size 1.5": (lambda: BlockMask.from_bool(torch.ones(4, 4, dtype=torch.bool), (16, 1.5)), TypeError, "block_size: expected a positive int, got float"),
+    "three block sizes": (lambda: BlockMask.from_bool(torch.ones(4, 4, dtype=torch.bool), (1, 2, 3)), ValueError, "block_size: expected an int or (bq, bk), got (1, 2, 3)"),
+    "function of floats": (lambda: BlockMask.from_function(lambda b, h, q, k: q * 1.0, None, None, 4, 4), TypeError, "fn: expected it to return a bool tensor, got torch.float32"),
+    "function of a bool": (lambda: BlockMask.from_function(lambda b, h, q, k: True, None, None, 4, 4), TypeError, "fn: expected it to return a bool tensor, got bool"),
+    "from_flex of a tensor": (lambda: BlockMask.from_flex(INTS), TypeError, "block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got Tensor"),
+    "to_bool of other keys": (lambda: IntervalMask.causal(5).to_bool(5, 6), ValueError, "Sk: expected the mask's own number of keys 5, got 6"),
+    # constructors
+    "negative length": (lambda: IntervalMask.causal(-1), ValueError, "Sk: expected 0 <= Sk <= 1048576, got -1"),
+    "length of a float": (lambda: IntervalMask.causal(4.0), TypeError, "Sk: expected an int >= 0, got float"),
+    "negative window": (lambda: IntervalMask.sliding_window(5, -1), ValueError, "left: expected 0 <= left <= 1048576, got -1"),
+    "negative sink": (lambda: IntervalMask.streaming(5, -1, 2), ValueError, "sink: expected 0 <= sink <= 1048576, got -1"),
+    "no documents": (lambda: IntervalMask.documents(5), ValueError, "cu_seqlens, ids: expected exactly one of them, got none"),
+    "documents twice": (lambda: IntervalMask.documents(5, INTS, ids=INTS), ValueError, "cu_seqlens, ids: expected exactly one of them, got both"),
+    "cu_seqlens not from 0": (lambda: IntervalMask.documents(5, torch.tensor([1, 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [1, 5]"),
+    "cu_seqlens decreasing": (lambda: IntervalMask.documents(5, torch.tensor([0, 4, 3, 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [0, 4, 3, 5]"),
+    "cu_seqlens ends early": (lambda: IntervalMask.documents(5, torch.tensor([0, 4])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [0, 4]"),
+    "cu_seqlens of floats": (lambda: IntervalMask.documents(5, torch.tensor([0.0, 5.0])), TypeError, "cu_seqlens: expected dtype int32 or int64, got torch.float32"),
+    "cu_seqlens of rank 2": (lambda: IntervalMask.documents(5, torch.tensor([[0, 5]])), ValueError, "cu_seqlens: expected one dimension [documents + 1], got shape [1, 2]"),
+    "cu_seqlens too short": (lambda: IntervalMask.documents(5, torch.tensor([0])), ValueError, "cu_seqlens: expected one dimension [documents + 1], got shape [1]"),
+    "cu_seqlens a list": (lambda: IntervalMask.documents(5, [0, 5]), TypeError, "cu_seqlens: expected a torch.Tensor, got list"),
+    "ids of other length": (lambda: IntervalMask.documents(5, ids=torch.tensor([0, 1])), ValueError, "ids: expected [Sk] or [B, Sk] with Sk=5, got shape [2]"),
+    "ids of floats": (lambda: IntervalMask.documents(2, ids=torch.tensor([0.0, 1.0])), TypeError, "ids: expected dtype int32 or int64, got torch.float32"),
+    "padding of floats": (lambda: IntervalMask.padding(5, torch.tensor([2.0])), TypeError, "lengths: expected dtype int32 or int64, got torch.float32"),
+    "negative padding": (lambda: IntervalMask.padding(5, torch.tensor([3, -2])), ValueError, "lengths: expected lengths >= 0, got -2"),
+    "prefix of rank 2": (lambda: IntervalMask.prefix(5, torch.tensor([[2]])), ValueError, "prefix_lengths: expected an int or a tensor [B], got shape [1, 1]"),
+    "prefix of a string": (lambda: IntervalMask.prefix(5, "2"), TypeError, "prefix_lengths: expected an int >= 0, got str"),
+    # selection
+    "window 0": (lambda: dma(window=0), ValueError, "window: expected a positive int, got 0"),
+    "window -3": (lambda: IntervalMask.top_k(S, -3), ValueError, "window: expected a positive int, got -3"),
+    "window True": (lambda: dma(window=True), TypeError, "window: expected a positive int, got bool"),
+    "window 2.0": (lambda: dma(window=2.0), TypeError, "window: expected a positive int, got float"),
+    "scores of rank 2": (lambda: IntervalMask.top_k(S[0], 3), ValueError, "scores: expected 3 dimensions [B, Hkv, Sk], got shape [2, 12]"),
+    "scores of integers": (lambda: IntervalMask.top_k(S.int(), 3), TypeError, "scores: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "scores a list": (lambda: dma([1.0]), TypeError, "scores: expected a torch.Tensor, got list"),
+    "scores per query head": (lambda: dma(rows(2, 4, 12)), ValueError, "scores: expected [B, Hkv, Sk] = [2, 2, 12], got [2, 4, 12]"),
+    "scores elsewhere": (lambda: dma(S.to("meta")), ValueError, "scores: expected device cpu like query, got meta"),
+    "base is a tensor": (lambda: dma(base=INTS), TypeError, "base: expected an IntervalMask, got Tensor"),
+    "base slides": (lambda: dma(base=IntervalMask.sliding_window(12, 3)), ValueError, "base: expected documents, padding or their intersection"),
+    "base of other keys": (lambda: dma(base=IntervalMask.padding(11, 4)), ValueError, "base: expected a mask for [B, Hkv, Sk] = [2, 2, 12], got one for [1, 1, 11]"),
+    "base elsewhere": (lambda: dma(base=IntervalMask.padding(12, 4, device="meta")), ValueError, "base: expected device cpu like scores, got meta"),
+    # biases and options
+    "key_bias of other keys": (lambda: attend(key_bias=rows(2, 2, 11)), ValueError, "key_bias: expected [B|1, H|Hkv|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [2, 2, 11]"),
+    "key_bias of rank 4": (lambda: attend(key_bias=rows(1, 1, 1, 12)), ValueError, "key_bias: expected [B|1, H|Hkv|1, Sk], got shape [1, 1, 1, 12]"),
+    "key_bias of ints": (lambda: attend(key_bias=INTS), TypeError, "key_bias: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "key_bias a list": (lambda: attend(key_bias=[0.0] * 12), TypeError, "key_bias: expected a torch.Tensor, got list"),
+    "key_bias elsewhere": (lambda: attend(key_bias=rows(12).to("meta")), ValueError, "key_bias: expected device cpu like query, got meta"),
+    "bias does not broadcast": (lambda: attend(bias=rows(9, 12)), ValueError, "bias: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 1, 9, 12]"),
+    "bias of bools": (lambda: attend(bias=torch.ones(10, 12, dtype=torch.bool)), TypeError, "bias: expected dtype float64, float32, bfloat16, float16, got bool"),
+    "bias of rank 0": (lambda: attend(bias=torch.tensor(1.0)), ValueError, "bias: expected [B|1, H|Hkv|1, Sq|1, Sk], got shape []"),
+    "scale NaN": (lambda: attend(scale=NAN), ValueError, "scale: expected a finite number, got nan"),
+    "scale inf": (lambda: attend(scale=INF), ValueError, "scale: expected a finite number, got inf"),
+    "scale a string": (lambda: attend(scale="1"), TypeError, "scale: expected a number, got str"),
+    "scale a tensor": (lambda: attend(scale=torch.tensor(1.0)), TypeError, "scale: expected a number, got Tensor"),
+    "softcap negative": (lambda: attend(softcap=-1.0), ValueError, "softcap: expected a finite number >= 0, got -1.0"),
+    "softcap NaN": (lambda: attend(softcap=NAN), ValueError, "softcap: expected a finite number >= 0, got nan"),
+    "dropout of 1": (lambda: attend(dropout_p=1.0), ValueError, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
+    "dropout negative": (lambda: attend(dropout_p=-0.1), ValueError, "dropout_p: expected 0 <= dropout_p < 1, got -0.1"),
+    "dropout NaN": (lambda: attend(dropout_p=NAN), ValueError, "dropout_p: expected 0 <= dropout_p < 1, got nan"),
+    "seed an int": (lambda: attend(dropout_p=0.1, dropout_seed=3), TypeError, "dropout_seed: expected a torch.Tensor, got int"),
+    "seed of floats": (lambda: attend(dropout_p=0.1, dropout_seed=torch.tensor([NAN])), TypeError, "dropout_seed: expected dtype int64, got float32"),
+    "seed of int32": (lambda: attend(dropout_p=0.1, dropout_seed=INTS[:1]), TypeError, "dropout_seed: expected dtype int64, got int32"),
+    "two seeds": (lambda: attend(dropout_p=0.1, dropout_seed=torch.tensor([1, 2])), ValueError, "dropout_seed: expected one element, got shape [2]"),
+    "seed elsewhere": (lambda: attend(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="meta")), ValueError, "dropout_seed: expected device cpu like query, got meta"),
+    # other functions and the layer
+    "key_scores weight": (lambda: dmattn.key_scores(V, rows(2, 15), rows(2)), ValueError, "dt_proj_weight: expected shape [2, 16] for value [2, 2, 12, 8], got [2, 15]"),
+    "key_scores A": (lambda: dmattn.key_scores(V, rows(2, 16), rows(3)), ValueError, "A: expected shape [2] for value [2, 2, 12, 8], got [3]"),
+    "key_scores value": (lambda: dmattn.key_scores(V[0], rows(2, 16), rows(2)), ValueError, "value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape [2, 12, 8]"),
+    "sdpa of rank 1": (lambda: dmattn.scaled_dot_product_attention(Q[0, 0, 0], K, V), ValueError, "query: expected at least 2 dimensions [..., L, E], got shape [16]"),
+    "sdpa mask a list": (lambda: dmattn.scaled_dot_product_attention(Q, Q, Q, [1]), TypeError, "attn_mask: expected a torch.Tensor, got list"),
+    "flash_dma of rank 3": (lambda: dmattn.flash_dma_attention(Q[0], K, V, rows(2, 32), rows(2)), ValueError, "query: expected 4 dimensions [B, S, heads, D], got shape [4, 10, 16]"),
+    "layer window": (lambda: DynamicMaskAttention(64, 4, window=0), ValueError, "window: expected a positive int, got 0"),
+    "layer heads": (lambda: DynamicMaskAttention(64, 4, num_kv_heads=3), ValueError, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+    "layer size": (lambda: DynamicMaskAttention(66, 4), ValueError, "embed_dim: expected a multiple of num_heads=4 when head_dim is not given, got 66"),
+    "layer head size": (lambda: DynamicMaskAttention(64, 4, head_dim=12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+    "layer input": (lambda: DynamicMaskAttention(64, 4)(rows(3, 64)), ValueError, "hidden_states: expected [B, S, E] with E=64, got [3, 64]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), PUBLIC.values(), ids=PUBLIC)
+def test_public_call(call, error, message):
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        call()
+    assert type(caught.value) is error
+
+
+# Direct op calls --------------------------------------------------------------------------------------------------------------------
+
+ops = torch.ops.dmattn
+TABLES = (BLOCK.tiles, BLOCK.rows, BLOCK.columns, BLOCK.bits)
+FORWARD = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed",
+           "is_causal", "scale", "softcap", "dropout_p", "deterministic")  # fmt: skip
+
+
+def forward(**changes):
+    arguments = dict.fromkeys(FORWARD) | {
+        "query": Q,
+        "key": K,
+        "value": V,
+        "is_causal": False,
+        "scale": 1.0,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+    }
+    return ops.forward(*(arguments | changes).values())
+
+
+def backward(**changes):
+    out, lse = forward()
+    head = {"grad_out": out, "grad_lse": None, "query": Q, "key": K, "value": V, "out": out, "lse": lse}
+    rest = dict.fromkeys(FORWARD[3:12]) | {
+        "is_causal": False,
+        "scale": 1.0,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+    }
+    return ops.backward(*(head | rest | {"need_key_bias": False, "need_bias": False} | changes).values())
+
+
+def tables(**changes):
+    return dict(zip(("tiles", "rows", "columns", "bits"), TABLES, strict=True)) | changes
+
+
+ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
+DIRECT = {
+    "query rank": (lambda: forward(query=Q[0]), "query"),
+    "key rank": (lambda: forward(key=K[0]), "key"),
+    "key dtype": (lambda: forward(key=K.double()), "key"),
+    "query dtype": (lambda: forward(query=Q.int(), key=K.int(), value=V.int()), "query"),
+    "key heads": (lambda: forward(query=Q[:, :3]), "key"),
+    "key batch": (lambda: forward(key=K[:1], value=V[:1]), "key"),
+    "key size": (lambda: forward(key=K[..., :8]), "key"),
+    "value length": (lambda: forward(value=V[:, :, :3]), "value"),
+    "D": (lambda: forward(query=Q[..., :12], key=K[..., :12]), "query"),
+    "Dv": (lambda: forward(value=V[..., :0]), "value"),
+    "scale": (lambda: forward(scale=NAN), "scale"),
+    "softcap": (lambda: forward(softcap=-2.0), "softcap"),
+    "softcap inf": (lambda: forward(softcap=INF), "softcap"),
+    "dropout": (lambda: forward(dropout_p=1.0), "dropout_p"),
+    "dropout NaN": (lambda: forward(dropout_p=NAN), "dropout_p"),
+    "no seed": (lambda: forward(dropout_p=0.5), "dropout_seed"),
+    "seed dtype": (lambda: forward(dropout_p=0.5, dropout_seed=INTS[:1]), "dropout_seed"),
+    "seed size": (lambda: forward(dropout_p=0.5, dropout_seed=torch.zeros(0, dtype=torch.int64)), "dropout_seed"),
+    "start dtype": (lambda: forward(start=INTS.long()[None, None]), "start"),
+    "start rank": (lambda: forward(start=INTS), "start"),
+    "end length": (lambda: forward(end=INTS[None, None, :3]), "end"),
+    "end heads": (lambda: forward(end=INTS.expand(1, 3, 12)), "end"),
+    "key_bias dtype": (lambda: forward(key_bias=rows(1, 1, 12, dtype=torch.float16)), "key_bias"),
+    "key_bias shape": (lambda: forward(key_bias=rows(1, 1, 11)), "key_bias"),
+    "bias dtype": (lambda: forward(bias=rows(1, 1, 10, 12, dtype=torch.float64)), "bias"),
+    "bias of one row": (lambda: forward(bias=rows(1, 1, 1, 12)), "bias"),
+    "bias rank": (lambda: forward(bias=rows(10, 12)), "bias"),
+    "part of a block mask": (lambda: forward(**tables(bits=None)), "tiles, rows, columns, bits"),
+    "tiles alone": (lambda: forward(tiles=BLOCK.tiles), "tiles, rows, columns, bits"),
+    "tiles dtype": (lambda: forward(**tables(tiles=BLOCK.tiles.long())), "tiles"),
+    "tiles shape": (lambda: forward(**tables(tiles=BLOCK.tiles[..., :1])), "tiles"),
+    "rows shape": (lambda: forward(**tables(rows=BLOCK.rows[..., :1])), "rows"),
+    "columns shape": (lambda: forward(**tables(columns=BLOCK.columns[..., :1])), "columns"),
+    "bits rank": (lambda: forward(**tables(bits=BLOCK.bits[0:0, 0])), "bits"),
+    "bits tile": (lambda: forward(**tables(bits=torch.zeros(1, 33, 1, dtype=torch.int32))), "bits"),
+    "grad_out shape": (lambda: backward(grad_out=rows(2, 4, 10, 16)), "grad_out"),
+    "grad_out dtype": (lambda: backward(grad_out=rows(2, 4, 10, 8, dtype=torch.float64)), "grad_out"),
+    "out shape": (lambda: backward(out=rows(2, 4, 9, 8)), "out"),
+    "lse dtype": (lambda: backward(lse=rows(2, 4, 10, dtype=torch.float64)), "lse"),
+    "lse shape": (lambda: backward(lse=rows(2, 4, 11)), "lse"),
+    "grad_lse shape": (lambda: backward(grad_lse=rows(2, 4, 11)), "grad_lse"),
+    "gradient of no key_bias": (lambda: backward(need_key_bias=True), "need_key_bias"),
+    "gradient of no bias": (lambda: backward(need_bias=True), "need_bias"),
+    "scores rank": (lambda: ops.select(S[0], None, 3, True), "scores"),
+    "scores dtype": (lambda: ops.select(S.int(), None, 3, True), "scores"),
+    "window 0": (lambda: ops.select(S, None, 0, True), "window"),
+    "segment dtype": (lambda: ops.select(S, INTS.long()[None, None], 3, True), "segment_end"),
+    "segment shape": (lambda: ops.select(S, INTS[None], 3, True), "segment_end"),
+    "pack rank": (lambda: ops.pack_tiles(ones[0], 10, 12, 1, 1, 32, 32), "mask"),
+    "pack dtype": (lambda: ops.pack_tiles(ones.int(), 10, 12, 1, 1, 32, 32), "mask"),
+    "pack lengths": (lambda: ops.pack_tiles(ones, 10, 13, 1, 1, 32, 32), "mask"),
+    "pack negative": (lambda: ops.pack_tiles(ones, -1, 12, 1, 1, 32, 32), "query_length"),
+    "pack block 0": (lambda: ops.pack_tiles(ones, 10, 12, 0, 1, 32, 32), "block_q"),
+    "pack tile 33": (lambda: ops.pack_tiles(ones, 10, 12, 1, 1, 33, 32), "tile_q"),
+    "pack tile 0": (lambda: ops.pack_tiles(ones, 10, 12, 1, 1, 32, 0), "tile_k"),
+    "pack slots": (lambda: ops.pack_bits(ones, BLOCK.tiles, 10, 12, 1, 1, 128, 128, -1), "slots"),
+    "pack tiles": (lambda: ops.pack_bits(ones, BLOCK.tiles[..., :1], 10, 12, 1, 1, 128, 128, 1), "tiles"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "argument"), DIRECT.values(), ids=DIRECT)
+def test_direct_op_call(call, argument):
+    with pytest.raises(RuntimeError, match=rf"dmattn: .*{argument}"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias", "start"])
+def test_two_devices_in_one_op_call(name):
+    given = {"query": Q, "key": K, "value": V, "bias": rows(1, 1, 10, 12), "start": INTS[None, None]}[name]
+    with pytest.raises(RuntimeError, match=r"dmattn: .*: expected the device of"):
+        forward(**{name: given.to("meta")})
+
+
+@pytest.mark.parametrize("entry", [-(2**31), -1, 3, 1000, 2**31 - 1])
+@pytest.mark.parametrize("which", ["tiles", "rows", "columns"])
+def test_a_corrupt_table_reads_nothing_out_of_bounds(which, entry):
+    """Wrong results are fine, wrong accesses are not: the sanitizer build runs this too."""
+    visible = torch.rand(1, 1, 200, 200, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = BlockMask.from_bool(visible, 64)
+    given = {name: getattr(mask, name).clone() for name in ("tiles", "rows", "columns", "bits")}
+    given[which].fill_(entry)
+    query = rows(1, 1, 200, 16)
+    out, lse = forward(query=query, key=query, value=query, **given)
+    assert out.shape == query.shape
+    gradients = backward(grad_out=out, query=query, key=query, value=query, out=out, lse=lse, **given)
+    assert gradients[0].shape == query.shape
+
+
+def test_fewer_slots_than_the_table_names():
+    visible = torch.rand(1, 1, 200, 200, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = BlockMask.from_bool(visible, 64)
+    query = rows(1, 1, 200, 16)
+    for slots in (0, 1):
+        out, _ = forward(
+            query=query, key=query, value=query, tiles=mask.tiles, rows=mask.rows, columns=mask.columns, bits=mask.bits[:slots]
+        )
+        assert out.shape == query.shape
+
+
+@pytest.mark.parametrize("extreme", [-(2**31), 2**31 - 1, -1, 0])
+def test_extreme_intervals_are_only_intervals(extreme):
+    bound = torch.full((1, 1, 12), extreme, dtype=torch.int32)
+    for given in ({"start": bound}, {"end": bound}, {"start": bound, "end": bound}):
+        out, lse = forward(**given)
+        assert not out.isnan().any()
+        assert not lse.isnan().any()
+
+
+def test_at_least_forty_cases_are_pinned():
+    assert len(PUBLIC) >= 40
+    assert len(DIRECT) >= 40
