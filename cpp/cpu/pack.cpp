@@ -21,6 +21,7 @@ const bool* mask_of(const PackParams& p, int64_t table) {
 
 // Empty, full or partial, from the mask elements that touch the tile. A tile's part beyond the lengths counts as neither.
 int32_t classify(const PackParams& p, const bool* mask, Span queries, Span keys) {
+  if (queries.first >= queries.last || keys.first >= keys.last) return kTileEmpty;  // a whole tile beyond, though a block may reach it
   bool any = false, all = true;
   for (int64_t row = queries.first / p.block_q; row * p.block_q < queries.last; ++row) {
     for (int64_t column = keys.first / p.block_k; column * p.block_k < keys.last; ++column) {
