@@ -251,7 +251,9 @@ def scaled_dot_product_attention(
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast, query, key and value take its dtype; masks and biases stay as they are."""
-    if isinstance(query, Tensor) and torch.is_autocast_enabled(query.device.type):
+    if not isinstance(query, Tensor) or not torch.amp.is_autocast_available(query.device.type):
+        return query, key, value
+    if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
 
         def cast(given: Tensor) -> Tensor:
