@@ -1,7 +1,6 @@
 // Mask packing on the CPU: a boolean mask, or a table of blocks, to tiles (empty, full, partial) and the bits of the partial
 // ones.
 #include <algorithm>
-#include <cstring>
 
 #include "../pack_arguments.h"
 #include "parallel.h"
@@ -21,7 +20,8 @@ const bool* mask_of(const PackParams& p, int64_t table) {
 
 // Empty, full or partial, from the mask elements that touch the tile. A tile's part beyond the lengths counts as neither.
 int32_t classify(const PackParams& p, const bool* mask, Span queries, Span keys) {
-  if (queries.first >= queries.last || keys.first >= keys.last) return kTileEmpty;  // a whole tile beyond, though a block may reach it
+  if (queries.first >= queries.last || keys.first >= keys.last)
+    return kTileEmpty;  // a whole tile beyond, though a block may reach it
   bool any = false, all = true;
   for (int64_t row = queries.first / p.block_q; row * p.block_q < queries.last; ++row) {
     for (int64_t column = keys.first / p.block_k; column * p.block_k < keys.last; ++column) {
@@ -83,7 +83,7 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
   const Tensor bits = allocate_bits(checked, tiles, slots);
   const PackParams& p = checked.params;
   const int64_t words = p.tile_k / 32;
-  std::memset(p.bits, 0, static_cast<size_t>(slots * p.tile_q * words) * sizeof(uint32_t));
+  std::fill(p.bits, p.bits + slots * p.tile_q * words, 0U);
   for_each_task(p.batch * p.heads * p.tiles_q, [&](int64_t task, int64_t) {
     const bool* mask_data = mask_of(p, task / p.tiles_q);
     const Span queries = tile_span(task % p.tiles_q, p.tile_q, p.query_length);
