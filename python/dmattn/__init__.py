@@ -9,6 +9,7 @@ from dmattn import _library
 _library.load()
 
 from dmattn import autograd, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
+from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
 from dmattn.attention import attention, dynamic_mask_attention, key_scores, scaled_dot_product_attention  # noqa: E402
@@ -28,6 +29,7 @@ __all__ = [
     "flash_dynamic_mask_attention",
     "key_scores",
     "library_path",
+    "nn",
     "scaled_dot_product_attention",
     "visible_pairs",
 ]

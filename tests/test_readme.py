@@ -1,0 +1,26 @@
+"""The README's Python runs as printed, and the files it names exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_python_blocks_run():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert isinstance(names["out"], torch.Tensor)
+    assert names["out"].isfinite().all()
+
+
+def test_named_files_exist():
+    root = Path(__file__).parent.parent
+    for name in re.findall(r"`((?:cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", README):
+        assert (root / name).exists(), name
