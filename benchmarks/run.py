@@ -94,7 +94,7 @@ def provenance(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "dmattn": dmattn.__version__,
         "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", ":/cpp", ":/python", ":/benchmarks")),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
