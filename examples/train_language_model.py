@@ -32,13 +32,15 @@ class Size(NamedTuple):
     length: int  # bytes in a training stretch, of which only `window` can be seen at once
     batch: int
     steps: int
-    generated: int
+    generated: int  # bytes written after each prompt
     compared: tuple[int, int]
     repeats: int
 
 
-FULL = Size(4, 192, 4, 2, 128, 512, 8, 300, 400, (2048, 8192), 5)
-SHORT = Size(2, 128, 4, 2, 64, 256, 8, 40, 80, (1024, 2048), 5)
+FULL = Size(4, 192, 4, 2, 128, 512, 8, 300, 160, (2048, 8192), 5)
+SHORT = Size(2, 128, 4, 2, 64, 256, 8, 40, 40, (1024, 2048), 5)
+PROMPTS = (b"The statement ", b"If the object is ", b"A function can ")
+TEMPERATURE = 0.6
 PEAK_RATE = 3e-3
 SEED = 0
 
@@ -75,10 +77,10 @@ def main() -> None:
     plot_loss(options.output / "loss.png", train_losses, held_losses)
 
     heading(4, "What it writes")
-    prompt = b"The statement "
     generator = torch.Generator().manual_seed(SEED)
-    written = generate(model, prompt, size.generated, size.length, 0.7, generator)
-    print("\n".join("  | " + line for line in written.decode(errors="replace").splitlines()))
+    for prompt in PROMPTS:
+        written = generate(model, prompt, size.generated, size.length, TEMPERATURE, generator)
+        print("\n".join("  | " + line for line in written.decode(errors="replace").splitlines() if line.strip()))
 
     heading(5, "Export, save, load")
     package = options.output / "model.pt2"
