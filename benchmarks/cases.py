@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """window None: dense, causal or full. Otherwise each query sees the ``window`` best of the keys before it by random scores, the hardest case:
-    the kept keys lie scattered."""
+    """window None: dense, causal or full. Otherwise each query sees the ``window`` best of the keys before it by random scores: the kept
+    keys lie scattered, the hardest case."""
 
     length: int
     window: int | None
