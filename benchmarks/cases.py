@@ -101,7 +101,7 @@ def workload(case: Case, device: str, seed: int = 0) -> Workload:
     grad_out = draw(case.heads, case.length, case.head_dim)
 
     def peer() -> Tensor:
-        with sdpa_kernel(SDPBackend[case.backend]) if case.backend else contextlib.nullcontext():
+        with sdpa_kernel(getattr(SDPBackend, case.backend)) if case.backend else contextlib.nullcontext():
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads
             )

@@ -66,14 +66,16 @@ def _pairs(
         return _pairs_by_element(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
     if start is None and end is None and not is_causal:
         return batch * heads * Sq * Sk
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk)
+    device = next((t.device for t in (start, end) if t is not None), None)
+    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, device)
     count = (last - first).clamp(min=0)
     return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
 
 
-def _interval_bounds(start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+def _interval_bounds(
+    start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int, device: torch.device | None
+) -> tuple[Tensor, Tensor]:
     """The queries' positions a key is visible to, [first, last) within [Sk - Sq, Sk), int64 [B|1, H|Hkv|1, Sk]."""
-    device = next((t.device for t in (start, end) if t is not None), None)
     keys = torch.arange(Sk, device=device)[None, None]
     first = torch.full_like(keys, Sk - Sq) if start is None else start.long().clamp(min=Sk - Sq).expand(-1, -1, Sk)
     last = torch.full_like(keys, Sk) if end is None else end.long().clamp(max=Sk).expand(-1, -1, Sk)
@@ -95,7 +97,7 @@ def _pairs_by_element(
     Sk: int,
 ) -> int:
     block = BlockMask(tiles, tiles, tiles, bits, Sq, Sk)
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk)
+    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, tiles.device)
     total = 0
     rows = max(1, CHUNK // max(Sk, 1))
     visible = block.to_bool()
