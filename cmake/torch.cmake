@@ -18,7 +18,7 @@ set_target_properties(dmattn_torch_lib PROPERTIES IMPORTED_LOCATION ${dmattn_tor
 add_library(dmattn_torch INTERFACE)
 target_include_directories(dmattn_torch SYSTEM INTERFACE ${dmattn_torch_dir}/include)
 target_compile_definitions(dmattn_torch INTERFACE TORCH_TARGET_VERSION=0x020a000000000000ULL)
-# torch loads its libraries privately, so ours must name libtorch.so itself; --no-as-needed keeps a name nothing seems to use. Its own
-# dependencies (libtorch_cpu, libc10) are found at run time and are not ours to check.
-target_link_options(dmattn_torch INTERFACE -Wl,--no-as-needed -Wl,--allow-shlib-undefined -Wl,--unresolved-symbols=ignore-in-shared-libs)
+# torch loads its libraries privately, so ours must name libtorch.so itself; --no-as-needed keeps the name although the symbols are in
+# libraries that libtorch.so needs in turn.
+target_link_options(dmattn_torch INTERFACE -Wl,--no-as-needed)
 target_link_libraries(dmattn_torch INTERFACE dmattn_torch_lib)

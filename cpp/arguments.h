@@ -1,7 +1,7 @@
 // Tensors in, params out: every check and every allocation an op does on the host, the same for all devices.
 //
-// A direct `torch.ops.dmattn.*` call meets these checks; the public functions raise ValueError or TypeError before it comes to that. Each
-// message names the argument, what was expected and what came.
+// A direct `torch.ops.dmattn.*` call meets these checks; the public functions raise ValueError or TypeError before it comes to
+// that. Each message names the argument, what was expected and what came.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -70,11 +70,13 @@ inline DType to_dtype(const char* name, ScalarType type) {
 }
 
 // The type of lse, biases and everything summed: float64 stays, the rest is float32.
-inline ScalarType accumulate_type(ScalarType type) {
-  return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
+inline ScalarType accumulate_type(ScalarType type) { return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Tiles in a block table along a length: one or two more than touch it, and so never 0 or 1, sizes on which tracing would
+// specialise.
+inline int64_t table_size(int64_t length, int64_t tile) { return length / tile + 2; }
 
 inline constexpr int64_t kMaxLength = int64_t{1} << 20;
 inline constexpr int64_t kMaxHeadDim = 256;
@@ -129,7 +131,8 @@ inline PerHead to_per_head(const char* name, const Tensor& tensor, const Tensor&
   return view;
 }
 
-// An empty [B, heads, S, width] tensor whose dimensions lie in memory in the order of `like`'s (python/dmattn/fake.py has the same rule).
+// An empty [B, heads, S, width] tensor whose dimensions lie in memory in the order of `like`'s (python/dmattn/fake.py has the
+// same rule).
 inline Tensor empty_in_order_of(const Tensor& like, int64_t width) {
   std::array<int64_t, 3> order = {0, 1, 2};  // outermost first
   const auto swap_if_inner = [&](int a, int b) {
@@ -147,9 +150,9 @@ inline Tensor empty_in_order_of(const Tensor& like, int64_t width) {
   }
   AtenTensorHandle handle = nullptr;
   const auto device = like.device();
-  const int32_t status = aoti_torch_empty_strided(4, sizes.data(), strides.data(),
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
-                                                  static_cast<int32_t>(device.type()), device.index(), &handle);
+  const int32_t status = aoti_torch_empty_strided(
+      4, sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
+      static_cast<int32_t>(device.type()), device.index(), &handle);
   check(status == 0, "could not allocate an output of shape [", sizes[0], ", ", sizes[1], ", ", sizes[2], ", ", sizes[3], "]");
   return Tensor(handle);
 }
@@ -169,7 +172,8 @@ struct MaskArguments {
   std::optional<Tensor> start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed;
 };
 
-// Checks everything forward and backward have in common and fills params. Tensors made here (dense copies) stay alive in this struct.
+// Checks everything forward and backward have in common and fills params. Tensors made here (dense copies) stay alive in this
+// struct.
 struct CheckedAttention {
   Tensor query, key, value;
   MaskArguments mask;
@@ -189,7 +193,8 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
   check(count == 0 || count == 4, "tiles, rows, columns, bits: expected all four of a block mask or none, got ", count);
   if (count == 0) return;
   MaskParams& mask = p.mask;
-  for (auto [name, tensor] : {std::pair{"tiles", &given.tiles}, {"rows", &given.rows}, {"columns", &given.columns}, {"bits", &given.bits}}) {
+  for (auto [name, tensor] :
+       {std::pair{"tiles", &given.tiles}, {"rows", &given.rows}, {"columns", &given.columns}, {"bits", &given.bits}}) {
     check_dtype(name, **tensor, ScalarType::Int);
     check_device(name, **tensor, query);
     *tensor = torch::stable::contiguous(**tensor);
@@ -199,10 +204,10 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
   mask.tile_q = given.bits->size(1);
   mask.tile_k = given.bits->size(2) * 32;
   check(mask.tile_q % 32 == 0, "bits: expected a tile_q that is a multiple of 32, got ", mask.tile_q);
-  mask.tiles_q = ceil_div(p.query_length, mask.tile_q);
-  mask.tiles_k = ceil_div(p.key_length, mask.tile_k);
+  mask.tiles_q = table_size(p.query_length, mask.tile_q);
+  mask.tiles_k = table_size(p.key_length, mask.tile_k);
   mask.tiles = to_per_head("tiles", *given.tiles, query, p.batch, p.heads, p.kv_heads, {mask.tiles_q, mask.tiles_k},
-                           "[B|1, H|Hkv|1, ceil(Sq/tile_q), ceil(Sk/tile_k)]");
+                           "[B|1, H|Hkv|1, Nq, Nk]");
   mask.rows = to_per_head("rows", *given.rows, query, p.batch, p.heads, p.kv_heads, {mask.tiles_q, mask.tiles_k + 1},
                           "[B|1, H|Hkv|1, Nq, 1 + Nk]");
   mask.columns = to_per_head("columns", *given.columns, query, p.batch, p.heads, p.kv_heads, {mask.tiles_k, mask.tiles_q + 1},
@@ -252,7 +257,8 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
   if (mask.key_bias) {
     check_dtype("key_bias", *mask.key_bias, sum_type);
     mask.key_bias = with_dense_rows(*mask.key_bias);
-    p.key_bias = to_per_head("key_bias", *mask.key_bias, query, p.batch, p.heads, p.kv_heads, {p.key_length}, "[B|1, H|Hkv|1, Sk]");
+    p.key_bias =
+        to_per_head("key_bias", *mask.key_bias, query, p.batch, p.heads, p.kv_heads, {p.key_length}, "[B|1, H|Hkv|1, Sk]");
   }
   if (mask.bias) {
     const ScalarType type = mask.bias->scalar_type();
@@ -280,9 +286,10 @@ struct CheckedForward {
   Tensor out, lse;
 };
 
-inline CheckedForward check_forward(const Tensor& query, const Tensor& key, const Tensor& value, MaskArguments given, bool is_causal,
-                                    double scale, double softcap, double dropout_p) {
-  CheckedForward checked{check_attention(query, key, value, std::move(given), is_causal, scale, softcap, dropout_p), Tensor(), Tensor()};
+inline CheckedForward check_forward(const Tensor& query, const Tensor& key, const Tensor& value, MaskArguments given,
+                                    bool is_causal, double scale, double softcap, double dropout_p) {
+  CheckedForward checked{check_attention(query, key, value, std::move(given), is_causal, scale, softcap, dropout_p), Tensor(),
+                         Tensor()};
   AttentionParams& p = checked.inputs.params;
   checked.out = empty_in_order_of(query, p.value_dim);
   checked.lse = empty_on(query, {p.batch, p.heads, p.query_length}, accumulate_type(query.scalar_type()));
@@ -301,9 +308,10 @@ struct CheckedBackward {
 };
 
 inline CheckedBackward check_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, CheckedAttention forward,
-                                      const Tensor& out, const Tensor& lse, bool deterministic, bool need_key_bias, bool need_bias) {
-  const AttentionParams& p = forward.params;
-  const Tensor& query = forward.query;
+                                      const Tensor& out, const Tensor& lse, bool deterministic, bool need_key_bias,
+                                      bool need_bias) {
+  const AttentionParams p = forward.params;
+  const Tensor query = forward.query;
   for (auto [name, tensor] : {std::pair{"grad_out", &grad_out}, {"out", &out}}) {
     check_shape(name, *tensor, {p.batch, p.heads, p.query_length, p.value_dim}, "[B, H, Sq, Dv]");
     check_dtype(name, *tensor, query.scalar_type());

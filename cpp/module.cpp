@@ -14,10 +14,10 @@ NB_MODULE(_C, m) {
         info["built_with_torch"] = DMATTN_TORCH_BUILD_VERSION;
         info["stable_abi_target"] = "2.10";
         info["cuda"] = DMATTN_CUDA_VERSION;
-        info["cuda_archs"] = DMATTN_CUDA_ARCH_LIST;
+        info["cuda_archs"] = DMATTN_CUDA_ARCHS;
         info["cpu_levels"] = DMATTN_CPU_LEVELS;
         info["compiler"] = DMATTN_COMPILER;
         return info;
       },
-      "Version, torch and CUDA this library was built with; lists are separated by ';'.");
+      "Version, torch and CUDA this library was built with; lists are separated by commas.");
 }

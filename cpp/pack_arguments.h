@@ -12,7 +12,8 @@ struct CheckedPack {
 
 inline CheckedPack check_pack(const Tensor& mask, int64_t query_length, int64_t key_length, int64_t block_q, int64_t block_k,
                               int64_t tile_q, int64_t tile_k) {
-  check(mask.dim() == 4, "mask: expected 4 dimensions [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)], got ", shape_text(mask));
+  check(mask.dim() == 4, "mask: expected 4 dimensions [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)], got ",
+        shape_text(mask));
   check_dtype("mask", mask, ScalarType::Bool);
   for (auto [name, length] : {std::pair{"query_length", query_length}, {"key_length", key_length}}) {
     check(length >= 0 && length <= kMaxLength, name, ": expected 0 <= ", name, " <= ", kMaxLength, ", got ", length);
@@ -27,9 +28,10 @@ inline CheckedPack check_pack(const Tensor& mask, int64_t query_length, int64_t 
   PackParams& p = checked.params;
   p.batch = mask.size(0), p.heads = mask.size(1), p.query_length = query_length, p.key_length = key_length;
   p.block_q = block_q, p.block_k = block_k, p.tile_q = tile_q, p.tile_k = tile_k;
-  p.tiles_q = ceil_div(query_length, tile_q), p.tiles_k = ceil_div(key_length, tile_k);
+  p.tiles_q = table_size(query_length, tile_q), p.tiles_k = table_size(key_length, tile_k);
   p.mask = static_cast<const bool*>(mask.data_ptr());
-  p.batch_stride = mask.stride(0), p.head_stride = mask.stride(1), p.row_stride = mask.stride(2), p.column_stride = mask.stride(3);
+  p.batch_stride = mask.stride(0), p.head_stride = mask.stride(1), p.row_stride = mask.stride(2),
+  p.column_stride = mask.stride(3);
   return checked;
 }
 
@@ -52,8 +54,9 @@ inline Tensor allocate_bits(CheckedPack& checked, const Tensor& tiles, int64_t s
   PackParams& p = checked.params;
   check_dtype("tiles", tiles, ScalarType::Int);
   check_device("tiles", tiles, checked.mask);
-  check_shape("tiles", tiles, {p.batch, p.heads, p.tiles_q, p.tiles_k}, "[B|1, H|Hkv|1, ceil(Sq/tile_q), ceil(Sk/tile_k)]");
-  check(tiles.is_contiguous(), "tiles: expected the contiguous result of pack_tiles, got a strided view of shape ", shape_text(tiles));
+  check_shape("tiles", tiles, {p.batch, p.heads, p.tiles_q, p.tiles_k}, "[B|1, H|Hkv|1, Nq, Nk]");
+  check(tiles.is_contiguous(), "tiles: expected the contiguous result of pack_tiles, got a strided view of shape ",
+        shape_text(tiles));
   check(slots >= 0, "slots: expected a number >= 0, got ", slots);
   Tensor bits = empty_on(checked.mask, {slots, p.tile_q, p.tile_k / 32}, ScalarType::Int);
   p.tiles = static_cast<int32_t*>(tiles.data_ptr());

@@ -16,7 +16,8 @@ struct Rows {
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
 
-// A [B|1, H|Hkv|1, ...] tensor read by query head; the dimensions after the head are contiguous unless a row_stride says otherwise.
+// A [B|1, H|Hkv|1, ...] tensor read by query head; the dimensions after the head are contiguous unless a row_stride says
+// otherwise.
 struct PerHead {
   void* data = nullptr;  // null: the argument was not given
   int64_t batch_stride = 0, head_stride = 0, head_divisor = 1;
@@ -32,17 +33,17 @@ struct PerHead {
 
 // A key j is visible to position p when start_j <= p < end_j (and j <= p if causal) and the block mask agrees.
 struct MaskParams {
-  PerHead start;    // int32 [B|1, H|Hkv|1, Sk], null: visible from the first position on
-  PerHead end;      // int32 [B|1, H|Hkv|1, Sk], null: visible for ever
+  PerHead start;  // int32 [B|1, H|Hkv|1, Sk], null: visible from the first position on
+  PerHead end;    // int32 [B|1, H|Hkv|1, Sk], null: visible for ever
   bool is_causal = false;
 
   PerHead tiles;    // int32 [B|1, H|Hkv|1, Nq, Nk]: kTileEmpty, kTileFull or kTilePartial + slot; null: no block mask
   PerHead rows;     // int32 [B|1, H|Hkv|1, Nq, 1 + Nk]: count, then the non-empty key tiles of a query tile, ascending
   PerHead columns;  // int32 [B|1, H|Hkv|1, Nk, 1 + Nq]: count, then the non-empty query tiles of a key tile, ascending
-  const uint32_t* bits = nullptr;  // [slots, tile_q, tile_k / 32]: bit j % 32 of word j / 32 is key j of the tile
+  const uint32_t* bits = nullptr;    // [slots, tile_q, tile_k / 32]: bit j % 32 of word j / 32 is key j of the tile
   int64_t slots = 0;                 // slots in bits: a corrupt table must not read beyond them
   int64_t tile_q = 0, tile_k = 0;    // multiples of 32
-  int64_t tiles_q = 0, tiles_k = 0;  // Nq = ceil(Sq / tile_q), Nk = ceil(Sk / tile_k)
+  int64_t tiles_q = 0, tiles_k = 0;  // Nq = Sq / tile_q + 2, Nk = Sk / tile_k + 2; tiles beyond the lengths are empty
 };
 
 inline constexpr int32_t kTileEmpty = 0;
@@ -53,10 +54,10 @@ struct AttentionParams {
   int64_t batch = 0, heads = 0, kv_heads = 0, query_length = 0, key_length = 0, head_dim = 0, value_dim = 0;
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
 
-  Rows query;  // [B, H, Sq, D]
-  Rows key;    // [B, Hkv, Sk, D]
-  Rows value;  // [B, Hkv, Sk, Dv]
-  Rows out;    // [B, H, Sq, Dv]
+  Rows query;           // [B, H, Sq, D]
+  Rows key;             // [B, Hkv, Sk, D]
+  Rows value;           // [B, Hkv, Sk, Dv]
+  Rows out;             // [B, H, Sq, Dv]
   void* lse = nullptr;  // [B, H, Sq] contiguous; float, or double for kFloat64
 
   MaskParams mask;
@@ -70,65 +71,67 @@ struct AttentionParams {
 };
 
 struct BackwardParams {
-  AttentionParams forward;  // out and lse are inputs here
-  Rows grad_out;            // [B, H, Sq, Dv]
+  AttentionParams forward;         // out and lse are inputs here
+  Rows grad_out;                   // [B, H, Sq, Dv]
   const void* grad_lse = nullptr;  // [B, H, Sq] contiguous, type of lse; null: zero
-  Rows grad_query;          // [B, H, Sq, D]
-  Rows grad_key;            // [B, Hkv, Sk, D]
-  Rows grad_value;          // [B, Hkv, Sk, Dv]
-  void* grad_key_bias = nullptr;  // shape of key_bias, contiguous, float (double for kFloat64); null: not wanted
-  void* grad_bias = nullptr;      // shape of bias, contiguous, float (double for kFloat64); null: not wanted
+  Rows grad_query;                 // [B, H, Sq, D]
+  Rows grad_key;                   // [B, Hkv, Sk, D]
+  Rows grad_value;                 // [B, Hkv, Sk, Dv]
+  void* grad_key_bias = nullptr;   // shape of key_bias, contiguous, float (double for kFloat64); null: not wanted
+  void* grad_bias = nullptr;       // shape of bias, contiguous, float (double for kFloat64); null: not wanted
   bool deterministic = false;
 };
 
 struct SelectParams {
   int64_t batch = 0, heads = 0, length = 0, window = 0;
   DType dtype = DType::kFloat32;
-  Rows scores;                       // [B, Hkv, Sk]: row_stride unused
-  PerHead segment_end;               // int32 [B|1, Hkv|1, Sk]: end of the key's document, <= j hides the key; null: one document
+  Rows scores;          // [B, Hkv, Sk]: row_stride unused
+  PerHead segment_end;  // int32 [B|1, Hkv|1, Sk]: end of the key's document, <= j hides the key; null: one document
   bool is_causal = true;
-  int32_t* end = nullptr;            // [B, Hkv, Sk] contiguous, output
+  int32_t* end = nullptr;  // [B, Hkv, Sk] contiguous, output
 };
 
 struct PackParams {
-  int64_t batch = 0, heads = 0;      // of the mask: B|1, H|Hkv|1
+  int64_t batch = 0, heads = 0;  // of the mask: B|1, H|Hkv|1
   int64_t query_length = 0, key_length = 0;
-  int64_t block_q = 1, block_k = 1;  // one mask element covers block_q x block_k (query, key) pairs
-  int64_t tile_q = 0, tile_k = 0, tiles_q = 0, tiles_k = 0;
-  const bool* mask = nullptr;        // [batch, heads, ceil(Sq / block_q), ceil(Sk / block_k)] by the strides below
+  int64_t block_q = 1, block_k = 1;                          // one mask element covers block_q x block_k (query, key) pairs
+  int64_t tile_q = 0, tile_k = 0, tiles_q = 0, tiles_k = 0;  // as in MaskParams
+  const bool* mask = nullptr;  // [batch, heads, ceil(Sq / block_q), ceil(Sk / block_k)] by the strides below
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
-  int32_t* tiles = nullptr;          // [batch, heads, Nq, Nk] contiguous
-  int32_t* rows = nullptr;           // [batch, heads, Nq, 1 + Nk] contiguous
-  int32_t* columns = nullptr;        // [batch, heads, Nk, 1 + Nq] contiguous
-  uint32_t* bits = nullptr;          // [slots, tile_q, tile_k / 32] contiguous
+  int32_t* tiles = nullptr;    // [batch, heads, Nq, Nk] contiguous
+  int32_t* rows = nullptr;     // [batch, heads, Nq, 1 + Nk] contiguous
+  int32_t* columns = nullptr;  // [batch, heads, Nk, 1 + Nq] contiguous
+  uint32_t* bits = nullptr;    // [slots, tile_q, tile_k / 32] contiguous
   int64_t slots = 0;
 };
 
-// Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask. Mixing is
-// the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17), applied to a row key and then to the element.
+// Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
+// Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17), applied to a row key and then
+// to the element.
+// static: the CPU kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 #if defined(__CUDACC__)
 #define DMATTN_HOST_DEVICE __host__ __device__
 #else
 #define DMATTN_HOST_DEVICE
 #endif
 
-DMATTN_HOST_DEVICE inline uint32_t mix32(uint32_t x) {
+DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352dU;
   x = (x ^ (x >> 15)) * 0x846ca68bU;
   return x ^ (x >> 16);
 }
 
-DMATTN_HOST_DEVICE inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
+DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   return mix32(mix32(mix32(low ^ 0x9e3779b9U) + batch_head * 0x85ebca6bU + high) + query);
 }
 
 // Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated.
-DMATTN_HOST_DEVICE inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
+DMATTN_HOST_DEVICE static inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
   return mix32(row_key ^ (key_index * 0x9e3779b9U)) >= threshold;
 }
 
-DMATTN_HOST_DEVICE inline uint32_t dropout_threshold(double p) {
+DMATTN_HOST_DEVICE static inline uint32_t dropout_threshold(double p) {
   const double t = p * 4294967296.0;
   return t >= 4294967295.0 ? 4294967295U : static_cast<uint32_t>(t);
 }

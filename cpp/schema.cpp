@@ -4,7 +4,7 @@
 //   scores [B, Hkv, Sk]              segment_end int32 [B|1, Hkv|1, Sk]
 //   mask   bool [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)]
 //   tiles  int32 [B|1, H|Hkv|1, Nq, Nk]     rows int32 [.., Nq, 1+Nk]     columns int32 [.., Nk, 1+Nq]
-//   bits   int32 [slots, tile_q, tile_k/32]
+//   bits   int32 [slots, tile_q, tile_k/32]      Nq = Sq / tile_q + 2, Nk = Sk / tile_k + 2 (rounded down)
 //   query  [B, H, Sq, D]   key [B, Hkv, Sk, D]   value [B, Hkv, Sk, Dv]   out [B, H, Sq, Dv]   lse [B, H, Sq]
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
@@ -26,7 +26,7 @@ STABLE_TORCH_LIBRARY(dmattn, m) {
       "forward(Tensor query, Tensor key, Tensor value, Tensor? start, Tensor? end, "
       "Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
-      "bool is_causal, float scale, float softcap, float dropout_p) -> (Tensor out, Tensor lse)");
+      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic) -> (Tensor out, Tensor lse)");
 
   m.def(
       "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "

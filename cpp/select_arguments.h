@@ -25,8 +25,8 @@ inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> se
   if (checked.segment_end) {
     check_dtype("segment_end", *checked.segment_end, ScalarType::Int);
     checked.segment_end = with_dense_rows(*checked.segment_end);
-    p.segment_end = to_per_head("segment_end", *checked.segment_end, scores, p.batch, p.heads, p.heads, {p.length},
-                                "[B|1, Hkv|1, Sk]");
+    p.segment_end =
+        to_per_head("segment_end", *checked.segment_end, scores, p.batch, p.heads, p.heads, {p.length}, "[B|1, Hkv|1, Sk]");
   }
   checked.end = empty_on(scores, {p.batch, p.heads, p.length}, ScalarType::Int);
   p.end = static_cast<int32_t*>(checked.end.data_ptr());

@@ -1,8 +1,7 @@
-// Attention forward on the CPU: checks, allocation and the loop over tasks; the arithmetic is in kernels.cpp.
+// Attention forward on the CPU: checks and allocation; the arithmetic is in kernels.cpp and what it includes.
 #include "../arguments.h"
 #include "levels.h"
-#include "parallel.h"
-#include "scratch.h"
+#include "phases.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -10,15 +9,15 @@ namespace {
 std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                                       std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
                                       std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-                                      std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
-                                      double softcap, double dropout_p) {
-  CheckedForward checked = check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
-                                         is_causal, scale, softcap, dropout_p);
+                                      std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal,
+                                      double scale, double softcap, double dropout_p, bool /*deterministic: for backward*/) {
+  CheckedForward checked =
+      check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
+                    softcap, dropout_p);
   const AttentionParams& p = checked.inputs.params;
   const Kernels& kernels = best_kernels();
-  const int64_t tasks = kernels.forward_tasks(p);
-  Scratch scratch(worker_count(tasks), kernels.forward_scratch(p));
-  for_each_task(tasks, [&](int64_t task, int64_t worker) { kernels.forward(p, task, scratch.of(worker)); });
+  run_phases(kernels.plan_forward(p),
+             [&](int phase, int64_t task, void* scratch, void* shared) { kernels.forward(p, phase, task, scratch, shared); });
   return {checked.out, checked.lse};
 }
 

@@ -1,6 +1,8 @@
-// What one instruction set offers: kernels.cpp is compiled once per set and exports one such table; levels.h picks one at run time.
+// What one instruction set offers: kernels.cpp is compiled once per set and exports one such table; levels.h picks one at run
+// time.
 //
-// Tasks are independent. `scratch` is the caller's, `scratch_bytes` long, aligned to 64, uninitialised, and used by one task at a time.
+// An op runs in phases: all tasks of a phase are independent, and a phase starts when the one before it is done. What a task
+// computes depends on nothing but its number, so results do not depend on how tasks are scheduled.
 #pragma once
 
 #include <cstddef>
@@ -9,23 +11,28 @@
 
 namespace dmattn::cpu {
 
+inline constexpr int kMaxPhases = 5;
+
+struct Plan {
+  int64_t tasks[kMaxPhases];  // of each phase
+  size_t scratch_bytes;       // a worker's, aligned to 64, uninitialised, used by one task at a time
+  size_t shared_bytes;        // of the call, aligned to 64, uninitialised: how phases hand on results
+};
+
+// A backward call: what params.h does not say, because no other backend asks.
+struct BackwardCall {
+  BackwardParams params;
+  int64_t workers;           // splits the work into parts when there are fewer heads than workers
+  int64_t key_bias_batches;  // sizes of dimension 0 of grad_key_bias and grad_bias: B or 1
+  int64_t bias_batches;
+};
+
 struct Kernels {
   const char* name;
-
-  // One task = one (batch, head, query tile): writes that tile of out and lse.
-  int64_t (*forward_tasks)(const AttentionParams&);
-  size_t (*forward_scratch)(const AttentionParams&);
-  void (*forward)(const AttentionParams&, int64_t task, void* scratch);
-
-  // One task = the gradients of one (batch, kv head), or a part of one; see backward.h for how parts are added up in a fixed order.
-  // `shared` is zeroed memory all tasks of a call see; it holds the sums of parts.
-  int64_t (*backward_tasks)(const BackwardParams&, int64_t workers);
-  size_t (*backward_scratch)(const BackwardParams&, int64_t workers);
-  size_t (*backward_shared)(const BackwardParams&, int64_t workers);
-  void (*backward)(const BackwardParams&, int64_t workers, int64_t task, void* scratch, void* shared);
-  // Second phase, after every task of the first: one task writes some of grad_key, grad_value, grad_key_bias and grad_bias from `shared`.
-  int64_t (*backward_finish_tasks)(const BackwardParams&, int64_t workers);
-  void (*backward_finish)(const BackwardParams&, int64_t workers, int64_t task, void* scratch, void* shared);
+  Plan (*plan_forward)(const AttentionParams&);
+  void (*forward)(const AttentionParams&, int phase, int64_t task, void* scratch, void* shared);
+  Plan (*plan_backward)(const BackwardCall&);
+  void (*backward)(const BackwardCall&, int phase, int64_t task, void* scratch, void* shared);
 };
 
 }  // namespace dmattn::cpu

@@ -21,7 +21,8 @@ inline const Kernels& choose_kernels() {
   const auto allowed = [&](const char* name, bool supported) {
     if (!forced || !*forced) return supported;
     if (std::strcmp(forced, name) != 0) return false;
-    if (!supported) throw std::runtime_error(std::string("dmattn: DMATTN_CPU_LEVEL=") + name + ", but this processor does not support it");
+    if (!supported)
+      throw std::runtime_error(std::string("dmattn: DMATTN_CPU_LEVEL=") + name + ", but this processor does not support it");
     return true;
   };
 #ifdef DMATTN_CPU_X86
@@ -34,7 +35,8 @@ inline const Kernels& choose_kernels() {
   }
 #endif
   if (allowed("baseline", true)) return kKernels_baseline;
-  throw std::runtime_error(std::string("dmattn: DMATTN_CPU_LEVEL: expected one of the levels `python -m dmattn` lists, got ") + forced);
+  throw std::runtime_error(std::string("dmattn: DMATTN_CPU_LEVEL: expected one of the levels `python -m dmattn` lists, got ") +
+                           forced);
 }
 
 inline const Kernels& best_kernels() {

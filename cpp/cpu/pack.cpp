@@ -1,4 +1,5 @@
-// Mask packing on the CPU: a boolean mask, or a table of blocks, to tiles (empty, full, partial) and the bits of the partial ones.
+// Mask packing on the CPU: a boolean mask, or a table of blocks, to tiles (empty, full, partial) and the bits of the partial
+// ones.
 #include <algorithm>
 #include <cstring>
 

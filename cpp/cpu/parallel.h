@@ -13,7 +13,8 @@ inline int64_t worker_count(int64_t tasks) {
   return std::max<int64_t>(1, std::min<int64_t>(tasks, torch::stable::get_num_threads()));
 }
 
-// Calls run(task, worker) for every task in [0, tasks); worker < worker_count(tasks) names a workspace no one else uses meanwhile.
+// Calls run(task, worker) for every task in [0, tasks); worker < worker_count(tasks) names a workspace no one else uses
+// meanwhile.
 template <class Run>
 void for_each_task(int64_t tasks, const Run& run) {
   if (tasks <= 0) return;

@@ -1,7 +1,8 @@
 // Key selection on the CPU: scores to the end of each key's lifetime.
 //
-// Causal: one pass over the keys with a heap of the `window` best so far. Whatever falls out at step i is visible to no query from i on, and
-// it never comes back, so its end is i: O(N log window). Not causal: one set of keys for all queries of a document.
+// Causal: one pass over the keys with a heap of the `window` best so far. Whatever falls out at step i is visible to no query
+// from i on, and it never comes back, so its end is i: O(N log window). Not causal: one set of keys for all queries of a
+// document.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -99,7 +100,8 @@ void select(const SelectParams& p) {
     const int32_t* segment_end = p.segment_end.data ? p.segment_end.at<const int32_t>(batch, head) : nullptr;
     int32_t* end = p.end + task * p.length;
     std::vector<Candidate<Score>> scratch;
-    (p.is_causal ? select_causal<Stored, Score> : select_for_all<Stored, Score>)(scores, segment_end, p.length, window, end, scratch);
+    (p.is_causal ? select_causal<Stored, Score> : select_for_all<Stored, Score>)(scores, segment_end, p.length, window, end,
+                                                                                 scratch);
   });
 }
 

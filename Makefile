@@ -1,0 +1,65 @@
+# One verb each. Every verb does all the set-up it needs in the local virtual environment .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+# Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
+CUDA ?= AUTO
+
+ifneq ($(shell command -v ccache 2>/dev/null),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format wheel bench asan build clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own)
+	$(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
+
+test: $(VENV)/test.ready build  ## build and run the whole test suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/lint.ready $(VENV)/test.ready  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'cpp/*.h' 'cpp/*.cpp' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cpp')
+	$(BIN)/mypy
+
+format: $(VENV)/lint.ready  ## rewrite sources in the one format
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'cpp/*.h' 'cpp/*.cpp' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cpp')
+
+wheel: $(VENV)/build.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C cmake.define.DMATTN_CUDA=$(CUDA) .
+	@ls -1 dist/*.whl
+
+bench: $(VENV)/test.ready build  ## time the ops beside their peers; JSON and a table
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
+	tests/sanitize.sh
+
+build: $(VENV)/build.ready  ## compile and install into .venv
+	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .
+
+clean:  ## remove what was built (not .venv)
+	rm -rf build dist
+
+$(VENV)/pip.ready:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "dmattn needs Python 3.10 or newer: make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q 'pip>=25.1'
+	@touch $@
+
+$(VENV)/%.ready: $(VENV)/pip.ready pyproject.toml
+	$(BIN)/pip install --group build --group $* | sed '/^Requirement already/d'
+	@touch $@

@@ -1,0 +1,89 @@
+// The CPU attention kernels of one instruction set, as a table of phases; DMATTN_CPU_LEVEL names the set.
+#include "kernels.h"
+
+#include "backward_head.h"
+#include "forward_tile.h"
+
+namespace dmattn::cpu {
+namespace {
+
+// Forward: phase 0 summarises the mask, phase 1 computes query tiles, the longest of a causal head first.
+template <class R>
+Plan plan_forward_as(const AttentionParams& p) {
+  Arena shared(nullptr), scratch(nullptr);
+  const Summaries summaries = take_summaries(shared, p);
+  ForwardScratch<R> measured(scratch, p);
+  static_cast<void>(measured);
+  return {{summary_tasks(summaries), p.batch * p.heads * query_tiles(p), 0, 0, 0}, scratch.used(), shared.used()};
+}
+
+template <class R>
+void forward_as(const AttentionParams& p, int phase, int64_t task, void* scratch, void* shared) {
+  Arena arena(shared);
+  const Summaries summaries = take_summaries(arena, p);
+  if (phase == 0) return summarise(p, summaries, task);
+  const int64_t tiles = query_tiles(p), head = task / tiles;
+  forward_tile<R>(p, summaries, query_tile(p, head / p.heads, head % p.heads, tiles - 1 - task % tiles), scratch);
+}
+
+// Backward: phase 0 summarises the mask, 1 computes, 2 adds up parts, 3 and 4 finish the gradients of key_bias and of a shared
+// bias.
+template <class R>
+Plan plan_backward_as(const BackwardCall& c) {
+  const AttentionParams& p = c.params.forward;
+  Arena shared_arena(nullptr), scratch(nullptr);
+  const BackwardShared<R> shared(shared_arena, c);
+  BackwardScratch<R> measured(scratch, p);
+  static_cast<void>(measured);
+  if (!shared.direct && shared.parts == 1)
+    scratch.take<R>(p.key_length * (shared.key_stride + shared.value_stride) + kVectorBytes);
+  const int64_t groups = p.batch * p.kv_heads;
+  const int64_t key_bias_tasks =
+      c.params.grad_key_bias && p.heads > 0 ? c.key_bias_batches * (p.heads / p.key_bias.head_divisor) : 0;
+  return {{summary_tasks(shared.summaries), groups * shared.parts, shared.parts > 1 ? groups * reduce_blocks(p) : 0,
+           key_bias_tasks, shared_bias_tasks(c)},
+          scratch.used(),
+          shared_arena.used()};
+}
+
+template <class R>
+void backward_as(const BackwardCall& c, int phase, int64_t task, void* scratch, void* shared_memory) {
+  Arena arena(shared_memory);
+  const BackwardShared<R> shared(arena, c);
+  switch (phase) {
+    case 0: return summarise(c.params.forward, shared.summaries, task);
+    case 1: return backward_task<R>(c, shared, task, scratch);
+    case 2: return reduce_parts_task<R>(c, shared, task);
+    case 3: return reduce_key_bias_task<R>(c, shared.parts, shared.key_bias_sums, task);
+    default: return shared_bias_task<R>(c, shared.summaries, task, scratch);
+  }
+}
+
+Plan plan_forward(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? plan_forward_as<double>(p) : plan_forward_as<float>(p);
+}
+
+void forward(const AttentionParams& p, int phase, int64_t task, void* scratch, void* shared) {
+  (p.dtype == DType::kFloat64 ? forward_as<double> : forward_as<float>)(p, phase, task, scratch, shared);
+}
+
+Plan plan_backward(const BackwardCall& c) {
+  return c.params.forward.dtype == DType::kFloat64 ? plan_backward_as<double>(c) : plan_backward_as<float>(c);
+}
+
+void backward(const BackwardCall& c, int phase, int64_t task, void* scratch, void* shared) {
+  (c.params.forward.dtype == DType::kFloat64 ? backward_as<double> : backward_as<float>)(c, phase, task, scratch, shared);
+}
+
+}  // namespace
+
+#define DMATTN_TEXT_OF(x) #x
+#define DMATTN_TEXT(x) DMATTN_TEXT_OF(x)
+#define DMATTN_JOIN_OF(a, b) a##b
+#define DMATTN_JOIN(a, b) DMATTN_JOIN_OF(a, b)
+
+extern const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL);
+const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {DMATTN_TEXT(DMATTN_CPU_LEVEL), plan_forward, forward, plan_backward,
+                                                          backward};
+
+}  // namespace dmattn::cpu

@@ -1,0 +1,72 @@
+// How the queries are cut into tiles, and where a tile's matrices lie in a worker's scratch memory.
+#pragma once
+
+#include "convert.h"
+
+namespace dmattn::cpu {
+namespace {
+
+constexpr int64_t kMaxTileQueries = 128;  // changes speed, never results
+constexpr int64_t kChunkKeys = 128;       // live keys computed at once; changes speed, never results
+constexpr int64_t kMaxWidth = 256;        // of D and Dv
+
+// A tile never straddles two rows of mask tiles (tile_q is a multiple of 32).
+DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
+  int64_t size = kMaxTileQueries;
+  while (mask.tiles.data && mask.tile_q % size != 0) size -= 32;
+  return size;
+}
+
+DMATTN_INLINE int64_t query_tiles(const AttentionParams& p) { return ceil_div(p.query_length, tile_queries(p.mask)); }
+
+// Queries [first, first + rows) of one head; query `first` is at `position`.
+struct QueryTile {
+  int64_t batch, head, kv_head, first, rows, position;
+};
+
+DMATTN_INLINE QueryTile query_tile(const AttentionParams& p, int64_t batch, int64_t head, int64_t tile) {
+  const int64_t size = tile_queries(p.mask), first = tile * size;
+  return {batch,
+          head,
+          head / (p.heads / p.kv_heads),
+          first,
+          min_of(size, p.query_length - first),
+          first + p.key_length - p.query_length};
+}
+
+DMATTN_INLINE int64_t head_offset(const PerHead& view, int64_t batch, int64_t head) {
+  return batch * view.batch_stride + (head / view.head_divisor) * view.head_stride;
+}
+
+// Hands out pieces of a block of memory, each on its own cache line. From address 0 on it only measures.
+class Arena {
+ public:
+  DMATTN_INLINE explicit Arena(void* memory) : first_(reinterpret_cast<uintptr_t>(memory)), next_(first_) {}
+  template <class T>
+  DMATTN_INLINE T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(next_);
+    next_ += (static_cast<uintptr_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return piece;
+  }
+  DMATTN_INLINE size_t used() const { return next_ - first_; }
+
+ private:
+  uintptr_t first_, next_;
+};
+
+// A row-major matrix of whole vectors per row.
+template <class R>
+struct Matrix {
+  R* data;
+  int64_t stride;
+  DMATTN_INLINE R* row(int64_t i) const { return data + i * stride; }
+};
+
+template <class R>
+DMATTN_INLINE Matrix<R> take_matrix(Arena& arena, int64_t rows, int64_t columns) {
+  const int64_t stride = packed_stride<R>(columns);
+  return {arena.take<R>(rows * stride), stride};
+}
+
+}  // namespace
+}  // namespace dmattn::cpu

@@ -1,0 +1,11 @@
+#!/bin/sh
+# Exports, builds and runs the example in a folder: examples/aot_inductor/run.sh [FOLDER], with PYTHON=.venv/bin/python by default.
+set -eu
+here=$(dirname "$0")
+folder=${1:-demo-output/aot_inductor}
+python=${PYTHON:-.venv/bin/python}
+
+"$python" "$here/export_model.py" "$folder"
+cmake -S "$here" -B "$folder/build" -DCMAKE_PREFIX_PATH="$("$python" -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+cmake --build "$folder/build"
+"$folder/build/run_package" "$("$python" -c 'import dmattn; print(dmattn.library_path())')" "$folder"

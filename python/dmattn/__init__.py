@@ -1,0 +1,33 @@
+"""dmattn: sparse attention for PyTorch, with dynamic masks in O(N) memory, forward and backward.
+
+Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:`IntervalMask` and :class:`BlockMask`; the layer is
+:class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
+"""
+
+from dmattn import _library
+
+_library.load()
+
+from dmattn import autograd, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
+from dmattn._library import build_info, library_path  # noqa: E402
+from dmattn._version import __version__  # noqa: E402
+from dmattn.attention import attention, dynamic_mask_attention, key_scores, scaled_dot_product_attention  # noqa: E402
+from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
+from dmattn.flops import visible_pairs  # noqa: E402
+from dmattn.masks import BlockMask, CombinedMask, IntervalMask  # noqa: E402
+
+__all__ = [
+    "BlockMask",
+    "CombinedMask",
+    "IntervalMask",
+    "__version__",
+    "attention",
+    "build_info",
+    "dynamic_mask_attention",
+    "flash_dma_attention",
+    "flash_dynamic_mask_attention",
+    "key_scores",
+    "library_path",
+    "scaled_dot_product_attention",
+    "visible_pairs",
+]

@@ -1,0 +1,126 @@
+"""What the public functions check before any op runs; each message says which argument, what was expected and what came.
+
+Wrong types and dtypes raise TypeError, wrong shapes and values ValueError. The ops check again in C++ (RuntimeError), because
+``torch.ops.dmattn.*`` can be called directly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_LENGTH = 1 << 20
+MAX_HEAD_DIM = 256
+DTYPES = {
+    "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16, torch.float16),
+    "meta": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+}
+
+
+def shape_of(tensor: Tensor) -> list[Any]:
+    return list(tensor.shape)
+
+
+def tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def dtype(name: str, value: Tensor, expected: Sequence[torch.dtype]) -> None:
+    if value.dtype not in expected:
+        names = ", ".join(str(d).removeprefix("torch.") for d in expected)
+        raise TypeError(f"{name}: expected dtype {names}, got {str(value.dtype).removeprefix('torch.')}")
+
+
+def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "query") -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {value.device}")
+
+
+def positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected a positive int, got {type(value).__name__}")
+    if value <= 0:
+        raise ValueError(f"{name}: expected a positive int, got {value}")
+
+
+def length(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int >= 0, got {type(value).__name__}")
+    if value < 0 or value > MAX_LENGTH:
+        raise ValueError(f"{name}: expected 0 <= {name} <= {MAX_LENGTH}, got {value}")
+
+
+def number(name: str, value: object, low: float = -math.inf, high: float = math.inf, *, open_high: bool = False) -> float:
+    """A finite real number in [low, high], or in [low, high) when the upper end is open."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if isinstance(value, int | float):
+        inside = -math.inf < value < math.inf and low <= value and (value < high if open_high else value <= high)
+        if not inside:
+            expected = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
+            if high != math.inf:
+                expected = f"{low:g} <= {name} {'<' if open_high else '<='} {high:g}"
+            raise ValueError(f"{name}: expected {expected}, got {value}")
+    return float(value)
+
+
+def attention_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Rank, dtype, device, head counts and sizes of query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]."""
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        tensor(name, given)
+    device_type = query.device.type
+    if device_type not in DTYPES:
+        raise ValueError(f"query: no dmattn kernel for device {query.device}; supported are {', '.join(DTYPES)}")
+    dtype("query", query, DTYPES[device_type])
+    for name, given, layout in (
+        ("query", query, "[B, H, Sq, D]"),
+        ("key", key, "[B, Hkv, Sk, D]"),
+        ("value", value, "[B, Hkv, Sk, Dv]"),
+    ):
+        if given.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {shape_of(given)}")
+        if given.device != query.device:
+            same_device(name, given, query)
+        if given.dtype != query.dtype:
+            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
+    batch, heads, query_length, head_dim = query.shape
+    kv_heads, key_length, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(f"key: expected [B, Hkv, Sk, D] with B={batch}, D={head_dim}, got {shape_of(key)}")
+    if value.shape[0] != batch or value.shape[1] != kv_heads or value.shape[2] != key_length:
+        raise ValueError(
+            f"value: expected [B, Hkv, Sk, Dv] with B={batch}, Hkv={kv_heads}, Sk={key_length}, got {shape_of(value)}"
+        )
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
+    for name, size in (("query", head_dim), ("value", value_dim)):
+        if size % 8 != 0 or size > MAX_HEAD_DIM or size <= 0:
+            raise ValueError(f"{name}: expected a last dimension that is a multiple of 8 up to {MAX_HEAD_DIM}, got {size}")
+    if query_length > MAX_LENGTH or key_length > MAX_LENGTH:
+        raise ValueError(f"query, key: expected lengths up to {MAX_LENGTH}, got Sq={query_length}, Sk={key_length}")
+
+
+def per_head(name: str, value: Tensor, query: Tensor, key: Tensor, rest: Sequence[Any], layout: str) -> None:
+    """A mask or bias of shape [B|1, H|Hkv|1, *rest] on query's device."""
+    same_device(name, value, query)
+    shape = value.shape
+    fits = len(shape) == 2 + len(rest) and all(given == wanted for given, wanted in zip(shape[2:], rest, strict=True))
+    fits = fits and (shape[0] == 1 or shape[0] == query.shape[0])
+    fits = fits and (shape[1] == 1 or shape[1] == query.shape[1] or shape[1] == key.shape[1])
+    if not fits:
+        sizes = f"B={query.shape[0]}, H={query.shape[1]}, Hkv={key.shape[1]}, Sq={query.shape[2]}, Sk={key.shape[2]}"
+        raise ValueError(f"{name}: expected {layout} with {sizes}, got {shape_of(value)}")
+
+
+def values_are_known(value: Tensor) -> bool:
+    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not torch.compiler.is_compiling() and value.device.type == "cpu" and not isinstance(value, FakeTensor)

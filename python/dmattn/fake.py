@@ -1,0 +1,105 @@
+"""Fake functions: the shapes, dtypes and strides each op returns, for tracing. They ask no device for anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def table_size(length: int, tile: int) -> int:
+    """Tiles in a block table along a length; never 0 or 1, sizes on which tracing would specialise."""
+    return length // tile + 2
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse and of everything summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_in_order_of(like: Tensor, width: int) -> Tensor:
+    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s: the rule of cpp/arguments.h."""
+    order = [0, 1, 2]  # outermost first
+    for a, b in ((0, 1), (1, 2), (0, 1)):
+        if like.stride(order[a]) < like.stride(order[b]):
+            order[a], order[b] = order[b], order[a]
+    strides: list[int] = [0, 0, 0, 1]
+    step = width
+    for axis in reversed(order):
+        strides[axis] = step
+        step = step * max(like.shape[axis], 1)
+    return like.new_empty_strided((*like.shape[:3], width), strides)
+
+
+@torch.library.register_fake("dmattn::select")
+def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
+    return scores.new_empty(scores.shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("dmattn::pack_tiles")
+def pack_tiles(
+    mask: Tensor, query_length: int, key_length: int, block_q: int, block_k: int, tile_q: int, tile_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = table_size(query_length, tile_q), table_size(key_length, tile_k)
+    table = mask.shape[:2]
+    return (
+        mask.new_empty((*table, rows, columns), dtype=torch.int32),
+        mask.new_empty((*table, rows, columns + 1), dtype=torch.int32),
+        mask.new_empty((*table, columns, rows + 1), dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("dmattn::pack_bits")
+def pack_bits(
+    mask: Tensor,
+    tiles: Tensor,
+    query_length: int,
+    key_length: int,
+    block_q: int,
+    block_k: int,
+    tile_q: int,
+    tile_k: int,
+    slots: int,
+) -> Tensor:
+    return mask.new_empty((slots, tile_q, tile_k // 32), dtype=torch.int32)
+
+
+@torch.library.register_fake("dmattn::forward")
+def forward(query: Tensor, key: Tensor, value: Tensor, *mask_and_options: object) -> tuple[Tensor, Tensor]:
+    out = empty_in_order_of(query, value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+
+
+@torch.library.register_fake("dmattn::backward")
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    tiles: Tensor | None,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    bits: Tensor | None,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    need_key_bias: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    summed = accumulate_dtype(query.dtype)
+    return (
+        empty_in_order_of(query, query.shape[3]),
+        empty_in_order_of(key, key.shape[3]),
+        empty_in_order_of(value, value.shape[3]),
+        query.new_empty(key_bias.shape if need_key_bias and key_bias is not None else (0,), dtype=summed),
+        query.new_empty(bias.shape if need_bias and bias is not None else (0,), dtype=summed),
+    )

@@ -1,0 +1,112 @@
+"""FLOP formulas for ``torch.utils.flop_counter.FlopCounterMode``: visible query-key pairs only, 2 * (D + Dv) each forward, 2.5x backward.
+
+Counting pairs reads the mask's values (a device sync); a counter is a diagnostic. While tracing, where there are no values, all pairs count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+
+CHUNK = 1 << 22  # block-mask bits are counted a chunk at a time
+
+
+def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = False, batch: int = 1, heads: int = 1) -> int:
+    """How many (query, key) pairs a mask lets through, over all batches and heads. Interval masks take O(N) memory.
+
+    Args:
+        mask: None (all), IntervalMask, BlockMask or ``interval & block``.
+        Sq: number of queries.
+        Sk: number of keys.
+        is_causal: also hide later keys.
+        batch: B; a mask with one batch counts B times.
+        heads: H; a mask with Hkv or one head counts for its group.
+    """
+    start = end = tiles = bits = None
+    if isinstance(mask, IntervalMask):
+        start, end = mask.start, mask.end
+    elif isinstance(mask, BlockMask):
+        tiles, bits = mask.tiles, mask.bits
+    elif isinstance(mask, CombinedMask):
+        start, end, tiles, bits = mask.interval.start, mask.interval.end, mask.block.tiles, mask.block.bits
+    return _pairs(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
+
+
+def _pairs(
+    start: Tensor | None, end: Tensor | None, tiles: Tensor | None, bits: Tensor | None, is_causal: bool,
+    batch: int, heads: int, Sq: int, Sk: int,
+) -> int:  # fmt: skip
+    if any(isinstance(t, FakeTensor) or t.is_meta for t in (start, end, tiles) if t is not None):
+        return batch * heads * Sq * Sk
+    if tiles is not None and bits is not None:
+        return _pairs_by_element(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
+    if start is None and end is None and not is_causal:
+        return batch * heads * Sq * Sk
+    first, last = _interval_bounds(start, end, is_causal, Sq, Sk)
+    count = (last - first).clamp(min=0)
+    return int(count.sum()) * (batch * heads // (count.shape[0] * count.shape[1]))
+
+
+def _interval_bounds(start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+    """The queries' positions a key is visible to, [first, last) within [Sk - Sq, Sk), int64 [B|1, H|Hkv|1, Sk]."""
+    device = next((t.device for t in (start, end) if t is not None), None)
+    keys = torch.arange(Sk, device=device)[None, None]
+    first = torch.full_like(keys, Sk - Sq) if start is None else start.long().clamp(min=Sk - Sq).expand(-1, -1, Sk)
+    last = torch.full_like(keys, Sk) if end is None else end.long().clamp(max=Sk).expand(-1, -1, Sk)
+    first = torch.maximum(first, keys) if is_causal else first
+    heads = max(first.shape[1], last.shape[1])
+    repeat = lambda t: t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)  # noqa: E731
+    first, last = torch.broadcast_tensors(repeat(first), repeat(last))
+    return first, last
+
+
+def _pairs_by_element(
+    start: Tensor | None,
+    end: Tensor | None,
+    tiles: Tensor,
+    bits: Tensor,
+    is_causal: bool,
+    batch: int,
+    heads: int,
+    Sq: int,
+    Sk: int,
+) -> int:
+    block = BlockMask(tiles, tiles, tiles, bits, Sq, Sk)
+    first, last = _interval_bounds(start, end, is_causal, Sq, Sk)
+    total = 0
+    rows = max(1, CHUNK // max(Sk, 1))
+    visible = block.to_bool()
+    share = max(first.shape[1], visible.shape[1])
+    widen = lambda t: t if t.shape[1] in (1, share) else t.repeat_interleave(share // t.shape[1], 1)  # noqa: E731
+    first, last, visible = widen(first), widen(last), widen(visible)
+    for row in range(0, Sq, rows):
+        position = torch.arange(row, min(row + rows, Sq), device=tiles.device)[:, None] + (Sk - Sq)
+        inside = (first[:, :, None] <= position) & (position < last[:, :, None])
+        chunk = inside & visible[:, :, row : row + rows]
+        total += int(chunk.sum()) * (batch * heads // max(1, chunk.shape[0] * chunk.shape[1]))
+    return total
+
+
+@register_flop_formula(torch.ops.dmattn.forward, get_raw=True)
+def _forward_flops(
+    query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, end: Tensor | None, tiles: Tensor | None, rows: Tensor | None,
+    columns: Tensor | None, bits: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None,
+    is_causal: bool, *options: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    batch, heads, length, size = query.shape
+    pairs = _pairs(start, end, tiles, bits, is_causal, batch, heads, length, key.shape[2])
+    return 2 * pairs * (size + value.shape[3])
+
+
+@register_flop_formula(torch.ops.dmattn.backward, get_raw=True)
+def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+                    *mask_and_options: Any, **kwargs: Any) -> int:  # fmt: skip
+    """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
+    forward: int = _forward_flops(query, key, value, *mask_and_options)
+    return forward * 5 // 2

@@ -1,0 +1,289 @@
+"""IntervalMask: a key's visibility as one interval of query positions, so that a mask costs O(N) memory.
+
+The one surprise: positions are absolute. Query i of Sq stands at position ``p = i + (Sk - Sq)`` (bottom-right alignment), which is
+negative for the first queries when Sq > Sk; "visible from the beginning" is therefore the smallest int32, not 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+
+if TYPE_CHECKING:
+    from dmattn.masks.block import BlockMask
+    from dmattn.masks.combined import CombinedMask
+
+ALWAYS = torch.iinfo(torch.int32).min  # a start before every position, or an end before every position
+FOREVER = torch.iinfo(torch.int32).max
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IntervalMask:
+    """Key j is visible to the query at position p when ``start[j] <= p < end[j]``.
+
+    Masks compose: ``a & b`` is the intersection (an interval again), and ``interval & block`` is accepted wherever a mask is.
+
+    Args:
+        start: int32, broadcastable to [B, H|Hkv, Sk].
+        end: int32, broadcastable to [B, H|Hkv, Sk].
+        segment_end: set by the constructors, None otherwise. int32 [B|1, 1, Sk]: where the key's document ends; at or before the key
+            itself when the key is padding. ``top_k`` accepts exactly the masks that carry it as ``base``.
+        segment_is_causal: whether the mask with ``segment_end`` also hides later keys.
+
+    Raises:
+        TypeError: start or end is not an int32 tensor.
+        ValueError: their shapes do not broadcast together, or they lie on different devices.
+    """
+
+    start: Tensor
+    end: Tensor
+    segment_end: Tensor | None = None
+    segment_is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name, given in (("start", self.start), ("end", self.end)):
+            checks.tensor(name, given)
+            checks.dtype(name, given, (torch.int32,))
+            if given.dim() > 3 or given.dim() < 1:
+                raise ValueError(f"{name}: expected a shape that broadcasts to [B, H|Hkv, Sk], got {checks.shape_of(given)}")
+        checks.same_device("end", self.end, self.start, "start")
+        start, end = _with_three_dims(self.start), _with_three_dims(self.end)
+        for axis in (0, 1, 2):
+            a, b = start.shape[axis], end.shape[axis]
+            divides = axis == 1 and min(a, b) > 0 and max(a, b) % min(a, b) == 0
+            if a != b and a != 1 and b != 1 and not divides:
+                raise ValueError(
+                    f"end: expected a shape that broadcasts with start {checks.shape_of(self.start)}, got {checks.shape_of(self.end)}"
+                )
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "end", end)
+
+    # Constructors ---------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def causal(cls, Sk: int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Keys up to the query's own position. ``is_causal=True`` says the same without a tensor."""
+        keys = _keys(Sk, device)
+        return cls(keys, torch.full_like(keys, FOREVER), torch.full_like(keys, FOREVER), True)
+
+    @classmethod
+    def sliding_window(cls, Sk: int, left: int, right: int = 0, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Keys j with ``p - left <= j <= p + right``."""
+        keys = _keys(Sk, device)
+        checks.length("left", left)
+        checks.length("right", right)
+        return cls(keys - right, keys + (left + 1))
+
+    @classmethod
+    def streaming(cls, Sk: int, sink: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Causal keys that are among the first ``sink`` or the last ``local``: ``j <= p and (j < sink or p - j < local)``."""
+        keys = _keys(Sk, device)
+        checks.length("sink", sink)
+        checks.length("local", local)
+        return cls(keys, torch.where(keys < sink, FOREVER, keys + local))
+
+    @classmethod
+    def documents(
+        cls,
+        Sk: int,
+        cu_seqlens: Tensor | None = None,
+        causal: bool = True,
+        *,
+        ids: Tensor | None = None,
+    ) -> IntervalMask:
+        """Packed documents: query and key in the same document (and causal, by default).
+
+        Args:
+            Sk: number of keys.
+            cu_seqlens: int32 or int64 [documents + 1]: 0, the end of each document in turn, the last being Sk.
+            causal: also hide later keys of the same document.
+            ids: instead of cu_seqlens, integers [Sk] or [B, Sk]: neighbours with equal ids share a document; negative ids are padding.
+
+        Raises:
+            ValueError: neither or both given; or cu_seqlens is malformed (checked when its values lie on the CPU; on another device a
+                malformed one gives a meaningless mask, never a wrong access).
+        """
+        checks.length("Sk", Sk)
+        if (cu_seqlens is None) == (ids is None):
+            raise ValueError("cu_seqlens, ids: expected exactly one of them, got " + ("none" if ids is None else "both"))
+        start, end = _segments_from_ends(Sk, cu_seqlens) if cu_seqlens is not None else _segments_from_ids(Sk, ids)
+        keys = _keys(Sk, start.device)
+        visible_end = torch.where(end > keys, end, ALWAYS)
+        first = torch.maximum(start, keys) if causal else start
+        return cls(first, visible_end, end, causal)
+
+    @classmethod
+    def prefix(cls, Sk: int, prefix_lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Prefix-LM: keys ``j < prefix_lengths[b]`` are seen by all, the rest causally.
+
+        Args:
+            prefix_lengths: int, or integers [B].
+        """
+        lengths = _lengths("prefix_lengths", prefix_lengths, device)
+        keys = _keys(Sk, lengths.device)
+        start = torch.where(keys < lengths, ALWAYS, keys)
+        return cls(start, torch.full_like(keys, FOREVER))
+
+    @classmethod
+    def padding(cls, Sk: int, lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Keys ``j >= lengths[b]`` are hidden from all; no causality.
+
+        Args:
+            lengths: int, or integers [B].
+        """
+        lengths = _lengths("lengths", lengths, device)
+        keys = _keys(Sk, lengths.device)
+        end = torch.where(keys < lengths, torch.full_like(keys, FOREVER), ALWAYS)
+        return cls(torch.full_like(keys, ALWAYS), end, end)
+
+    @classmethod
+    def top_k(cls, scores: Tensor, window: int, causal: bool = True, base: IntervalMask | None = None) -> IntervalMask:
+        """Dynamic Mask Attention: each query sees the ``window`` best-scored keys among those it may see. Exact.
+
+        A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores: the later key
+        wins. NaN and -inf are never selected. With ``causal=False`` one set of keys (per document) serves all queries.
+
+        Args:
+            scores: [B, Hkv, Sk], floating point.
+            window: number of keys a query sees at most, > 0.
+            causal: each query selects among the keys up to its own position.
+            base: documents, padding, or their intersection: selection restarts with each document and skips padding.
+
+        Raises:
+            TypeError: scores is not a floating-point tensor, or base is not an IntervalMask.
+            ValueError: wrong rank, window <= 0, or a base under which a dropped key could come back (sliding window, prefix, ...):
+                intersect with such a mask after selecting, ``top_k(scores, window) & other``.
+        """
+        checks.tensor("scores", scores)
+        checks.dtype("scores", scores, checks.DTYPES["cpu"])
+        if scores.dim() != 3:
+            raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
+        checks.positive_int("window", window)
+        start, end = select_interval(scores, window, causal, base)
+        if start is None:
+            start = _keys(scores.shape[2], scores.device)
+        return cls(start, end)
+
+    # Use ------------------------------------------------------------------------------------------------------------------------
+
+    @overload
+    def __and__(self, other: IntervalMask) -> IntervalMask: ...
+    @overload
+    def __and__(self, other: BlockMask | CombinedMask) -> CombinedMask: ...
+    def __and__(self, other: Any) -> Any:
+        if not isinstance(other, IntervalMask):
+            return NotImplemented
+        start = torch.maximum(*_same_heads(self.start, other.start))
+        end = torch.minimum(*_same_heads(self.end, other.end))
+        if self.segment_end is None or other.segment_end is None:
+            return IntervalMask(start, end)
+        segment_end = torch.minimum(self.segment_end, other.segment_end)
+        return IntervalMask(start, end, segment_end, self.segment_is_causal or other.segment_is_causal)
+
+    def to_bool(self, Sq: int, Sk: int) -> Tensor:
+        """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible: N x N memory, for looking and for tests."""
+        checks.length("Sq", Sq)
+        checks.length("Sk", Sk)
+        if self.start.shape[2] not in (1, Sk) or self.end.shape[2] not in (1, Sk):
+            raise ValueError(
+                f"Sk: expected the mask's own number of keys {max(self.start.shape[2], self.end.shape[2])}, got {Sk}"
+            )
+        position = torch.arange(Sk - Sq, Sk, device=self.start.device, dtype=torch.int32)[:, None]
+        start, end = _same_heads(self.start, self.end)
+        visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
+        return visible.expand(*visible.shape[:3], Sk)
+
+
+def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMask | None) -> tuple[Tensor | None, Tensor]:
+    """The interval of each key under top-k selection; start None means: from the key's own position on."""
+    segment_end = None
+    if base is not None:
+        if not isinstance(base, IntervalMask):
+            raise TypeError(f"base: expected an IntervalMask, got {type(base).__name__}")
+        if base.segment_end is None:
+            raise ValueError(
+                "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
+                "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
+            )
+        segment_end = base.segment_end
+        checks.same_device("base", segment_end, scores, "scores")
+        shape = segment_end.shape
+        if shape[2] != scores.shape[2] or shape[0] not in (1, scores.shape[0]):
+            raise ValueError(
+                f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(segment_end)}"
+            )
+        causal = causal or base.segment_is_causal
+    end = torch.ops.dmattn.select(scores.detach(), segment_end, window, causal)
+    if causal:
+        return None, end
+    start = base.start if base is not None else torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
+    return start, end
+
+
+def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
+    checks.length("Sk", Sk)
+    return torch.arange(Sk, dtype=torch.int32, device=device)[None, None]
+
+
+def _with_three_dims(given: Tensor) -> Tensor:
+    return given[(None,) * (3 - given.dim())] if given.dim() < 3 else given
+
+
+def _same_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats the tensor with fewer heads, as query heads share key heads: H and Hkv, where neither is 1."""
+    if a.shape[1] != b.shape[1] and a.shape[1] != 1 and b.shape[1] != 1:
+        if a.shape[1] < b.shape[1]:
+            return a.repeat_interleave(b.shape[1] // a.shape[1], dim=1), b
+        return a, b.repeat_interleave(a.shape[1] // b.shape[1], dim=1)
+    return a, b
+
+
+def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) -> Tensor:
+    """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
+    if isinstance(given, Tensor):
+        if given.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected dtype int32 or int64, got {given.dtype}")
+        if given.dim() > 1:
+            raise ValueError(f"{name}: expected an int or a tensor [B], got shape {checks.shape_of(given)}")
+        if checks.values_are_known(given) and bool((given < 0).any()):
+            raise ValueError(f"{name}: expected lengths >= 0, got {int(given.min())}")
+        return given.to(torch.int32).reshape(-1, 1, 1)
+    checks.length(name, given)
+    return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
+
+
+def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
+    ends = checks.tensor("cu_seqlens", cu_seqlens)
+    if ends.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: expected dtype int32 or int64, got {ends.dtype}")
+    if ends.dim() != 1 or ends.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: expected one dimension [documents + 1], got shape {checks.shape_of(ends)}")
+    if checks.values_are_known(ends):
+        increases = bool((ends[1:] >= ends[:-1]).all())
+        if int(ends[0]) != 0 or int(ends[-1]) != Sk or not increases:
+            raise ValueError(f"cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = {Sk}, got {ends.tolist()[:8]}...")
+    keys = torch.arange(Sk, dtype=ends.dtype, device=ends.device)
+    document = torch.searchsorted(ends[1:].contiguous(), keys, right=True).clamp(max=ends.shape[0] - 2)
+    start, end = ends[document].to(torch.int32), ends[document + 1].to(torch.int32)
+    return start[None, None], end[None, None]
+
+
+def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
+    given = checks.tensor("ids", ids)
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids: expected dtype int32 or int64, got {given.dtype}")
+    if given.dim() not in (1, 2) or given.shape[-1] != Sk:
+        raise ValueError(f"ids: expected [Sk] or [B, Sk] with Sk={Sk}, got shape {checks.shape_of(given)}")
+    given = given if given.dim() == 2 else given[None]
+    keys = torch.arange(Sk, dtype=torch.int32, device=given.device).expand_as(given)
+    changes = torch.nn.functional.pad(given[:, 1:] != given[:, :-1], (1, 0), value=True)
+    start = torch.where(changes, keys, 0).cummax(dim=1).values
+    next_change = torch.where(changes, keys, Sk).flip(1).cummin(dim=1).values.flip(1)  # first change at or after each key
+    end = torch.nn.functional.pad(next_change[:, 1:], (0, 1), value=Sk)
+    end = torch.where(given >= 0, end, 0)
+    return start[:, None].to(torch.int32), end[:, None].to(torch.int32)

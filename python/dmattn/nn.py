@@ -1,0 +1,116 @@
+"""Layers: multi-head self-attention whose keys are chosen by a learned score (the Doge model's attention)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmattn import checks
+from dmattn.attention import dynamic_mask_attention, key_scores
+from dmattn.masks import IntervalMask
+
+
+class DynamicMaskAttention(nn.Module):
+    """Self-attention in which every query sees the ``window`` best-scored keys; the scores are learned.
+
+    Scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head. A starts at zero, as in the Doge model: at first all scores are
+    equal, so the window slides; training lets it pick.
+
+    Args:
+        embed_dim: size E of the hidden states.
+        num_heads: query heads H.
+        window: keys each query sees at most.
+        num_kv_heads: key heads Hkv, a divisor of H; default H.
+        head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
+        bias: whether the projections have biases.
+        rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
+        is_causal: whether queries select among the keys up to their own position.
+        dropout: probability of dropping an attention weight while training.
+        softcap: as in :func:`dmattn.attention`.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden_states [B, S, E] -> [B, S, E].
+
+    Raises:
+        ValueError: sizes that do not divide, or a window <= 0.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int = 2048,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rope_theta: float | None = 10000.0,
+        is_causal: bool = True,
+        dropout: float = 0.0,
+        softcap: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("window", window)):
+            checks.positive_int(name, size)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        checks.positive_int("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim: expected a multiple of num_heads={num_heads} when head_dim is not given, got {embed_dim}"
+            )
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        if head_dim % 8 or not 0 < head_dim <= checks.MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        self.window, self.is_causal, self.rope_theta = window, is_causal, rope_theta
+        self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
+        self.softcap = checks.number("softcap", softcap, low=0.0)
+        place: Any = {"device": device, "dtype": dtype}
+        kv_dim = num_kv_heads * head_dim
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
+        self.k_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **place)
+        self.v_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **place)
+        self.dt_proj = nn.Linear(kv_dim, num_kv_heads, bias=bias, **place)
+        self.A = nn.Parameter(torch.zeros(num_kv_heads, **place))
+        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **place)
+
+    def scores(self, value: Tensor) -> Tensor:
+        """[B, Hkv, S, D] values to the scores [B, Hkv, S] of their keys."""
+        return key_scores(value, self.dt_proj.weight, self.A, self.dt_proj.bias)
+
+    def forward(self, hidden_states: Tensor, base: IntervalMask | None = None) -> Tensor:
+        """hidden_states [B, S, E]; base: documents and/or padding, see :meth:`IntervalMask.top_k`."""
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.embed_dim:
+            raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(hidden_states)}")
+        query, key, value = (
+            proj(hidden_states).unflatten(2, (heads, self.head_dim)).transpose(1, 2)
+            for proj, heads in ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
+        )
+        if self.rope_theta is not None:
+            query, key = (rotate(x, self.rope_theta) for x in (query, key))
+        out = dynamic_mask_attention(
+            query, key, value, self.scores(value), self.window, is_causal=self.is_causal, base=base, softcap=self.softcap,
+            dropout_p=self.dropout if self.training else 0.0,
+        )  # fmt: skip
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}"
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """Rotary position embedding of [B, H, S, D], D even: pairs (d, d + D/2) turn by ``position * theta ** (-2d / D)``."""
+    half = x.shape[3] // 2
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,77 @@
+"""The specification of dmattn as a program: eager, quadratic, and calling no kernel. Every test compares with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def per_query_head(given: Tensor, heads: int) -> Tensor:
+    """[B|1, H|Hkv|1, ...] to [B|1, H|1, ...]: query heads of a group share a key head's row."""
+    return given if given.shape[1] in (1, heads) else given.repeat_interleave(heads // given.shape[1], dim=1)
+
+
+def top_k_visible(scores: Tensor, window: int, causal: bool = True, base: Tensor | None = None) -> Tensor:
+    """For each query the ``window`` best of the keys it may see; equal scores: the later key wins. scores [B, Hkv, Sk], base bool
+    [B|1, 1, Sk, Sk] -> bool [B, Hkv, Sk, Sk]. Not causal: selects within the base's row of each query, the same for a whole document."""
+    length = scores.shape[-1]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=scores.device)
+    allowed = allowed.tril() if causal else allowed
+    allowed = (allowed if base is None else allowed & base) & (scores > -torch.inf)[:, :, None, :]
+    row = torch.where(allowed, scores[:, :, None, :].to(torch.float64), -torch.inf)
+    order = length - 1 - row.flip(-1).sort(dim=-1, descending=True, stable=True).indices  # later keys first among equals
+    best = torch.zeros_like(allowed).scatter(-1, order[..., :window], True)
+    return best & allowed
+
+
+def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
+    """0 or 1 / (1 - p) for every element of a [B, H, Sq, Sk] matrix: the counter-based hash of cpp/params.h."""
+
+    def mix(x: Tensor) -> Tensor:
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+        x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    batch, heads, queries, keys = shape
+    count = lambda n: torch.arange(n, dtype=torch.int64, device=device)  # noqa: E731
+    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    key = mix(torch.tensor(low ^ 0x9E3779B9, device=device)) + count(batch * heads).view(batch, heads, 1, 1) * 0x85EBCA6B + high
+    key = mix((mix(key & 0xFFFFFFFF) + count(queries).view(-1, 1)) & 0xFFFFFFFF)
+    hashed = mix(key ^ ((count(keys) * 0x9E3779B9) & 0xFFFFFFFF))
+    return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None = None,
+    *,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, Sq, Dv] and lse [B, H, Sq] by the formulas of docs/semantics.md, visible bool [B|1, H|Hkv|1, Sq, Sk]."""
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+    seen = seen.tril(keys - queries) if is_causal else seen
+    seen = seen if visible is None else seen & per_query_head(visible, heads)
+    hidden_from_all = ~seen.expand(query.shape[0], heads, queries, keys).any(dim=2)[..., None]
+    key = per_query_head(key, heads).masked_fill(hidden_from_all, 0.0)
+    value = per_query_head(value, heads).masked_fill(hidden_from_all, 0.0)
+    logits = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
+    logits = logits if key_bias is None else logits + per_query_head(key_bias, heads)[:, :, None, :]
+    logits = logits if bias is None else logits + per_query_head(bias, heads)
+    logits = logits.masked_fill(~seen | (logits == -torch.inf), -torch.inf)  # a bias of -inf hides, gradients too
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
+    if dropout_p > 0:
+        weights = weights * dropout_multiplier(dropout_seed, dropout_p, (*weights.shape,), query.device).to(weights.dtype)
+    return weights.to(value.dtype) @ value, lse

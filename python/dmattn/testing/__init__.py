@@ -1,0 +1,40 @@
+"""Property tests for attention: hypothesis strategies, the reference, and one tolerance rule. Needs hypothesis (``dmattn[testing]``).
+
+>>> from hypothesis import given
+>>> from dmattn.testing import assert_matches_reference, attention_cases
+>>> @given(attention_cases())
+... def test_my_attention(case):
+...     assert_matches_reference(case, my_attention)
+
+``my_attention`` has the signature of :func:`dmattn.attention`.
+"""
+
+from dmattn.reference import attention as reference_attention
+from dmattn.reference import dropout_multiplier, per_query_head, top_k_visible
+from dmattn.testing import strategies
+from dmattn.testing.case import AttentionCase
+from dmattn.testing.checks import assert_matches_reference, assert_same_bits, run
+from dmattn.testing.poison import poisoned_memory
+from dmattn.testing.strategies import DrawnMask, Shape, attention_cases, masks, scores, shapes
+from dmattn.testing.tolerance import assert_close_to_reference, run_reference
+
+__all__ = [
+    "AttentionCase",
+    "DrawnMask",
+    "Shape",
+    "assert_close_to_reference",
+    "assert_matches_reference",
+    "assert_same_bits",
+    "attention_cases",
+    "dropout_multiplier",
+    "masks",
+    "per_query_head",
+    "poisoned_memory",
+    "reference_attention",
+    "run",
+    "run_reference",
+    "scores",
+    "shapes",
+    "strategies",
+    "top_k_visible",
+]

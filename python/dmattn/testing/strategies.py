@@ -1,0 +1,488 @@
+"""Hypothesis strategies for attention: shapes, dtypes, strides, every kind of mask, scores with ties, biases, whole cases.
+
+Small structural numbers are drawn, tensor data comes from a drawn seed: cheap to generate, quick to shrink. Every mask comes with its
+meaning, built from the definition with index arithmetic and without the library's own conversions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dmattn import reference
+from dmattn.masks import BlockMask, IntervalMask, Mask
+from dmattn.testing.case import AttentionCase
+
+CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "strided")
+SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention problem."""
+
+    B: int
+    H: int
+    Hkv: int
+    Sq: int
+    Sk: int
+    D: int
+    Dv: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnMask:
+    """A mask, what it means (bool [B|1, H|Hkv|1, Sq, Sk], None for all) and a few words about it."""
+
+    mask: Mask | Tensor | None
+    visible: Tensor | None
+    description: str
+
+    def __repr__(self) -> str:
+        return self.description
+
+
+# Sizes and data ---------------------------------------------------------------------------------------------------------------------
+
+
+def dtypes(device: str = "cpu") -> st.SearchStrategy[torch.dtype]:
+    """The dtypes a device has kernels for."""
+    return st.sampled_from(CUDA_DTYPES if device.startswith("cuda") else CPU_DTYPES)
+
+
+def seeds() -> st.SearchStrategy[int]:
+    """Seeds for tensor data and for dropout."""
+    return st.integers(0, 2**31 - 1)
+
+
+def lengths(max_length: int = 300, min_length: int = 0) -> st.SearchStrategy[int]:
+    """Lengths: short, around tile edges, ragged."""
+    edges = [n for n in (31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 200, 257, 300) if min_length <= n <= max_length]
+    small = st.integers(min_length, min(40, max_length))
+    return small | st.sampled_from(edges) if edges else small
+
+
+def head_dims() -> st.SearchStrategy[int]:
+    """Multiples of 8 up to 256."""
+    return st.sampled_from((8, 16, 32, 64)) | st.integers(1, 32).map(lambda n: 8 * n)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, max_length: int = 300, min_length: int = 0, max_batch: int = 2) -> Shape:
+    """Sizes: GQA and MQA, 0-length, ragged, Sq != Sk both ways, D != Dv."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    keys = draw(lengths(max_length, min_length))
+    queries = draw(st.just(keys) | lengths(max_length, min_length))
+    size = draw(head_dims())
+    value_size = draw(st.just(size) | head_dims())
+    return Shape(draw(st.integers(1, max_batch)), kv_heads * group, kv_heads, queries, keys, size, value_size)
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """A [B, heads, S, size] tensor in one of the LAYOUTS; memory around slices and between strided elements is NaN.
+
+    ``expanded`` repeats the first head's rows for all heads (stride 0), so its numbers differ from the given ones.
+    """
+    batch, heads, length, size = tensor.shape
+    if layout == "bshd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":
+        room = tensor.new_full((batch, heads + 1, length + 3, size + 8), torch.nan)
+        view = room[:, :heads, 1 : length + 1, 8:]
+        view.copy_(tensor)
+        return view
+    if layout == "expanded":
+        return tensor[:, :1].expand(batch, heads, length, size)
+    if layout == "strided":
+        room = tensor.new_full((batch, heads, length, 2 * size), torch.nan)
+        room[..., ::2] = tensor
+        return room[..., ::2]
+    return tensor
+
+
+def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Normal numbers, the same for a seed on every device."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+
+
+def make_scores(shape: Sequence[int], kind: str, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Scores [B, Hkv, Sk] of one of the SCORE_KINDS. ``holes`` are -inf."""
+    random = random_tensor(shape, seed)
+    if kind == "constant":
+        random = torch.ones_like(random)
+    elif kind in ("increasing", "decreasing"):
+        random = random.sort(dim=-1, descending=kind == "decreasing").values
+    elif kind in ("ties", "holes"):
+        generator = torch.Generator().manual_seed(seed)
+        small = torch.randint(0, 3, tuple(shape), generator=generator).float()
+        random = small if kind == "ties" else torch.where(small == 0, -torch.inf, random)
+    return random.to(dtype).to(device)
+
+
+@st.composite
+def scores(
+    draw: st.DrawFn,
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    kinds: Sequence[str] = SCORE_KINDS,
+) -> Tensor:
+    """Scores [B, Hkv, Sk]: random, tied, constant, monotone, with -inf; sometimes a strided view."""
+    made = make_scores(shape, draw(st.sampled_from(kinds)), draw(seeds()), dtype, device)
+    if draw(st.booleans()):
+        made = made.transpose(1, 2).contiguous().transpose(1, 2)
+    return made
+
+
+# Masks ------------------------------------------------------------------------------------------------------------------------------
+
+
+def positions(Sq: int, Sk: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Query positions p [Sq, 1] and key indices j [1, Sk] of the definitions."""
+    return torch.arange(Sk - Sq, Sk, device=device)[:, None], torch.arange(Sk, device=device)[None]
+
+
+def no_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
+    """No mask at all."""
+    return st.just(DrawnMask(None, None, "None"))
+
+
+def causal_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
+    """``IntervalMask.causal``."""
+    p, j = positions(shape.Sq, shape.Sk, device)
+    return st.builds(lambda: DrawnMask(IntervalMask.causal(shape.Sk, device=device), (j <= p)[None, None], "causal"))
+
+
+@st.composite
+def sliding_window_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.sliding_window``."""
+    left, right = draw(st.integers(0, shape.Sk + 2)), draw(st.integers(0, 4))
+    p, j = positions(shape.Sq, shape.Sk, device)
+    visible = (p - left <= j) & (j <= p + right)
+    mask = IntervalMask.sliding_window(shape.Sk, left, right, device=device)
+    return DrawnMask(mask, visible[None, None], f"sliding_window({left}, {right})")
+
+
+@st.composite
+def streaming_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.streaming``."""
+    sink, local = draw(st.integers(0, 5)), draw(st.integers(0, shape.Sk + 2))
+    p, j = positions(shape.Sq, shape.Sk, device)
+    visible = (j <= p) & ((j < sink) | (p - j < local))
+    mask = IntervalMask.streaming(shape.Sk, sink, local, device=device)
+    return DrawnMask(mask, visible[None, None], f"streaming({sink}, {local})")
+
+
+@st.composite
+def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool | None = None) -> DrawnMask:
+    """``IntervalMask.documents`` from cu_seqlens (empty documents too) or from ids (padding too)."""
+    causal = draw(st.booleans()) if causal is None else causal
+    cuts = sorted(draw(st.lists(st.integers(0, shape.Sk), max_size=5)))
+    ends = [0, *cuts, shape.Sk]
+    run = torch.zeros(shape.Sk, dtype=torch.int64)
+    for number, (first, last) in enumerate(itertools.pairwise(ends)):
+        run[first:last] = number
+    real = torch.ones(shape.Sk, dtype=torch.bool)
+    if draw(st.booleans()):
+        cu_seqlens = torch.tensor(ends, dtype=draw(st.sampled_from((torch.int32, torch.int64))), device=device)
+        mask = IntervalMask.documents(shape.Sk, cu_seqlens, causal)
+        description = f"documents({ends}, causal={causal})"
+    else:
+        padded = draw(st.integers(0, len(ends)))
+        ids = torch.where(run == padded, -1, run * 7 % 5)  # neighbours differ, ids come again
+        real = run != padded
+        run = torch.where(real, run, -1)
+        ids = ids[None].expand(shape.B, -1) if draw(st.booleans()) else ids
+        mask = IntervalMask.documents(shape.Sk, ids=ids.to(device), causal=causal)
+        description = f"documents(ids of {ends}, padding {padded}, causal={causal})"
+    return DrawnMask(mask, _document_rows(run, real, causal, shape.Sq).to(device)[None, None], description)
+
+
+def _document_rows(run: Tensor, real: Tensor, causal: bool, Sq: int) -> Tensor:
+    p, j = positions(Sq, run.shape[0])
+    if run.shape[0] == 0:
+        return torch.zeros((Sq, 0), dtype=torch.bool)
+    same = (run[p.clamp(min=0)] == run[j]) & (p >= 0) & real[j]
+    return same & (j <= p) if causal else same
+
+
+@st.composite
+def prefix_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.prefix``."""
+    prefixes = draw(st.lists(st.integers(0, shape.Sk + 1), min_size=shape.B, max_size=shape.B))
+    p, j = positions(shape.Sq, shape.Sk, device)
+    if shape.B == 1 and draw(st.booleans()):
+        mask = IntervalMask.prefix(shape.Sk, prefixes[0], device=device)
+    else:
+        mask = IntervalMask.prefix(shape.Sk, torch.tensor(prefixes, device=device))
+    visible = torch.stack([(j < n) | (j <= p) for n in prefixes])[:, None]
+    return DrawnMask(mask, visible, f"prefix({prefixes})")
+
+
+@st.composite
+def padding_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.padding``."""
+    real = draw(st.lists(st.integers(0, shape.Sk + 1), min_size=shape.B, max_size=shape.B))
+    _, j = positions(shape.Sq, shape.Sk, device)
+    mask = IntervalMask.padding(shape.Sk, torch.tensor(real, dtype=torch.int32, device=device))
+    visible = torch.stack([(j < n).expand(shape.Sq, shape.Sk) for n in real])[:, None]
+    return DrawnMask(mask, visible, f"padding({real})")
+
+
+@st.composite
+def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool | None = None) -> DrawnMask:
+    """``IntervalMask.top_k``, causal and not, over documents, padding, both or nothing."""
+    window = draw(st.integers(1, shape.Sk + 2))
+    causal = draw(st.booleans()) if causal is None else causal
+    given = draw(scores((shape.B, shape.Hkv, shape.Sk), device=device))
+    base, rows, description = draw(selection_bases(shape, device))
+    mask = IntervalMask.top_k(given, window, causal, base)
+    visible = selected_rows(given, window, causal, rows, shape.Sq)
+    return DrawnMask(mask, visible, f"top_k(window={window}, causal={causal}, base={description})")
+
+
+@st.composite
+def selection_bases(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> tuple[IntervalMask | None, DrawnMask | None, str]:
+    """What ``top_k`` may select within: (base, its meaning over Sk positions, a few words)."""
+    square = dataclasses.replace(shape, Sq=shape.Sk)
+    kind = draw(st.sampled_from(("None", "documents", "padding", "both")))
+    if kind == "None":
+        return None, None, kind
+    parts = [draw(document_masks(square, device))] if kind != "padding" else []
+    parts += [draw(padding_masks(square, device))] if kind != "documents" else []
+    mask, visible = parts[0].mask, parts[0].visible
+    for part in parts[1:]:
+        assert isinstance(mask, IntervalMask)
+        assert isinstance(part.mask, IntervalMask)
+        assert visible is not None
+        assert part.visible is not None
+        mask, visible = mask & part.mask, visible & part.visible
+    description = " & ".join(part.description for part in parts)
+    assert isinstance(mask, IntervalMask)
+    return mask, DrawnMask(mask, visible, description), description
+
+
+def selected_rows(given: Tensor, window: int, causal: bool, base: DrawnMask | None, Sq: int) -> Tensor:
+    """Brute force: the selected keys of every query, bool [B, Hkv, Sq, Sk]."""
+    Sk = given.shape[2]
+    visible = reference.top_k_visible(given, window, causal, None if base is None else base.visible)
+    p = torch.arange(Sk - Sq, Sk, device=given.device)
+    if Sk == 0:
+        return visible.new_zeros((*given.shape[:2], Sq, 0))
+    before = not causal and (
+        base is None or "documents" not in base.description
+    )  # one set for all, queries before position 0 too
+    return visible[:, :, p.clamp(min=0)] & ((p >= 0) | before)[:, None]
+
+
+@st.composite
+def raw_interval_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask(start, end)`` from random numbers, empty intervals included, with every broadcast."""
+    bounds = []
+    for _ in range(2):
+        size = (draw(_either(1, shape.B)), draw(_either(1, shape.Hkv, shape.H)), draw(_either(1, shape.Sk, shape.Sk)))
+        generator = torch.Generator().manual_seed(draw(seeds()))
+        bounds.append(torch.randint(-shape.Sq - 3, 2 * shape.Sk + 3, size, generator=generator, dtype=torch.int32).to(device))
+    start, end = torch.minimum(*bounds) if draw(st.booleans()) and bounds[0].shape == bounds[1].shape else bounds[0], bounds[1]
+    p, _ = positions(shape.Sq, shape.Sk, device)
+    wide = [reference.per_query_head(t, shape.H)[:, :, None] for t in (start, end)]
+    visible = ((wide[0] <= p) & (p < wide[1])).expand(-1, -1, shape.Sq, shape.Sk)
+    return DrawnMask(IntervalMask(start, end), visible, f"intervals(start {list(start.shape)}, end {list(end.shape)})")
+
+
+@st.composite
+def bool_patterns(draw: st.DrawFn, size: Sequence[int], device: str = "cpu") -> Tensor:
+    """Random booleans of a size [.., Sq, Sk]: scattered, in blocks (so that tiles are empty and full), all or nothing."""
+    kind = draw(st.sampled_from(("scattered", "blocks", "blocks and scattered", "all", "nothing")))
+    if kind in ("all", "nothing"):
+        return torch.full(tuple(size), kind == "all", device=device)
+    generator = torch.Generator().manual_seed(draw(seeds()))
+    density = draw(st.sampled_from((0.02, 0.3, 0.5, 0.9)))
+    made = torch.rand(tuple(size), generator=generator) < density
+    if kind != "scattered":
+        block = draw(st.sampled_from((16, 32, 64, 128)))
+        table = torch.rand((*size[:-2], -(-size[-2] // block), -(-size[-1] // block)), generator=generator) < 0.5
+        blocks = table.repeat_interleave(block, -2).repeat_interleave(block, -1)[..., : size[-2], : size[-1]]
+        made = blocks if kind == "blocks" else blocks & made
+    return made.to(device)
+
+
+def block_sizes() -> st.SearchStrategy[int | tuple[int, int]]:
+    """Block sizes: tile-sized, odd, and pairs."""
+    one = st.sampled_from((16, 32, 64, 128, 100, 40))
+    return one | st.tuples(one, one)
+
+
+@st.composite
+def block_masks_from_bool(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``BlockMask.from_bool``."""
+    lead = draw(_lead(shape))
+    visible = draw(bool_patterns((*lead, shape.Sq, shape.Sk), device))
+    size = draw(block_sizes())
+    return DrawnMask(BlockMask.from_bool(visible, size), visible, f"BlockMask.from_bool({list(lead)}, block_size={size})")
+
+
+@st.composite
+def block_masks_from_blocks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``BlockMask.from_blocks``, with lengths that end within a block."""
+    lead, size = draw(_lead(shape)), draw(block_sizes())
+    bq, bk = (size, size) if isinstance(size, int) else size
+    table = draw(bool_patterns((*lead, -(-shape.Sq // bq), -(-shape.Sk // bk)), device))
+    p, j = torch.arange(shape.Sq, device=device)[:, None], torch.arange(shape.Sk, device=device)
+    visible = table[:, :, p // bq, j // bk]
+    return DrawnMask(BlockMask.from_blocks(table, size), visible, f"BlockMask.from_blocks({list(table.shape)}, {size})")
+
+
+@st.composite
+def block_masks_from_function(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``BlockMask.from_function``."""
+    B, H = draw(st.sampled_from((None, shape.B))), draw(st.sampled_from((None, shape.H)))
+    a, b, modulus = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
+
+    def fn(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return (a * q + b * k + batch + head) % modulus < 1
+
+    mask = BlockMask.from_function(fn, B, H, shape.Sq, shape.Sk, block_size=draw(block_sizes()), device=device)
+    grid = [torch.arange(n, device=device) for n in (B or 1, H or 1, shape.Sq, shape.Sk)]
+    visible = fn(*torch.meshgrid(*grid, indexing="ij"))
+    return DrawnMask(mask, visible, f"BlockMask.from_function(({a} q + {b} k + b + h) % {modulus} < 1, B={B}, H={H})")
+
+
+@st.composite
+def combined_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``interval & block``, in both orders."""
+    interval = draw(interval_masks(shape, device))
+    block = draw(block_masks_from_bool(shape, device) | block_masks_from_blocks(shape, device))
+    assert isinstance(interval.mask, IntervalMask)
+    assert isinstance(block.mask, BlockMask)
+    assert interval.visible is not None
+    assert block.visible is not None
+    mask = interval.mask & block.mask if draw(st.booleans()) else block.mask & interval.mask
+    visible = reference.per_query_head(interval.visible, shape.H) & reference.per_query_head(block.visible, shape.H)
+    return DrawnMask(mask, visible, f"{interval.description} & {block.description}")
+
+
+@st.composite
+def bool_tensor_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """Plain bool tensors with every broadcast, leading dimensions left out too, and strided."""
+    size = (*draw(_lead(shape)), draw(_either(1, shape.Sq, shape.Sq)), draw(_either(1, shape.Sk, shape.Sk)))
+    made = draw(bool_patterns(size, device))
+    visible = made.expand(-1, -1, shape.Sq, shape.Sk)
+    while made.dim() > 1 and made.shape[0] == 1 and draw(st.booleans()):
+        made = made[0]
+    if made.dim() >= 2 and draw(st.booleans()):
+        made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return DrawnMask(made, visible, f"bool{list(made.shape)}")
+
+
+def interval_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
+    """Every kind of IntervalMask."""
+    kinds = (
+        raw_interval_masks, causal_masks, sliding_window_masks, streaming_masks, document_masks, prefix_masks, padding_masks, top_k_masks
+    )  # fmt: skip
+    return st.one_of(*(kind(shape, device) for kind in kinds))
+
+
+def block_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
+    """Every kind of BlockMask."""
+    kinds = (block_masks_from_bool, block_masks_from_blocks, block_masks_from_function)
+    return st.one_of(*(kind(shape, device) for kind in kinds))
+
+
+def masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
+    """Every kind of mask that :func:`dmattn.attention` takes, None included."""
+    return (
+        no_masks(shape, device)
+        | interval_masks(shape, device)
+        | block_masks(shape, device)
+        | combined_masks(shape, device)
+        | bool_tensor_masks(shape, device)
+    )
+
+
+# Biases and cases -------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def key_biases(draw: st.DrawFn, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """key_bias with every broadcast, leading dimensions left out too; some entries -inf."""
+    return draw(_biases((draw(_lead(shape)), (shape.Sk,)), dtype, device))
+
+
+@st.composite
+def biases(draw: st.DrawFn, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """bias with every broadcast, leading dimensions left out too; some entries -inf."""
+    rows = (draw(_either(1, shape.Sq, shape.Sq)), draw(_either(1, shape.Sk, shape.Sk)))
+    return draw(_biases((draw(_lead(shape)), rows), dtype, device))
+
+
+@st.composite
+def _biases(draw: st.DrawFn, size: tuple[tuple[int, int], tuple[int, ...]], dtype: torch.dtype, device: str) -> Tensor:
+    lead, rest = size
+    seed = draw(seeds())
+    made = random_tensor((*lead, *rest), seed, draw(st.sampled_from((dtype, torch.float32))), device)
+    if draw(st.booleans()):
+        made = torch.where(random_tensor(made.shape, seed + 1, device=device) > 1.5, -torch.inf, made)
+    while made.dim() > len(rest) and made.shape[0] == 1 and draw(st.booleans()):
+        made = made[0]
+    if made.dim() >= 2 and draw(st.booleans()):
+        made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return made
+
+
+@st.composite
+def attention_cases(
+    draw: st.DrawFn, device: str = "cpu", max_length: int = 200, dtype: torch.dtype | None = None
+) -> AttentionCase:
+    """Whole problems: everything above at once.
+
+    Args:
+        device: where the tensors live.
+        max_length: longest Sq and Sk.
+        dtype: one dtype instead of all the device has kernels for.
+    """
+    dtype = draw(dtypes(device)) if dtype is None else dtype
+    shape = draw(shapes(max_length))
+    seed, magnitude = draw(seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
+    sizes = {
+        "query": (shape.B, shape.H, shape.Sq, shape.D),
+        "key": (shape.B, shape.Hkv, shape.Sk, shape.D),
+        "value": (shape.B, shape.Hkv, shape.Sk, shape.Dv),
+    }
+    tensors = {
+        name: laid_out(magnitude * random_tensor(size, seed + number, dtype, device), draw(st.sampled_from(LAYOUTS)))
+        for number, (name, size) in enumerate(sizes.items())
+    }
+    drawn = draw(masks(shape, device))
+    return AttentionCase(
+        **tensors,
+        mask=drawn.mask,
+        visible=drawn.visible,
+        key_bias=draw(st.none() | key_biases(shape, dtype, device)),
+        bias=draw(st.none() | biases(shape, dtype, device)),
+        is_causal=draw(st.booleans()),
+        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0))),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.2, 0.9))),
+        dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        deterministic=draw(st.booleans()),
+        grad_seed=seed,
+        description=drawn.description,
+    )
+
+
+def _either(*sizes: int) -> st.SearchStrategy[int]:
+    return st.sampled_from(sizes)
+
+
+def _lead(shape: Shape) -> st.SearchStrategy[tuple[int, int]]:
+    """[B|1, H|Hkv|1]."""
+    return st.tuples(_either(1, shape.B), _either(1, shape.Hkv, shape.H))

@@ -1,0 +1,181 @@
+"""The one tolerance rule. Nothing here takes a tolerance, so no test can loosen it.
+
+With everything in float64 as the truth, a result may be wrong by
+
+    2 * (error of the reference run eagerly in the same dtypes, the largest over the tensor)
+    + STORAGE_ULPS    * eps(stored dtype)     * (largest sum of the absolute values of the terms that make an element)
+    + ARITHMETIC_ULPS * eps(accumulate dtype) * (the same, each term weighted by how sensitive it is to rounding in its logit)
+
+The two sums are the first-order rounding-error bound of the algorithm, evaluated on the case itself: a small tensor whose eager error is
+zero by luck still has an honest allowance, and a large one gains nothing from its size. NaN and infinities must be where the truth, rounded
+to the result's dtype, has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dmattn import reference
+from dmattn.testing.case import AttentionCase, with_rank
+
+STORAGE_ULPS: Final = 2  # four roundings of half an ulp: the result, a weight, a logit's gradient, out as saved for backward
+ARITHMETIC_ULPS: Final = 8  # a product of D terms, exp, a sum over keys: a few roundings each
+TRUTH: Final = torch.float64
+
+
+def assert_close_to_reference(case: AttentionCase, results: dict[str, Tensor]) -> None:
+    """Compares results with the reference by the rule above.
+
+    Args:
+        case: the problem.
+        results: any of out, lse and ``grad_query``, ``grad_key``, ``grad_value``, ``grad_key_bias``, ``grad_bias``, for the gradients
+            ``case.incoming_gradients()``.
+
+    Raises:
+        AssertionError: names the result, the place, the error and what was allowed.
+    """
+    differentiated = any(name.startswith("grad_") for name in results)
+    truth, eager = run_reference(case.to(TRUTH), differentiated), run_reference(case, differentiated)
+    terms = terms_of(case, differentiated)
+    for name, result in results.items():
+        _compare(name, result, truth[name], eager[name], terms[name], case)
+
+
+def run_reference(case: AttentionCase, differentiated: bool = True) -> dict[str, Tensor]:
+    """out, lse and, if asked, all gradients of the reference in the case's dtypes."""
+    return _run(case, differentiated, AttentionCase.call_reference)
+
+
+def _run(case: AttentionCase, differentiated: bool, call: Callable[[AttentionCase], tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    leaves = {name: tensor.detach().requires_grad_(differentiated) for name, tensor in case.leaves().items()}
+    out, lse = call(case.with_leaves(leaves))
+    results = {"out": out.detach(), "lse": lse.detach()}
+    if differentiated:
+        grad_out, grad_lse = case.incoming_gradients()
+        gradients = torch.autograd.grad((out, lse), list(leaves.values()), (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
+        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """For each element of a result: the sum of its terms' absolute values, and the same weighted by sensitivity to rounding."""
+
+    absolute: Tensor
+    sensitive: Tensor
+
+
+def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Terms]:
+    """The sums of absolute terms of out, lse and, if asked, all gradients, in float64."""
+    exact = case.to(TRUTH)
+    heads, kv_heads = exact.query.shape[1], exact.key.shape[1]
+    seen = exact.seen()
+    hidden = ~seen.any(dim=2)[..., None]
+    query = exact.query.abs()
+    key = reference.per_query_head(exact.key, heads).masked_fill(hidden, 0.0)
+    value = reference.per_query_head(exact.value, heads).masked_fill(hidden, 0.0).abs()
+    scale = abs(query.shape[-1] ** -0.5 if exact.scale is None else exact.scale)
+    logits = (query @ key.abs().transpose(-1, -2)) * scale
+    for given, rank in ((exact.key_bias, 3), (exact.bias, 4)):
+        if given is not None:
+            wide = reference.per_query_head(with_rank(given, rank), heads).abs()
+            logits = logits + (wide[:, :, None] if rank == 3 else wide)
+
+    _, lse = exact.call_reference()
+    undropped = dataclasses.replace(exact, dropout_p=0.0, value=torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(
+        exact.key.shape[0], kv_heads, -1, -1))  # fmt: skip
+    weights = undropped.call_reference()[0]
+    kept = torch.ones_like(weights)
+    if exact.dropout_p > 0:
+        kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
+    # A logit's error is proportional to its absolute terms; a weight inherits it, and through the normalisation that of its row.
+    weighted = torch.where(weights > 0, weights * logits, 0.0)
+    row = weighted.sum(dim=-1, keepdim=True)
+    underflow = torch.finfo(accumulate_dtype(case.query.dtype)).tiny / torch.finfo(accumulate_dtype(case.query.dtype)).eps
+    sensitivity = torch.where(seen, weights * (1.0 + row) + weighted + underflow, 0.0)
+
+    grad_out, grad_lse = (g.to(TRUTH).abs() for g in exact.incoming_gradients())
+
+    def terms(p: Tensor) -> dict[str, Tensor]:
+        made = {"out": (p * kept) @ value}
+        if not differentiated:
+            return made
+        dp = (grad_out @ value.transpose(-1, -2)) * kept
+        ds = p * (dp + (weights * dp).sum(-1, keepdim=True)) + p * grad_lse[..., None]
+        made["grad_query"] = scale * (ds @ key.abs())
+        made["grad_key"] = _to_kv_heads(scale * (ds.transpose(-1, -2) @ query), kv_heads)
+        made["grad_value"] = _to_kv_heads((p * kept).transpose(-1, -2) @ grad_out, kv_heads)
+        if exact.key_bias is not None:
+            made["grad_key_bias"] = _to_shape(ds.sum(dim=2), exact.key_bias.shape)
+        if exact.bias is not None:
+            made["grad_bias"] = _to_shape(ds, exact.bias.shape)
+        return made
+
+    absolute, sensitive = terms(weights), terms(sensitivity)
+    finite_lse = torch.where(torch.isfinite(lse), lse, 0.0).abs()
+    absolute["lse"], sensitive["lse"] = finite_lse, finite_lse + 1.0 + row[..., 0]
+    return {name: Terms(absolute[name], sensitive[name]) for name in absolute}
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype products are summed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Terms, case: AttentionCase) -> None:
+    assert result.shape == truth.shape, f"{name}: expected shape {list(truth.shape)}, got {list(result.shape)} in {case}"
+    if result.numel() == 0:
+        return
+    summed = torch.finfo(accumulate_dtype(case.query.dtype))
+    stored = torch.finfo(result.dtype)
+    if name != "lse":  # inside a gradient there are weights and out in query's dtype, whatever dtype the gradient has
+        stored = max(stored, torch.finfo(case.query.dtype), key=lambda info: info.eps)
+    rounded = truth.to(result.dtype).to(TRUTH)
+    given = result.detach().to(TRUTH)
+    finite = torch.isfinite(rounded)
+    same = torch.where(torch.isnan(rounded), torch.isnan(given), rounded == given)
+    wrong = ~finite & ~same | finite & ~torch.isfinite(given)
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        count = int(wrong.sum())
+        raise AssertionError(
+            f"{name}{list(where)}: expected {rounded[where]:.6g}, got {given[where]:.6g} ({count} such elements) in {case}"
+        )
+    comparable = finite & torch.isfinite(eager)
+    eager_error = _largest(torch.where(comparable, eager.to(TRUTH) - truth, 0.0).abs())
+    allowed = (
+        2 * eager_error
+        + STORAGE_ULPS * (stored.eps * _largest(terms.absolute) + stored.tiny * stored.eps)
+        + ARITHMETIC_ULPS * (summed.eps * _largest(terms.sensitive) + summed.tiny)
+    )
+    error = torch.where(finite, given - truth, 0.0).abs()
+    if _largest(error) > allowed:
+        where = tuple(torch.unravel_index(error.argmax(), error.shape))
+        raise AssertionError(
+            f"{name}{[int(i) for i in where]}: expected {truth[where]:.9g}, got {given[where]:.9g}: error {error[where]:.3g}, allowed "
+            f"{allowed:.3g} (eager {eager_error:.3g}); {int((error > allowed).sum())} of {error.numel()} elements are off in {case}"
+        )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.max()) if tensor.numel() else 0.0
+
+
+def _to_kv_heads(given: Tensor, kv_heads: int) -> Tensor:
+    return given.unflatten(1, (kv_heads, -1)).sum(dim=2) if kv_heads else given
+
+
+def _to_shape(given: Tensor, shape: torch.Size) -> Tensor:
+    """Sums a [B, H, ...] tensor over what was broadcast from ``shape``; query heads of a group add up to their key head."""
+    wanted = (1,) * (given.dim() - len(shape)) + tuple(shape)
+    for axis, size in enumerate(wanted):
+        if size == 1 and given.shape[axis] != 1:
+            given = given.sum(dim=axis, keepdim=True)
+    if wanted[1] != given.shape[1]:
+        given = _to_kv_heads(given, wanted[1])
+    return given.reshape(shape)

@@ -1,0 +1,68 @@
+"""What all tests share: the device they run on, and how hard hypothesis tries (HYPOTHESIS_PROFILE=ci, thorough)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import dmattn
+import hypothesis
+import pytest
+import torch
+
+_slow_is_fine = [
+    hypothesis.HealthCheck.too_slow,
+    hypothesis.HealthCheck.data_too_large,
+    hypothesis.HealthCheck.large_base_example,
+]
+# ci draws the same examples every time: a failure is about the change, not about luck.
+hypothesis.settings.register_profile(
+    "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_slow_is_fine
+)
+hypothesis.settings.register_profile(
+    "thorough", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def has_kernels(op: str, backend: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{op}", backend)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device attention runs on: a GPU when there is one and this build has kernels for it."""
+    return "cuda" if torch.cuda.is_available() and has_kernels("forward", "CUDA") else "cpu"
+
+
+@pytest.fixture(scope="session")
+def mask_device() -> str:
+    """The device selection and packing run on."""
+    ready = torch.cuda.is_available() and has_kernels("select", "CUDA") and has_kernels("pack_bits", "CUDA")
+    return "cuda" if ready else "cpu"
+
+
+@pytest.fixture(scope="session")
+def dtype(device: str) -> torch.dtype:
+    """A dtype the device is at home in."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a new process with the same dmattn, for what a process decides once. Returns the finished process."""
+    package_parent = os.path.dirname(os.path.dirname(dmattn.__file__))
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return run

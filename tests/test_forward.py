@@ -1,0 +1,283 @@
+"""Attention forward against the reference: drawn cases, then the hostile ones by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import dmattn
+import pytest
+import torch
+from dmattn import BlockMask, IntervalMask
+from dmattn.testing import (
+    AttentionCase,
+    assert_close_to_reference,
+    assert_matches_reference,
+    assert_same_bits,
+    attention_cases,
+    run,
+    strategies,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+INF = float("inf")
+
+
+def make(device, dtype, B=1, H=2, Hkv=None, Sq=70, Sk=None, D=32, Dv=None, seed=0, **options) -> AttentionCase:
+    Hkv, Sk, Dv = H if Hkv is None else Hkv, Sq if Sk is None else Sk, D if Dv is None else Dv
+    sizes = ((B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv))
+    tensors = (strategies.random_tensor(size, seed + i, dtype, device) for i, size in enumerate(sizes))
+    return AttentionCase(*tensors, **options)
+
+
+@given(data=st.data())
+def test_drawn_cases(device, data):
+    assert_matches_reference(data.draw(attention_cases(device)), gradients=False)
+
+
+@pytest.mark.parametrize("kind", ["bool", "blocks", "interval", "combined", "top_k"])
+@given(data=st.data())
+def test_each_mask_with_everything_else_plain(device, dtype, kind, data):
+    shape = data.draw(strategies.shapes(max_length=300))
+    kinds = {
+        "bool": strategies.bool_tensor_masks,
+        "blocks": strategies.block_masks,
+        "interval": strategies.interval_masks,
+        "combined": strategies.combined_masks,
+        "top_k": strategies.top_k_masks,
+    }
+    drawn = data.draw(kinds[kind](shape, device))
+    case = make(device, dtype, **dataclasses.asdict(shape), mask=drawn.mask, visible=drawn.visible, description=drawn.description)
+    assert_matches_reference(case, gradients=False)
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (1, 1000), (1000, 1), (127, 129), (333, 65), (65, 333), (513, 513)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ragged_lengths(device, dtype, Sq, Sk, causal):
+    assert_matches_reference(make(device, dtype, Sq=Sq, Sk=Sk, is_causal=causal), gradients=False)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(8, 256), (256, 8), (136, 120), (24, 40), (256, 256)])
+def test_head_sizes(device, dtype, D, Dv):
+    assert_matches_reference(make(device, dtype, D=D, Dv=Dv, is_causal=True), gradients=False)
+
+
+@pytest.mark.parametrize(("H", "Hkv"), [(6, 1), (6, 2), (6, 3), (6, 6), (1, 1)])
+def test_grouped_heads(device, dtype, H, Hkv):
+    assert_matches_reference(make(device, dtype, B=2, H=H, Hkv=Hkv), gradients=False)
+
+
+@pytest.mark.parametrize(("B", "H", "Sq", "Sk"), [(0, 2, 5, 5), (2, 0, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 2, 0, 0)])
+def test_nothing_in_some_dimension(device, dtype, B, H, Sq, Sk):
+    results = assert_matches_reference(make(device, dtype, B=B, H=H, Sq=Sq, Sk=Sk), gradients=False)
+    if Sk == 0:
+        assert not results["out"].any()
+        assert (results["lse"] == -INF).all()
+
+
+def test_a_query_that_sees_nothing(device, dtype):
+    case = make(device, dtype, Sq=9, Sk=5, is_causal=True)
+    results = assert_matches_reference(case, gradients=False)
+    assert not results["out"][:, :, :4].any()
+    assert (results["lse"][:, :, :4] == -INF).all()
+    assert torch.isfinite(results["lse"][:, :, 4:]).all()
+
+
+@pytest.mark.parametrize("kind", ["interval", "block", "bias", "key_bias"])
+def test_all_hidden(device, dtype, kind):
+    case = make(device, dtype, Sq=40)
+    hidden = torch.zeros(1, 1, 40, 40, dtype=torch.bool, device=device)
+    nothing = torch.zeros(40, dtype=torch.int32, device=device)
+    case = {
+        "interval": dataclasses.replace(case, mask=IntervalMask(nothing + 7, nothing + 7), visible=hidden),
+        "block": dataclasses.replace(case, mask=BlockMask.from_bool(hidden), visible=hidden),
+        "bias": dataclasses.replace(case, bias=torch.full((40, 40), -INF, device=device)),
+        "key_bias": dataclasses.replace(case, key_bias=torch.full((40,), -INF, device=device)),
+    }[kind]
+    results = assert_matches_reference(case)
+    assert not results["out"].any()
+    assert (results["lse"] == -INF).all()
+    assert not any(gradient.any() for name, gradient in results.items() if name.startswith("grad_"))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
+@pytest.mark.parametrize("kind", ["padding", "block", "bool", "top_k", "empty interval"])
+def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):
+    clean = make(device, dtype, B=2, H=4, Hkv=2, Sq=70, Sk=150)
+    hidden = torch.zeros(150, dtype=torch.bool, device=device)
+    hidden[110:] = True
+    if kind != "padding":
+        hidden[[3, 40, 41, 99]] = True
+    scores = torch.where(hidden, -INF, 1.0).expand(2, 2, 150)
+    masks = {
+        "padding": IntervalMask.padding(150, 110, device=device),
+        "block": BlockMask.from_bool(~hidden.expand(70, 150), 32),
+        "bool": ~hidden,
+        "top_k": IntervalMask.top_k(scores, 150, causal=False),
+        "empty interval": IntervalMask(torch.zeros(150, dtype=torch.int32, device=device), torch.where(hidden, 0, 500).int()),
+    }
+    visible = (~hidden).expand(1, 1, 70, 150)
+    clean = dataclasses.replace(
+        clean, mask=masks[kind], visible=visible, key_bias=strategies.random_tensor((1, 2, 150), 9, device=device)
+    )
+    dirty = {"key": clean.key.clone(), "value": clean.value.clone(), "key_bias": clean.key_bias.clone()}
+    dirty["key"][:, :, hidden] = bad
+    dirty["value"][:, :, hidden] = bad
+    dirty["key_bias"][:, :, hidden] = bad
+    results = assert_matches_reference(clean.with_leaves(dirty))
+    assert_same_bits(results, run(clean))
+
+
+@pytest.mark.parametrize("magnitude", [1e2, 1e4])
+def test_huge_logits(device, dtype, magnitude):
+    case = make(device, dtype, Sq=100, D=16, is_causal=True)
+    case = case.with_leaves({"query": case.query * magnitude, "key": case.key * magnitude})
+    results = assert_matches_reference(case, gradients=False)
+    assert torch.isfinite(results["out"]).all()
+
+
+def test_logits_beyond_the_storage_dtype_but_not_the_sum():
+    case = make("cpu", torch.float16, Sq=20, D=16)
+    case = case.with_leaves({"query": case.query * 1000, "key": case.key * 1000})
+    results = run(case, gradients=False)
+    assert torch.isfinite(results["out"]).all()
+    assert float(results["lse"].max()) > torch.finfo(torch.float16).max
+
+
+def test_rising_logits_rescale_the_sum(device, dtype):
+    case = make(device, dtype, Sq=1, Sk=1000, key_bias=torch.linspace(-300, 300, 1000, device=device))
+    assert_matches_reference(case, gradients=False)
+
+
+def test_minus_infinite_and_lowest_biases(device, dtype):
+    bias = strategies.random_tensor((70, 70), 5, device=device)
+    bias[10] = -INF
+    bias[:, 5] = -INF
+    bias[20, 30:] = torch.finfo(torch.float32).min
+    results = assert_matches_reference(make(device, dtype, bias=bias))
+    assert not results["out"][:, :, 10].any()
+    assert (results["lse"][:, :, 10] == -INF).all()
+
+
+@pytest.mark.parametrize("layout", strategies.LAYOUTS)
+def test_strides(device, dtype, layout):
+    case = make(device, dtype, B=2, H=3, Sq=50, is_causal=True)
+    moved = {name: strategies.laid_out(getattr(case, name), layout) for name in ("query", "key", "value")}
+    results = assert_matches_reference(case.with_leaves(moved))
+    if layout == "bshd":
+        assert results["out"].transpose(1, 2).is_contiguous()
+        assert results["grad_key"].transpose(1, 2).is_contiguous()
+    if layout == "contiguous":
+        assert results["out"].is_contiguous()
+
+
+def test_more_than_65535_heads(device, dtype):
+    case = make(device, dtype, B=70, H=1000, Hkv=500, Sq=3, Sk=2, D=8)
+    assert_matches_reference(case)
+
+
+def test_values_wider_than_two_to_the_31_elements(device, dtype):
+    """Offsets beyond 2^31: key and value are rows of one long allocation, addressed by stride, of which only a few pages are touched."""
+    B, Sk, D = 3, 16, 32
+    stride = (1 << 30) + 64
+    room = torch.empty(2 * stride + Sk * D, dtype=dtype, device=device)  # pages nobody touches cost nothing on a CPU
+    far = room.as_strided((B, 1, Sk, D), (stride, Sk * D, D, 1))
+    far.copy_(strategies.random_tensor((B, 1, Sk, D), 1, dtype, device))
+    case = AttentionCase(strategies.random_tensor((B, 1, 5, D), 0, dtype, device), far, far, is_causal=True)
+    near = dataclasses.replace(case, key=far.contiguous(), value=far.contiguous())
+    assert_close_to_reference(near, run(case, gradients=False))
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements_of_query_and_out(dtype, device):
+    """Stride-0 query, real out of 2^31 + elements in bfloat16: 4 GB."""
+    case = make(device, torch.bfloat16, B=1, H=1, Sq=1 << 18, Sk=2, D=8, Dv=256)
+    heads = 33
+    query = case.query.expand(1, heads, 1 << 18, 8)
+    out = dmattn.attention(query, case.key.expand(1, heads, 2, 8), case.value.expand(1, heads, 2, 256))
+    assert out.numel() > 2**31
+    assert torch.equal(out[0, 0], out[0, heads - 1])
+    assert_close_to_reference(dataclasses.replace(case, query=case.query[:, :, -64:]), {"out": out[:, heads - 1 :, -64:]})
+
+
+def test_softcap_and_scale(device, dtype):
+    for softcap in (0.1, 5.0, 1e4):
+        for scale in (None, 3.0, -1.0, 0.0):
+            assert_matches_reference(make(device, dtype, Sq=40, softcap=softcap, scale=scale), gradients=False)
+
+
+def test_dropout_is_a_function_of_the_seed(device, dtype):
+    case = make(device, dtype, B=2, H=3, Sq=60, dropout_p=0.5, dropout_seed=-(2**62) + 12345)
+    results = assert_matches_reference(case, gradients=False)
+    assert_same_bits(results, run(case, gradients=False))
+    other = run(dataclasses.replace(case, dropout_seed=1), gradients=False)
+    assert not torch.equal(results["out"], other["out"])
+    assert torch.equal(results["lse"], other["lse"])
+
+
+def test_dropout_without_a_seed_follows_torchs_generator(device, dtype):
+    case = make(device, dtype, Sq=60)
+
+    def once(seed):
+        torch.manual_seed(seed)
+        return dmattn.attention(case.query, case.key, case.value, dropout_p=0.3)
+
+    assert torch.equal(once(0), once(0))
+    assert not torch.equal(once(0), once(1))
+
+
+def test_dropout_drops_the_share_it_says(device, dtype):
+    ones = torch.ones(1, 1, 2000, 8, device=device, dtype=dtype)
+    wide = torch.eye(8, device=device, dtype=dtype).repeat(250, 1)[None, None]
+    out = dmattn.attention(ones * 0, ones * 0, wide, dropout_p=0.25, dropout_seed=torch.tensor([7], device=device))
+    kept = out.float().sum() * 0.75 / 2000  # each kept weight is 1 / (2000 * 0.75)
+    deviation = math.sqrt(0.25 * 0.75 / 2000**2)
+    assert abs(float(kept) - 0.75) < 5 * deviation + 2 * torch.finfo(dtype).eps
+
+
+def test_equal_bits_on_every_run_and_thread_count(device, dtype):
+    case = make(device, dtype, B=2, H=4, Hkv=2, Sq=300, is_causal=True, mask=IntervalMask.sliding_window(300, 100, device=device))
+    first = run(case, gradients=False)
+    threads = torch.get_num_threads()
+    try:
+        for count in (threads, 1, 2, 5):
+            torch.set_num_threads(count)
+            assert_same_bits(run(case, gradients=False), first)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_combined_with_is_causal_and_everything(device, dtype):
+    block = torch.rand(1, 4, 200, 260, generator=torch.Generator().manual_seed(0)) < 0.6
+    block[:, :, :128, 32:160] = True
+    block[:, :, 128:, 64:128] = False
+    block = block.to(device)
+    interval = IntervalMask.sliding_window(260, 150, 3, device=device)
+    case = make(device, dtype, B=2, H=4, Hkv=2, Sq=200, Sk=260, D=40, Dv=24, is_causal=True, mask=interval & BlockMask.from_bool(block, 64),
+                visible=interval.to_bool(200, 260) & block, key_bias=strategies.random_tensor((2, 2, 260), 3, device=device),
+                bias=strategies.random_tensor((4, 200, 260), 4, device=device), softcap=4.0, dropout_p=0.2, dropout_seed=3)  # fmt: skip
+    assert_matches_reference(case)
+
+
+def test_memory_stays_linear(run_python):
+    """At 16384 tokens a dense mask alone would be 256 MB; forward and backward may grow the process by 32 MB beyond their results."""
+    program = """
+import re, torch, dmattn
+def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+N, D = 16384, 32
+q, k, v = (torch.randn(1, 2, N, D, requires_grad=True) for _ in range(3))
+scores = torch.randn(1, 2, N, requires_grad=True)
+def step(n):
+    s = [t[:, :, :n] for t in (q, k, v)]
+    out = dmattn.dynamic_mask_attention(*s, scores[:, :, :n], 128)
+    torch.autograd.grad(out, (q, k, v, scores), torch.ones_like(out))
+step(64)
+before = peak()
+step(N)
+results = (4 + 3) * q.numel() * 4 / 2**20  # out, grad_out, its gradients: with respect to slices and to the whole
+print(peak() - before - results)
+"""
+    finished = run_python("-c", program)
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout) < 32

@@ -1,0 +1,205 @@
+"""Every mask against its definition, composition with &, and packing of block masks there and back."""
+
+from __future__ import annotations
+
+import dmattn
+import pytest
+import torch
+from dmattn import BlockMask, CombinedMask, IntervalMask
+from dmattn.testing import per_query_head, poisoned_memory, strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+KINDS = {
+    "causal": strategies.causal_masks,
+    "sliding_window": strategies.sliding_window_masks,
+    "streaming": strategies.streaming_masks,
+    "documents": strategies.document_masks,
+    "prefix": strategies.prefix_masks,
+    "padding": strategies.padding_masks,
+    "top_k": strategies.top_k_masks,
+    "raw": strategies.raw_interval_masks,
+    "from_bool": strategies.block_masks_from_bool,
+    "from_blocks": strategies.block_masks_from_blocks,
+    "from_function": strategies.block_masks_from_function,
+    "combined": strategies.combined_masks,
+}
+
+
+def as_bool(mask, shape):
+    """What the mask says, bool [B|1, H|1, Sq, Sk]."""
+    made = mask.to_bool()[:, :, : shape.Sq, : shape.Sk] if isinstance(mask, BlockMask) else mask.to_bool(shape.Sq, shape.Sk)
+    return per_query_head(made, shape.H)
+
+
+def assert_same_mask(mask, visible, shape):
+    full = (shape.B, shape.H, shape.Sq, shape.Sk)
+    assert torch.equal(as_bool(mask, shape).expand(full), per_query_head(visible, shape.H).expand(full))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_to_bool_is_the_definition(mask_device, kind, data):
+    shape = data.draw(strategies.shapes())
+    drawn = data.draw(KINDS[kind](shape, mask_device))
+    assert_same_mask(drawn.mask, drawn.visible, shape)
+
+
+@given(data=st.data())
+def test_and_is_the_intersection(mask_device, data):
+    shape = data.draw(strategies.shapes(max_length=130))
+    kinds = strategies.interval_masks(shape, mask_device) | strategies.block_masks(shape, mask_device)
+    parts = data.draw(st.lists(kinds | strategies.combined_masks(shape, mask_device), min_size=2, max_size=3))
+    mask, visible = parts[0].mask, per_query_head(parts[0].visible, shape.H)
+    for part in parts[1:]:
+        mask, visible = mask & part.mask, visible & per_query_head(part.visible, shape.H)
+    assert_same_mask(mask, visible, shape)
+    expected = {frozenset({IntervalMask}): IntervalMask, frozenset({BlockMask}): BlockMask}
+    assert type(mask) is expected.get(frozenset(type(part.mask) for part in parts), CombinedMask)
+
+
+def test_interval_and_interval_stays_a_base_for_selection():
+    documents = IntervalMask.documents(8, torch.tensor([0, 5, 8]))
+    both = documents & IntervalMask.padding(8, torch.tensor([6, 8]))
+    assert both.segment_end is not None
+    assert (both & IntervalMask.causal(8)).segment_end is not None
+    assert (both & IntervalMask.sliding_window(8, 3)).segment_end is None
+
+
+def test_documents_from_ids_and_from_cu_seqlens_agree():
+    cu_seqlens = torch.tensor([0, 3, 4, 9, 12], dtype=torch.int32)
+    ids = torch.tensor([7, 7, 7, 1, 4, 4, 4, 4, 4, 7, 7, 7])
+    for causal in (True, False):
+        a, b = IntervalMask.documents(12, cu_seqlens, causal), IntervalMask.documents(12, ids=ids, causal=causal)
+        assert torch.equal(a.start, b.start)
+        assert torch.equal(a.end, b.end)
+
+
+def test_device_argument_and_defaults():
+    for mask in (
+        IntervalMask.causal(5, device="meta"), IntervalMask.sliding_window(5, 2, device="meta"), IntervalMask.prefix(5, 2, device="meta"),
+        IntervalMask.streaming(5, 1, 2, device="meta"), IntervalMask.padding(5, 3, device="meta"),
+    ):  # fmt: skip
+        assert mask.start.is_meta
+        assert mask.end.is_meta
+
+
+# Packing ----------------------------------------------------------------------------------------------------------------------------
+
+
+def assert_consistent(mask: BlockMask) -> None:
+    """tiles, rows, columns and bits say the same, and only partial tiles have bits."""
+    tiles = mask.tiles
+    tables, tiles_q, tiles_k = tiles.flatten(0, 1), tiles.shape[2], tiles.shape[3]
+    partial = tiles[tiles >= 2]
+    assert sorted(partial.tolist()) == list(range(2, 2 + mask.bits.shape[0]))
+    for lists, table in ((mask.rows, tables), (mask.columns, tables.transpose(1, 2))):
+        occupied = table != 0
+        flat = lists.flatten(0, 1)
+        assert torch.equal(flat[..., 0].long(), occupied.sum(-1))
+        for listed, row in zip(flat.flatten(0, 1), occupied.flatten(0, 1), strict=True):
+            assert listed[1 : 1 + int(listed[0])].tolist() == row.nonzero()[:, 0].tolist()
+    assert mask.rows.shape == (*tiles.shape[:2], tiles_q, tiles_k + 1)
+    assert mask.columns.shape == (*tiles.shape[:2], tiles_k, tiles_q + 1)
+
+
+def expected_tiles(visible: torch.Tensor, tile_q: int, tile_k: int, tiles_q: int, tiles_k: int) -> torch.Tensor:
+    """0 empty, 1 full, 2 partial for each tile of a table, from the elements that exist; tiles beyond the lengths are empty."""
+
+    def state(tile: torch.Tensor) -> torch.Tensor:
+        return torch.where(tile.flatten(2).all(2), 1 if tile.numel() else 0, torch.where(tile.flatten(2).any(2), 2, 0))
+
+    rows = [visible[:, :, i * tile_q : (i + 1) * tile_q] for i in range(tiles_q)]
+    states = [[state(row[..., j * tile_k : (j + 1) * tile_k]) for j in range(tiles_k)] for row in rows]
+    return torch.stack([torch.stack(row, -1) for row in states], -2)
+
+
+@given(data=st.data())
+def test_from_bool_there_and_back(mask_device, data):
+    shape = data.draw(strategies.shapes(min_length=1))
+    drawn = data.draw(strategies.block_masks_from_bool(shape, mask_device))
+    assert torch.equal(drawn.mask.to_bool(), drawn.visible)
+    assert_consistent(drawn.mask)
+    tile_q, tile_k = drawn.mask.bits.shape[1], drawn.mask.bits.shape[2] * 32
+    assert torch.equal(
+        drawn.mask.tiles.clamp(max=2).long(), expected_tiles(drawn.visible, tile_q, tile_k, *drawn.mask.tiles.shape[2:])
+    )
+
+
+@given(data=st.data())
+def test_from_blocks_there_and_back(mask_device, data):
+    shape = data.draw(strategies.shapes())
+    drawn = data.draw(strategies.block_masks_from_blocks(shape, mask_device))
+    assert_consistent(drawn.mask)
+    assert_same_mask(drawn.mask, drawn.visible, shape)
+
+
+@pytest.mark.parametrize("tile", [(32, 32), (64, 32), (32, 128), (128, 128), (96, 64)])
+def test_packing_ops_in_every_tile_shape(mask_device, tile):
+    mask = torch.rand(2, 3, 150, 170, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, :, 20:140, 30:150] = True
+    mask[:, :, :, 165:] = False
+    mask = mask.to(mask_device).transpose(0, 1).contiguous().transpose(0, 1)
+    with poisoned_memory(mask):
+        tiles, rows, columns = torch.ops.dmattn.pack_tiles(mask, 150, 170, 1, 1, *tile)
+        bits = torch.ops.dmattn.pack_bits(mask, tiles, 150, 170, 1, 1, *tile, int((tiles >= 2).sum()))
+    packed = BlockMask(tiles, rows, columns, bits, 150, 170)
+    assert torch.equal(packed.to_bool(), mask)
+    assert_consistent(packed)
+
+
+def test_bits_beyond_the_lengths_are_zero(mask_device):
+    mask = BlockMask.from_bool(torch.eye(37, dtype=torch.bool, device=mask_device))
+    assert not mask.bits[:, 37:].any()
+    assert not (mask.bits[:, :, 2:]).any()
+
+
+def test_too_few_slots_leave_bits_out_and_touch_nothing_else(mask_device):
+    mask = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(mask_device) < 0.5
+    tiles, _, _ = torch.ops.dmattn.pack_tiles(mask, 64, 64, 1, 1, 32, 32)
+    all_bits = torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 4)
+    assert torch.equal(torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 2), all_bits[:2])
+    assert torch.equal(torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 6)[4:], torch.zeros_like(all_bits[:2]))
+
+
+@pytest.mark.parametrize("lengths", [(256, 256), (200, 300), (128, 77)])
+@pytest.mark.parametrize("name", ["causal", "sliding", "per_head", "documents"])
+def test_from_flex(name, lengths):
+    Sq, Sk = lengths
+    document = torch.arange(max(lengths)) // 50
+    functions = {
+        "causal": lambda b, h, q, k: q >= k,
+        "sliding": lambda b, h, q, k: (q >= k) & (q - k < 40),
+        "per_head": lambda b, h, q, k: (q + h) % 3 <= k % 3 + b,
+        "documents": lambda b, h, q, k: document[q] == document[k],
+    }
+    flex = create_block_mask(functions[name], 2, 3, Sq, Sk, device="cpu", BLOCK_SIZE=64)
+    grid = torch.meshgrid(*(torch.arange(n) for n in (2, 3, Sq, Sk)), indexing="ij")
+    mask = BlockMask.from_flex(flex)
+    assert torch.equal(mask.to_bool(), functions[name](*grid))
+    assert_consistent(mask)
+
+
+def test_from_flex_default_block_size_and_no_batch():
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    assert torch.equal(BlockMask.from_flex(flex).to_bool()[0, 0], torch.ones(300, 300, dtype=torch.bool).tril())
+
+
+def test_only_partial_tiles_have_bits():
+    causal = BlockMask.from_bool(torch.ones(1024, 1024, dtype=torch.bool).tril(), 128)
+    assert causal.bits.shape[0] == 8
+    blocks = BlockMask.from_blocks(torch.rand(8, 8) < 0.5, 128)
+    assert blocks.bits.shape[0] == 0
+
+
+@given(data=st.data())
+def test_visible_pairs_counts_the_mask(data):
+    shape = data.draw(strategies.shapes(max_length=130))
+    drawn = data.draw(strategies.masks(shape).filter(lambda m: not isinstance(m.mask, torch.Tensor)))
+    causal = data.draw(st.booleans())
+    full = torch.ones(shape.B, shape.H, shape.Sq, shape.Sk, dtype=torch.bool)
+    expected = full if drawn.visible is None else full & per_query_head(drawn.visible, shape.H)
+    expected = expected.tril(shape.Sk - shape.Sq) if causal else expected
+    count = dmattn.visible_pairs(drawn.mask, shape.Sq, shape.Sk, is_causal=causal, batch=shape.B, heads=shape.H)
+    assert count == int(expected.sum())

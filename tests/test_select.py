@@ -1,0 +1,138 @@
+"""Key selection against brute force: the visible sets of all queries, exactly, ties included."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from dmattn import IntervalMask
+from dmattn.testing import poisoned_memory, strategies, top_k_visible
+from hypothesis import given
+from hypothesis import strategies as st
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def visible_sets(end: torch.Tensor) -> torch.Tensor:
+    """bool [B, Hkv, Sk, Sk] of a causal selection."""
+    return IntervalMask(torch.arange(end.shape[2], dtype=torch.int32, device=end.device), end).to_bool(end.shape[2], end.shape[2])
+
+
+@given(data=st.data())
+def test_top_k_equals_brute_force(mask_device, data):
+    shape = data.draw(strategies.shapes(max_length=130))
+    drawn = data.draw(strategies.top_k_masks(shape, mask_device))
+    assert torch.equal(drawn.mask.to_bool(shape.Sq, shape.Sk).expand_as(drawn.visible), drawn.visible)
+
+
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(strategies.SCORE_KINDS))
+def test_op_equals_brute_force_in_every_dtype(mask_device, data, dtype, kind):
+    length, window = data.draw(strategies.lengths(130)), data.draw(st.integers(1, 140))
+    scores = strategies.make_scores((2, 2, length), kind, data.draw(strategies.seeds()), dtype, mask_device)
+    with poisoned_memory(scores):
+        end = torch.ops.dmattn.select(scores, None, window, True)
+    assert end.dtype == torch.int32
+    assert end.is_contiguous()
+    assert torch.equal(visible_sets(end), top_k_visible(scores, window))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_scores_keep_the_later_key(mask_device, causal):
+    visible = IntervalMask.top_k(torch.zeros(1, 1, 6, device=mask_device), 2, causal=causal).to_bool(6, 6)[0, 0].cpu()
+    latest = torch.tensor([j >= 4 for j in range(6)]).expand(6, 6)
+    sliding = IntervalMask.sliding_window(6, 1).to_bool(6, 6)[0, 0]
+    assert torch.equal(visible, sliding if causal else latest)
+
+
+def test_signed_zeros_tie(mask_device):
+    scores = torch.tensor([[[0.0, -0.0, 0.0, -0.0]]], device=mask_device)
+    assert IntervalMask.top_k(scores, 1).end.tolist() == [[[1, 2, 3, torch.iinfo(torch.int32).max]]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+def test_nan_and_minus_inf_are_never_selected(mask_device, bad, causal):
+    scores = torch.tensor([[[bad, 1.0, bad, 0.5, bad]]], device=mask_device)
+    visible = IntervalMask.top_k(scores, 5, causal=causal).to_bool(5, 5)
+    assert not visible[..., [0, 2, 4]].any()
+    assert visible[0, 0, 4].tolist() == [False, True, False, True, False]
+
+
+def test_plus_inf_is_selected_first(mask_device):
+    scores = torch.tensor([[[float("inf"), 1.0, 2.0, float("inf"), 3.0]]], device=mask_device)
+    assert IntervalMask.top_k(scores, 2).to_bool(5, 5)[0, 0, 4].tolist() == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("window", [7, 8, 2**40])
+def test_window_of_at_least_the_length_keeps_everything(mask_device, window):
+    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).to(mask_device)
+    assert torch.equal(
+        IntervalMask.top_k(scores, window).to_bool(7, 7), IntervalMask.causal(7).to_bool(7, 7).expand(2, 3, 7, 7).to(mask_device)
+    )
+
+
+def test_a_dropped_key_never_comes_back(mask_device):
+    scores = strategies.make_scores((1, 4, 500), "ties", 3, device=mask_device)
+    end = IntervalMask.top_k(scores, 20).end
+    assert bool((end > torch.arange(500, device=mask_device)).any())
+    assert torch.equal(visible_sets(end).sum(-1), torch.arange(1, 501, device=mask_device).clamp(max=20).expand(1, 4, 500))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_strided_scores(mask_device, causal):
+    room = torch.randn(2, 50, 3, 2, generator=torch.Generator().manual_seed(1)).to(mask_device)
+    for scores in (
+        room[..., 0].transpose(1, 2),
+        room[:, :, :1, 1].transpose(1, 2).expand(2, 3, 50),
+        room[..., 0].transpose(1, 2)[:, 1:, 5:],
+    ):
+        assert not scores.is_contiguous()
+        strided, dense = IntervalMask.top_k(scores, 7, causal), IntervalMask.top_k(scores.contiguous(), 7, causal)
+        assert torch.equal(strided.end, dense.end)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0, 5), (2, 2, 0), (1, 1, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_degenerate_shapes(mask_device, shape, causal):
+    mask = IntervalMask.top_k(torch.zeros(shape, device=mask_device), 3, causal)
+    assert mask.end.shape == shape
+
+
+def test_selection_is_the_same_on_every_run_and_thread_count():
+    scores = strategies.make_scores((4, 4, 3000), "ties", 5)
+    threads = torch.get_num_threads()
+    first = IntervalMask.top_k(scores, 100).end
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(IntervalMask.top_k(scores, 100).end, first)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_segments_beyond_the_ends_are_clamped(mask_device):
+    scores = torch.ones(1, 1, 4, device=mask_device)
+    for causal in (True, False):
+        wild = torch.tensor([[[2**31 - 1, -(2**31), 3, 2]]], dtype=torch.int32, device=mask_device)
+        end = torch.ops.dmattn.select(scores, wild, 2, causal)
+        assert end.shape == (1, 1, 4)
+        assert int(end.max()) <= 4
+
+
+def test_selection_has_no_gradient():
+    scores = torch.randn(1, 2, 9, requires_grad=True)
+    assert not IntervalMask.top_k(scores, 3).end.requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "constant", "increasing", "decreasing"])
+@pytest.mark.parametrize("window", [64, 4096, 300_000])
+def test_a_million_keys_in_a_second_per_head(kind, window):
+    scores = strategies.make_scores((1, 1, 1 << 20), kind, 0)
+    begin = time.perf_counter()
+    end = torch.ops.dmattn.select(scores, None, window, True)
+    elapsed = time.perf_counter() - begin
+    alive_at_last = end[0, 0] == torch.iinfo(torch.int32).max
+    assert int(alive_at_last.sum()) == window
+    assert elapsed < 1.0
