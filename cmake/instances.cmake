@@ -11,8 +11,9 @@ set(DMATTN_SM80_ROWS
   "query_major|128|kSmall|kGeneral"
   "query_major|256|kLarge|kGeneral"
   "query_major|256|kSmall|kGeneral"
+  "key_major|64|kLarge|kPlain"
   "key_major|64|kSmall|kPlain,kGeneral"
-  "key_major|128|kLarge|kPlain,kGeneral"
+  "key_major|128|kLarge|kPlain"
   "key_major|128|kSmall|kPlain,kGeneral"
   "key_major|256|kLarge|kGeneral"
   "key_major|256|kSmall|kGeneral")

@@ -30,11 +30,13 @@ struct Plan {
 struct ForwardCall {
   AttentionParams p;
   Plan plan;
+  float scale_2 = 0.0f;  // scale * log2(e)
 };
 
 struct BackwardCall {
   BackwardParams b;
   Plan plan;
+  float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
   float* lse2 = nullptr;   // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
   float* delta = nullptr;  // [B, H, padded_queries]: <dout, out> - dlse
   int64_t padded_queries = 0;   // Sq rounded up to kQueryPadding

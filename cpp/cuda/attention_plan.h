@@ -12,6 +12,8 @@
 
 namespace dmattn::cuda {
 
+inline constexpr double kLog2OfE = 1.4426950408889634;
+
 inline void check_cuda_support(const AttentionParams& p) {
   check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
         "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",

@@ -60,6 +60,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   // The plan and the terms of each query.
   const OwnedPlan plan = make_plan(p, query, stream);
   call.plan = plan.plan;
+  call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
   const Tensor row_terms = empty_on(query, {2 * terms}, ScalarType::Float);
@@ -75,8 +76,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     by_queries.grad_key_bias = by_queries.grad_bias = {};
     take_in_turn(by_keys, call.grad_key_bias);
     take_in_turn(by_keys, call.grad_bias);
-    // Heads of a group that see different keys cannot share a gathered tile.
-    if (call.plan.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.plan = {};
+    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken in turn.
+    const bool is_in_turn = by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.plan.batches * call.plan.heads > 1;
+    if (is_in_turn || call.plan.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.plan = {};
     check_launch(sm80::key_major(by_keys, room, stream), p);
     if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     check_launch(sm80::query_major(by_queries, room, stream), p);

@@ -8,7 +8,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
                                       std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
                                       std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
                                       std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
-                                      double softcap, double dropout_p) {
+                                      double softcap, double dropout_p, bool /*deterministic: for backward*/) {
   const Device device(query);
   CheckedForward checked = check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
                                          is_causal, scale, softcap, dropout_p);
@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
   const OwnedPlan plan = make_plan(p, query, device.stream());
-  check_launch(sm80::forward({p, plan.plan}, device.stream()), p);
+  check_launch(sm80::forward({p, plan.plan, static_cast<float>(p.scale * kLog2OfE)}, device.stream()), p);
   return {checked.out, checked.lse};
 }
 

@@ -109,7 +109,7 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
   for (int64_t i = share.part * 8; i < width; i += lanes * 8) {
     T* const to = i < p.head_dim ? grad_key + i : grad_value + (i - p.head_dim);
     if (is_live) {
-      store_8(to, call.key_sums + share.row * width + i, i < p.head_dim ? static_cast<float>(p.scale) : 1.0f);
+      store_8(to, call.key_sums + share.row * width + i, i < p.head_dim ? call.scale : 1.0f);
     } else {
       *reinterpret_cast<uint4*>(to) = {0, 0, 0, 0};
     }
@@ -125,7 +125,7 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads, batch = share.row / p.query_length / p.heads;
   const Rows& rows = call.b.grad_query;
   T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
-  store_8(to + share.part * 8, call.query_sums + share.row * p.head_dim + share.part * 8, static_cast<float>(p.scale));
+  store_8(to + share.part * 8, call.query_sums + share.row * p.head_dim + share.part * 8, call.scale);
 }
 
 template <class Kernel>

@@ -46,7 +46,7 @@ __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[k
   const AttentionParams& p = call.b.forward;
   const int low = first_query + static_cast<int>(p.key_length - p.query_length);
   if constexpr (kVariant != Variant::kGeneral) {
-    const float to_base_2 = static_cast<float>(p.scale) * kLog2e;
+    const float to_base_2 = call.scale_2;
     if (chunk.needs_test) hide(x, stage, chunk, row, column, low);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

@@ -27,7 +27,7 @@ struct alignas(128) KeyMajorShared {
 };
 
 // The chunks of queries that see a tile of keys, for one query head. The same in all threads.
-template <int kThreads, int kQueries, int kKeys>
+template <bool kHasTiles, int kThreads, int kQueries, int kKeys>
 class QueryWalk {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
@@ -38,7 +38,7 @@ class QueryWalk {
     const int query_length = static_cast<int>(p.query_length);
     cursor_ = max(0, bounds[0] - shift_) / kQueries * kQueries;
     stop_ = min(query_length, bounds[3] - shift_);
-    if (!p.mask.tiles.data) return;
+    if (!has_tiles()) return;
     const TileSource source(p.mask, batch, head);
     const int tile_column = first_key / static_cast<int>(p.mask.tile_k);
     bits_column_ = first_key % static_cast<int>(p.mask.tile_k) / 32;
@@ -53,7 +53,7 @@ class QueryWalk {
   // The next chunk, or false. `bits` is where its bits begin, or null.
   __device__ __forceinline__ bool next(int& first_query, Chunk& chunk, const uint32_t*& bits) {
     bits = nullptr;
-    if (p_.mask.tiles.data) {
+    if (has_tiles()) {
       while (cursor_ >= tile_stop_) {
         if (entry_ >= entries_) return false;
         const int tile = list_[entry_++];
@@ -84,6 +84,8 @@ class QueryWalk {
   }
 
  private:
+  __device__ __forceinline__ bool has_tiles() const { return kHasTiles && p_.mask.tiles.data; }
+
   const AttentionParams& p_;
   const int32_t (&bounds_)[4];
   const int shift_;
@@ -148,6 +150,9 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       __syncthreads();
       for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const TileSource source(p.mask, batch, h);
+        const Span span = thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
+        if (thread < kShape.keys) shared.stage[0].span[thread] = span;
+        __syncthreads();
         const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
         const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
         for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
@@ -155,13 +160,18 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
           const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
           if (!is_live_tile(p.mask, state)) continue;
           const uint32_t* const bits = bits_of_tile(p.mask, state);
-          const int at_rows = static_cast<int>(min(p.mask.tile_q, p.query_length - row * p.mask.tile_q));
+          const int first_row = row * static_cast<int>(p.mask.tile_q);
+          const int at_rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
+          const int low = first_row + static_cast<int>(p.key_length - p.query_length);
+          const bool is_whole = __syncthreads_and(thread >= kShape.keys || span.covers(low, low + at_rows - 1));
           for (int at = thread; at < at_rows * (kShape.keys / 32); at += kThreads) {
-            const int word = at % (kShape.keys / 32);
-            const uint32_t seen = bits ? bits[at / (kShape.keys / 32) * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
+            const int word = at % (kShape.keys / 32), tile_row = at / (kShape.keys / 32);
+            uint32_t seen = bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
+            if (!is_whole) seen = bits_seen_at(seen, &shared.stage[0].span[word * 32], low + tile_row);
             if (seen) atomicOr(&shared.seen[word], seen);
           }
         }
+        __syncthreads();
       }
       __syncthreads();
       is_live = is_live && thread < kShape.keys && (shared.seen[thread / 32] >> thread % 32 & 1);
@@ -208,7 +218,7 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       }
       __syncthreads();
 
-      QueryWalk<kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head, first_key);
+      QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head, first_key);
       const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
         const char* const from = head_rows(rows, head);
         const RowCopy<kDim, kThreads> copy(width);
@@ -321,7 +331,7 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
 
     copy_async_wait<0>();
     __syncthreads();
-    put_tile<T, kDim>(shared.key, grad_key, key_row, row_part, [&](int, int) { return static_cast<float>(p.scale); });
+    put_tile<T, kDim>(shared.key, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
     put_tile<T, kDim>(shared.value, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
     __syncthreads();
     const auto store = [&](const void* from, const Rows& rows, int width) {

@@ -164,7 +164,7 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
 
   copy_async_wait<0>();
   __syncthreads();
-  put_tile<T, kDim>(shared.query, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return static_cast<float>(p.scale); });
+  put_tile<T, kDim>(shared.query, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return call.scale; });
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;

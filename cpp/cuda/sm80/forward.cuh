@@ -11,9 +11,9 @@
 
 namespace dmattn::cuda::sm80 {
 
-template <int kDim>
+template <int kDim, Variant kVariant>
 struct alignas(128) ForwardShared {
-  static constexpr ForwardShape kShape = kForwardShape<kDim>;
+  static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   uint16_t query[kShape.queries * kDim];  // the output's staging place at the end
   uint16_t key[kShape.keys * kDim];
   uint16_t value[kShape.keys * kDim];
@@ -22,12 +22,12 @@ struct alignas(128) ForwardShared {
 };
 
 template <class T, int kDim, Variant kVariant>
-__global__ __launch_bounds__(kForwardShape<kDim>.warps * 32, kForwardShape<kDim>.blocks_per_sm) void forward_kernel(
+__global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardShape<kDim, kVariant>.blocks_per_sm) void forward_kernel(
     const __grid_constant__ ForwardCall call) {
-  constexpr ForwardShape kShape = kForwardShape<kDim>;
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   constexpr int kThreads = kShape.warps * 32, kM = kShape.queries / kShape.warps / 16, kN = kShape.keys / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardShared<kDim>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   const AttentionParams& p = call.p;
 
   // Which tile: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them long.
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(kForwardShape<kDim>.warps * 32, kForwardShape<kDim>
     multiply_by_rows<T, kDim / 16>(x, query_fragment, key_fragment);
 
     // Products to logits. kPlain leaves the scale to the softmax.
-    float to_base_2 = static_cast<float>(p.scale) * kLog2e;
+    float to_base_2 = call.scale_2;
     if constexpr (kVariant == Variant::kGathered) {
       const float to_logit = to_base_2;
       to_base_2 = 1.0f;
@@ -178,8 +178,8 @@ __global__ __launch_bounds__(kForwardShape<kDim>.warps * 32, kForwardShape<kDim>
 
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
-  constexpr ForwardShape kShape = kForwardShape<kDim>;
-  constexpr int kBytes = sizeof(ForwardShared<kDim>);
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
   static_assert(kBytes <= 99 * 1024);
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);

@@ -45,9 +45,19 @@ struct KeyQueues {
   int32_t partial[kRing];  // places in the plan of keys that some see
   uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
   int32_t warp_counts[kThreads / 32];
+  int2 cursor;  // words of live_blocks taken, blocks left of the last
   uint32_t seen[kThreads / 32][kKeys / 32];
   alignas(16) unsigned char sources[sizeof(KeySources)];
 };
+
+// The bits of 32 keys whose spans see the position.
+__device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* spans, int position) {
+  for (uint32_t left = bits; left; left &= left - 1) {
+    const int key = __ffs(static_cast<int>(left)) - 1;
+    if (!spans[key].sees(position)) bits &= ~(1u << key);
+  }
+  return bits;
+}
 
 // The chunk in hand; the same in all threads.
 struct Chunk {
@@ -67,6 +77,7 @@ class KeyWalk {
       : p_(p), queues_(queues), is_gathered_(plan.index != nullptr) {
     if (threadIdx.x == 0) {
       auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head), row_of<const float>(p.key_bias, batch, head)};
+      queues.cursor = {0, 0};
       const int shift = static_cast<int>(p.key_length - p.query_length);
       sources.low = first_query + shift;
       sources.high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
@@ -175,34 +186,40 @@ class KeyWalk {
     }
   }
 
-  // Fills in bits and spans; false when no query of the tile sees any key of the chunk.
+  // Fills in spans and bits; false when no query of the tile sees any key of the chunk.
   __device__ __forceinline__ bool prepare_test(Stage& stage, Chunk& chunk, const uint32_t* bits) {
-    const int thread = threadIdx.x;
-    if (bits) {
-#pragma unroll
-      for (int w = 0; w < kKeys / 32; ++w) {
-        const uint32_t word = thread < kQueries ? bits[thread * (p_.mask.tile_k / 32) + w] : 0;
-        if (thread < kQueries) stage.bits[thread][w] = word;
-        const uint32_t seen = __reduce_or_sync(0xffffffffu, thread < sources().high - sources().low + 1 ? word : 0);
-        if (thread % 32 == 0) queues_.seen[thread / 32][w] = seen;
-      }
-      __syncthreads();
-    }
+    const int thread = threadIdx.x, low = sources().low, high = sources().high;
     bool touches = false, covers = true;
     if (thread < kKeys) {
-      Span span = sources().spans.of_key(chunk.base + thread);
-      if (bits) {
-        uint32_t seen = 0;
-        for (int warp = 0; warp < kThreads / 32; ++warp) seen |= queues_.seen[warp][thread / 32];
-        if (!(seen >> thread % 32 & 1)) span = Span::empty();
-      }
+      const Span span = sources().spans.of_key(chunk.base + thread);
       stage.span[thread] = span;
-      touches = span.touches(sources().low, sources().high);
-      covers = span.covers(sources().low, sources().high);
+      touches = span.touches(low, high);
+      covers = span.covers(low, high);
     }
     if (!__syncthreads_or(touches)) return false;
-    if (sources().spans.has_intervals() && !bits) chunk.needs_test = !__syncthreads_and(covers);
-    return true;
+    const bool is_whole = __syncthreads_and(covers);
+    if (!bits) {
+      chunk.needs_test = !is_whole;
+      return true;
+    }
+    // A key may be hidden from everyone by its bits and its span together, so the bits take in the spans.
+#pragma unroll
+    for (int w = 0; w < kKeys / 32; ++w) {
+      uint32_t word = thread <= high - low && thread < kQueries ? bits[thread * (p_.mask.tile_k / 32) + w] : 0;
+      if (!is_whole) word = bits_seen_at(word, &stage.span[w * 32], low + thread);
+      if (thread < kQueries) stage.bits[thread][w] = word;
+      const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
+      if (thread % 32 == 0) queues_.seen[thread / 32][w] = seen;
+    }
+    __syncthreads();
+    bool is_seen = false;
+    if (thread < kKeys) {
+      uint32_t seen = 0;
+      for (int warp = 0; warp < kThreads / 32; ++warp) seen |= queues_.seen[warp][thread / 32];
+      is_seen = seen >> thread % 32 & 1;
+      if (!is_seen) stage.span[thread] = Span::empty();
+    }
+    return __syncthreads_or(is_seen);
   }
 
   // ---- live keys gathered ----
@@ -231,12 +248,13 @@ class KeyWalk {
 
   // Reads the next live block of the plan into the queues; false at the end.
   __device__ __forceinline__ bool refill() {
-    while (block_bits_ == 0) {
-      if (word_ >= sources().words) return false;
-      block_bits_ = queues_.live_blocks[word_++];
+    int2 cursor = queues_.cursor;
+    while (cursor.y == 0) {
+      if (cursor.x >= sources().words) return false;
+      cursor.y = static_cast<int>(queues_.live_blocks[cursor.x++]);
     }
-    const int block = (word_ - 1) * 32 + __ffs(static_cast<int>(block_bits_)) - 1;
-    block_bits_ &= block_bits_ - 1;
+    const int block = (cursor.x - 1) * 32 + __ffs(cursor.y) - 1;
+    cursor.y &= cursor.y - 1;
 
     constexpr int kPerThread = kPlanBlock / kThreads;
     const int warp = threadIdx.x / 32;
@@ -256,6 +274,7 @@ class KeyWalk {
     }
     if (threadIdx.x % 32 == 0) queues_.warp_counts[warp] = counts;
     __syncthreads();
+    if (threadIdx.x == 0) queues_.cursor = cursor;
     int place = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) {
@@ -327,8 +346,7 @@ class KeyWalk {
   // in order
   int cursor_ = 0, tile_stop_ = 0, state_ = 0, entry_ = 0, coming_tile_ = 0, coming_state_ = 0;
   // gathered
-  int word_ = 0, whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
-  uint32_t block_bits_ = 0;
+  int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
 };
 
 // Does the query in tile row `row` (tile row 0 is at position `low`) see the key in `column` of a chunk that needs a test?

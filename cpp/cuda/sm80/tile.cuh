@@ -59,44 +59,53 @@ struct Fragment {
   }
 };
 
+// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it computes, because
+// with two warps per scheduler nothing else hides the latency of ldmatrix.
+
 // d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
 template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
 __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b) {
+  constexpr int kPairs = kN / 2;
+  uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    uint32_t fa[kM][4];
+  for (int m = 0; m < kM; ++m) load_matrix(fa[0][m], a.step(16 * m, 0));
+  load_matrix(fb[0], b.step(0, 0));
 #pragma unroll
-    for (int m = 0; m < kM; ++m) load_matrix(fa[m], a.step(16 * m, 2 * k));
+  for (int i = 0; i < kSteps * kPairs; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1;
+    if (next < kSteps * kPairs) load_matrix(fb[next & 1], b.step(next % kPairs * 16, next / kPairs * 2));
+    if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t fb[4];
-      load_matrix(fb, b.step(8 * n, 2 * k));
+      for (int m = 0; m < kM; ++m) load_matrix(fa[(k + 1) & 1][m], a.step(16 * m, 2 * (k + 1)));
+    }
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        Element<T>::mma(d[m][n], fa[m], fb[0], fb[1]);
-        Element<T>::mma(d[m][n + 1], fa[m], fb[2], fb[3]);
-      }
+    for (int m = 0; m < kM; ++m) {
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[i & 1][0], fb[i & 1][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[i & 1][2], fb[i & 1][3]);
     }
   }
 }
 
-// d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m)` -> uint32_t[4].
+// d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
 template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA>
 __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b) {
+  constexpr int kPairs = kN / 2;
+  uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    uint32_t fa[kM][4];
+  for (int m = 0; m < kM; ++m) get_a(0, m, fa[0][m]);
+  load_matrix_transposed(fb[0], b.step(0, 0));
 #pragma unroll
-    for (int m = 0; m < kM; ++m) get_a(k, m, fa[m]);
+  for (int i = 0; i < kSteps * kPairs; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1;
+    if (next < kSteps * kPairs) load_matrix_transposed(fb[next & 1], b.step(next / kPairs * 16, next % kPairs * 2));
+    if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t fb[4];
-      load_matrix_transposed(fb, b.step(16 * k, n));
+      for (int m = 0; m < kM; ++m) get_a(k + 1, m, fa[(k + 1) & 1][m]);
+    }
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        Element<T>::mma(d[m][n], fa[m], fb[0], fb[1]);
-        Element<T>::mma(d[m][n + 1], fa[m], fb[2], fb[3]);
-      }
+    for (int m = 0; m < kM; ++m) {
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[i & 1][0], fb[i & 1][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[i & 1][2], fb[i & 1][3]);
     }
   }
 }

@@ -19,19 +19,26 @@ struct ForwardShape {
   int queries, keys, warps, blocks_per_sm;
 };
 
-template <int kDim>
+// The general variant holds more per element, so it takes fewer keys at a time.
+template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
+template <Variant kVariant>
+inline constexpr ForwardShape kForwardShape<64, kVariant> = {128, 64, 4, 2};
 template <>
-inline constexpr ForwardShape kForwardShape<64> = {128, 64, 4, 2};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {128, 32, 4, 2};
+template <Variant kVariant>
+inline constexpr ForwardShape kForwardShape<128, kVariant> = {128, 64, 4, 2};
 template <>
-inline constexpr ForwardShape kForwardShape<128> = {128, 64, 4, 2};
-template <>
-inline constexpr ForwardShape kForwardShape<256> = {64, 32, 4, 1};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {128, 32, 4, 2};
+template <Variant kVariant>
+inline constexpr ForwardShape kForwardShape<256, kVariant> = {64, 32, 4, 1};
 
 constexpr bool is_valid(ForwardShape s) {
   return s.queries % (16 * s.warps) == 0 && s.keys % 32 == 0 && 128 % s.keys == 0 && 128 % s.queries == 0 && s.keys <= s.warps * 32;
 }
-static_assert(is_valid(kForwardShape<64>) && is_valid(kForwardShape<128>) && is_valid(kForwardShape<256>));
+template <Variant kVariant>
+inline constexpr bool kForwardIsValid = is_valid(kForwardShape<64, kVariant>) && is_valid(kForwardShape<128, kVariant>) && is_valid(kForwardShape<256, kVariant>);
+static_assert(kForwardIsValid<Variant::kPlain> && kForwardIsValid<Variant::kGathered> && kForwardIsValid<Variant::kGeneral>);
 
 // Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. The query-major kernel keeps its queries and
 // walks the keys, the key-major kernel the other way round; what it walks is copied `stages` chunks ahead.
@@ -56,8 +63,10 @@ inline constexpr BackwardShape kQueryMajorShape<256, Room::kSmall> = {32, 32, 4,
 
 template <int kDim, Room kRoom>
 inline constexpr BackwardShape kKeyMajorShape = {};
-template <Room kRoom>
-inline constexpr BackwardShape kKeyMajorShape<64, kRoom> = {64, 128, 8, 2, 2, 1};
+template <>
+inline constexpr BackwardShape kKeyMajorShape<64, Room::kLarge> = {128, 128, 8, 4, 2, 1};
+template <>
+inline constexpr BackwardShape kKeyMajorShape<64, Room::kSmall> = {64, 128, 8, 2, 2, 1};
 template <>
 inline constexpr BackwardShape kKeyMajorShape<128, Room::kLarge> = {64, 128, 8, 2, 2, 1};
 template <>
@@ -76,7 +85,7 @@ constexpr bool is_valid(BackwardShape s) {
 static_assert(is_valid(kQueryMajorShape<64, Room::kLarge>) && is_valid(kQueryMajorShape<128, Room::kLarge>) &&
               is_valid(kQueryMajorShape<128, Room::kSmall>) && is_valid(kQueryMajorShape<256, Room::kLarge>) &&
               is_valid(kQueryMajorShape<256, Room::kSmall>));
-static_assert(is_valid(kKeyMajorShape<64, Room::kLarge>) && is_valid(kKeyMajorShape<128, Room::kLarge>) &&
+static_assert(is_valid(kKeyMajorShape<64, Room::kLarge>) && is_valid(kKeyMajorShape<64, Room::kSmall>) && is_valid(kKeyMajorShape<128, Room::kLarge>) &&
               is_valid(kKeyMajorShape<128, Room::kSmall>) && is_valid(kKeyMajorShape<256, Room::kLarge>) &&
               is_valid(kKeyMajorShape<256, Room::kSmall>));
 
