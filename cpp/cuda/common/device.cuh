@@ -21,6 +21,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// blockIdx.x, read anew at every call: what is computed from it need not stay in registers over a long loop.
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool wanted) {

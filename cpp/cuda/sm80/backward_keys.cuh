@@ -119,16 +119,16 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
   const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
   const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_in_turn : 1);
+  const auto pair_of = [&](int64_t item) {
+    const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
+    const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
+    if constexpr (kVariant != Variant::kGeneral) return int2{batch, kv_head};
+    return int2{batch * static_cast<int>(call.batches_in_turn) + static_cast<int>(item / call.kv_heads_in_turn),
+                kv_head * static_cast<int>(call.kv_heads_in_turn) + static_cast<int>(item % call.kv_heads_in_turn)};
+  };
   for (int64_t item = 0; item < in_turn; ++item) {
-    const int64_t pair = blockIdx.x / tiles;
-    int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
-    if constexpr (kVariant == Variant::kGeneral) {
-      batch = batch * static_cast<int>(call.batches_in_turn) + static_cast<int>(item / call.kv_heads_in_turn);
-      kv_head = kv_head * static_cast<int>(call.kv_heads_in_turn) + static_cast<int>(item % call.kv_heads_in_turn);
-    }
-    const auto head_rows = [&](const Rows& rows, int h) {
-      return static_cast<char*>(rows.data) + (batch * rows.batch_stride + h * rows.head_stride) * 2;
-    };
+    const int2 pair = pair_of(item);
+    const int batch = pair.x, kv_head = pair.y;
 
     // The keys: which, seen by any query?
     int key = first_key + thread;
@@ -181,7 +181,7 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
     }
     __syncthreads();
     const auto copy_keys = [&](uint32_t to, const Rows& rows, int width) {
-      const char* const from = head_rows(rows, kv_head);
+      const char* const from = head_rows(rows, batch, kv_head);
       const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll 4
       for (int r = 0; r < kShape.keys; r += copy.kRows) {
@@ -220,7 +220,7 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
 
       QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head, first_key);
       const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
-        const char* const from = head_rows(rows, head);
+        const char* const from = head_rows(rows, batch, head);
         const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll
         for (int r = 0; r < kShape.queries; r += copy.kRows) {
@@ -334,10 +334,11 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
     put_tile<T, kDim>(shared.key, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
     put_tile<T, kDim>(shared.value, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
     __syncthreads();
+    const int2 to = pair_of(item);
     const auto store = [&](const void* from, const Rows& rows, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
         const int at = is_gathered ? shared.stage[0].index[r] : first_key + r;
-        return at >= 0 && at < p.key_length ? head_rows(rows, kv_head) + at * rows.row_stride * 2 : nullptr;
+        return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
       });
     };
     store(shared.key, call.b.grad_key, head_dim);

@@ -34,26 +34,19 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
-  // Which tile: heads in turn, late tiles first.
-  const int tiles = static_cast<int>((p.query_length + kShape.queries - 1) / kShape.queries);
-  const int batch_head = static_cast<int>(blockIdx.x / tiles);
-  const int batch = batch_head / static_cast<int>(p.heads), head = batch_head % static_cast<int>(p.heads);
-  const int kv_head = head / static_cast<int>(p.heads / p.kv_heads);
-  const int first_query = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * kShape.queries;
+  const QueryTile<kShape.queries> here(p);
+  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
 
-  const auto head_rows = [&](const Rows& rows, int h) {
-    return static_cast<char*>(rows.data) + (batch * rows.batch_stride + h * rows.head_stride) * 2;
-  };
   const uint32_t query_tile = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out);
   const uint32_t value_tile = shared_address(shared.value), key_tile_0 = shared_address(shared.key);
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
   // Start the copies of the queries and of the first chunk's keys and values.
   const auto copy_queries = [&](uint32_t tile, const Rows& rows, int width) {
-    const char* const from = head_rows(rows, head);
+    const char* const from = head_rows(rows, batch, head);
     const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll 4
     for (int r = 0; r < kShape.queries; r += copy.kRows) {
@@ -68,11 +61,11 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
   Chunk chunk, coming;
   int turn = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of, head_rows(p.key, kv_head),
+    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of, head_rows(p.key, batch, kv_head),
                              static_cast<uint32_t>(p.key.row_stride * 2), head_dim);
   };
   const auto copy_values = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, kv_head), static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
+    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, batch, kv_head), static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
   };
   bool has_chunk = walk.next(shared.stage[0], chunk);
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
@@ -84,8 +77,8 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = first_query + warp_row + 16 * m + 8 * r + lane / 4;
-      lse2[m][r] = call.lse2[batch_head * call.padded_queries + query];
-      delta[m][r] = call.delta[batch_head * call.padded_queries + query];
+      lse2[m][r] = call.lse2[(batch * p.heads + head) * call.padded_queries + query];
+      delta[m][r] = call.delta[(batch * p.heads + head) * call.padded_queries + query];
     }
   }
   float grad_query[kM][kDimN][4];
@@ -168,7 +161,7 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;
-    return query < p.query_length ? head_rows(call.b.grad_query, head) + query * call.b.grad_query.row_stride * 2 : nullptr;
+    return query < p.query_length ? head_rows(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2 : nullptr;
   });
 }
 

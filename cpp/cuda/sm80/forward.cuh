@@ -30,25 +30,18 @@ __global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardS
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   const AttentionParams& p = call.p;
 
-  // Which tile: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them long.
-  const int tiles = static_cast<int>((p.query_length + kShape.queries - 1) / kShape.queries);
-  const int batch_head = static_cast<int>(blockIdx.x / tiles);
-  const int batch = batch_head / static_cast<int>(p.heads), head = batch_head % static_cast<int>(p.heads);
-  const int kv_head = head / static_cast<int>(p.heads / p.kv_heads);
-  const int first_query = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * kShape.queries;
+  const QueryTile<kShape.queries> here(p);
+  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile_row = warp * kM * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first element
 
-  const auto head_rows = [&](const Rows& rows, int h) {
-    return static_cast<const char*>(rows.data) + (batch * rows.batch_stride + h * rows.head_stride) * 2;
-  };
-  const char *const keys = head_rows(p.key, kv_head), *const values = head_rows(p.value, kv_head);
+  const char *const keys = head_rows(p.key, batch, kv_head), *const values = head_rows(p.value, batch, kv_head);
   const uint32_t key_row_bytes = static_cast<uint32_t>(p.key.row_stride * 2), value_row_bytes = static_cast<uint32_t>(p.value.row_stride * 2);
   const uint32_t query_tile = shared_address(shared.query), key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
 
   // Start the copies of the query tile and of the first chunk's keys.
   {
-    const char* const queries = head_rows(p.query, head);
+    const char* const queries = head_rows(p.query, batch, head);
     const RowCopy<kDim, kThreads> copy(static_cast<int>(p.head_dim));
 #pragma unroll 4
     for (int r = 0; r < kShape.queries; r += copy.kRows) {
@@ -158,21 +151,22 @@ __global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardS
   // Normalise, and write out by way of shared memory so that rows leave in 16-byte pieces.
   copy_async_wait<0>();
   __syncthreads();
+  const QueryTile<kShape.queries> tile(p);
   float keep_scale = 1.0f;
-  if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, batch, head).keep_scale;
+  if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
   put_tile<T, kDim>(shared.query, out, warp * kM * 16, 0, [&](int m, int r) {
     const int row = tile_row + 16 * m + 8 * r;
     float log_sum, factor;
     softmax.finish(m, r, log_sum, factor);
-    if (lane % 4 == 0 && first_query + row < p.query_length) {
-      static_cast<float*>(p.lse)[batch_head * p.query_length + first_query + row] = log_sum;
+    if (lane % 4 == 0 && tile.first_query + row < p.query_length) {
+      static_cast<float*>(p.lse)[(tile.batch * p.heads + tile.head) * p.query_length + tile.first_query + row] = log_sum;
     }
     return factor * keep_scale;
   });
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, static_cast<int>(p.value_dim), [&](int r) {
-    const int query = first_query + r;
-    return query < p.query_length ? const_cast<char*>(head_rows(p.out, head)) + query * p.out.row_stride * 2 : nullptr;
+    const int query = tile.first_query + r;
+    return query < p.query_length ? head_rows(p.out, tile.batch, tile.head) + query * p.out.row_stride * 2 : nullptr;
   });
 }
 

@@ -4,9 +4,29 @@
 // because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
 #pragma once
 
+#include "../../params.h"
 #include "../common/device.cuh"
 
 namespace dmattn::cuda::sm80 {
+
+// Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them long.
+template <int kQueries>
+struct QueryTile {
+  int batch, head, kv_head, first_query;
+  __device__ __forceinline__ explicit QueryTile(const AttentionParams& p) {
+    const uint32_t index = block_index(), tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
+    const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
+    const uint32_t batch_head = index / tiles;
+    batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
+    kv_head = head / static_cast<int>(group);
+    first_query = static_cast<int>((tiles - 1 - index % tiles) * kQueries);
+  }
+};
+
+// Where the rows of a head begin.
+__device__ __forceinline__ char* head_rows(const Rows& rows, int batch, int head) {
+  return static_cast<char*>(rows.data) + (batch * rows.batch_stride + head * rows.head_stride) * 2;
+}
 
 // A row-major tile of 16-bit elements, kWidth per row, at a 128-byte aligned shared address.
 template <int kWidth>
