@@ -90,12 +90,15 @@ struct Element<__half> {
   }
 };
 
-// to[0..3] += x: one vector reduction where the chip has it.
-__device__ __forceinline__ void add_4(float* to, float x0, float x1, float x2, float x3) {
+// to[0..3] += x if wanted: one vector reduction where the chip has it, and never a branch, so that it can hide behind a product.
+__device__ __forceinline__ void add_4(float* to, bool wanted, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }"
+               ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
 #else
-  atomicAdd(to, x0), atomicAdd(to + 1, x1), atomicAdd(to + 2, x2), atomicAdd(to + 3, x3);
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.f32 [%0], %1; @p red.global.add.f32 [%0 + 4], %2; "
+               "@p red.global.add.f32 [%0 + 8], %3; @p red.global.add.f32 [%0 + 12], %4; }"
+               ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
 #endif
 }
 

@@ -30,7 +30,7 @@ struct KeySources {
   // in order
   int limit, whole_limit;        // keys seen by some query, by every query, as far as length and causality go
   const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
-  int entries, bits_row;
+  int entries, bits_row, first_tile, first_state;
   // gathered
   const int32_t *index, *first, *last;  // the plan's row
   int live_keys, words;
@@ -91,7 +91,7 @@ class KeyWalk {
     if (gathered()) {
       find_live_blocks(plan, batch, head);
     } else if (p.mask.tiles.data) {
-      fetch_entry();
+      coming_tile_ = sources().first_tile, coming_state_ = sources().first_state;
     }
   }
 
@@ -146,14 +146,21 @@ class KeyWalk {
     to.bits_row = first_query % static_cast<int>(p_.mask.tile_q);
     to.list = source.rows + tile_row * (p_.mask.tiles_k + 1) + 1;
     to.states = source.tiles + tile_row * p_.mask.tiles_k;
-    to.entries = min(max(to.list[-1], 0), static_cast<int>(p_.mask.tiles_k));
+    const int entries = to.list[-1], first_tile = to.list[0];  // the list has room for at least one
+    to.entries = min(max(entries, 0), static_cast<int>(p_.mask.tiles_k));
+    to.first_tile = first_tile;
+    to.first_state = to.entries > 0 ? state_of(to, first_tile) : kTileEmpty;
   }
 
   // Reads the list one entry ahead, so that its latency is hidden.
   __device__ __forceinline__ void fetch_entry() {
     if (entry_ >= sources().entries) return;
     coming_tile_ = sources().list[entry_];
-    coming_state_ = coming_tile_ >= 0 && coming_tile_ < p_.mask.tiles_k ? sources().states[coming_tile_] : kTileEmpty;
+    coming_state_ = state_of(sources(), coming_tile_);
+  }
+
+  __device__ __forceinline__ int state_of(const KeySources& in, int tile) const {
+    return tile >= 0 && tile < p_.mask.tiles_k ? in.states[tile] : kTileEmpty;
   }
 
   __device__ __forceinline__ bool next_in_order(Stage& stage, Chunk& chunk) {

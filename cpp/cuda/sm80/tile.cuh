@@ -184,11 +184,9 @@ __device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], int column
       const float (&own)[4] = x[m][n];
       const float low = __shfl_xor_sync(0xffffffffu, is_odd ? own[0] : own[2], 1);
       const float high = __shfl_xor_sync(0xffffffffu, is_odd ? own[1] : own[3], 1);
-      const int at = column + 8 * n;
-      if (to && at < width) {
-        float* const place = to + at + (threadIdx.x & 2) * 2;
-        is_odd ? add_4(place, low, high, own[2], own[3]) : add_4(place, own[0], own[1], low, high);
-      }
+      const float first = is_odd ? low : own[0], second = is_odd ? high : own[1];
+      const float third = is_odd ? own[2] : low, fourth = is_odd ? own[3] : high;
+      add_4(to + column + 8 * n + (threadIdx.x & 2) * 2, to && column + 8 * n < width, first, second, third, fourth);
     }
   }
 }
