@@ -80,6 +80,7 @@ inline int64_t table_size(int64_t length, int64_t tile) { return length / tile +
 
 inline constexpr int64_t kMaxLength = int64_t{1} << 20;
 inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kMaxTile = 4096;  // of a block mask
 
 inline void check_dtype(const char* name, const Tensor& tensor, ScalarType expected) {
   check(tensor.scalar_type() == expected, name, ": expected dtype ", dtype_name(expected), ", got ",
@@ -104,7 +105,7 @@ inline void check_shape(const char* name, const Tensor& tensor, std::initializer
 // A tensor that kernels can walk: the given one, or a contiguous copy when its last dimension is strided.
 inline Tensor with_dense_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
 }
 
 inline Rows to_rows(const Tensor& tensor) {
@@ -127,7 +128,8 @@ inline PerHead to_per_head(const char* name, const Tensor& tensor, const Tensor&
   view.data = tensor.data_ptr();
   view.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
   view.head_stride = tensor.size(1) == 1 ? 0 : tensor.stride(1);
-  view.head_divisor = tensor.size(1) == heads ? 1 : tensor.size(1) == kv_heads ? heads / kv_heads : heads > 0 ? heads : 1;
+  view.head_divisor = tensor.size(1) == heads ? 1 : tensor.size(1) == kv_heads ? heads / kv_heads : heads;
+  view.head_divisor = view.head_divisor > 0 ? view.head_divisor : 1;  // H = 0
   return view;
 }
 
@@ -176,6 +178,7 @@ struct MaskArguments {
 // struct.
 struct CheckedAttention {
   Tensor query, key, value;
+  Tensor given_query, given_key, given_value;  // as they came: results and gradients take their stride order
   MaskArguments mask;
   AttentionParams params;
 };
@@ -199,8 +202,9 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
     check_device(name, **tensor, query);
     *tensor = torch::stable::contiguous(**tensor);
   }
-  check(given.bits->dim() == 3 && given.bits->size(1) > 0 && given.bits->size(2) > 0,
-        "bits: expected [slots, tile_q, tile_k/32], got ", shape_text(*given.bits));
+  check(given.bits->dim() == 3 && given.bits->size(1) > 0 && given.bits->size(2) > 0 && given.bits->size(1) <= kMaxTile &&
+            given.bits->size(2) <= kMaxTile / 32,
+        "bits: expected [slots, tile_q, tile_k/32] with tiles up to ", kMaxTile, ", got ", shape_text(*given.bits));
   mask.tile_q = given.bits->size(1);
   mask.tile_k = given.bits->size(2) * 32;
   check(mask.tile_q % 32 == 0, "bits: expected a tile_q that is a multiple of 32, got ", mask.tile_q);
@@ -218,7 +222,7 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
 
 inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, const Tensor& value, MaskArguments given,
                                         bool is_causal, double scale, double softcap, double dropout_p) {
-  CheckedAttention checked{query, key, value, std::move(given), {}};
+  CheckedAttention checked{query, key, value, query, key, value, std::move(given), {}};
   AttentionParams& p = checked.params;
   for (auto [name, tensor] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
     check(tensor->dim() == 4, name, ": expected 4 dimensions [B, heads, S, size], got ", shape_text(*tensor));
@@ -311,7 +315,7 @@ inline CheckedBackward check_backward(const Tensor& grad_out, const std::optiona
                                       const Tensor& out, const Tensor& lse, bool deterministic, bool need_key_bias,
                                       bool need_bias) {
   const AttentionParams p = forward.params;
-  const Tensor query = forward.query;
+  const Tensor query = forward.query, given_query = forward.given_query;
   for (auto [name, tensor] : {std::pair{"grad_out", &grad_out}, {"out", &out}}) {
     check_shape(name, *tensor, {p.batch, p.heads, p.query_length, p.value_dim}, "[B, H, Sq, Dv]");
     check_dtype(name, *tensor, query.scalar_type());
@@ -342,14 +346,14 @@ inline CheckedBackward check_backward(const Tensor& grad_out, const std::optiona
                           with_dense_rows(out),
                           torch::stable::contiguous(lse),
                           dense_grad_lse,
-                          empty_in_order_of(query, p.head_dim),
+                          empty_in_order_of(given_query, p.head_dim),
                           Tensor(),
                           Tensor(),
                           Tensor(),
                           Tensor(),
                           {}};
-  checked.grad_key = empty_in_order_of(checked.forward.key, p.head_dim);
-  checked.grad_value = empty_in_order_of(checked.forward.value, p.value_dim);
+  checked.grad_key = empty_in_order_of(checked.forward.given_key, p.head_dim);
+  checked.grad_value = empty_in_order_of(checked.forward.given_value, p.value_dim);
   checked.grad_key_bias = zeros_like(need_key_bias, checked.forward.mask.key_bias, false);
   checked.grad_bias = zeros_like(need_bias, checked.forward.mask.bias, true);
 

@@ -18,9 +18,11 @@ inline CheckedPack check_pack(const Tensor& mask, int64_t query_length, int64_t 
   for (auto [name, length] : {std::pair{"query_length", query_length}, {"key_length", key_length}}) {
     check(length >= 0 && length <= kMaxLength, name, ": expected 0 <= ", name, " <= ", kMaxLength, ", got ", length);
   }
-  check(block_q > 0 && block_k > 0, "block_q, block_k: expected positive sizes, got ", block_q, ", ", block_k);
+  for (auto [name, block] : {std::pair{"block_q", block_q}, {"block_k", block_k}}) {
+    check(block > 0 && block <= kMaxLength, name, ": expected 0 < ", name, " <= ", kMaxLength, ", got ", block);
+  }
   for (auto [name, tile] : {std::pair{"tile_q", tile_q}, {"tile_k", tile_k}}) {
-    check(tile > 0 && tile % 32 == 0 && tile <= 4096, name, ": expected a multiple of 32 up to 4096, got ", tile);
+    check(tile > 0 && tile % 32 == 0 && tile <= kMaxTile, name, ": expected a multiple of 32 up to ", kMaxTile, ", got ", tile);
   }
   check_shape("mask", mask, {mask.size(0), mask.size(1), ceil_div(query_length, block_q), ceil_div(key_length, block_k)},
               "[B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)]");
@@ -57,7 +59,7 @@ inline Tensor allocate_bits(CheckedPack& checked, const Tensor& tiles, int64_t s
   check_shape("tiles", tiles, {p.batch, p.heads, p.tiles_q, p.tiles_k}, "[B|1, H|Hkv|1, Nq, Nk]");
   check(tiles.is_contiguous(), "tiles: expected the contiguous result of pack_tiles, got a strided view of shape ",
         shape_text(tiles));
-  check(slots >= 0, "slots: expected a number >= 0, got ", slots);
+  check(slots >= 0 && slots <= (int64_t{1} << 31), "slots: expected 0 <= slots <= 2^31, got ", slots);
   Tensor bits = empty_on(checked.mask, {slots, p.tile_q, p.tile_k / 32}, ScalarType::Int);
   p.tiles = static_cast<int32_t*>(tiles.data_ptr());
   p.bits = static_cast<uint32_t*>(bits.data_ptr());

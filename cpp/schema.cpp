@@ -8,7 +8,7 @@
 //   query  [B, H, Sq, D]   key [B, Hkv, Sk, D]   value [B, Hkv, Sk, Dv]   out [B, H, Sq, Dv]   lse [B, H, Sq]
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
-// Ops are functional and positional and take no list: see docs/architecture.md for what each argument means.
+// Ops are functional and positional and take no list: see docs/semantics.md for what each argument means.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(dmattn, m) {

@@ -265,3 +265,14 @@ def test_double_backward_says_it_is_not_there(device, dtype):
     (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="dmattn: gradients of gradients are not implemented"):
         gradient.sum().backward()
+
+
+def test_compiled_gradients_of_inputs_that_had_to_be_copied():
+    def run(q):
+        return dmattn.attention(q, q, q)
+
+    given = torch.randn(2, 10, 4, 8, 2)
+    eager, compiled = (given[..., 0].transpose(1, 2).detach().requires_grad_() for _ in range(2))
+    run(eager).sum().backward()
+    torch.compile(run, fullgraph=True, backend="aot_eager")(compiled).sum().backward()
+    torch.testing.assert_close(compiled.grad, eager.grad)

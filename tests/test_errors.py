@@ -75,7 +75,7 @@ PUBLIC = {
     "interval of lists": (lambda: IntervalMask([0, 1], [2, 3]), TypeError, "start: expected a torch.Tensor, got list"),
     "interval of rank 4": (lambda: IntervalMask(INTS[None, None, None], INTS), ValueError, "start: expected a shape that broadcasts to [B, H|Hkv, Sk], got [1, 1, 1, 12]"),
     "interval of rank 0": (lambda: IntervalMask(INTS[0], INTS), ValueError, "start: expected a shape that broadcasts to [B, H|Hkv, Sk], got []"),
-    "interval ends of other shape": (lambda: IntervalMask(INTS, INTS[:5]), ValueError, "end: expected a shape that broadcasts with start [12], got [5]"),
+    "interval ends of other shape": (lambda: IntervalMask(INTS, INTS[:5]), ValueError, "end: expected a shape that broadcasts with start [1, 1, 12], got [1, 1, 5]"),
     "interval ends elsewhere": (lambda: IntervalMask(INTS, INTS.to("meta")), ValueError, "end: expected device cpu like start, got meta"),
     "block mask for other lengths": (lambda: attend(mask=BlockMask.from_bool(torch.ones(10, 13, dtype=torch.bool))), ValueError, "mask: expected a BlockMask for Sq=10, Sk=12, got one for Sq=10, Sk=13"),
     "block mask for other heads": (lambda: attend(mask=BlockMask.from_bool(torch.ones(3, 10, 12, dtype=torch.bool))), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk] with B=2, H=4, Hkv=2"),
@@ -321,3 +321,53 @@ def test_extreme_intervals_are_only_intervals(extreme):
 def test_at_least_forty_cases_are_pinned():
     assert len(PUBLIC) >= 40
     assert len(DIRECT) >= 40
+
+
+NEW_CASES = {
+    "flag of text": (lambda: attend(is_causal="yes"), TypeError, "is_causal: expected a bool, got str"),
+    "deterministic of text": (lambda: attend(deterministic="x"), TypeError, "deterministic: expected a bool, got str"),
+    "window beyond int32": (lambda: IntervalMask.top_k(torch.rand(1, 1, 4), 2**63), ValueError, "window: expected a positive int up to 2^63 - 1"),
+    "scale beyond floats": (lambda: attend(scale=10**400), ValueError, "scale: expected a finite number"),
+    "scale beyond float32": (lambda: attend(scale=1e39), ValueError, "scale: expected a number of magnitude up to 1e+30"),
+    "softcap too large": (lambda: attend(softcap=1e39), ValueError, "softcap: expected 0 or a number from 1e-30 to 1e+30"),
+    "softcap too small": (lambda: attend(softcap=1e-39), ValueError, "softcap: expected 0 or a number from 1e-30 to 1e+30"),
+    "intervals of other lengths": (lambda: IntervalMask.causal(4) & IntervalMask.causal(5), ValueError, "other: expected a shape that broadcasts with"),
+    "blocks of other lengths": (
+        lambda: BlockMask.from_bool(torch.ones(16, 16, dtype=torch.bool)) & BlockMask.from_bool(torch.ones(20, 20, dtype=torch.bool)),
+        ValueError, "other: expected a mask for (Sq, Sk) = (16, 16), got one for (20, 20)"),
+    "block size of None": (lambda: BlockMask.from_bool(torch.ones(4, 4, dtype=torch.bool), None), TypeError, "block_size: expected a positive int"),
+    "pairs of a tensor": (lambda: dmattn.visible_pairs(torch.ones(4, 4, dtype=torch.bool), 4, 4), TypeError, "mask: expected an IntervalMask"),
+    "pairs of other lengths": (
+        lambda: dmattn.visible_pairs(BlockMask.from_bool(torch.ones(16, 16, dtype=torch.bool)), 32, 32),
+        ValueError, "mask: expected a BlockMask for Sq=32, Sk=32, got one for (16, 16)"),
+    "sdpa of other head size": (
+        lambda: dmattn.scaled_dot_product_attention(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 5), torch.randn(1, 1, 4, 8)),
+        ValueError, "key: expected a last dimension E=3 like query, got 5"),
+    "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
+    "projection elsewhere": (
+        lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
+        ValueError, "dt_proj_weight: expected device cpu like value, got meta"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEW_CASES.values(), ids=NEW_CASES.keys())
+def test_more_public_calls(case):
+    call, kind, message = case
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_ops_refuse_tables_no_tile_could_have():
+    q = torch.randn(1, 1, 40, 8)
+    tiles, rows, columns = (torch.zeros(1, 1, *shape, dtype=torch.int32) for shape in ((3, 2), (3, 3), (2, 4)))
+    for words in (2**59, 2**58):
+        bits = torch.empty(0, dtype=torch.int32).as_strided((0, 32, words), (1, 1, 1))
+        with pytest.raises(RuntimeError, match="bits: expected"):
+            torch.ops.dmattn.forward(
+                q, q, q, None, None, tiles, rows, columns, bits, None, None, None, False, 1.0, 0.0, 0.0, False
+            )
+
+
+def test_select_refuses_a_mix_of_devices():
+    with pytest.raises(RuntimeError, match="expected the device of scores"):
+        torch.ops.dmattn.select(torch.randn(1, 2, 16), torch.zeros(1, 1, 16, dtype=torch.int32, device="meta"), 3, True)

@@ -281,3 +281,17 @@ print(peak() - before - results)
     finished = run_python("-c", program)
     assert finished.returncode == 0, finished.stderr
     assert float(finished.stdout) < 32
+
+
+def test_no_query_heads_over_some_key_heads():
+    q, k = torch.randn(1, 0, 300, 8), torch.randn(1, 2, 300, 8)
+    assert dmattn.dynamic_mask_attention(q, k, k, torch.randn(1, 2, 300), 4).shape == q.shape
+
+
+def test_a_row_that_sees_nothing_is_zero_beside_an_infinite_value():
+    q = torch.randn(1, 1, 16, 8)
+    v = torch.randn(1, 1, 16, 8)
+    v[:, :, -1] = INF
+    mask = torch.ones(16, 16, dtype=torch.bool)
+    mask[3] = False
+    assert not dmattn.attention(q, q, v, mask)[:, :, 3].any()

@@ -11,6 +11,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import ALWAYS, FOREVER, select_interval
 
 
@@ -167,6 +168,7 @@ def key_scores(value: Tensor, dt_proj_weight: Tensor, A: Tensor, dt_proj_bias: T
     if dt_proj_bias is not None:
         expected["dt_proj_bias"] = (checks.tensor("dt_proj_bias", dt_proj_bias), [kv_heads])
     for name, (given, shape) in expected.items():
+        checks.same_device(name, given, value, "value")
         if list(given.shape) != shape:
             raise ValueError(f"{name}: expected shape {shape} for value {checks.shape_of(value)}, got {checks.shape_of(given)}")
     dt = F.linear(value.transpose(1, 2).flatten(2), dt_proj_weight, dt_proj_bias)  # [B, Sk, Hkv]
@@ -186,8 +188,9 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention``, signature and meaning, on dmattn's kernels.
 
     So ``is_causal`` is aligned at the top left, as torch has it, a bool mask hides where it is False, a float mask is added, leading
-    dimensions broadcast, and any head size works (it is padded to a multiple of 8). What no kernel here covers (head sizes beyond 256, a
-    dtype or device without kernels) is passed on to torch's own function.
+    dimensions broadcast, and any head size works (it is padded to a multiple of 8). What no kernel here covers (head sizes beyond 256,
+    lengths beyond 2^20, a dtype or device without kernels, key and value with different head counts, dropout_p = 1) is passed on to torch's
+    own function.
 
     Args:
         query: [..., H, L, E] (or [..., L, E]).
@@ -208,7 +211,11 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask, is_causal: expected at most one of them, got both")
     size, value_size = query.shape[-1], value.shape[-1]
+    if key.shape[-1] != size:
+        raise ValueError(f"key: expected a last dimension E={size} like query, got {key.shape[-1]}")
     supported = query.device.type in checks.DTYPES and query.dtype in checks.DTYPES[query.device.type]
+    supported = supported and max(query.shape[-2], key.shape[-2]) <= checks.MAX_LENGTH and dropout_p != 1
+    supported = supported and not (enable_gqa and key.shape[-3:-2] != value.shape[-3:-2])
     if not supported or max(size, value_size) > checks.MAX_HEAD_DIM or min(size, value_size) == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -302,9 +309,7 @@ def _four_dims(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _fitting(block: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
-    bq, bk = block.block_size
-    fits = -(-block.query_length // bq) == -(-query.shape[2] // bq) and -(-block.key_length // bk) == -(-key.shape[2] // bk)
-    if not fits:
+    if not block.fits(query.shape[2], key.shape[2]):
         raise ValueError(
             f"mask: expected a BlockMask for Sq={query.shape[2]}, Sk={key.shape[2]}, "
             f"got one for Sq={block.query_length}, Sk={block.key_length}"
@@ -360,15 +365,17 @@ def _call(
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Brings biases and options into the op's form and calls it."""
-    scale = query.shape[3] ** -0.5 if scale is None else checks.number("scale", scale)
-    softcap = checks.number("softcap", softcap, low=0.0)
+    checks.flag("is_causal", is_causal)
+    checks.flag("deterministic", deterministic)
+    scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
+    softcap = checks.softcap(softcap)
     dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
     if key_bias is not None:
         key_bias = _key_bias_rows(key_bias, query, key)
     if bias is not None:
         from_bias, bias = _bias_rows(bias, query, key)
         if from_bias is not None:
-            key_bias = from_bias if key_bias is None else _sum_per_head(key_bias, from_bias)
+            key_bias = from_bias if key_bias is None else torch.add(*same_heads(key_bias, from_bias, "bias", "key_bias"))
     if dropout_p > 0:
         dropout_seed = _seed(dropout_seed, query)
     else:
@@ -379,16 +386,6 @@ def _call(
         query, key, value, start, end, *tables, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic
     )
     return (out, lse) if return_lse else out
-
-
-def _sum_per_head(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, both [B|1, H|Hkv|1, Sk], repeating a key head's row for its query heads where needed."""
-    if a.shape[1] != b.shape[1] and 1 not in (a.shape[1], b.shape[1]):
-        if a.shape[1] < b.shape[1]:
-            a = a.repeat_interleave(b.shape[1] // a.shape[1], dim=1)
-        else:
-            b = b.repeat_interleave(a.shape[1] // b.shape[1], dim=1)
-    return a + b
 
 
 def _seed(seed: Tensor | None, query: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Wrong types and dtypes raise TypeError, wrong shapes and values ValueError. The 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 MAX_LENGTH = 1 << 20
 MAX_HEAD_DIM = 256
+MAX_INT = (1 << 63) - 1
+MAX_FACTOR = 1e30  # of scale and softcap: products with it must stay finite in float32
 DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16, torch.float16),
@@ -48,6 +51,14 @@ def positive_int(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a positive int, got {type(value).__name__}")
     if value <= 0:
         raise ValueError(f"{name}: expected a positive int, got {value}")
+    if value > MAX_INT:
+        raise ValueError(f"{name}: expected a positive int up to 2^63 - 1, got {value}")
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    return value
 
 
 def length(name: str, value: object) -> None:
@@ -62,13 +73,31 @@ def number(name: str, value: object, low: float = -math.inf, high: float = math.
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
     if isinstance(value, int | float):
-        inside = -math.inf < value < math.inf and low <= value and (value < high if open_high else value <= high)
+        inside = (
+            -sys.float_info.max <= value <= sys.float_info.max and low <= value and (value < high if open_high else value <= high)
+        )
         if not inside:
             expected = "a finite number" if low == -math.inf else f"a finite number >= {low:g}"
             if high != math.inf:
                 expected = f"{low:g} <= {name} {'<' if open_high else '<='} {high:g}"
             raise ValueError(f"{name}: expected {expected}, got {value}")
     return float(value)
+
+
+def softcap(value: object) -> float:
+    """0 for none, or a cap whose inverse is a normal number in float32, too."""
+    cap = number("softcap", value, low=0.0)
+    if cap > MAX_FACTOR or 0 < cap < 1 / MAX_FACTOR:
+        raise ValueError(f"softcap: expected 0 or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {value}")
+    return cap
+
+
+def scale(value: object) -> float:
+    """A factor under which products stay finite in float32."""
+    factor = number("scale", value)
+    if abs(factor) > MAX_FACTOR:
+        raise ValueError(f"scale: expected a number of magnitude up to {MAX_FACTOR:g}, got {value}")
+    return factor
 
 
 def attention_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -30,8 +30,18 @@ def empty_in_order_of(like: Tensor, width: int) -> Tensor:
     return like.new_empty_strided((*like.shape[:3], width), strides)
 
 
+def check_one_device(op: str, name: str, first: Tensor, *others: object) -> None:
+    """Raises for a mix of devices, as the kernels do: one meta tensor among others is enough to come here."""
+    for given in others:
+        if isinstance(given, Tensor) and given.device != first.device:
+            raise RuntimeError(
+                f"dmattn: {op}: expected the device of {name}, {first.device}, for all tensors, got {given.device}"
+            )
+
+
 @torch.library.register_fake("dmattn::select")
 def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
+    check_one_device("select", "scores", scores, segment_end)
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
@@ -60,16 +70,13 @@ def pack_bits(
     tile_k: int,
     slots: int,
 ) -> Tensor:
+    check_one_device("pack_bits", "mask", mask, tiles)
     return mask.new_empty((slots, tile_q, tile_k // 32), dtype=torch.int32)
 
 
 @torch.library.register_fake("dmattn::forward")
 def forward(query: Tensor, key: Tensor, value: Tensor, *mask_and_options: object) -> tuple[Tensor, Tensor]:
-    for given in (key, value, *mask_and_options):  # one meta tensor among others is enough to come here
-        if isinstance(given, Tensor) and given.device != query.device:
-            raise RuntimeError(
-                f"dmattn: forward: expected the device of query, {query.device}, for all tensors, got {given.device}"
-            )
+    check_one_device("forward", "query", query, key, value, *mask_and_options)
     out = empty_in_order_of(query, value.shape[3])
     return out, query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 
@@ -100,6 +107,8 @@ def backward(
     need_key_bias: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (grad_out, grad_lse, key, value, out, lse, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
+    check_one_device("backward", "query", query, *tensors)
     summed = accumulate_dtype(query.dtype)
     return (
         empty_in_order_of(query, query.shape[3]),

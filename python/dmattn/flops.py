@@ -12,9 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks.heads import repeat_heads
 
-CHUNK = 1 << 22  # block-mask bits are counted a chunk at a time
+CHUNK = 1 << 22  # elements of interval & block that are counted at once
 
 
 def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = False, batch: int = 1, heads: int = 1) -> int:
@@ -25,9 +27,14 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
         Sq: number of queries.
         Sk: number of keys.
         is_causal: also hide later keys.
-        batch: B; a mask with one batch counts B times.
-        heads: H; a mask with Hkv or one head counts for its group.
+        batch: B; a mask with one batch counts B times, one with more sets B.
+        heads: H; a mask with Hkv or one head counts for its group, one with more sets H.
+
+    Raises:
+        TypeError, ValueError: a mask of another type or for other lengths.
     """
+    for name, size in (("Sq", Sq), ("Sk", Sk), ("batch", batch), ("heads", heads)):
+        checks.length(name, size)
     start = end = tiles = bits = None
     if isinstance(mask, IntervalMask):
         start, end = mask.start, mask.end
@@ -35,6 +42,17 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
         tiles, bits = mask.tiles, mask.bits
     elif isinstance(mask, CombinedMask):
         start, end, tiles, bits = mask.interval.start, mask.interval.end, mask.block.tiles, mask.block.bits
+    elif mask is not None:
+        raise TypeError(f"mask: expected an IntervalMask, a BlockMask, interval & block or None, got {type(mask).__name__}")
+    block = mask.block if isinstance(mask, CombinedMask) else mask
+    if isinstance(block, BlockMask) and not block.fits(Sq, Sk):
+        raise ValueError(f"mask: expected a BlockMask for Sq={Sq}, Sk={Sk}, got one for {block.lengths}")
+    tables = [t for t in (start, end, tiles) if t is not None]
+    batch = max([batch, *(t.shape[0] for t in tables)])
+    heads = max([heads, *(t.shape[1] for t in tables)])
+    for t in tables:
+        if t.shape[0] not in (1, batch) or heads % max(1, t.shape[1]):
+            raise ValueError(f"mask: expected [B|1, H|Hkv|1, ..] with B={batch}, H={heads}, got {checks.shape_of(t)}")
     return _pairs(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
 
 
@@ -50,7 +68,7 @@ def _pairs(
         return batch * heads * Sq * Sk
     first, last = _interval_bounds(start, end, is_causal, Sq, Sk)
     count = (last - first).clamp(min=0)
-    return int(count.sum()) * (batch * heads // (count.shape[0] * count.shape[1]))
+    return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
 
 
 def _interval_bounds(start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
@@ -61,8 +79,7 @@ def _interval_bounds(start: Tensor | None, end: Tensor | None, is_causal: bool, 
     last = torch.full_like(keys, Sk) if end is None else end.long().clamp(max=Sk).expand(-1, -1, Sk)
     first = torch.maximum(first, keys) if is_causal else first
     heads = max(first.shape[1], last.shape[1])
-    repeat = lambda t: t if t.shape[1] in (1, heads) else t.repeat_interleave(heads // t.shape[1], 1)  # noqa: E731
-    first, last = torch.broadcast_tensors(repeat(first), repeat(last))
+    first, last = torch.broadcast_tensors(repeat_heads(first, heads), repeat_heads(last, heads))
     return first, last
 
 
@@ -83,8 +100,7 @@ def _pairs_by_element(
     rows = max(1, CHUNK // max(Sk, 1))
     visible = block.to_bool()
     share = max(first.shape[1], visible.shape[1])
-    widen = lambda t: t if t.shape[1] in (1, share) else t.repeat_interleave(share // t.shape[1], 1)  # noqa: E731
-    first, last, visible = widen(first), widen(last), widen(visible)
+    first, last, visible = (repeat_heads(t, share) for t in (first, last, visible))
     for row in range(0, Sq, rows):
         position = torch.arange(row, min(row + rows, Sq), device=tiles.device)[:, None] + (Sk - Sq)
         inside = (first[:, :, None] <= position) & (position < last[:, :, None])

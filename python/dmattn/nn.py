@@ -70,6 +70,9 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         self.window, self.is_causal, self.rope_theta = window, is_causal, rope_theta
+        if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
+            raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
+        checks.flag("is_causal", is_causal)
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
         self.softcap = checks.number("softcap", softcap, low=0.0)
         place: Any = {"device": device, "dtype": dtype}

@@ -19,7 +19,10 @@ def _register(cls: type, leaves: tuple[str, ...], constants: tuple[str, ...]) ->
     hold placeholders. Optional fields that are None are leaves, too."""
 
     def flatten(mask: Any) -> tuple[list[Any], list[Any]]:
-        return [getattr(mask, name) for name in leaves], [getattr(mask, name) for name in constants]
+        context = [getattr(mask, name) for name in constants]
+        return [getattr(mask, name) for name in leaves], [
+            list(c) if isinstance(c, tuple) else c for c in context
+        ]  # as JSON gives it back
 
     def flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
         values, context = flatten(mask)

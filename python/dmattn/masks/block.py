@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.fake import table_size
+from dmattn.masks.heads import same_heads
 
 TILE_PARTIAL = 2  # tiles: 0 empty, 1 full, 2 + slot partial (cpp/params.h)
 
@@ -73,6 +74,11 @@ class BlockMask:
         if table.dim() < 2 or table.dim() > 4:
             raise ValueError(f"table: expected [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], got shape {checks.shape_of(table)}")
         block = _pair(block_size)
+        for axis, size in zip((-2, -1), block, strict=True):
+            if table.shape[axis] * size > checks.MAX_LENGTH + size:
+                raise ValueError(
+                    f"block_size: expected blocks that cover lengths up to {checks.MAX_LENGTH}, got {table.shape[axis]} of {size}"
+                )
         table = table[(None,) * (4 - table.dim())]
         return _pack(table, table.shape[2] * block[0], table.shape[3] * block[1], block, block)
 
@@ -92,13 +98,19 @@ class BlockMask:
 
         ``q`` counts queries from 0, whatever Sk is. B or H None: the mask is the same for all.
         """
-        checks.length("Sq", Sq)
-        checks.length("Sk", Sk)
+        for name, size in (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Sq", Sq), ("Sk", Sk)):
+            checks.length(name, size)
         sizes = (1 if B is None else B, 1 if H is None else H, Sq, Sk)
         index = [
             torch.arange(size, device=device).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(sizes)
         ]
         visible = fn(*index)
+        if isinstance(visible, Tensor) and not all(
+            n in (1, size) for n, size in zip(visible.shape[::-1], sizes[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"fn: expected a result that broadcasts to [B, H, Sq, Sk] = {list(sizes)}, got {checks.shape_of(visible)}"
+            )
         if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
             raise TypeError(f"fn: expected it to return a bool tensor, got {getattr(visible, 'dtype', type(visible).__name__)}")
         return cls.from_bool(visible.expand(sizes), block_size)
@@ -137,15 +149,23 @@ class BlockMask:
             return CombinedMask(other, self)
         if not isinstance(other, BlockMask):
             return NotImplemented
-        query_length, key_length = min(self.query_length, other.query_length), min(self.key_length, other.key_length)
-        a, b = self.to_bool()[:, :, :query_length, :key_length], other.to_bool()[:, :, :query_length, :key_length]
-        if a.shape[1] != b.shape[1] and 1 not in (a.shape[1], b.shape[1]):
-            fewer, more = sorted((a.shape[1], b.shape[1]))
-            a = a.repeat_interleave(more // a.shape[1], 1) if a.shape[1] == fewer else a
-            b = b.repeat_interleave(more // b.shape[1], 1) if b.shape[1] == fewer else b
+        Sq, Sk = (min(m, n) for m, n in zip(self.lengths, other.lengths, strict=True))
+        if not (self.fits(Sq, Sk) and other.fits(Sq, Sk)):
+            raise ValueError(f"other: expected a mask for (Sq, Sk) = {self.lengths}, got one for {other.lengths}")
+        a, b = same_heads(self.cut(Sq, Sk).to_bool(), other.cut(Sq, Sk).to_bool(), "other")
         return BlockMask.from_bool(a & b, (self.bits.shape[1], self.bits.shape[2] * 32))
 
     __rand__ = __and__
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """(query_length, key_length)."""
+        return self.query_length, self.key_length
+
+    def fits(self, Sq: int, Sk: int) -> bool:
+        """Whether the mask can serve these lengths: its own, or shorter ones that end within its last blocks."""
+        lengths = zip(self.lengths, (Sq, Sk), self.block_size, strict=True)
+        return all(-(-own // block) == -(-length // block) for own, length, block in lengths)
 
     def cut(self, Sq: int, Sk: int) -> BlockMask:
         """The mask for the first Sq queries and Sk keys: lengths that end within the last block of ``from_blocks``."""
@@ -172,7 +192,7 @@ class BlockMask:
 
 
 def _pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    pair = (block_size, block_size) if isinstance(block_size, int | torch.SymInt) else tuple(block_size)
+    pair = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(pair) != 2:
         raise ValueError(f"block_size: expected an int or (bq, bk), got {block_size}")
     for size in pair:
@@ -197,11 +217,11 @@ def _slots(tiles: Tensor) -> int:
     """How many partial tiles there are; while tracing or capturing a CUDA graph, where the device cannot be asked: how many there could be."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if torch.compiler.is_compiling() or isinstance(tiles, FakeTensor) or tiles.is_meta:
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(tiles, FakeTensor) or tiles.is_meta:
         return tiles.numel()
     if tiles.is_cuda and torch.cuda.is_current_stream_capturing():
         return tiles.numel()
-    return int((tiles >= TILE_PARTIAL).sum())
+    return max(2, int((tiles >= TILE_PARTIAL).sum()))  # never 0 or 1, sizes on which tracing would specialise
 
 
 def _occupied(tiles: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dmattn.masks.block import BlockMask
+from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import IntervalMask
 
 
@@ -31,10 +32,7 @@ class CombinedMask:
 
     def to_bool(self, Sq: int, Sk: int) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible."""
-        interval, block = self.interval.to_bool(Sq, Sk), self.block.to_bool()[:, :, :Sq, :Sk]
-        heads = max(interval.shape[1], block.shape[1])
-        if interval.shape[1] not in (1, heads):
-            interval = interval.repeat_interleave(heads // interval.shape[1], dim=1)
-        if block.shape[1] not in (1, heads):
-            block = block.repeat_interleave(heads // block.shape[1], dim=1)
+        if not self.block.fits(Sq, Sk):
+            raise ValueError(f"Sq, Sk: expected the block mask's lengths {self.block.lengths}, got {(Sq, Sk)}")
+        interval, block = same_heads(self.interval.to_bool(Sq, Sk), self.block.cut(Sq, Sk).to_bool(), "block")
         return interval & block

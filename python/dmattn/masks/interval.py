@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.masks.heads import same_heads
 
 if TYPE_CHECKING:
     from dmattn.masks.block import BlockMask
@@ -51,15 +52,13 @@ class IntervalMask:
             checks.dtype(name, given, (torch.int32,))
             if given.dim() > 3 or given.dim() < 1:
                 raise ValueError(f"{name}: expected a shape that broadcasts to [B, H|Hkv, Sk], got {checks.shape_of(given)}")
-        checks.same_device("end", self.end, self.start, "start")
         start, end = _with_three_dims(self.start), _with_three_dims(self.end)
-        for axis in (0, 1, 2):
-            a, b = start.shape[axis], end.shape[axis]
-            divides = axis == 1 and min(a, b) > 0 and max(a, b) % min(a, b) == 0
-            if a != b and a != 1 and b != 1 and not divides:
-                raise ValueError(
-                    f"end: expected a shape that broadcasts with start {checks.shape_of(self.start)}, got {checks.shape_of(self.end)}"
-                )
+        same_heads(start, end, "end", "start")
+        if self.segment_end is not None:
+            segment_end = checks.tensor("segment_end", self.segment_end)
+            checks.dtype("segment_end", segment_end, (torch.int32,))
+            if segment_end.dim() != 3 or segment_end.shape[1] != 1:
+                raise ValueError(f"segment_end: expected [B|1, 1, Sk], got shape {checks.shape_of(segment_end)}")
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
 
@@ -178,8 +177,8 @@ class IntervalMask:
     def __and__(self, other: Any) -> Any:
         if not isinstance(other, IntervalMask):
             return NotImplemented
-        start = torch.maximum(*_same_heads(self.start, other.start))
-        end = torch.minimum(*_same_heads(self.end, other.end))
+        start = torch.maximum(*same_heads(self.start, other.start, "other"))
+        end = torch.minimum(*same_heads(self.end, other.end, "other"))
         if self.segment_end is None or other.segment_end is None:
             return IntervalMask(start, end)
         segment_end = torch.minimum(self.segment_end, other.segment_end)
@@ -194,7 +193,7 @@ class IntervalMask:
                 f"Sk: expected the mask's own number of keys {max(self.start.shape[2], self.end.shape[2])}, got {Sk}"
             )
         position = torch.arange(Sk - Sq, Sk, device=self.start.device, dtype=torch.int32)[:, None]
-        start, end = _same_heads(self.start, self.end)
+        start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
         return visible.expand(*visible.shape[:3], Sk)
 
@@ -234,15 +233,6 @@ def _with_three_dims(given: Tensor) -> Tensor:
     return given[(None,) * (3 - given.dim())] if given.dim() < 3 else given
 
 
-def _same_heads(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeats the tensor with fewer heads, as query heads share key heads: H and Hkv, where neither is 1."""
-    if a.shape[1] != b.shape[1] and a.shape[1] != 1 and b.shape[1] != 1:
-        if a.shape[1] < b.shape[1]:
-            return a.repeat_interleave(b.shape[1] // a.shape[1], dim=1), b
-        return a, b.repeat_interleave(a.shape[1] // b.shape[1], dim=1)
-    return a, b
-
-
 def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
@@ -252,7 +242,7 @@ def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) 
             raise ValueError(f"{name}: expected an int or a tensor [B], got shape {checks.shape_of(given)}")
         if checks.values_are_known(given) and bool((given < 0).any()):
             raise ValueError(f"{name}: expected lengths >= 0, got {int(given.min())}")
-        return given.to(torch.int32).reshape(-1, 1, 1)
+        return given.clamp(max=checks.MAX_LENGTH).to(torch.int32).reshape(-1, 1, 1)
     checks.length(name, given)
     return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
 
@@ -281,9 +271,9 @@ def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
         raise ValueError(f"ids: expected [Sk] or [B, Sk] with Sk={Sk}, got shape {checks.shape_of(given)}")
     given = given if given.dim() == 2 else given[None]
     keys = torch.arange(Sk, dtype=torch.int32, device=given.device).expand_as(given)
-    changes = torch.nn.functional.pad(given[:, 1:] != given[:, :-1], (1, 0), value=True)
+    changes = torch.cat([torch.ones_like(given[:, :1], dtype=torch.bool), given[:, 1:] != given[:, :-1]], dim=1)
     start = torch.where(changes, keys, 0).cummax(dim=1).values
     next_change = torch.where(changes, keys, Sk).flip(1).cummin(dim=1).values.flip(1)  # first change at or after each key
-    end = torch.nn.functional.pad(next_change[:, 1:], (0, 1), value=Sk)
+    end = torch.cat([next_change[:, 1:], torch.full_like(next_change[:, :1], Sk)], dim=1)
     end = torch.where(given >= 0, end, 0)
     return start[:, None].to(torch.int32), end[:, None].to(torch.int32)

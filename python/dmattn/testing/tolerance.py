@@ -3,18 +3,18 @@
 With everything in float64 as the truth, a result may be wrong by
 
     2 * (error of the reference run eagerly in the same dtypes, the largest over the tensor)
-    + STORAGE_ULPS    * eps(stored dtype)     * (largest sum of the absolute values of the terms that make an element)
+    + STORAGE_ULPS    * eps(query's dtype)    * (largest element, and root of the sum of squares of what is rounded on the way to it)
     + ARITHMETIC_ULPS * eps(accumulate dtype) * (the same, each term weighted by how sensitive it is to rounding in its logit)
 
-The two sums are the first-order rounding-error bound of the algorithm, evaluated on the case itself: a small tensor whose eager error is
-zero by luck still has an honest allowance, and a large one gains nothing from its size. NaN and infinities must be where the truth, rounded
-to the result's dtype, has them.
+The two roots are the first-order rounding error of the algorithm, with roundings taken as independent, evaluated on the case itself: a small
+tensor whose eager error is zero by luck still has an honest allowance, and a large one gains next to nothing from its size. NaN and
+infinities must be where the truth, rounded to the result's dtype, has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -23,8 +23,10 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.testing.case import AttentionCase, with_rank
 
-STORAGE_ULPS: Final = 2  # four roundings of half an ulp: the result, a weight, a logit's gradient, out as saved for backward
-ARITHMETIC_ULPS: Final = 8  # a product of D terms, exp, a sum over keys: a few roundings each
+STORAGE_ULPS: Final = (
+    2  # half an ulp each for a result, a weight, a logit's gradient, out as saved for backward; a few deviations
+)
+ARITHMETIC_ULPS: Final = 8  # a product of D terms, exp, a sum over keys: a few roundings each, a few deviations
 TRUTH: Final = torch.float64
 
 
@@ -64,62 +66,78 @@ def _run(case: AttentionCase, differentiated: bool, call: Callable[[AttentionCas
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """For each element of a result: the sum of its terms' absolute values, and the same weighted by sensitivity to rounding."""
+    """For each element of a result what half-precision storage and what arithmetic can do to it, in ulps of either."""
 
-    absolute: Tensor
-    sensitive: Tensor
+    storage: Tensor
+    arithmetic: Tensor
 
 
 def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Terms]:
-    """The sums of absolute terms of out, lse and, if asked, all gradients, in float64."""
+    """The roots of the sums of squared terms of out, lse and, if asked, all gradients, in float64."""
     exact = case.to(TRUTH)
     heads, kv_heads = exact.query.shape[1], exact.key.shape[1]
     seen = exact.seen()
     hidden = ~seen.any(dim=2)[..., None]
-    query = exact.query.abs()
+    query = exact.query
     key = reference.per_query_head(exact.key, heads).masked_fill(hidden, 0.0)
-    value = reference.per_query_head(exact.value, heads).masked_fill(hidden, 0.0).abs()
+    value = reference.per_query_head(exact.value, heads).masked_fill(hidden, 0.0)
     scale = abs(query.shape[-1] ** -0.5 if exact.scale is None else exact.scale)
-    logits = (query @ key.abs().transpose(-1, -2)) * scale
+    logits = (query.abs() @ key.abs().transpose(-1, -2)) * scale
     for given, rank in ((exact.key_bias, 3), (exact.bias, 4)):
         if given is not None:
             wide = reference.per_query_head(with_rank(given, rank), heads).abs()
             logits = logits + (wide[:, :, None] if rank == 3 else wide)
 
     _, lse = exact.call_reference()
-    undropped = dataclasses.replace(exact, dropout_p=0.0, value=torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(
-        exact.key.shape[0], kv_heads, -1, -1))  # fmt: skip
-    weights = undropped.call_reference()[0]
+    identity = torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(exact.key.shape[0], kv_heads, -1, -1)
+    weights = dataclasses.replace(exact, dropout_p=0.0, value=identity).call_reference()[0]
     kept = torch.ones_like(weights)
     if exact.dropout_p > 0:
         kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
-    # A logit's error is proportional to its absolute terms; a weight inherits it, and through the normalisation that of its row.
-    weighted = torch.where(weights > 0, weights * logits, 0.0)
-    row = weighted.sum(dim=-1, keepdim=True)
-    underflow = torch.finfo(accumulate_dtype(case.query.dtype)).tiny / torch.finfo(accumulate_dtype(case.query.dtype)).eps
-    sensitivity = torch.where(seen, weights * (1.0 + row) + weighted + underflow, 0.0)
+    out = (weights * kept) @ value
 
-    grad_out, grad_lse = (g.to(TRUTH).abs() for g in exact.incoming_gradients())
-
-    def terms(p: Tensor) -> dict[str, Tensor]:
-        made = {"out": (p * kept) @ value}
-        if not differentiated:
-            return made
-        dp = (grad_out @ value.transpose(-1, -2)) * kept
-        ds = p * (dp + (weights * dp).sum(-1, keepdim=True)) + p * grad_lse[..., None]
-        made["grad_query"] = scale * (ds @ key.abs())
-        made["grad_key"] = _to_kv_heads(scale * (ds.transpose(-1, -2) @ query), kv_heads)
-        made["grad_value"] = _to_kv_heads((p * kept).transpose(-1, -2) @ grad_out, kv_heads)
-        if exact.key_bias is not None:
-            made["grad_key_bias"] = _to_shape(ds.sum(dim=2), exact.key_bias.shape)
-        if exact.bias is not None:
-            made["grad_bias"] = _to_shape(ds, exact.bias.shape)
-        return made
-
-    absolute, sensitive = terms(weights), terms(sensitivity)
+    # A logit is wrong in proportion to its absolute terms, a weight as its logit, and all weights of a row as their sum.
+    logits = torch.where(weights > 0, logits, 0.0)
+    row = (weights * logits).square().sum(dim=-1, keepdim=True).sqrt()
+    summed = torch.finfo(accumulate_dtype(case.query.dtype))
+    wrong_weights = torch.where(seen, weights * (1.0 + logits + row) + summed.tiny / summed.eps, 0.0)
+    out_storage, out_arithmetic = _rss(weights * kept, value), _rss(wrong_weights * kept, value) + row * out.abs()
     finite_lse = torch.where(torch.isfinite(lse), lse, 0.0).abs()
-    absolute["lse"], sensitive["lse"] = finite_lse, finite_lse + 1.0 + row[..., 0]
-    return {name: Terms(absolute[name], sensitive[name]) for name in absolute}
+    terms = {"out": Terms(out_storage, out_arithmetic), "lse": Terms(finite_lse, finite_lse + 1.0 + row[..., 0])}
+    if not differentiated:
+        return terms
+
+    grad_out, grad_lse = (g.to(TRUTH) for g in exact.incoming_gradients())
+    dp = (grad_out @ value.transpose(-1, -2)) * kept
+    delta = (grad_out * out).sum(-1, keepdim=True) - grad_lse[..., None]
+    ds = weights * (dp - delta)
+    wrong_dp = _rss(grad_out, value.transpose(-1, -2)) * kept
+    wrong_ds = wrong_weights * (dp - delta).abs() + weights * wrong_dp
+    # delta is wrong for a whole row at once: out is rounded when it is saved, and computed with rounding
+    wrong_delta = {
+        "storage": (grad_out * out).square().sum(-1, keepdim=True).sqrt(),
+        "arithmetic": (grad_out * out_arithmetic).square().sum(-1, keepdim=True).sqrt() + delta.abs(),
+    }
+    made: dict[str, dict[str, Tensor]] = {}
+    for kind, p, s in (("storage", weights, ds), ("arithmetic", wrong_weights, wrong_ds)):
+        common = weights * wrong_delta[kind]
+        made[kind] = {
+            "grad_query": scale * (_rss(s, key) + common @ key.abs() + row * (ds @ key).abs()),
+            "grad_key": scale * _to_kv_heads(_rss(s.transpose(-1, -2), query) + _rss(common.transpose(-1, -2), query), kv_heads),
+            "grad_value": _to_kv_heads(_rss((p * kept).transpose(-1, -2), grad_out), kv_heads),
+        }
+        if exact.key_bias is not None:
+            shape = (*with_rank(exact.key_bias, 3).shape[:2], 1, exact.key_bias.shape[-1])
+            made[kind]["grad_key_bias"] = (_to_shape(s, shape) + _to_shape(common, shape)).reshape(exact.key_bias.shape)
+        if exact.bias is not None:
+            by_row = common.sum(-1, keepdim=True) if exact.bias.shape[-1] == 1 else common
+            made[kind]["grad_bias"] = _to_shape(s, exact.bias.shape) + _to_shape(by_row, exact.bias.shape)
+    return terms | {name: Terms(made["storage"][name], made["arithmetic"][name]) for name in made["storage"]}
+
+
+def _rss(a: Tensor, b: Tensor) -> Tensor:
+    """Root of the sum of squares of the products that a @ b sums."""
+    return (a.square() @ b.square()).sqrt()
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,10 +166,11 @@ def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Ter
         )
     comparable = finite & torch.isfinite(eager)
     eager_error = _largest(torch.where(comparable, eager.to(TRUTH) - truth, 0.0).abs())
+    size = _largest(torch.where(finite, truth, 0.0).abs())
     allowed = (
         2 * eager_error
-        + STORAGE_ULPS * (stored.eps * _largest(terms.absolute) + stored.tiny * stored.eps)
-        + ARITHMETIC_ULPS * (summed.eps * _largest(terms.sensitive) + summed.tiny)
+        + STORAGE_ULPS * stored.eps * (_largest(terms.storage) + size + stored.tiny)
+        + ARITHMETIC_ULPS * (summed.eps * (_largest(terms.arithmetic) + size) + summed.tiny)
     )
     error = torch.where(finite, given - truth, 0.0).abs()
     if _largest(error) > allowed:
@@ -167,15 +186,17 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _to_kv_heads(given: Tensor, kv_heads: int) -> Tensor:
-    return given.unflatten(1, (kv_heads, -1)).sum(dim=2) if kv_heads else given
+    """Independent errors of the query heads of a group add up to their key head's."""
+    return given.unflatten(1, (kv_heads, -1)).square().sum(dim=2).sqrt() if kv_heads else given
 
 
-def _to_shape(given: Tensor, shape: torch.Size) -> Tensor:
-    """Sums a [B, H, ...] tensor over what was broadcast from ``shape``; query heads of a group add up to their key head."""
+def _to_shape(given: Tensor, shape: Sequence[int]) -> Tensor:
+    """Independent errors of a [B, H, ...] tensor, added up over what was broadcast from ``shape``."""
     wanted = (1,) * (given.dim() - len(shape)) + tuple(shape)
+    squares = given.square()
     for axis, size in enumerate(wanted):
-        if size == 1 and given.shape[axis] != 1:
-            given = given.sum(dim=axis, keepdim=True)
-    if wanted[1] != given.shape[1]:
-        given = _to_kv_heads(given, wanted[1])
-    return given.reshape(shape)
+        if size == 1 and squares.shape[axis] != 1:
+            squares = squares.sum(dim=axis, keepdim=True)
+    if wanted[1] != squares.shape[1]:
+        squares = squares.unflatten(1, (wanted[1], -1)).sum(dim=2)
+    return squares.sqrt().reshape(tuple(shape))
