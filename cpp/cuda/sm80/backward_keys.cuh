@@ -258,11 +258,6 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         if (has_chunk && kShape.stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
 
         // Scores and their gradients, to shared memory.
-        float x[kM][kN][4], y[kM][kN][4];
-        clear(x);
-        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
-        clear(y);
-        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
         float lse2[kM][2], delta[kM][2];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
@@ -272,13 +267,20 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
             delta[m][r] = shared.delta[turn][warp_row + 16 * m + 8 * r + lane / 4];
           }
         }
+        float x[kM][kN][4], y[kM][kN][4];
+        clear(x);
+        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
+        to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
+        if (kVariant != Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        clear(y);
+        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
         ColumnSums<kN> sums;
         to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
                                   warp_column + lane % 4 * 2, [&](int column) { return stage.index[column]; });
         if (kVariant == Variant::kGeneral && call.grad_key_bias.data) {
           sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
         }
-        put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        if (kVariant == Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
         put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
         __syncthreads();
 
