@@ -203,7 +203,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       }
       __syncthreads();
       if (thread < kShape.keys) {
-        const Span span = is_live ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key) : Span::empty();
+        const int key = shared.stage[0].index[thread];
+        const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
         const bool sees = span.first < span.last;
         const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
         for (auto& stage : shared.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
@@ -324,10 +325,11 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         turn ^= 1;
       }
       __syncthreads();
-      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys && is_live) {
+      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys) {
+        const int key = shared.stage[0].index[thread];
         float sum = 0.0f;
         for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.column_sums[row][thread];
-        atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+        if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
       }
     }
 
@@ -339,7 +341,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
     const int2 to = pair_of(item);
     const auto store = [&](const void* from, const Rows& rows, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
-        const int at = is_gathered ? shared.stage[0].index[r] : first_key + r;
+        const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
+        const int at = is_gathered ? shared.stage[0].index[r] : in_order;
         return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
       });
     };

@@ -79,24 +79,21 @@ struct Fragment {
   }
 };
 
-// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the steps before it compute, because
-// with two warps per scheduler nothing else hides the latency of ldmatrix. Narrow products, which have registers to spare, look two ahead.
-template <int kN>
-inline constexpr int kAhead = kN <= 4 ? 2 : 1;
+// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it computes, because
+// with two warps per scheduler nothing else hides the latency of ldmatrix.
 
 // d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
 template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
 __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b) {
-  constexpr int kPairs = kN / 2, kLoads = kAhead<kN>, kTotal = kSteps * kPairs;
-  uint32_t fa[2][kM][4], fb[kLoads + 1][4];
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
+  uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
   for (int m = 0; m < kM; ++m) load_matrix(fa[0][m], a.step(16 * m, 0));
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) load_matrix(fb[i], b.step(i % kPairs * 16, i / kPairs * 2));
+  load_matrix(fb[0], b.step(0, 0));
 #pragma unroll
   for (int i = 0; i < kTotal; ++i) {
-    const int k = i / kPairs, n = i % kPairs * 2, next = i + kLoads, at = i % (kLoads + 1);
-    if (next < kTotal) load_matrix(fb[next % (kLoads + 1)], b.step(next % kPairs * 16, next / kPairs * 2));
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix(fb[next % 2], b.step(next % kPairs * 16, next / kPairs * 2));
     if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) load_matrix(fa[(k + 1) & 1][m], a.step(16 * m, 2 * (k + 1)));
@@ -112,16 +109,15 @@ __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment
 // d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
 template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA>
 __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b) {
-  constexpr int kPairs = kN / 2, kLoads = kAhead<kN>, kTotal = kSteps * kPairs;
-  uint32_t fa[2][kM][4], fb[kLoads + 1][4];
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
+  uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
   for (int m = 0; m < kM; ++m) get_a(0, m, fa[0][m]);
-#pragma unroll
-  for (int i = 0; i < kLoads; ++i) load_matrix_transposed(fb[i], b.step(i / kPairs * 16, i % kPairs * 2));
+  load_matrix_transposed(fb[0], b.step(0, 0));
 #pragma unroll
   for (int i = 0; i < kTotal; ++i) {
-    const int k = i / kPairs, n = i % kPairs * 2, next = i + kLoads, at = i % (kLoads + 1);
-    if (next < kTotal) load_matrix_transposed(fb[next % (kLoads + 1)], b.step(next / kPairs * 16, next % kPairs * 2));
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix_transposed(fb[next % 2], b.step(next / kPairs * 16, next % kPairs * 2));
     if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) get_a(k + 1, m, fa[(k + 1) & 1][m]);
