@@ -37,37 +37,53 @@ struct ColumnSums {
   }
 };
 
-// `row` and `column` are those of the thread's first element in the block; lse2 and delta belong to its rows.
+// Products to probabilities, except in the general variant, whose gradients need the products: there to_gradients does both. Apart, so that
+// exponentials run beside the second product. `row` and `column` are those of the thread's first element in the block; lse2 and delta
+// belong to its rows.
+template <Variant kVariant, int kM, int kN, class Stage>
+__device__ __forceinline__ void to_probabilities(float (&x)[kM][kN][4], const float (&lse2)[kM][2], const BackwardCall& call,
+                                                 const Stage& stage, const Chunk& chunk, int first_query, int row, int column) {
+  if constexpr (kVariant == Variant::kGeneral) return;
+  const int low = first_query + static_cast<int>(call.b.forward.key_length - call.b.forward.query_length);
+  if (chunk.needs_test) hide(x, stage, chunk, row, column, low);
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    float key_bias[2] = {0.0f, 0.0f};
+    if constexpr (kVariant == Variant::kGathered) {
+      key_bias[0] = stage.key_bias[column + 8 * n] * kLog2e;
+      key_bias[1] = stage.key_bias[column + 8 * n + 1] * kLog2e;
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float shift = kVariant == Variant::kGathered ? key_bias[e % 2] - lse2[m][e / 2] : -lse2[m][e / 2];
+        x[m][n][e] = exp2_approx(fmaf(x[m][n][e], call.scale_2, shift));
+      }
+    }
+  }
+}
+
 template <class T, Variant kVariant, int kM, int kN, class Stage, class KeyOf>
 __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse2)[kM][2],
                                              const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call, int batch,
                                              int head, const Stage& stage, const Chunk& chunk, int first_query, int row, int column,
                                              KeyOf key_of) {
   const AttentionParams& p = call.b.forward;
-  const int low = first_query + static_cast<int>(p.key_length - p.query_length);
   if constexpr (kVariant != Variant::kGeneral) {
-    const float to_base_2 = call.scale_2;
-    if (chunk.needs_test) hide(x, stage, chunk, row, column, low);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      float key_bias[2] = {0.0f, 0.0f};
-      if constexpr (kVariant == Variant::kGathered) {
-        key_bias[0] = stage.key_bias[column + 8 * n] * kLog2e;
-        key_bias[1] = stage.key_bias[column + 8 * n + 1] * kLog2e;
-      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int r = e / 2;
-          const float shift = kVariant == Variant::kGathered ? key_bias[e % 2] - lse2[m][r] : -lse2[m][r];
-          x[m][n][e] = exp2_approx(fmaf(x[m][n][e], to_base_2, shift));
-          y[m][n][e] = x[m][n][e] * (y[m][n][e] - delta[m][r]);
+          y[m][n][e] = x[m][n][e] * (y[m][n][e] - delta[m][e / 2]);
           if constexpr (kVariant == Variant::kGathered) sums.sum[n][e % 2] += y[m][n][e];
         }
       }
     }
   } else {
+    const int low = first_query + static_cast<int>(p.key_length - p.query_length);
     const LogitTerms<T> terms(p, batch, head);
     const Dropout dropout(p, batch, head);
     const int query_length = static_cast<int>(p.query_length), key_length = static_cast<int>(p.key_length);

@@ -203,7 +203,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       }
       __syncthreads();
       if (thread < kShape.keys) {
-        const Span span = is_live ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key) : Span::empty();
+        const int key = shared.stage[0].index[thread];
+        const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
         const bool sees = span.first < span.last;
         const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
         for (auto& stage : shared.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
@@ -258,11 +259,6 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         if (has_chunk && kShape.stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
 
         // Scores and their gradients, to shared memory.
-        float x[kM][kN][4], y[kM][kN][4];
-        clear(x);
-        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
-        clear(y);
-        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
         float lse2[kM][2], delta[kM][2];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
@@ -272,13 +268,20 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
             delta[m][r] = shared.delta[turn][warp_row + 16 * m + 8 * r + lane / 4];
           }
         }
+        float x[kM][kN][4], y[kM][kN][4];
+        clear(x);
+        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
+        to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
+        if (kVariant != Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        clear(y);
+        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
         ColumnSums<kN> sums;
         to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
                                   warp_column + lane % 4 * 2, [&](int column) { return stage.index[column]; });
         if (kVariant == Variant::kGeneral && call.grad_key_bias.data) {
           sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
         }
-        put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        if (kVariant == Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
         put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
         __syncthreads();
 
@@ -322,10 +325,11 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         turn ^= 1;
       }
       __syncthreads();
-      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys && is_live) {
+      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys) {
+        const int key = shared.stage[0].index[thread];
         float sum = 0.0f;
         for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.column_sums[row][thread];
-        atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+        if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
       }
     }
 
@@ -337,7 +341,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
     const int2 to = pair_of(item);
     const auto store = [&](const void* from, const Rows& rows, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
-        const int at = is_gathered ? shared.stage[0].index[r] : first_key + r;
+        const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
+        const int at = is_gathered ? shared.stage[0].index[r] : in_order;
         return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
       });
     };

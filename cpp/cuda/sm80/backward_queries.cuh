@@ -97,6 +97,8 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
     float x[kM][kN][4], y[kM][kN][4];
     clear(x);
     multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
+    to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
+    if (kVariant != Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
     clear(y);
     multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
     ColumnSums<kN> sums;
@@ -108,7 +110,7 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
         if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
       });
     }
-    put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    if (kVariant == Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
     put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
 

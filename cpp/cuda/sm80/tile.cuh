@@ -85,23 +85,23 @@ struct Fragment {
 // d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
 template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
 __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b) {
-  constexpr int kPairs = kN / 2;
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
   uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
   for (int m = 0; m < kM; ++m) load_matrix(fa[0][m], a.step(16 * m, 0));
   load_matrix(fb[0], b.step(0, 0));
 #pragma unroll
-  for (int i = 0; i < kSteps * kPairs; ++i) {
-    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1;
-    if (next < kSteps * kPairs) load_matrix(fb[next & 1], b.step(next % kPairs * 16, next / kPairs * 2));
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix(fb[next % 2], b.step(next % kPairs * 16, next / kPairs * 2));
     if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) load_matrix(fa[(k + 1) & 1][m], a.step(16 * m, 2 * (k + 1)));
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      Element<T>::mma(d[m][n], fa[k & 1][m], fb[i & 1][0], fb[i & 1][1]);
-      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[i & 1][2], fb[i & 1][3]);
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
     }
   }
 }
@@ -109,23 +109,23 @@ __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment
 // d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
 template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA>
 __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b) {
-  constexpr int kPairs = kN / 2;
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
   uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
   for (int m = 0; m < kM; ++m) get_a(0, m, fa[0][m]);
   load_matrix_transposed(fb[0], b.step(0, 0));
 #pragma unroll
-  for (int i = 0; i < kSteps * kPairs; ++i) {
-    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1;
-    if (next < kSteps * kPairs) load_matrix_transposed(fb[next & 1], b.step(next / kPairs * 16, next % kPairs * 2));
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix_transposed(fb[next % 2], b.step(next / kPairs * 16, next % kPairs * 2));
     if (n == 0 && k + 1 < kSteps) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) get_a(k + 1, m, fa[(k + 1) & 1][m]);
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      Element<T>::mma(d[m][n], fa[k & 1][m], fb[i & 1][0], fb[i & 1][1]);
-      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[i & 1][2], fb[i & 1][3]);
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
     }
   }
 }
