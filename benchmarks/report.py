@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-COLUMNS = ("length, mask", "forward", "SDPA", "faster", "backward", "SDPA", "faster", "selection alone", "extra memory")
+COLUMNS = ("length, mask", "forward", "peer", "faster", "backward", "peer", "faster", "selection alone", "extra memory")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -21,13 +21,17 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["case"],
         duration(m["forward"]),
         duration(m["peer_forward"]),
-        f"{m['peer_forward'] / m['forward']:.1f}x",
+        ratio(m["peer_forward"] / m["forward"]),
         duration(m["backward"]),
         duration(m["peer_backward"]),
-        f"{m['peer_backward'] / m['backward']:.1f}x",
+        ratio(m["peer_backward"] / m["backward"]),
         duration(m["select"]) if "select" in m else "-",
         "-" if extra is None else f"{extra:.1f} MB",
     ]
+
+
+def ratio(times: float) -> str:
+    return f"{times:.2f}x" if times < 10 else f"{times:.1f}x"
 
 
 def duration(seconds: float) -> str:
@@ -42,10 +46,11 @@ def caption(result: dict[str, Any]) -> str:
     hardware = hardware or f"{about['cpu']}, {about['threads']} threads, {about['instructions']}"
     first = result["rows"][0]
     shape = f"B={first['batch']}, H={first['heads']}, Hkv={first['kv_heads']}, D={first['head_dim']}, {first['dtype']}"
+    peers = ", ".join(sorted({f"`{row['peer']}`" for row in result["rows"]}))
     changed = " with uncommitted changes" if result["uncommitted_changes"] else ""
     return (
         f"{shape}; {hardware}; torch {result['torch']}; commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}; "
-        f"median of {result['repeats']}, by turns with `{result['peer']}`."
+        f"median of {result['repeats']}, by turns with the peer: {peers}."
     )
 
 

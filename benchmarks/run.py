@@ -16,7 +16,7 @@ from typing import Any
 
 import dmattn
 import torch
-from cases import PEER, QUICK_LENGTHS, TABLES, Case
+from cases import QUICK_LENGTHS, TABLES, Case
 from measure import WrongResultError, extra_memory, gate, median, times
 from report import console_table
 
@@ -48,6 +48,7 @@ def main() -> None:
         samples = times(case, table.device, repeats)
         row = {
             "case": case.name,
+            "peer": case.peer,
             **dataclasses.asdict(case),
             "medians": {k: median(v) for k, v in samples.items()},
             "samples": samples,
@@ -56,7 +57,7 @@ def main() -> None:
             row["extra_bytes"] = extra_memory(case, table.device, options.threads)
         rows.append(row)
 
-    result = {**provenance(table.device), "table": options.table, "peer": PEER, "quick": options.quick, "repeats": repeats, "load": busy,
+    result = {**provenance(table.device), "table": options.table, "quick": options.quick, "repeats": repeats, "load": busy,
               "rows": rows}  # fmt: skip
     print("\n" + console_table(result))
     folder = options.output or (None if options.quick else HERE / "results")
@@ -93,7 +94,7 @@ def provenance(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dmattn": dmattn.__version__,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": os.environ.get("DMATTN_COMMIT") or git("rev-parse", "HEAD"),  # for a machine that has the files but not git
         "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", ":/cpp", ":/python", ":/benchmarks")),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
