@@ -1,7 +1,7 @@
 // The border between the attention host files and every kernel family: plain structs and launch functions, no torch.
 //
-// A call is planned once (launch_plan: which keys does anybody see?), then a family runs it. The plan has no list per query tile and so no
-// bound that could overflow: kernels walk the live keys of a head block by block and skip blocks by their summaries.
+// A call is planned once (launch_plan: which keys does anybody see?), then a family runs it. The plan has no list per query tile
+// and so no bound that could overflow: kernels walk the live keys of a head block by block and skip blocks by their summaries.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,14 +37,16 @@ struct BackwardCall {
   BackwardParams b;
   Plan plan;
   float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
-  float* lse2 = nullptr;   // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
-  float* delta = nullptr;  // [B, H, padded_queries]: <dout, out> - dlse
-  int64_t padded_queries = 0;   // Sq rounded up to kQueryPadding
-  PerHead grad_key_bias;   // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
-  PerHead grad_bias;       // float [B|1, H|Hkv|1, Sq, Sk]
+  float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
+  float* delta = nullptr;              // [B, H, padded_queries]: <dout, out> - dlse
+  int64_t padded_queries = 0;          // Sq rounded up to kQueryPadding
+  PerHead grad_key_bias;               // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
+  PerHead grad_bias;                   // float [B|1, H|Hkv|1, Sq, Sk]
   float* query_sums = nullptr;  // [B, H, Sq, D]: fp32 grad_query of the key-major kernel, zeroed; null: not accumulated there
-  float* key_sums = nullptr;    // [B, Hkv, Sk, D + Dv]: fp32 grad_key | grad_value of the query-major kernel; null: not accumulated there
-  // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in turn.
+  float* key_sums =
+      nullptr;  // [B, Hkv, Sk, D + Dv]: fp32 grad_key | grad_value of the query-major kernel; null: not accumulated there
+  // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
+  // turn.
   int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
 };
 

@@ -1,6 +1,8 @@
-// What the two attention host files share: what CUDA takes, rows that 16-byte copies can read, the plan of a call, the family that runs it.
+// What the two attention host files share: what CUDA takes, rows that 16-byte copies can read, the plan of a call, the family
+// that runs it.
 //
-// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied: a view that starts at an odd element is rare.
+// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied: a view that starts at an odd element is
+// rare.
 #pragma once
 
 #include <cstdlib>
@@ -19,8 +21,8 @@ inline void check_cuda_support(const AttentionParams& p) {
         "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",
         p.dtype == DType::kFloat32 ? "float32" : "float64");
   if (p.mask.tiles.data) {
-    check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0, "bits: expected tile sizes that are multiples of 128 on CUDA, got ",
-          p.mask.tile_q, " x ", p.mask.tile_k);
+    check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0,
+          "bits: expected tile sizes that are multiples of 128 on CUDA, got ", p.mask.tile_q, " x ", p.mask.tile_k);
   }
 }
 
@@ -28,7 +30,8 @@ inline void check_cuda_support(const AttentionParams& p) {
 inline void check_family() {
   const char* const wanted = std::getenv("DMATTN_FAMILY");
   const std::string_view name = wanted ? wanted : "auto";
-  check(name == "auto" || name == "sm80" || name.empty(), "DMATTN_FAMILY: expected auto or sm80, which this build has, got ", name);
+  check(name == "auto" || name == "sm80" || name.empty(), "DMATTN_FAMILY: expected auto or sm80, which this build has, got ",
+        name);
 }
 
 // Reads as rows of 16-byte pieces: the given tensor, or a copy of it.
@@ -46,7 +49,8 @@ inline void align_inputs(CheckedAttention& checked) {
   checked.value = with_aligned_rows(checked.value), p.value = to_rows(checked.value);
 }
 
-// A plan and the memory it lies in. Without intervals, or with a block mask that names the tiles, there is none: keys come in order.
+// A plan and the memory it lies in. Without intervals, or with a block mask that names the tiles, there is none: keys come in
+// order.
 struct OwnedPlan {
   std::optional<Tensor> memory;
   Plan plan;
@@ -77,7 +81,8 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
 
 // A launch by a family: a miss says what was compiled.
 inline void check_launch(cudaError_t status, const AttentionParams& p) {
-  check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim, "; compiled: ", sm80::compiled());
+  check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
+        "; compiled: ", sm80::compiled());
   check_cuda(status, "attention kernel");
 }
 

@@ -1,7 +1,7 @@
 // Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
 //
-// The one surprise is the choice: without a mask the key-major kernel adds up grad_query in fp32; with live keys gathered or a block mask the
-// query-major kernel adds up rows of grad_key and grad_value; deterministic runs both, each without its adds.
+// The one surprise is the choice: without a mask the key-major kernel adds up grad_query in fp32; with live keys gathered or a
+// block mask the query-major kernel adds up rows of grad_key and grad_value; deterministic runs both, each without its adds.
 #include "attention_plan.h"
 
 namespace dmattn::cuda {
@@ -30,15 +30,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
     std::optional<Tensor> rows, std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-    std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap, double dropout_p,
-    bool deterministic, bool need_key_bias, bool need_bias) {
+    std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap,
+    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias) {
   const Device device(query);
   const cudaStream_t stream = device.stream();
-  CheckedBackward checked = check_backward(
-      grad_out, grad_lse,
-      check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
-                      softcap, dropout_p),
-      out, lse, deterministic, need_key_bias, need_bias);
+  CheckedBackward checked =
+      check_backward(grad_out, grad_lse,
+                     check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
+                                     is_causal, scale, softcap, dropout_p),
+                     out, lse, deterministic, need_key_bias, need_bias);
   BackwardCall call;
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
@@ -47,7 +47,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   const auto results = [&] {
     return std::tuple{checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
   };
-  if (p.batch * p.heads * (p.query_length + p.key_length) == 0) return results();
+  if (p.batch * p.heads * (p.query_length + p.key_length) == 0) {  // nothing to add up, but H = 0 leaves keys with zero gradients
+    for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value}) torch::stable::zero_(*grad);
+    return results();
+  }
 
   // Rows that 16-byte copies can read.
   align_inputs(checked.forward);
@@ -76,7 +79,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     by_queries.grad_key_bias = by_queries.grad_bias = {};
     take_in_turn(by_keys, call.grad_key_bias);
     take_in_turn(by_keys, call.grad_bias);
-    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken in turn.
+    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
+    // in turn.
     const bool is_in_turn = by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.plan.batches * call.plan.heads > 1;
     if (is_in_turn || call.plan.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.plan = {};
     check_launch(sm80::key_major(by_keys, room, stream), p);

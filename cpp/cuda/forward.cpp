@@ -7,11 +7,12 @@ namespace {
 std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                                       std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
                                       std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-                                      std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
-                                      double softcap, double dropout_p, bool /*deterministic: for backward*/) {
+                                      std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal,
+                                      double scale, double softcap, double dropout_p, bool /*deterministic: for backward*/) {
   const Device device(query);
-  CheckedForward checked = check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
-                                         is_causal, scale, softcap, dropout_p);
+  CheckedForward checked =
+      check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
+                    softcap, dropout_p);
   AttentionParams& p = checked.inputs.params;
   check_cuda_support(p);
   check_family();

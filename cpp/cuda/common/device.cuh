@@ -1,7 +1,7 @@
 // The instructions every family shares: 16-byte asynchronous copies, ldmatrix, mma.sync, fp32 adds to global memory, conversions.
 //
-// The one surprise is that a copy with a false predicate still writes: it fills its 16 bytes with zeros, which is how padding, ragged
-// lengths and keys nobody sees get into a tile.
+// The one surprise is that a copy with a false predicate still writes: it fills its 16 bytes with zeros, which is how padding,
+// ragged lengths and keys nobody sees get into a tile.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,12 +47,16 @@ __device__ __forceinline__ void copy_async_wait() {
 
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
 }
 
 __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
 }
 
 // 16-bit element types: how to convert, pack and multiply them.
@@ -72,7 +76,8 @@ struct Element<__nv_bfloat16> {
   // d += a * b, a 16 x 16 row-major, b 16 x 8 column-major, d 16 x 8
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 };
 
@@ -82,23 +87,27 @@ struct Element<__half> {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-  static __device__ __forceinline__ float2 unpack(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
   static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
   static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
 };
 
 // to[0..3] += x if wanted: one vector reduction where the chip has it, and never a branch, so that it can hide behind a product.
 __device__ __forceinline__ void add_4(float* to, bool wanted, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }"
-               ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "f"(x0),
+               "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
 #else
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.f32 [%0], %1; @p red.global.add.f32 [%0 + 4], %2; "
-               "@p red.global.add.f32 [%0 + 8], %3; @p red.global.add.f32 [%0 + 12], %4; }"
-               ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.f32 [%0], %1; @p red.global.add.f32 [%0 + 4], %2; "
+      "@p red.global.add.f32 [%0 + 8], %3; @p red.global.add.f32 [%0 + 12], %4; }" ::"l"(to),
+      "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
 #endif
 }
 

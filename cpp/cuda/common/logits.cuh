@@ -1,6 +1,8 @@
-// From a product <q, k> to a logit, and what dropout keeps: the element-wise terms of DESIGN's formula, shared by forward and backward.
+// From a product <q, k> to a logit, and what dropout keeps: the element-wise terms of DESIGN's formula, shared by forward and
+// backward.
 //
-// The one surprise is tanh: the hardware's approximation is worse than bfloat16 deserves, so it is made of an exponential and a division.
+// The one surprise is tanh: the hardware's approximation is worse than bfloat16 deserves, so it is made of an exponential and a
+// division.
 #pragma once
 
 #include "device.cuh"
@@ -20,9 +22,13 @@ struct LogitTerms {
   int key_length;
 
   __device__ __forceinline__ LogitTerms(const AttentionParams& p, int batch, int head)
-      : scale(static_cast<float>(p.scale)), softcap(static_cast<float>(p.softcap)),
-        inverse_softcap(softcap > 0.0f ? 1.0f / softcap : 0.0f), bias(nullptr), bias_row_stride(p.bias_row_stride),
-        bias_is_float(p.bias_dtype == DType::kFloat32), key_length(static_cast<int>(p.key_length)) {
+      : scale(static_cast<float>(p.scale)),
+        softcap(static_cast<float>(p.softcap)),
+        inverse_softcap(softcap > 0.0f ? 1.0f / softcap : 0.0f),
+        bias(nullptr),
+        bias_row_stride(p.bias_row_stride),
+        bias_is_float(p.bias_dtype == DType::kFloat32),
+        key_length(static_cast<int>(p.key_length)) {
     if (!p.bias.data) return;
     if (bias_is_float) {
       bias = row_of<const float>(p.bias, batch, head);
@@ -54,12 +60,15 @@ struct Dropout {
   float keep_scale;  // 1 / (1 - p)
 
   __device__ __forceinline__ Dropout(const AttentionParams& p, int batch, int head)
-      : seed(p.dropout_seed ? static_cast<uint64_t>(*p.dropout_seed) : 0), batch_head(static_cast<uint32_t>(batch * p.heads + head)),
+      : seed(p.dropout_seed ? static_cast<uint64_t>(*p.dropout_seed) : 0),
+        batch_head(static_cast<uint32_t>(batch * p.heads + head)),
         threshold(p.dropout_seed ? dropout_threshold(p.dropout_p) : 0),
         keep_scale(p.dropout_seed ? static_cast<float>(1.0 / (1.0 - p.dropout_p)) : 1.0f) {}
 
   __device__ __forceinline__ bool is_on() const { return threshold != 0; }
-  __device__ __forceinline__ uint32_t row_key(int query) const { return dropout_row_key(seed, batch_head, static_cast<uint32_t>(query)); }
+  __device__ __forceinline__ uint32_t row_key(int query) const {
+    return dropout_row_key(seed, batch_head, static_cast<uint32_t>(query));
+  }
 };
 
 }  // namespace dmattn::cuda

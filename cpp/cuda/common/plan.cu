@@ -1,7 +1,7 @@
 // The plan of a call with intervals: the keys that some query sees, compacted per mask head, with summaries of blocks of them.
 //
-// The one surprise is that one CTA does a whole row: it reads three ints per key once, which is nothing beside the attention that follows,
-// and needs neither a second launch nor a look at other CTAs.
+// The one surprise is that one CTA does a whole row: it reads three ints per key once, which is nothing beside the attention that
+// follows, and needs neither a second launch nor a look at other CTAs.
 #include "../attention_launch.h"
 #include "visibility.cuh"
 
@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kWarps = 32, kKeysPerLane = 4;
 
-__global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Plan plan) {
+__global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant__ AttentionParams p,
+                                                           const __grid_constant__ Plan plan) {
   __shared__ int warp_counts[2][kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row = blockIdx.x;

@@ -1,7 +1,7 @@
 // The row-wise kernels around attention backward: per-query terms before it, fp32 sums to gradients after it.
 //
-// The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen, and the
-// sums of the rest would be most of the memory traffic.
+// The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen,
+// and the sums of the rest would be most of the memory traffic.
 #include "../attention_launch.h"
 #include "device.cuh"
 #include "visibility.cuh"
@@ -46,7 +46,8 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   float sum = 0.0f;
   if (is_query && share.part * 8 < p.value_dim) {
     const auto at = [&](const Rows& rows) {
-      const T* data = static_cast<const T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
+      const T* data =
+          static_cast<const T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
       return *reinterpret_cast<const uint4*>(data + share.part * 8);
     };
     const uint4 a = at(p.out), b = at(call.b.grad_out);
@@ -86,7 +87,8 @@ __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_c
   const int lanes = min(32, lanes_of(width));
   const RowShare share(lanes);
   if (share.row >= p.batch * p.kv_heads * p.key_length) return;
-  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads, batch = share.row / p.key_length / p.kv_heads;
+  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
+                batch = share.row / p.key_length / p.kv_heads;
   if (!is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key))) return;
   float* const sums = call.key_sums + share.row * width;
   for (int64_t i = share.part * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -99,7 +101,8 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
   const int lanes = min(32, lanes_of(width));
   const RowShare share(lanes);
   if (share.row >= p.batch * p.kv_heads * p.key_length) return;
-  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads, batch = share.row / p.key_length / p.kv_heads;
+  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
+                batch = share.row / p.key_length / p.kv_heads;
   const bool is_live = is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key));
   if (is_live && !call.key_sums) return;
   const auto at = [&](const Rows& rows) {
@@ -122,7 +125,8 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   const int lanes = lanes_of(p.head_dim);
   const RowShare share(lanes);
   if (share.row >= p.batch * p.heads * p.query_length || share.part * 8 >= p.head_dim) return;
-  const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads, batch = share.row / p.query_length / p.heads;
+  const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads,
+                batch = share.row / p.query_length / p.heads;
   const Rows& rows = call.b.grad_query;
   T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
   store_8(to + share.part * 8, call.query_sums + share.row * p.head_dim + share.part * 8, call.scale);

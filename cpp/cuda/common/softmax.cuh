@@ -1,7 +1,7 @@
 // Online softmax over the rows of a warp's mma tile, the one place that does it.
 //
-// The one surprise is that the running maximum may lag: it moves only when a row grows by more than 2^8, because any reference point gives
-// the same result as long as nothing overflows, and rescaling the output is what costs.
+// The one surprise is that the running maximum may lag: it moves only when a row grows by more than 2^8, because any reference
+// point gives the same result as long as nothing overflows, and rescaling the output is what costs.
 #pragma once
 
 #include "device.cuh"
@@ -32,7 +32,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // x (logits; times `to_base_2`, which is positive, they are base 2) becomes exp2(logit - maximum); out is rescaled when the maximum moves.
+  // x (logits; times `to_base_2`, which is positive, they are base 2) becomes exp2(logit - maximum); out is rescaled when the
+  // maximum moves.
   template <int kColumns, int kOut>
   __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
     float grown[kTiles][2];
@@ -79,7 +80,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last update: sum over the row, natural logarithm of it, and the factor that normalises the output (0 for an empty row).
+  // After the last update: sum over the row, natural logarithm of it, and the factor that normalises the output (0 for an empty
+  // row).
   __device__ __forceinline__ void finish(int m, int r, float& log_sum, float& factor) {
     const float total = sum_over_quad(sum[m][r]);
     log_sum = total == 0.0f ? negative_infinity() : maximum[m][r] * kLn2 + logf(total);

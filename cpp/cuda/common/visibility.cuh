@@ -1,7 +1,7 @@
 // The one place that decides which query sees which key on CUDA; every kernel asks here.
 //
-// The one surprise is that a length, causality, padding and start/end are all the same thing: the span of positions that see a key. A
-// missing argument is a wide span, a key beyond the end an empty one. Only a block mask adds bits to that.
+// The one surprise is that a length, causality, padding and start/end are all the same thing: the span of positions that see a
+// key. A missing argument is a wide span, a key beyond the end an empty one. Only a block mask adds bits to that.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@ struct Span {
 template <class T>
 __device__ __forceinline__ T* row_of(const PerHead& tensor, int batch, int head) {
   if (!tensor.data) return nullptr;
-  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + (head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride;
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride +
+         (head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride;
 }
 
 // The interval rows of one head.
@@ -37,7 +38,9 @@ struct SpanSource {
   bool is_causal;
 
   __device__ __forceinline__ SpanSource(const MaskParams& mask, int length, int batch, int head)
-      : start(row_of<const int32_t>(mask.start, batch, head)), end(row_of<const int32_t>(mask.end, batch, head)), key_length(length),
+      : start(row_of<const int32_t>(mask.start, batch, head)),
+        end(row_of<const int32_t>(mask.end, batch, head)),
+        key_length(length),
         is_causal(mask.is_causal) {}
 
   __device__ __forceinline__ bool has_intervals() const { return start || end; }
@@ -57,7 +60,8 @@ struct TileSource {
   const int32_t* columns;  // [Nk, 1 + Nq]
 
   __device__ __forceinline__ TileSource(const MaskParams& mask, int batch, int head)
-      : tiles(row_of<const int32_t>(mask.tiles, batch, head)), rows(row_of<const int32_t>(mask.rows, batch, head)),
+      : tiles(row_of<const int32_t>(mask.tiles, batch, head)),
+        rows(row_of<const int32_t>(mask.rows, batch, head)),
         columns(row_of<const int32_t>(mask.columns, batch, head)) {}
 };
 

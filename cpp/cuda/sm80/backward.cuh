@@ -1,7 +1,7 @@
 // What both backward kernels do with a block of scores: products to probabilities and score gradients, element by element.
 //
-// The one surprise is that both leave in place: x holds products and then probabilities, y holds <dout, value> and then the gradient of
-// the scaled product, so that a thread never has four copies of its block.
+// The one surprise is that both leave in place: x holds products and then probabilities, y holds <dout, value> and then the
+// gradient of the scaled product, so that a thread never has four copies of its block.
 #pragma once
 
 #include "../attention_launch.h"
@@ -37,9 +37,9 @@ struct ColumnSums {
   }
 };
 
-// Products to probabilities, except in the general variant, whose gradients need the products: there to_gradients does both. Apart, so that
-// exponentials run beside the second product. `row` and `column` are those of the thread's first element in the block; lse2 and delta
-// belong to its rows.
+// Products to probabilities, except in the general variant, whose gradients need the products: there to_gradients does both.
+// Apart, so that exponentials run beside the second product. `row` and `column` are those of the thread's first element in the
+// block; lse2 and delta belong to its rows.
 template <Variant kVariant, int kM, int kN, class Stage>
 __device__ __forceinline__ void to_probabilities(float (&x)[kM][kN][4], const float (&lse2)[kM][2], const BackwardCall& call,
                                                  const Stage& stage, const Chunk& chunk, int first_query, int row, int column) {
@@ -66,9 +66,9 @@ __device__ __forceinline__ void to_probabilities(float (&x)[kM][kN][4], const fl
 
 template <class T, Variant kVariant, int kM, int kN, class Stage, class KeyOf>
 __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse2)[kM][2],
-                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call, int batch,
-                                             int head, const Stage& stage, const Chunk& chunk, int first_query, int row, int column,
-                                             KeyOf key_of) {
+                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call,
+                                             int batch, int head, const Stage& stage, const Chunk& chunk, int first_query,
+                                             int row, int column, KeyOf key_of) {
   const AttentionParams& p = call.b.forward;
   if constexpr (kVariant != Variant::kGeneral) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// Key-major backward: a block keeps a tile of keys and values and walks the queries that see them; grad_key and grad_value stay in
-// registers, grad_query is added in fp32 to global memory.
+// Key-major backward: a block keeps a tile of keys and values and walks the queries that see them; grad_key and grad_value stay
+// in registers, grad_query is added in fp32 to global memory.
 //
-// The one surprise is its second job: without those adds (query_sums null) every sum has a fixed order, and together with the query-major
-// kernel without its adds it makes the deterministic backward.
+// The one surprise is its second job: without those adds (query_sums null) every sum has a fixed order, and together with the
+// query-major kernel without its adds it makes the deterministic backward.
 #pragma once
 
 #include "backward.cuh"
@@ -95,8 +95,9 @@ class QueryWalk {
 };
 
 template <class T, int kDim, Variant kVariant, Room kRoom>
-__global__ __launch_bounds__(kKeyMajorShape<kDim, kRoom>.warps * 32, kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void
-key_major_kernel(const __grid_constant__ BackwardCall call) {
+__global__ __launch_bounds__(
+    kKeyMajorShape<kDim, kRoom>.warps * 32,
+    kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
   constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
@@ -150,7 +151,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       __syncthreads();
       for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const TileSource source(p.mask, batch, h);
-        const Span span = thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
+        const Span span =
+            thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
         if (thread < kShape.keys) shared.stage[0].span[thread] = span;
         __syncthreads();
         const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
@@ -219,7 +221,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
       }
       __syncthreads();
 
-      QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head, first_key);
+      QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head,
+                                                                                           first_key);
       const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
         const char* const from = head_rows(rows, batch, head);
         const RowCopy<kDim, kThreads> copy(width);
@@ -236,7 +239,9 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         copy_async_4(shared_address(&shared.lse2[turn][thread]), call.lse2 + at, true);
         copy_async_4(shared_address(&shared.delta[turn][thread]), call.delta + at, true);
       };
-      const auto query_tile_of = [&](int turn) { return query_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.queries * kDim * 2; };
+      const auto query_tile_of = [&](int turn) {
+        return query_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.queries * kDim * 2;
+      };
       int first_query = 0, coming_query = 0, turn = 0;
       Chunk chunk, coming;
       const uint32_t* bits = nullptr;
@@ -248,7 +253,8 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         copy_terms(0, first_query);
       }
       copy_async_commit();
-      float* const query_sums = call.query_sums ? call.query_sums + (batch * p.heads + head) * p.query_length * p.head_dim : nullptr;
+      float* const query_sums =
+          call.query_sums ? call.query_sums + (batch * p.heads + head) * p.query_length * p.head_dim : nullptr;
 
       while (has_chunk) {
         const auto& stage = shared.stage[turn];
@@ -270,26 +276,31 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
         }
         float x[kM][kN][4], y[kM][kN][4];
         clear(x);
-        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
+        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                       Fragment<kDim>::wide(key_tile, warp_column, 0));
         to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
-        if (kVariant != Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        if (kVariant != Variant::kGeneral)
+          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
         clear(y);
-        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
+        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                       Fragment<kDim>::wide(value_tile, warp_column, 0));
         ColumnSums<kN> sums;
         to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
                                   warp_column + lane % 4 * 2, [&](int column) { return stage.index[column]; });
         if (kVariant == Variant::kGeneral && call.grad_key_bias.data) {
-          sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
+          sums.finish(warp_column + lane % 4 * 2,
+                      [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
         }
-        if (kVariant == Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        if (kVariant == Variant::kGeneral)
+          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
         put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
         __syncthreads();
 
         // grad_value; then grad_out is read, and the next one can come.
-        const auto accumulate = [&](float(&to)[2][kRowN][4], uint32_t scores, uint32_t by) {
+        const auto accumulate = [&](float (&to)[2][kRowN][4], uint32_t scores, uint32_t by) {
           const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
           multiply_by_columns<T, kShape.queries / 16>(
-              to, [&](int k, int m, uint32_t(&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
+              to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
               Fragment<kDim>::tall(by, 0, row_part / 8));
         };
         accumulate(grad_value, probability_tile, grad_out_tile);
@@ -307,7 +318,7 @@ key_major_kernel(const __grid_constant__ BackwardCall call) {
           clear(rows);
           const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
           multiply_by_columns<T, kShape.keys / 16>(
-              rows, [&](int k, int m, uint32_t(&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
+              rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
               Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
           add_rows(rows, warp % kColumns * kDimN * 8, head_dim, [&](int m) -> float* {
             const int query = first_query + warp_row + 16 * m + lane / 4 + (lane & 1) * 8;

@@ -1,8 +1,8 @@
-// Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key and
-// grad_value are added in fp32 to global memory.
+// Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key
+// and grad_value are added in fp32 to global memory.
 //
-// The one surprise is that this is the kernel for scattered keys: work follows the keys a tile sees, and a gathered key's gradient goes back
-// to where its row came from.
+// The one surprise is that this is the kernel for scattered keys: work follows the keys a tile sees, and a gathered key's
+// gradient goes back to where its row came from.
 #pragma once
 
 #include "backward.cuh"
@@ -23,8 +23,9 @@ struct alignas(128) QueryMajorShared {
 };
 
 template <class T, int kDim, Variant kVariant, Room kRoom>
-__global__ __launch_bounds__(kQueryMajorShape<kDim, kRoom>.warps * 32, kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void
-query_major_kernel(const __grid_constant__ BackwardCall call) {
+__global__ __launch_bounds__(
+    kQueryMajorShape<kDim, kRoom>.warps * 32,
+    kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void query_major_kernel(const __grid_constant__ BackwardCall call) {
   constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
@@ -61,11 +62,12 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
   Chunk chunk, coming;
   int turn = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of, head_rows(p.key, batch, kv_head),
-                             static_cast<uint32_t>(p.key.row_stride * 2), head_dim);
+    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of,
+                             head_rows(p.key, batch, kv_head), static_cast<uint32_t>(p.key.row_stride * 2), head_dim);
   };
   const auto copy_values = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, batch, kv_head), static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
+    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, batch, kv_head),
+                             static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
   };
   bool has_chunk = walk.next(shared.stage[0], chunk);
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
@@ -96,11 +98,14 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
     // Scores and their gradients, to shared memory.
     float x[kM][kN][4], y[kM][kN][4];
     clear(x);
-    multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0), Fragment<kDim>::wide(key_tile, warp_column, 0));
+    multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(key_tile, warp_column, 0));
     to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
-    if (kVariant != Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    if (kVariant != Variant::kGeneral)
+      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
     clear(y);
-    multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0), Fragment<kDim>::wide(value_tile, warp_column, 0));
+    multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(value_tile, warp_column, 0));
     ColumnSums<kN> sums;
     to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
                               warp_column + lane % 4 * 2, [&](int column) { return walk.key_of(stage, chunk, column); });
@@ -110,7 +115,8 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
         if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
       });
     }
-    if (kVariant == Variant::kGeneral) put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    if (kVariant == Variant::kGeneral)
+      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
     put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
 
@@ -131,7 +137,7 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
         const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
         clear(rows);
         multiply_by_columns<T, kShape.queries / 16>(
-            rows, [&](int k, int m, uint32_t(&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
+            rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
             Fragment<kDim>::tall(by, 0, row_part / 8));
       };
       multiply(probability_tile, grad_out_tile);
@@ -146,7 +152,7 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
     // grad_query
     const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
     multiply_by_columns<T, kShape.keys / 16>(
-        grad_query, [&](int k, int m, uint32_t(&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
+        grad_query, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
         Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
     if (kShape.stages == 1 && has_chunk) {
       __syncthreads();
@@ -163,7 +169,8 @@ query_major_kernel(const __grid_constant__ BackwardCall call) {
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;
-    return query < p.query_length ? head_rows(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2 : nullptr;
+    return query < p.query_length ? head_rows(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
+                                  : nullptr;
   });
 }
 

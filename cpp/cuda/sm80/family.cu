@@ -1,12 +1,11 @@
 // Picks an instance of the sm80 kernels from flat tables, which the build generates from cmake/instances.cmake.
 //
 // The one surprise is that a general instance stands in for a missing special one, so a table may leave those out.
-#include "family.h"
-
 #include <sstream>
 
 #include "backward_keys.cuh"
 #include "backward_queries.cuh"
+#include "family.h"
 #include "forward.cuh"
 #include "sm80_instances.h"
 
@@ -22,7 +21,8 @@ struct Instance {
   cudaError_t (*launch)(const Call&, cudaStream_t);
 };
 
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_forward<TYPE, DIM, Variant::VARIANT>},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
+  {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_forward<TYPE, DIM, Variant::VARIANT>},
 constexpr Instance<ForwardCall> kForward[] = {DMATTN_SM80_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
@@ -42,8 +42,8 @@ Variant variant_of(const AttentionParams& p, const Plan& plan) {
 }
 
 template <class Call, size_t kCount>
-cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionParams& p, Variant variant, Room room, const Call& call,
-                   cudaStream_t stream) {
+cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionParams& p, Variant variant, Room room,
+                   const Call& call, cudaStream_t stream) {
   const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
   const Instance<Call>* best = nullptr;
   for (const auto& instance : instances) {

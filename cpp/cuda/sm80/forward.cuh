@@ -1,7 +1,7 @@
 // Attention forward for sm80 and later: one block per (batch, head, query tile), FlashAttention-2's schedule over chunks of keys.
 //
-// The one surprise is that a chunk need not be contiguous: with intervals its keys are gathered row by row, so work follows the number of
-// keys the tile sees, wherever they lie.
+// The one surprise is that a chunk need not be contiguous: with intervals its keys are gathered row by row, so work follows the
+// number of keys the tile sees, wherever they lie.
 #pragma once
 
 #include "../attention_launch.h"
@@ -22,8 +22,9 @@ struct alignas(128) ForwardShared {
 };
 
 template <class T, int kDim, Variant kVariant>
-__global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardShape<kDim, kVariant>.blocks_per_sm) void forward_kernel(
-    const __grid_constant__ ForwardCall call) {
+__global__ __launch_bounds__(
+    kForwardShape<kDim, kVariant>.warps * 32,
+    kForwardShape<kDim, kVariant>.blocks_per_sm) void forward_kernel(const __grid_constant__ ForwardCall call) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   constexpr int kThreads = kShape.warps * 32, kM = kShape.queries / kShape.warps / 16, kN = kShape.keys / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
@@ -36,8 +37,10 @@ __global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardS
   const int tile_row = warp * kM * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first element
 
   const char *const keys = head_rows(p.key, batch, kv_head), *const values = head_rows(p.value, batch, kv_head);
-  const uint32_t key_row_bytes = static_cast<uint32_t>(p.key.row_stride * 2), value_row_bytes = static_cast<uint32_t>(p.value.row_stride * 2);
-  const uint32_t query_tile = shared_address(shared.query), key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
+  const uint32_t key_row_bytes = static_cast<uint32_t>(p.key.row_stride * 2),
+                 value_row_bytes = static_cast<uint32_t>(p.value.row_stride * 2);
+  const uint32_t query_tile = shared_address(shared.query), key_tile = shared_address(shared.key),
+                 value_tile = shared_address(shared.value);
 
   // Start the copies of the query tile and of the first chunk's keys.
   {
@@ -119,7 +122,8 @@ __global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardS
     copy_async_wait<0>();
     __syncthreads();
     has_chunk = walk.next(shared.stage[turn ^ 1], coming);
-    if (has_chunk) walk.template load<kDim>(key_tile, shared.stage[turn ^ 1], coming, keys, key_row_bytes, static_cast<int>(p.head_dim));
+    if (has_chunk)
+      walk.template load<kDim>(key_tile, shared.stage[turn ^ 1], coming, keys, key_row_bytes, static_cast<int>(p.head_dim));
     copy_async_commit();
 
     softmax.update(x, to_base_2, out);
@@ -143,7 +147,8 @@ __global__ __launch_bounds__(kForwardShape<kDim, kVariant>.warps * 32, kForwardS
         }
       }
     }
-    multiply_by_columns<T, kShape.keys / 16>(out, [&](int k, int m, uint32_t(&a)[4]) { as_operand<T>(x[m], k, a); }, value_fragment);
+    multiply_by_columns<T, kShape.keys / 16>(
+        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(x[m], k, a); }, value_fragment);
     chunk = coming;
     turn ^= 1;
   }

@@ -1,7 +1,8 @@
-// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from the plan.
+// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from the
+// plan.
 //
-// The one surprise is the two queues of the gathered walk: keys that every query of the tile sees and keys that only some see are chunked
-// apart, in whatever order they come, so that all but one or two chunks need no test.
+// The one surprise is the two queues of the gathered walk: keys that every query of the tile sees and keys that only some see are
+// chunked apart, in whatever order they come, so that all but one or two chunks need no test.
 #pragma once
 
 #include <new>
@@ -61,7 +62,7 @@ __device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* span
 
 // The chunk in hand; the same in all threads.
 struct Chunk {
-  int base = 0;           // keys in order: the first key
+  int base = 0;             // keys in order: the first key
   bool needs_test = false;  // spans are filled in and decide
   bool has_bits = false;    // so are bits
 };
@@ -73,10 +74,12 @@ class KeyWalk {
   using Queues = KeyQueues<kThreads, kKeys>;
 
   // A tile of the queries [first_query, first_query + kQueries) of a head.
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head, int first_query)
+  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head,
+                                     int first_query)
       : p_(p), queues_(queues), is_gathered_(plan.index != nullptr) {
     if (threadIdx.x == 0) {
-      auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head), row_of<const float>(p.key_bias, batch, head)};
+      auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
+                                                       row_of<const float>(p.key_bias, batch, head)};
       queues.cursor = {0, 0};
       const int shift = static_cast<int>(p.key_length - p.query_length);
       sources.low = first_query + shift;
@@ -101,7 +104,9 @@ class KeyWalk {
   __device__ __forceinline__ int low() const { return sources().low; }
 
   // Prepares the next chunk in `stage`; false when there is none. All threads take part; on return they may read the stage.
-  __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) { return gathered() ? next_gathered(stage, chunk) : next_in_order(stage, chunk); }
+  __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
+    return gathered() ? next_gathered(stage, chunk) : next_in_order(stage, chunk);
+  }
 
   // The key in column `column` of a chunk.
   __device__ __forceinline__ int key_of(const Stage& stage, const Chunk& chunk, int column) const {
@@ -110,7 +115,8 @@ class KeyWalk {
 
   // Starts copying the chunk's rows into a tile; rows no query of the tile sees become zeros.
   template <int kDim>
-  __device__ __forceinline__ void load(uint32_t tile, const Stage& stage, const Chunk& chunk, const char* rows, uint32_t row_bytes, int width) const {
+  __device__ __forceinline__ void load(uint32_t tile, const Stage& stage, const Chunk& chunk, const char* rows,
+                                       uint32_t row_bytes, int width) const {
     using Copy = RowCopy<kDim, kThreads>;
     const Copy copy(width);
     if (gathered()) {
@@ -124,7 +130,9 @@ class KeyWalk {
 #pragma unroll 2
       for (int r = 0; r < kKeys; r += Copy::kRows) {
         const bool wanted = stage.span[copy.row + r].touches(low, high);
-        copy.start(tile, r, rows + (wanted ? static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row + r)) * row_bytes : 0), wanted);
+        copy.start(tile, r,
+                   rows + (wanted ? static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row + r)) * row_bytes : 0),
+                   wanted);
       }
     } else {
       const char* from = rows + static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row)) * row_bytes;
@@ -289,7 +297,8 @@ class KeyWalk {
       place += w < warp ? other : 0;
       total += other;
     }
-    int whole_place = whole_head_ + whole_count_ + (place & 0xffff), partial_place = partial_head_ + partial_count_ + (place >> 16);
+    int whole_place = whole_head_ + whole_count_ + (place & 0xffff),
+        partial_place = partial_head_ + partial_count_ + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
@@ -363,10 +372,11 @@ __device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chun
   return !chunk.has_bits || (stage.bits[row][column / 32] >> column % 32 & 1);
 }
 
-// Hides what the chunk's spans and bits hide: x becomes -inf there. `row` is the tile row of the thread's first element, `column` its
-// chunk column.
+// Hides what the chunk's spans and bits hide: x becomes -inf there. `row` is the tile row of the thread's first element, `column`
+// its chunk column.
 template <int kM, int kN, class Stage>
-__device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column, int low) {
+__device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
+                                     int low) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const Span left = stage.span[column + 8 * n], right = stage.span[column + 8 * n + 1];

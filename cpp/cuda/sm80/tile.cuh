@@ -1,7 +1,7 @@
 // Swizzled shared-memory tiles and the three warp products of attention over them.
 //
-// The one surprise is the address: 16-byte chunk c of row r lies at chunk c ^ (r % 8), which keeps ldmatrix free of bank conflicts, and
-// because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
+// The one surprise is the address: 16-byte chunk c of row r lies at chunk c ^ (r % 8), which keeps ldmatrix free of bank
+// conflicts, and because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
 #pragma once
 
 #include "../../params.h"
@@ -9,7 +9,8 @@
 
 namespace dmattn::cuda::sm80 {
 
-// Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them long.
+// Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them
+// long.
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
@@ -33,9 +34,7 @@ template <int kWidth>
 struct Tile {
   static_assert(kWidth % 64 == 0);
   static constexpr int kRowBytes = kWidth * 2, kChunks = kWidth / 8;
-  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
-  }
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 };
 
 // A thread's share of copying rows from global memory into a tile: 16 bytes of every kRows-th row.
@@ -49,7 +48,8 @@ struct RowCopy {
   static __device__ __forceinline__ int part() { return threadIdx.x % kChunks; }
   // Row `row + r` of the tile, r a multiple of kRows, from the global row at `from`.
   __device__ __forceinline__ void start(uint32_t tile, int r, const char* from, bool wanted) const {
-    const uint32_t to = kRows % 8 == 0 ? Tile<kWidth>::offset(row, part()) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part());
+    const uint32_t to =
+        kRows % 8 == 0 ? Tile<kWidth>::offset(row, part()) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part());
     copy_async_16(tile + to, in_row ? from + part() * 16 : from, wanted && in_row);
   }
 };
@@ -79,8 +79,8 @@ struct Fragment {
   }
 };
 
-// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it computes, because
-// with two warps per scheduler nothing else hides the latency of ldmatrix.
+// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it
+// computes, because with two warps per scheduler nothing else hides the latency of ldmatrix.
 
 // d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
 template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
@@ -151,7 +151,8 @@ __device__ __forceinline__ void put_tile(void* tile, const float (&x)[kM][kN][4]
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const uint32_t at = Tile<kWidth>::offset(row + 16 * m + 8 * r + lane / 4, column / 8 + n) + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(tile) + at) = Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f);
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(tile) + at) =
+            Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f);
       }
     }
   }
@@ -166,13 +167,14 @@ __device__ __forceinline__ void store_tile(const void* tile, int width, RowAt ro
   for (int r = threadIdx.x / kChunks; r < kRows; r += kThreads / kChunks) {
     char* const to = row_at(r);
     if (to && part * 8 < width) {
-      *reinterpret_cast<uint4*>(to + part * 16) = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(tile) + Tile<kWidth>::offset(r, part));
+      *reinterpret_cast<uint4*>(to + part * 16) =
+          *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(tile) + Tile<kWidth>::offset(r, part));
     }
   }
 }
 
-// Adds accumulators to fp32 global rows: row_at(m) is this lane's row, which is lane / 4 for even lanes and lane / 4 + 8 for odd ones.
-// Neighbouring lanes swap halves first, so that each adds four floats at once.
+// Adds accumulators to fp32 global rows: row_at(m) is this lane's row, which is lane / 4 for even lanes and lane / 4 + 8 for odd
+// ones. Neighbouring lanes swap halves first, so that each adds four floats at once.
 template <int kM, int kN, class RowAt>
 __device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], int column, int width, RowAt row_at) {
   const bool is_odd = threadIdx.x & 1;

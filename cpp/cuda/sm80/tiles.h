@@ -1,7 +1,7 @@
 // The tile table of the sm80 family, one row per kernel and head size: it changes speed, never results.
 //
-// The one surprise is 99 KB: GPUs other than A100, H100 and B200 offer a block no more shared memory, so rows that need more have a smaller
-// sibling that runs there.
+// The one surprise is 99 KB: GPUs other than A100, H100 and B200 offer a block no more shared memory, so rows that need more have
+// a smaller sibling that runs there.
 #pragma once
 
 #include <cstdint>
@@ -34,14 +34,16 @@ template <Variant kVariant>
 inline constexpr ForwardShape kForwardShape<256, kVariant> = {64, 32, 4, 1};
 
 constexpr bool is_valid(ForwardShape s) {
-  return s.queries % (16 * s.warps) == 0 && s.keys % 32 == 0 && 128 % s.keys == 0 && 128 % s.queries == 0 && s.keys <= s.warps * 32;
+  return s.queries % (16 * s.warps) == 0 && s.keys % 32 == 0 && 128 % s.keys == 0 && 128 % s.queries == 0 &&
+         s.keys <= s.warps * 32;
 }
 template <Variant kVariant>
-inline constexpr bool kForwardIsValid = is_valid(kForwardShape<64, kVariant>) && is_valid(kForwardShape<128, kVariant>) && is_valid(kForwardShape<256, kVariant>);
+inline constexpr bool kForwardIsValid =
+    is_valid(kForwardShape<64, kVariant>) && is_valid(kForwardShape<128, kVariant>) && is_valid(kForwardShape<256, kVariant>);
 static_assert(kForwardIsValid<Variant::kPlain> && kForwardIsValid<Variant::kGathered> && kForwardIsValid<Variant::kGeneral>);
 
-// Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. The query-major kernel keeps its queries and
-// walks the keys, the key-major kernel the other way round; what it walks is copied `stages` chunks ahead.
+// Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. The query-major kernel keeps its
+// queries and walks the keys, the key-major kernel the other way round; what it walks is copied `stages` chunks ahead.
 struct BackwardShape {
   int queries, keys, warps, warp_rows, stages, blocks_per_sm;
 };
@@ -79,14 +81,14 @@ inline constexpr BackwardShape kKeyMajorShape<256, Room::kSmall> = {32, 32, 4, 2
 constexpr bool is_valid(BackwardShape s) {
   const int columns = s.warps / s.warp_rows;
   return s.warps % s.warp_rows == 0 && s.queries % (16 * s.warp_rows) == 0 && s.keys % (16 * columns) == 0 && 128 % s.keys == 0 &&
-         128 % s.queries == 0 && s.keys % 32 == 0 && s.queries % 32 == 0 && s.warps % (s.keys / 32) == 0 && s.keys <= s.warps * 32 &&
-         s.queries <= s.warps * 32;
+         128 % s.queries == 0 && s.keys % 32 == 0 && s.queries % 32 == 0 && s.warps % (s.keys / 32) == 0 &&
+         s.keys <= s.warps * 32 && s.queries <= s.warps * 32;
 }
 static_assert(is_valid(kQueryMajorShape<64, Room::kLarge>) && is_valid(kQueryMajorShape<128, Room::kLarge>) &&
               is_valid(kQueryMajorShape<128, Room::kSmall>) && is_valid(kQueryMajorShape<256, Room::kLarge>) &&
               is_valid(kQueryMajorShape<256, Room::kSmall>));
-static_assert(is_valid(kKeyMajorShape<64, Room::kLarge>) && is_valid(kKeyMajorShape<64, Room::kSmall>) && is_valid(kKeyMajorShape<128, Room::kLarge>) &&
-              is_valid(kKeyMajorShape<128, Room::kSmall>) && is_valid(kKeyMajorShape<256, Room::kLarge>) &&
-              is_valid(kKeyMajorShape<256, Room::kSmall>));
+static_assert(is_valid(kKeyMajorShape<64, Room::kLarge>) && is_valid(kKeyMajorShape<64, Room::kSmall>) &&
+              is_valid(kKeyMajorShape<128, Room::kLarge>) && is_valid(kKeyMajorShape<128, Room::kSmall>) &&
+              is_valid(kKeyMajorShape<256, Room::kLarge>) && is_valid(kKeyMajorShape<256, Room::kSmall>));
 
 }  // namespace dmattn::cuda::sm80
