@@ -23,9 +23,14 @@ endif()
 message(STATUS "dmattn: CUDA ${DMATTN_WITH_CUDA} ${DMATTN_CUDA_VERSION} ${DMATTN_CUDA_ARCH_LIST}")
 
 function(dmattn_add_cuda target)
+  include(instances)
+  dmattn_sm80_instances(instance_sources instance_include)
   target_sources(${target} PRIVATE
     cpp/cuda/pack.cpp cpp/cuda/common/pack.cu
-    cpp/cuda/select.cpp cpp/cuda/common/select.cu)
+    cpp/cuda/select.cpp cpp/cuda/common/select.cu
+    cpp/cuda/forward.cpp cpp/cuda/backward.cpp cpp/cuda/common/plan.cu cpp/cuda/common/rows.cu
+    cpp/cuda/sm80/family.cu ${instance_sources})
+  target_include_directories(${target} PRIVATE cpp/cuda ${instance_include})
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_options(${target} PRIVATE

@@ -1,0 +1,61 @@
+// The border between the attention host files and every kernel family: plain structs and launch functions, no torch.
+//
+// A call is planned once (launch_plan: which keys does anybody see?), then a family runs it. The plan has no list per query tile
+// and so no bound that could overflow: kernels walk the live keys of a head block by block and skip blocks by their summaries.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "../params.h"
+
+namespace dmattn::cuda {
+
+inline constexpr int kPlanBlock = 512;     // live keys per summary
+inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
+
+// The live keys of each mask head, in key order. Heads of the plan: as many as start and end together tell apart.
+struct Plan {
+  int32_t* index = nullptr;    // [plan_batch, plan_heads, capacity]: the key; null: no plan, keys are taken in order
+  int32_t* first = nullptr;    // [plan_batch, plan_heads, capacity]: its span of positions, causality included
+  int32_t* last = nullptr;     // [plan_batch, plan_heads, capacity]
+  int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block
+  int32_t* count = nullptr;    // [plan_batch, plan_heads]
+  int64_t capacity = 0;        // Sk rounded up to kPlanBlock
+  int64_t batch_stride = 0;    // 0 or plan_heads, in rows
+  int64_t batches = 0, heads = 0, head_divisor = 1;
+};
+
+struct ForwardCall {
+  AttentionParams p;
+  Plan plan;
+  float scale_2 = 0.0f;  // scale * log2(e)
+};
+
+struct BackwardCall {
+  BackwardParams b;
+  Plan plan;
+  float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
+  float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
+  float* delta = nullptr;              // [B, H, padded_queries]: <dout, out> - dlse
+  int64_t padded_queries = 0;          // Sq rounded up to kQueryPadding
+  PerHead grad_key_bias;               // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
+  PerHead grad_bias;                   // float [B|1, H|Hkv|1, Sq, Sk]
+  float* query_sums = nullptr;  // [B, H, Sq, D]: fp32 grad_query of the key-major kernel, zeroed; null: not accumulated there
+  float* key_sums =
+      nullptr;  // [B, Hkv, Sk, D + Dv]: fp32 grad_key | grad_value of the query-major kernel; null: not accumulated there
+  // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
+  // turn.
+  int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
+};
+
+// Common kernels.
+cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
+cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
+cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query
+// key_sums -> grad_key and grad_value, zeros for keys nobody sees; without key_sums only those zeros.
+cudaError_t launch_store_key_sums(const BackwardCall& call, cudaStream_t stream);
+
+}  // namespace dmattn::cuda

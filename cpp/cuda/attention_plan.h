@@ -1,0 +1,89 @@
+// What the two attention host files share: what CUDA takes, rows that 16-byte copies can read, the plan of a call, the family
+// that runs it.
+//
+// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied: a view that starts at an odd element is
+// rare.
+#pragma once
+
+#include <cstdlib>
+#include <string_view>
+
+#include "attention_launch.h"
+#include "runtime.h"
+#include "sm80/family.h"
+
+namespace dmattn::cuda {
+
+inline constexpr double kLog2OfE = 1.4426950408889634;
+
+inline void check_cuda_support(const AttentionParams& p) {
+  check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
+        "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",
+        p.dtype == DType::kFloat32 ? "float32" : "float64");
+  if (p.mask.tiles.data) {
+    check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0,
+          "bits: expected tile sizes that are multiples of 128 on CUDA, got ", p.mask.tile_q, " x ", p.mask.tile_k);
+  }
+}
+
+// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels; this build has sm80.
+inline void check_family() {
+  const char* const wanted = std::getenv("DMATTN_FAMILY");
+  const std::string_view name = wanted ? wanted : "auto";
+  check(name == "auto" || name == "sm80" || name.empty(), "DMATTN_FAMILY: expected auto or sm80, which this build has, got ",
+        name);
+}
+
+// Reads as rows of 16-byte pieces: the given tensor, or a copy of it.
+inline Tensor with_aligned_rows(const Tensor& tensor) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) is_aligned = is_aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0);
+  is_aligned = is_aligned && tensor.stride(2) >= 0 && tensor.stride(2) < (int64_t{1} << 31);
+  return is_aligned ? tensor : torch::stable::clone(torch::stable::contiguous(tensor));
+}
+
+inline void align_inputs(CheckedAttention& checked) {
+  AttentionParams& p = checked.params;
+  checked.query = with_aligned_rows(checked.query), p.query = to_rows(checked.query);
+  checked.key = with_aligned_rows(checked.key), p.key = to_rows(checked.key);
+  checked.value = with_aligned_rows(checked.value), p.value = to_rows(checked.value);
+}
+
+// A plan and the memory it lies in. Without intervals, or with a block mask that names the tiles, there is none: keys come in
+// order.
+struct OwnedPlan {
+  std::optional<Tensor> memory;
+  Plan plan;
+};
+
+inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
+  const PerHead &start = p.mask.start, &end = p.mask.end;
+  if ((!start.data && !end.data) || p.mask.tiles.data || p.key_length == 0 || p.query_length == 0) return {};
+  Plan plan;
+  plan.capacity = ceil_div(p.key_length, kPlanBlock) * kPlanBlock;
+  plan.head_divisor = p.heads;
+  for (const PerHead* row : {&start, &end}) {
+    if (row->data && row->head_divisor < plan.head_divisor) plan.head_divisor = row->head_divisor;
+  }
+  plan.heads = p.heads / plan.head_divisor;
+  plan.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
+  plan.batch_stride = plan.batches > 1 ? plan.heads : 0;
+  const int64_t rows = plan.batches * plan.heads, summaries = plan.capacity / kPlanBlock * 2;
+  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + summaries + 1)}, ScalarType::Int);
+  plan.index = static_cast<int32_t*>(memory.data_ptr());
+  plan.first = plan.index + rows * plan.capacity;
+  plan.last = plan.first + rows * plan.capacity;
+  plan.summary = plan.last + rows * plan.capacity;
+  plan.count = plan.summary + rows * summaries;
+  DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
+  return {memory, plan};
+}
+
+// A launch by a family: a miss says what was compiled.
+inline void check_launch(cudaError_t status, const AttentionParams& p) {
+  check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
+        "; compiled: ", sm80::compiled());
+  check_cuda(status, "attention kernel");
+}
+
+}  // namespace dmattn::cuda

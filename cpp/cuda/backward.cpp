@@ -1,0 +1,107 @@
+// Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
+//
+// The one surprise is the choice: without a mask the key-major kernel adds up grad_query in fp32; with live keys gathered or a
+// block mask the query-major kernel adds up rows of grad_key and grad_value; deterministic runs both, each without its adds.
+#include "attention_plan.h"
+
+namespace dmattn::cuda {
+namespace {
+
+// A gradient of shape [B|1, H|Hkv|1, ...] as a PerHead; null when it is not wanted.
+PerHead grad_per_head(void* data, const Tensor& grad, const AttentionParams& p, int64_t elements) {
+  PerHead view;
+  if (!data) return view;
+  view.data = data;
+  view.batch_stride = grad.size(0) == 1 ? 0 : grad.size(1) * elements;
+  view.head_stride = grad.size(1) == 1 ? 0 : elements;
+  view.head_divisor = p.heads / grad.size(1);
+  return view;
+}
+
+// With a fixed order of sums: whatever adds to the same element runs in one block, one after the other.
+void take_in_turn(BackwardCall& call, const PerHead& grad) {
+  const AttentionParams& p = call.b.forward;
+  if (!grad.data) return;
+  if (grad.batch_stride == 0) call.batches_in_turn = p.batch;
+  if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_in_turn = p.kv_heads;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
+    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
+    std::optional<Tensor> rows, std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
+    std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap,
+    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias) {
+  const Device device(query);
+  const cudaStream_t stream = device.stream();
+  CheckedBackward checked =
+      check_backward(grad_out, grad_lse,
+                     check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
+                                     is_causal, scale, softcap, dropout_p),
+                     out, lse, deterministic, need_key_bias, need_bias);
+  BackwardCall call;
+  call.b = checked.params;
+  AttentionParams& p = call.b.forward;
+  check_cuda_support(p);
+  check_family();
+  const auto results = [&] {
+    return std::tuple{checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
+  };
+  if (p.batch * p.heads * (p.query_length + p.key_length) == 0) {  // nothing to add up, but H = 0 leaves keys with zero gradients
+    for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value}) torch::stable::zero_(*grad);
+    return results();
+  }
+
+  // Rows that 16-byte copies can read.
+  align_inputs(checked.forward);
+  checked.grad_out = with_aligned_rows(checked.grad_out), checked.out = with_aligned_rows(checked.out);
+  p.query = checked.forward.params.query, p.key = checked.forward.params.key, p.value = checked.forward.params.value;
+  p.out = to_rows(checked.out), call.b.grad_out = to_rows(checked.grad_out);
+  call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
+  call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
+
+  // The plan and the terms of each query.
+  const OwnedPlan plan = make_plan(p, query, stream);
+  call.plan = plan.plan;
+  call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
+  call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
+  const int64_t terms = p.batch * p.heads * call.padded_queries;
+  const Tensor row_terms = empty_on(query, {2 * terms}, ScalarType::Float);
+  call.lse2 = static_cast<float*>(row_terms.data_ptr());
+  call.delta = call.lse2 + terms;
+  DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
+
+  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
+  const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
+  const bool is_sparse = call.plan.index || p.mask.tiles.data;
+  if (deterministic) {
+    BackwardCall by_keys = call, by_queries = call;
+    by_queries.grad_key_bias = by_queries.grad_bias = {};
+    take_in_turn(by_keys, call.grad_key_bias);
+    take_in_turn(by_keys, call.grad_bias);
+    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
+    // in turn.
+    const bool is_in_turn = by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.plan.batches * call.plan.heads > 1;
+    if (is_in_turn || call.plan.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.plan = {};
+    check_launch(sm80::key_major(by_keys, room, stream), p);
+    if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
+    check_launch(sm80::query_major(by_queries, room, stream), p);
+  } else if (is_sparse) {
+    const Tensor sums = empty_on(query, {p.batch * p.kv_heads * p.key_length * (p.head_dim + p.value_dim)}, ScalarType::Float);
+    call.key_sums = static_cast<float*>(sums.data_ptr());
+    DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+    check_launch(sm80::query_major(call, room, stream), p);
+    DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
+  } else {
+    const Tensor sums = zeros_on(query, {p.batch * p.heads * p.query_length * p.head_dim}, ScalarType::Float);
+    call.query_sums = static_cast<float*>(sums.data_ptr());
+    check_launch(sm80::key_major(call, room, stream), p);
+    DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
+  }
+  return results();
+}
+
+}  // namespace
+}  // namespace dmattn::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) { m.impl("backward", TORCH_BOX(&dmattn::cuda::backward_op)); }

@@ -1,0 +1,74 @@
+// From a product <q, k> to a logit, and what dropout keeps: the element-wise terms of DESIGN's formula, shared by forward and
+// backward.
+//
+// The one surprise is tanh: the hardware's approximation is worse than bfloat16 deserves, so it is made of an exponential and a
+// division.
+#pragma once
+
+#include "device.cuh"
+#include "visibility.cuh"
+
+namespace dmattn::cuda {
+
+__device__ __forceinline__ float tanh_by_exp(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e))); }
+
+// One head's terms. T is the element type of query.
+template <class T>
+struct LogitTerms {
+  float scale, softcap, inverse_softcap;
+  const void* bias;  // [Sq, Sk] of this head, or null
+  int64_t bias_row_stride;
+  bool bias_is_float;
+  int key_length;
+
+  __device__ __forceinline__ LogitTerms(const AttentionParams& p, int batch, int head)
+      : scale(static_cast<float>(p.scale)),
+        softcap(static_cast<float>(p.softcap)),
+        inverse_softcap(softcap > 0.0f ? 1.0f / softcap : 0.0f),
+        bias(nullptr),
+        bias_row_stride(p.bias_row_stride),
+        bias_is_float(p.bias_dtype == DType::kFloat32),
+        key_length(static_cast<int>(p.key_length)) {
+    if (!p.bias.data) return;
+    if (bias_is_float) {
+      bias = row_of<const float>(p.bias, batch, head);
+    } else {
+      bias = row_of<const T>(p.bias, batch, head);
+    }
+  }
+
+  // scale and softcap applied
+  __device__ __forceinline__ float capped(float product) const {
+    const float x = product * scale;
+    return softcap > 0.0f ? softcap * tanh_by_exp(x * inverse_softcap) : x;
+  }
+  // d capped / d (scale * product)
+  __device__ __forceinline__ float slope(float capped) const {
+    const float t = capped * inverse_softcap;
+    return 1.0f - t * t;  // 1 without a softcap
+  }
+  __device__ __forceinline__ float bias_at(int query, int key, int query_length) const {
+    if (!bias || query >= query_length || key < 0 || key >= key_length) return 0.0f;
+    const int64_t at = query * bias_row_stride + key;
+    return bias_is_float ? static_cast<const float*>(bias)[at] : Element<T>::widen(static_cast<const T*>(bias)[at]);
+  }
+};
+
+struct Dropout {
+  uint64_t seed;
+  uint32_t batch_head, threshold;
+  float keep_scale;  // 1 / (1 - p)
+
+  __device__ __forceinline__ Dropout(const AttentionParams& p, int batch, int head)
+      : seed(p.dropout_seed ? static_cast<uint64_t>(*p.dropout_seed) : 0),
+        batch_head(static_cast<uint32_t>(batch * p.heads + head)),
+        threshold(p.dropout_seed ? dropout_threshold(p.dropout_p) : 0),
+        keep_scale(p.dropout_seed ? static_cast<float>(1.0 / (1.0 - p.dropout_p)) : 1.0f) {}
+
+  __device__ __forceinline__ bool is_on() const { return threshold != 0; }
+  __device__ __forceinline__ uint32_t row_key(int query) const {
+    return dropout_row_key(seed, batch_head, static_cast<uint32_t>(query));
+  }
+};
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,83 @@
+// The plan of a call with intervals: the keys that some query sees, compacted per mask head, with summaries of blocks of them.
+//
+// The one surprise is that one CTA does a whole row: it reads three ints per key once, which is nothing beside the attention that
+// follows, and needs neither a second launch nor a look at other CTAs.
+#include "../attention_launch.h"
+#include "visibility.cuh"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int kWarps = 32, kKeysPerLane = 4;
+
+__global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant__ AttentionParams p,
+                                                           const __grid_constant__ Plan plan) {
+  __shared__ int warp_counts[2][kWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t row = blockIdx.x;
+  const int batch = static_cast<int>(row / plan.heads), head = static_cast<int>(row % plan.heads * plan.head_divisor);
+  const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, head);
+  const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
+  int32_t* const index = plan.index + row * plan.capacity;
+  int32_t* const first = plan.first + row * plan.capacity;
+  int32_t* const last = plan.last + row * plan.capacity;
+
+  // Compact: each warp takes 128 keys at a time, its place is the number of live keys in front.
+  int written = 0;
+  const int key_length = static_cast<int>(p.key_length);
+  for (int base = 0, turn = 0; base < key_length; base += kWarps * 32 * kKeysPerLane, turn ^= 1) {
+    Span span[kKeysPerLane];
+    unsigned alive[kKeysPerLane];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) span[i] = spans.of_key(base + (warp * kKeysPerLane + i) * 32 + lane);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      alive[i] = __ballot_sync(0xffffffffu, span[i].touches(low, high));
+      count += __popc(alive[i]);
+    }
+    if (lane == 0) warp_counts[turn][warp] = count;
+    __syncthreads();
+    int place = written;
+    for (int w = 0; w < kWarps; ++w) {
+      const int other = warp_counts[turn][w];
+      place += w < warp ? other : 0;
+      written += other;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      if (alive[i] >> lane & 1) {
+        const int at = place + __popc(alive[i] & ((1u << lane) - 1));
+        index[at] = base + (warp * kKeysPerLane + i) * 32 + lane;
+        first[at] = span[i].first, last[at] = span[i].last;
+      }
+      place += __popc(alive[i]);
+    }
+  }
+  __syncthreads();
+
+  // Summarise: one warp per block.
+  for (int block = warp; block * kPlanBlock < written; block += kWarps) {
+    int smallest = kLastPosition, largest = kFirstPosition;
+    for (int at = block * kPlanBlock + lane; at < min(written, (block + 1) * kPlanBlock); at += 32) {
+      smallest = min(smallest, first[at]);
+      largest = max(largest, last[at]);
+    }
+    smallest = __reduce_min_sync(0xffffffffu, smallest);
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    if (lane == 0) {
+      int32_t* const summary = plan.summary + (row * (plan.capacity / kPlanBlock) + block) * 2;
+      summary[0] = smallest, summary[1] = largest;
+    }
+  }
+  if (threadIdx.x == 0) plan.count[row] = written;
+}
+
+}  // namespace
+
+cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
+  plan_kernel<<<static_cast<unsigned>(plan.batches * plan.heads), kWarps * 32, 0, stream>>>(p, plan);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda

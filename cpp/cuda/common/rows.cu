@@ -1,0 +1,175 @@
+// The row-wise kernels around attention backward: per-query terms before it, fp32 sums to gradients after it.
+//
+// The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen,
+// and the sums of the rest would be most of the memory traffic.
+#include "../attention_launch.h"
+#include "device.cuh"
+#include "visibility.cuh"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Lanes that share a row of `width` elements, eight each: a power of two.
+__host__ __device__ inline int lanes_of(int64_t width) {
+  int lanes = 1;
+  while (lanes * 8 < width) lanes *= 2;
+  return lanes;
+}
+
+// Which row and which part of it this thread has.
+struct RowShare {
+  int64_t row;
+  int part;
+  __device__ explicit RowShare(int lanes)
+      : row((static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes), part(static_cast<int>(threadIdx.x) % lanes) {}
+};
+
+template <class T>
+__device__ __forceinline__ void store_8(T* to, const float* from, float factor) {
+  const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+  using E = Element<T>;
+  *reinterpret_cast<uint4*>(to) = {E::pack(a.x * factor, a.y * factor), E::pack(a.z * factor, a.w * factor),
+                                   E::pack(b.x * factor, b.y * factor), E::pack(b.z * factor, b.w * factor)};
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const int lanes = lanes_of(p.value_dim);
+  const RowShare share(lanes);
+  const bool inside = share.row < p.batch * p.heads * call.padded_queries;
+  const int64_t query = share.row % call.padded_queries, batch_head = share.row / call.padded_queries;
+  const int64_t head = batch_head % p.heads, batch = batch_head / p.heads;
+  const bool is_query = inside && query < p.query_length;
+  float sum = 0.0f;
+  if (is_query && share.part * 8 < p.value_dim) {
+    const auto at = [&](const Rows& rows) {
+      const T* data =
+          static_cast<const T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
+      return *reinterpret_cast<const uint4*>(data + share.part * 8);
+    };
+    const uint4 a = at(p.out), b = at(call.b.grad_out);
+    const uint32_t *pairs_a = &a.x, *pairs_b = &b.x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = Element<T>::unpack(pairs_a[i]), y = Element<T>::unpack(pairs_b[i]);
+      sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+    }
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (!inside || share.part != 0) return;
+  const int64_t dense_row = batch_head * p.query_length + query;
+  const float lse = is_query ? static_cast<const float*>(p.lse)[dense_row] : negative_infinity();
+  const bool is_empty = lse == negative_infinity();
+  const float grad_lse = call.b.grad_lse && is_query ? static_cast<const float*>(call.b.grad_lse)[dense_row] : 0.0f;
+  call.lse2[share.row] = is_empty ? -negative_infinity() : lse * kLog2e;
+  call.delta[share.row] = is_empty ? 0.0f : sum - grad_lse;
+}
+
+// Does any query head of the kv head's group see the key?
+__device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch, int kv_head, int key) {
+  const int group = static_cast<int>(p.heads / p.kv_heads);
+  const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
+  for (int h = 0; h < group; ++h) {
+    const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, kv_head * group + h);
+    if (spans.of_key(key).touches(low, high)) return true;
+    const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor >= group; };
+    if (is_shared(p.mask.start) && is_shared(p.mask.end)) break;
+  }
+  return false;
+}
+
+__global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t width = p.head_dim + p.value_dim;
+  const int lanes = min(32, lanes_of(width));
+  const RowShare share(lanes);
+  if (share.row >= p.batch * p.kv_heads * p.key_length) return;
+  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
+                batch = share.row / p.key_length / p.kv_heads;
+  if (!is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key))) return;
+  float* const sums = call.key_sums + share.row * width;
+  for (int64_t i = share.part * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t width = p.head_dim + p.value_dim;
+  const int lanes = min(32, lanes_of(width));
+  const RowShare share(lanes);
+  if (share.row >= p.batch * p.kv_heads * p.key_length) return;
+  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
+                batch = share.row / p.key_length / p.kv_heads;
+  const bool is_live = is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key));
+  if (is_live && !call.key_sums) return;
+  const auto at = [&](const Rows& rows) {
+    return static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + key * rows.row_stride;
+  };
+  T *const grad_key = at(call.b.grad_key), *const grad_value = at(call.b.grad_value);
+  for (int64_t i = share.part * 8; i < width; i += lanes * 8) {
+    T* const to = i < p.head_dim ? grad_key + i : grad_value + (i - p.head_dim);
+    if (is_live) {
+      store_8(to, call.key_sums + share.row * width + i, i < p.head_dim ? call.scale : 1.0f);
+    } else {
+      *reinterpret_cast<uint4*>(to) = {0, 0, 0, 0};
+    }
+  }
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const int lanes = lanes_of(p.head_dim);
+  const RowShare share(lanes);
+  if (share.row >= p.batch * p.heads * p.query_length || share.part * 8 >= p.head_dim) return;
+  const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads,
+                batch = share.row / p.query_length / p.heads;
+  const Rows& rows = call.b.grad_query;
+  T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
+  store_8(to + share.part * 8, call.query_sums + share.row * p.head_dim + share.part * 8, call.scale);
+}
+
+template <class Kernel>
+cudaError_t launch_rows(Kernel kernel, const BackwardCall& call, int64_t rows, int lanes, cudaStream_t stream) {
+  if (rows == 0) return cudaSuccess;
+  const int64_t rows_per_block = kThreads / lanes;
+  kernel<<<static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream>>>(call);
+  return cudaGetLastError();
+}
+
+int lanes_of_pair(const AttentionParams& p) {
+  const int lanes = lanes_of(p.head_dim + p.value_dim);
+  return lanes < 32 ? lanes : 32;
+}
+
+bool is_bfloat16(const BackwardCall& call) { return call.b.forward.dtype == DType::kBFloat16; }
+
+}  // namespace
+
+cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  return launch_rows(is_bfloat16(call) ? row_terms_kernel<__nv_bfloat16> : row_terms_kernel<__half>, call,
+                     p.batch * p.heads * call.padded_queries, lanes_of(p.value_dim), stream);
+}
+
+cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  return launch_rows(clear_key_sums_kernel, call, p.batch * p.kv_heads * p.key_length, lanes_of_pair(p), stream);
+}
+
+cudaError_t launch_store_key_sums(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  return launch_rows(is_bfloat16(call) ? store_key_sums_kernel<__nv_bfloat16> : store_key_sums_kernel<__half>, call,
+                     p.batch * p.kv_heads * p.key_length, lanes_of_pair(p), stream);
+}
+
+cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  return launch_rows(is_bfloat16(call) ? store_query_sums_kernel<__nv_bfloat16> : store_query_sums_kernel<__half>, call,
+                     p.batch * p.heads * p.query_length, lanes_of(p.head_dim), stream);
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,78 @@
+// The one place that decides which query sees which key on CUDA; every kernel asks here.
+//
+// The one surprise is that a length, causality, padding and start/end are all the same thing: the span of positions that see a
+// key. A missing argument is a wide span, a key beyond the end an empty one. Only a block mask adds bits to that.
+#pragma once
+
+#include <cstdint>
+
+#include "../../params.h"
+
+namespace dmattn::cuda {
+
+inline constexpr int kFirstPosition = -(1 << 28), kLastPosition = 1 << 28;  // beyond every position
+
+// Position p sees the key when first <= p < last.
+struct Span {
+  int first, last;
+  __device__ __forceinline__ bool sees(int position) const { return first <= position && position < last; }
+  // Does any / does every position of [low, high] see the key?
+  __device__ __forceinline__ bool touches(int low, int high) const { return first <= high && low < last && first < last; }
+  __device__ __forceinline__ bool covers(int low, int high) const { return first <= low && high < last; }
+  static __device__ __forceinline__ Span empty() { return {0, 0}; }
+};
+
+// The element of a PerHead tensor where the data of (batch, query head) begins.
+template <class T>
+__device__ __forceinline__ T* row_of(const PerHead& tensor, int batch, int head) {
+  if (!tensor.data) return nullptr;
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride +
+         (head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride;
+}
+
+// The interval rows of one head.
+struct SpanSource {
+  const int32_t* start;  // [Sk] or null
+  const int32_t* end;    // [Sk] or null
+  int key_length;
+  bool is_causal;
+
+  __device__ __forceinline__ SpanSource(const MaskParams& mask, int length, int batch, int head)
+      : start(row_of<const int32_t>(mask.start, batch, head)),
+        end(row_of<const int32_t>(mask.end, batch, head)),
+        key_length(length),
+        is_causal(mask.is_causal) {}
+
+  __device__ __forceinline__ bool has_intervals() const { return start || end; }
+  __device__ __forceinline__ Span of_key(int key) const {
+    if (key < 0 || key >= key_length) return Span::empty();
+    int first = start ? max(start[key], kFirstPosition) : kFirstPosition;
+    if (is_causal) first = max(first, key);
+    const int last = end ? min(end[key], kLastPosition) : kLastPosition;
+    return first < last ? Span{first, last} : Span::empty();
+  }
+};
+
+// One head of a block mask. Entries of a corrupt table read as empty tiles.
+struct TileSource {
+  const int32_t* tiles;    // [Nq, Nk] or null
+  const int32_t* rows;     // [Nq, 1 + Nk]
+  const int32_t* columns;  // [Nk, 1 + Nq]
+
+  __device__ __forceinline__ TileSource(const MaskParams& mask, int batch, int head)
+      : tiles(row_of<const int32_t>(mask.tiles, batch, head)),
+        rows(row_of<const int32_t>(mask.rows, batch, head)),
+        columns(row_of<const int32_t>(mask.columns, batch, head)) {}
+};
+
+// The bits of a partial tile, [tile_q, tile_k / 32], or null for a full tile; `state` is an entry of `tiles`.
+__device__ __forceinline__ const uint32_t* bits_of_tile(const MaskParams& mask, int state) {
+  const int64_t slot = static_cast<int64_t>(state) - kTilePartial;
+  return state >= kTilePartial && slot < mask.slots ? mask.bits + slot * mask.tile_q * (mask.tile_k / 32) : nullptr;
+}
+
+__device__ __forceinline__ bool is_live_tile(const MaskParams& mask, int state) {
+  return state == kTileFull || (state >= kTilePartial && static_cast<int64_t>(state) - kTilePartial < mask.slots);
+}
+
+}  // namespace dmattn::cuda

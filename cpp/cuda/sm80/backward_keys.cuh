@@ -1,0 +1,382 @@
+// Key-major backward: a block keeps a tile of keys and values and walks the queries that see them; grad_key and grad_value stay
+// in registers, grad_query is added in fp32 to global memory.
+//
+// The one surprise is its second job: without those adds (query_sums null) every sum has a fixed order, and together with the
+// query-major kernel without its adds it makes the deterministic backward.
+#pragma once
+
+#include "backward.cuh"
+
+namespace dmattn::cuda::sm80 {
+
+template <int kDim, Room kRoom>
+struct alignas(128) KeyMajorShared {
+  static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+  uint16_t key[kShape.keys * kDim];  // grad_key's and grad_value's staging places at the end
+  uint16_t value[kShape.keys * kDim];
+  uint16_t query[kShape.stages][kShape.queries * kDim];
+  uint16_t grad_out[kShape.queries * kDim];
+  uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
+  uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
+  alignas(16) float lse2[2][kShape.queries];
+  alignas(16) float delta[2][kShape.queries];
+  KeyStage<kShape.queries, kShape.keys> stage[2];  // spans, index and key_bias are the same in both
+  float column_sums[kShape.warp_rows][kShape.keys];
+  uint32_t seen[kShape.keys / 32];  // by the bits of a block mask
+  int32_t bounds[4];                // smallest and largest first, smallest and largest last of the tile's spans
+};
+
+// The chunks of queries that see a tile of keys, for one query head. The same in all threads.
+template <bool kHasTiles, int kThreads, int kQueries, int kKeys>
+class QueryWalk {
+ public:
+  using Stage = KeyStage<kQueries, kKeys>;
+
+  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const int32_t (&bounds)[4], int batch, int head, int first_key)
+      : p_(p), bounds_(bounds), shift_(static_cast<int>(p.key_length - p.query_length)) {
+    // Positions [smallest first, largest last) see some key of the tile.
+    const int query_length = static_cast<int>(p.query_length);
+    cursor_ = max(0, bounds[0] - shift_) / kQueries * kQueries;
+    stop_ = min(query_length, bounds[3] - shift_);
+    if (!has_tiles()) return;
+    const TileSource source(p.mask, batch, head);
+    const int tile_column = first_key / static_cast<int>(p.mask.tile_k);
+    bits_column_ = first_key % static_cast<int>(p.mask.tile_k) / 32;
+    list_ = source.columns + tile_column * (p.mask.tiles_q + 1) + 1;
+    states_ = source.tiles + tile_column;
+    entries_ = min(max(list_[-1], 0), static_cast<int>(p.mask.tiles_q));
+    tile_stop_ = 0;
+    begin_ = cursor_;
+    cursor_ = 0;
+  }
+
+  // The next chunk, or false. `bits` is where its bits begin, or null.
+  __device__ __forceinline__ bool next(int& first_query, Chunk& chunk, const uint32_t*& bits) {
+    bits = nullptr;
+    if (has_tiles()) {
+      while (cursor_ >= tile_stop_) {
+        if (entry_ >= entries_) return false;
+        const int tile = list_[entry_++];
+        const int state = tile >= 0 && tile < p_.mask.tiles_q ? states_[tile * p_.mask.tiles_k] : kTileEmpty;
+        if (!is_live_tile(p_.mask, state)) continue;
+        const int tile_begin = tile * static_cast<int>(p_.mask.tile_q);
+        cursor_ = max(tile_begin, begin_);
+        tile_stop_ = min(tile_begin + static_cast<int>(p_.mask.tile_q), stop_);
+        bits_ = bits_of_tile(p_.mask, state);
+      }
+      if (bits_) bits = bits_ + cursor_ % p_.mask.tile_q * (p_.mask.tile_k / 32) + bits_column_;
+    } else if (cursor_ >= stop_) {
+      return false;
+    }
+    first_query = cursor_;
+    cursor_ += kQueries;
+    chunk.has_bits = bits != nullptr;
+    const int low = first_query + shift_, high = min(first_query + kQueries, static_cast<int>(p_.query_length)) - 1 + shift_;
+    chunk.needs_test = bits || !(bounds_[1] <= low && high < bounds_[2]);
+    return true;
+  }
+
+  __device__ __forceinline__ void copy_bits(Stage& stage, const uint32_t* bits) const {
+    if (!bits) return;
+    for (int at = threadIdx.x; at < kQueries * (kKeys / 32); at += kThreads) {
+      stage.bits[at / (kKeys / 32)][at % (kKeys / 32)] = bits[at / (kKeys / 32) * (p_.mask.tile_k / 32) + at % (kKeys / 32)];
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool has_tiles() const { return kHasTiles && p_.mask.tiles.data; }
+
+  const AttentionParams& p_;
+  const int32_t (&bounds_)[4];
+  const int shift_;
+  int cursor_, stop_, begin_ = 0, tile_stop_ = 0, entry_ = 0, entries_ = 0, bits_column_ = 0;
+  const int32_t *list_ = nullptr, *states_ = nullptr;
+  const uint32_t* bits_ = nullptr;
+};
+
+template <class T, int kDim, Variant kVariant, Room kRoom>
+__global__ __launch_bounds__(
+    kKeyMajorShape<kDim, kRoom>.warps * 32,
+    kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
+  constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+  constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
+  constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
+  constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kRoom>*>(shared_bytes);
+  const AttentionParams& p = call.b.forward;
+  const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
+  const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
+  const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
+  const bool is_gathered = kVariant == Variant::kGeneral && call.plan.index;
+
+  const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
+  const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out);
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+
+  // Which tile: early tiles first, because causality makes them long.
+  const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
+  const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
+  const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
+  const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_in_turn : 1);
+  const auto pair_of = [&](int64_t item) {
+    const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
+    const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
+    if constexpr (kVariant != Variant::kGeneral) return int2{batch, kv_head};
+    return int2{batch * static_cast<int>(call.batches_in_turn) + static_cast<int>(item / call.kv_heads_in_turn),
+                kv_head * static_cast<int>(call.kv_heads_in_turn) + static_cast<int>(item % call.kv_heads_in_turn)};
+  };
+  for (int64_t item = 0; item < in_turn; ++item) {
+    const int2 pair = pair_of(item);
+    const int batch = pair.x, kv_head = pair.y;
+
+    // The keys: which, seen by any query?
+    int key = first_key + thread;
+    bool is_live = false;
+    if (is_gathered) {
+      const int64_t plan_row = batch * call.plan.batch_stride + kv_head * group / static_cast<int>(call.plan.head_divisor);
+      const int live_keys = call.plan.count[plan_row];
+      if (first_key >= live_keys) continue;
+      is_live = thread < kShape.keys && first_key + thread < live_keys;
+      key = is_live ? call.plan.index[plan_row * call.plan.capacity + first_key + thread] : -1;
+    } else if (thread < kShape.keys) {
+      const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
+      for (int h = kv_head * group; h < (kv_head + 1) * group && !is_live; ++h) {
+        is_live = SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key).touches(low, high);
+      }
+    }
+    if (kVariant == Variant::kGeneral && p.mask.tiles.data) {
+      if (thread < kShape.keys / 32) shared.seen[thread] = 0;
+      __syncthreads();
+      for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+        const TileSource source(p.mask, batch, h);
+        const Span span =
+            thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
+        if (thread < kShape.keys) shared.stage[0].span[thread] = span;
+        __syncthreads();
+        const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
+        const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
+        for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
+          const int row = list[1 + entry];
+          const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
+          if (!is_live_tile(p.mask, state)) continue;
+          const uint32_t* const bits = bits_of_tile(p.mask, state);
+          const int first_row = row * static_cast<int>(p.mask.tile_q);
+          const int at_rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
+          const int low = first_row + static_cast<int>(p.key_length - p.query_length);
+          const bool is_whole = __syncthreads_and(thread >= kShape.keys || span.covers(low, low + at_rows - 1));
+          for (int at = thread; at < at_rows * (kShape.keys / 32); at += kThreads) {
+            const int word = at % (kShape.keys / 32), tile_row = at / (kShape.keys / 32);
+            uint32_t seen = bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
+            if (!is_whole) seen = bits_seen_at(seen, &shared.stage[0].span[word * 32], low + tile_row);
+            if (seen) atomicOr(&shared.seen[word], seen);
+          }
+        }
+        __syncthreads();
+      }
+      __syncthreads();
+      is_live = is_live && thread < kShape.keys && (shared.seen[thread / 32] >> thread % 32 & 1);
+    }
+    if (thread < kShape.keys) {
+      shared.stage[0].index[thread] = shared.stage[1].index[thread] = is_live ? key : -1;
+    }
+    __syncthreads();
+    const auto copy_keys = [&](uint32_t to, const Rows& rows, int width) {
+      const char* const from = head_rows(rows, batch, kv_head);
+      const RowCopy<kDim, kThreads> copy(width);
+#pragma unroll 4
+      for (int r = 0; r < kShape.keys; r += copy.kRows) {
+        const int at = shared.stage[0].index[copy.row + r];
+        copy.start(to, r, from + max(at, 0) * rows.row_stride * 2, at >= 0);
+      }
+    };
+    copy_keys(key_tile, p.key, head_dim);
+    copy_keys(value_tile, p.value, value_dim);
+
+    float grad_key[2][kRowN][4], grad_value[2][kRowN][4];
+    clear(grad_key);
+    clear(grad_value);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      // The spans of the keys for this head, and their bounds.
+      if (thread < 4) shared.bounds[thread] = thread % 2 == 0 ? kLastPosition : kFirstPosition;
+      if (thread < kShape.keys) {
+        for (int row = 0; row < kShape.warp_rows; ++row) shared.column_sums[row][thread] = 0.0f;
+      }
+      __syncthreads();
+      if (thread < kShape.keys) {
+        const int key = shared.stage[0].index[thread];
+        const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
+        const bool sees = span.first < span.last;
+        const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
+        for (auto& stage : shared.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
+        const int bounds[4] = {__reduce_min_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                               __reduce_max_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                               __reduce_min_sync(0xffffffffu, sees ? span.last : kFirstPosition),
+                               __reduce_max_sync(0xffffffffu, sees ? span.last : kFirstPosition)};
+        if (lane == 0) {
+          atomicMin(&shared.bounds[0], bounds[0]), atomicMax(&shared.bounds[1], bounds[1]);
+          atomicMin(&shared.bounds[2], bounds[2]), atomicMax(&shared.bounds[3], bounds[3]);
+        }
+      }
+      __syncthreads();
+
+      QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head,
+                                                                                           first_key);
+      const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
+        const char* const from = head_rows(rows, batch, head);
+        const RowCopy<kDim, kThreads> copy(width);
+#pragma unroll
+        for (int r = 0; r < kShape.queries; r += copy.kRows) {
+          const int query = first_query + copy.row + r;
+          const bool wanted = query < p.query_length;
+          copy.start(to, r, from + (wanted ? query : 0) * rows.row_stride * 2, wanted);
+        }
+      };
+      const auto copy_terms = [&](int turn, int first_query) {
+        if (thread >= kShape.queries) return;
+        const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + thread;
+        copy_async_4(shared_address(&shared.lse2[turn][thread]), call.lse2 + at, true);
+        copy_async_4(shared_address(&shared.delta[turn][thread]), call.delta + at, true);
+      };
+      const auto query_tile_of = [&](int turn) {
+        return query_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.queries * kDim * 2;
+      };
+      int first_query = 0, coming_query = 0, turn = 0;
+      Chunk chunk, coming;
+      const uint32_t* bits = nullptr;
+      bool has_chunk = walk.next(first_query, chunk, bits);
+      if (has_chunk) {
+        walk.copy_bits(shared.stage[0], bits);
+        copy_queries(query_tile_0, p.query, first_query, head_dim);
+        copy_queries(grad_out_tile, call.b.grad_out, first_query, value_dim);
+        copy_terms(0, first_query);
+      }
+      copy_async_commit();
+      float* const query_sums =
+          call.query_sums ? call.query_sums + (batch * p.heads + head) * p.query_length * p.head_dim : nullptr;
+
+      while (has_chunk) {
+        const auto& stage = shared.stage[turn];
+        const uint32_t query_tile = query_tile_of(turn);
+        copy_async_wait<0>();
+        __syncthreads();
+        has_chunk = walk.next(coming_query, coming, bits);
+        if (has_chunk && kShape.stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
+
+        // Scores and their gradients, to shared memory.
+        float lse2[kM][2], delta[kM][2];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            lse2[m][r] = shared.lse2[turn][warp_row + 16 * m + 8 * r + lane / 4];
+            delta[m][r] = shared.delta[turn][warp_row + 16 * m + 8 * r + lane / 4];
+          }
+        }
+        float x[kM][kN][4], y[kM][kN][4];
+        clear(x);
+        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                       Fragment<kDim>::wide(key_tile, warp_column, 0));
+        to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
+        if (kVariant != Variant::kGeneral)
+          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        clear(y);
+        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                       Fragment<kDim>::wide(value_tile, warp_column, 0));
+        ColumnSums<kN> sums;
+        to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
+                                  warp_column + lane % 4 * 2, [&](int column) { return stage.index[column]; });
+        if (kVariant == Variant::kGeneral && call.grad_key_bias.data) {
+          sums.finish(warp_column + lane % 4 * 2,
+                      [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
+        }
+        if (kVariant == Variant::kGeneral)
+          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+        __syncthreads();
+
+        // grad_value; then grad_out is read, and the next one can come.
+        const auto accumulate = [&](float (&to)[2][kRowN][4], uint32_t scores, uint32_t by) {
+          const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
+          multiply_by_columns<T, kShape.queries / 16>(
+              to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
+              Fragment<kDim>::tall(by, 0, row_part / 8));
+        };
+        accumulate(grad_value, probability_tile, grad_out_tile);
+        __syncthreads();
+        if (has_chunk) {
+          walk.copy_bits(shared.stage[turn ^ 1], bits);
+          copy_queries(grad_out_tile, call.b.grad_out, coming_query, value_dim);
+          copy_terms(turn ^ 1, coming_query);
+        }
+        copy_async_commit();
+
+        // grad_query, then grad_key
+        if (query_sums) {
+          float rows[kM][kDimN][4];
+          clear(rows);
+          const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
+          multiply_by_columns<T, kShape.keys / 16>(
+              rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
+              Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
+          add_rows(rows, warp % kColumns * kDimN * 8, head_dim, [&](int m) -> float* {
+            const int query = first_query + warp_row + 16 * m + lane / 4 + (lane & 1) * 8;
+            return query < p.query_length ? query_sums + static_cast<int64_t>(query) * head_dim : nullptr;
+          });
+        }
+        accumulate(grad_key, grad_score_tile, query_tile);
+        if (kShape.stages == 1 && has_chunk) {
+          __syncthreads();
+          copy_queries(query_tile_0, p.query, coming_query, head_dim);
+          copy_async_commit();
+        }
+        chunk = coming;
+        first_query = coming_query;
+        turn ^= 1;
+      }
+      __syncthreads();
+      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys) {
+        const int key = shared.stage[0].index[thread];
+        float sum = 0.0f;
+        for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.column_sums[row][thread];
+        if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+      }
+    }
+
+    copy_async_wait<0>();
+    __syncthreads();
+    put_tile<T, kDim>(shared.key, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
+    put_tile<T, kDim>(shared.value, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
+    __syncthreads();
+    const int2 to = pair_of(item);
+    const auto store = [&](const void* from, const Rows& rows, int width) {
+      store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
+        const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
+        const int at = is_gathered ? shared.stage[0].index[r] : in_order;
+        return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
+      });
+    };
+    store(shared.key, call.b.grad_key, head_dim);
+    store(shared.value, call.b.grad_value, value_dim);
+    __syncthreads();
+  }
+}
+
+template <class T, int kDim, Variant kVariant, Room kRoom>
+cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
+  constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+  constexpr int kBytes = sizeof(KeyMajorShared<kDim, kRoom>);
+  static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
+  const auto kernel = key_major_kernel<T, kDim, kVariant, kRoom>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const AttentionParams& p = call.b.forward;
+  const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
+  const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / in_turn);
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm80

@@ -1,0 +1,192 @@
+// Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key
+// and grad_value are added in fp32 to global memory.
+//
+// The one surprise is that this is the kernel for scattered keys: work follows the keys a tile sees, and a gathered key's
+// gradient goes back to where its row came from.
+#pragma once
+
+#include "backward.cuh"
+
+namespace dmattn::cuda::sm80 {
+
+template <int kDim, Room kRoom>
+struct alignas(128) QueryMajorShared {
+  static constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
+  uint16_t query[kShape.queries * kDim];  // grad_query's staging place at the end
+  uint16_t grad_out[kShape.queries * kDim];
+  uint16_t key[kShape.stages][kShape.keys * kDim];
+  uint16_t value[kShape.keys * kDim];
+  uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
+  uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
+  KeyStage<kShape.queries, kShape.keys> stage[2];
+  KeyQueues<kShape.warps * 32, kShape.keys> queues;
+};
+
+template <class T, int kDim, Variant kVariant, Room kRoom>
+__global__ __launch_bounds__(
+    kQueryMajorShape<kDim, kRoom>.warps * 32,
+    kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void query_major_kernel(const __grid_constant__ BackwardCall call) {
+  constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
+  constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
+  constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
+  constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<QueryMajorShared<kDim, kRoom>*>(shared_bytes);
+  const AttentionParams& p = call.b.forward;
+  const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
+
+  const QueryTile<kShape.queries> here(p);
+  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
+  const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
+
+  const uint32_t query_tile = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out);
+  const uint32_t value_tile = shared_address(shared.value), key_tile_0 = shared_address(shared.key);
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+
+  // Start the copies of the queries and of the first chunk's keys and values.
+  const auto copy_queries = [&](uint32_t tile, const Rows& rows, int width) {
+    const char* const from = head_rows(rows, batch, head);
+    const RowCopy<kDim, kThreads> copy(width);
+#pragma unroll 4
+    for (int r = 0; r < kShape.queries; r += copy.kRows) {
+      const int query = first_query + copy.row + r;
+      const bool wanted = query < p.query_length;
+      copy.start(tile, r, from + (wanted ? query : 0) * rows.row_stride * 2, wanted);
+    }
+  };
+  copy_queries(query_tile, p.query, head_dim);
+  copy_queries(grad_out_tile, call.b.grad_out, value_dim);
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, first_query);
+  Chunk chunk, coming;
+  int turn = 0;
+  const auto copy_keys = [&](int to, const Chunk& of) {
+    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of,
+                             head_rows(p.key, batch, kv_head), static_cast<uint32_t>(p.key.row_stride * 2), head_dim);
+  };
+  const auto copy_values = [&](int to, const Chunk& of) {
+    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, batch, kv_head),
+                             static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
+  };
+  bool has_chunk = walk.next(shared.stage[0], chunk);
+  if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
+  copy_async_commit();
+
+  float lse2[kM][2], delta[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = first_query + warp_row + 16 * m + 8 * r + lane / 4;
+      lse2[m][r] = call.lse2[(batch * p.heads + head) * call.padded_queries + query];
+      delta[m][r] = call.delta[(batch * p.heads + head) * call.padded_queries + query];
+    }
+  }
+  float grad_query[kM][kDimN][4];
+  clear(grad_query);
+  const int64_t sums_width = p.head_dim + p.value_dim;
+  float* const key_sums = call.key_sums ? call.key_sums + (batch * p.kv_heads + kv_head) * p.key_length * sums_width : nullptr;
+  float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
+
+  while (has_chunk) {
+    auto& stage = shared.stage[turn];
+    const uint32_t key_tile = key_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.keys * kDim * 2;
+    copy_async_wait<0>();
+    __syncthreads();
+
+    // Scores and their gradients, to shared memory.
+    float x[kM][kN][4], y[kM][kN][4];
+    clear(x);
+    multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(key_tile, warp_column, 0));
+    to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
+    if (kVariant != Variant::kGeneral)
+      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    clear(y);
+    multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(value_tile, warp_column, 0));
+    ColumnSums<kN> sums;
+    to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
+                              warp_column + lane % 4 * 2, [&](int column) { return walk.key_of(stage, chunk, column); });
+    if (kVariant != Variant::kPlain && grad_key_bias) {
+      sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
+        const int key = walk.key_of(stage, chunk, column);
+        if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+      });
+    }
+    if (kVariant == Variant::kGeneral)
+      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+    __syncthreads();
+
+    // The values are read: start on the next chunk.
+    has_chunk = walk.next(shared.stage[turn ^ 1], coming);
+    if (has_chunk) copy_values(turn ^ 1, coming);
+    if (has_chunk && kShape.stages == 2) copy_keys(turn ^ 1, coming);
+    copy_async_commit();
+
+    // Rows of grad_value and grad_key.
+    if (key_sums) {
+      const auto row_at = [&](int m) -> float* {
+        const int key = walk.key_of(stage, chunk, key_row + 16 * m + lane / 4 + (lane & 1) * 8);
+        return key >= 0 && key < p.key_length ? key_sums + key * sums_width : nullptr;
+      };
+      float rows[2][kRowN][4];
+      const auto multiply = [&](uint32_t scores, uint32_t by) {
+        const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
+        clear(rows);
+        multiply_by_columns<T, kShape.queries / 16>(
+            rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
+            Fragment<kDim>::tall(by, 0, row_part / 8));
+      };
+      multiply(probability_tile, grad_out_tile);
+      add_rows(rows, row_part, value_dim, [&](int m) -> float* {
+        float* const to = row_at(m);
+        return to ? to + head_dim : nullptr;
+      });
+      multiply(grad_score_tile, query_tile);
+      add_rows(rows, row_part, head_dim, row_at);
+    }
+
+    // grad_query
+    const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
+    multiply_by_columns<T, kShape.keys / 16>(
+        grad_query, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
+        Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
+    if (kShape.stages == 1 && has_chunk) {
+      __syncthreads();
+      copy_keys(turn ^ 1, coming);
+      copy_async_commit();
+    }
+    chunk = coming;
+    turn ^= 1;
+  }
+
+  copy_async_wait<0>();
+  __syncthreads();
+  put_tile<T, kDim>(shared.query, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return call.scale; });
+  __syncthreads();
+  store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
+    const int query = first_query + r;
+    return query < p.query_length ? head_rows(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
+                                  : nullptr;
+  });
+}
+
+template <class T, int kDim, Variant kVariant, Room kRoom>
+cudaError_t launch_query_major(const BackwardCall& call, cudaStream_t stream) {
+  constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
+  constexpr int kBytes = sizeof(QueryMajorShared<kDim, kRoom>);
+  static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
+  const auto kernel = query_major_kernel<T, kDim, kVariant, kRoom>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const AttentionParams& p = call.b.forward;
+  const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm80

@@ -1,0 +1,97 @@
+// Picks an instance of the sm80 kernels from flat tables, which the build generates from cmake/instances.cmake.
+//
+// The one surprise is that a general instance stands in for a missing special one, so a table may leave those out.
+#include <sstream>
+
+#include "backward_keys.cuh"
+#include "backward_queries.cuh"
+#include "family.h"
+#include "forward.cuh"
+#include "sm80_instances.h"
+
+namespace dmattn::cuda::sm80 {
+namespace {
+
+template <class Call>
+struct Instance {
+  DType dtype;
+  int dim;
+  Variant variant;
+  Room room;
+  cudaError_t (*launch)(const Call&, cudaStream_t);
+};
+
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
+  {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_forward<TYPE, DIM, Variant::VARIANT>},
+constexpr Instance<ForwardCall> kForward[] = {DMATTN_SM80_FORWARD(DMATTN_ROW)};
+#undef DMATTN_ROW
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
+  {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_query_major<TYPE, DIM, Variant::VARIANT, Room::ROOM>},
+constexpr Instance<BackwardCall> kQueryMajor[] = {DMATTN_SM80_QUERY_MAJOR(DMATTN_ROW)};
+#undef DMATTN_ROW
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
+  {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_key_major<TYPE, DIM, Variant::VARIANT, Room::ROOM>},
+constexpr Instance<BackwardCall> kKeyMajor[] = {DMATTN_SM80_KEY_MAJOR(DMATTN_ROW)};
+#undef DMATTN_ROW
+
+// The variant that just suffices.
+Variant variant_of(const AttentionParams& p, const Plan& plan) {
+  const bool is_simple = p.scale > 0 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
+  if (is_simple && plan.index) return Variant::kGathered;
+  return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
+}
+
+template <class Call, size_t kCount>
+cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionParams& p, Variant variant, Room room,
+                   const Call& call, cudaStream_t stream) {
+  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  const Instance<Call>* best = nullptr;
+  for (const auto& instance : instances) {
+    if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
+    if (instance.room != Room::kSmall && instance.room != room) continue;
+    if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
+    // Smaller padding first, then the roomier shape, then the special variant.
+    if (best && instance.dim == best->dim && best->room == room && instance.room != room) continue;
+    if (best && instance.dim == best->dim && best->room == instance.room && best->variant == variant) continue;
+    best = &instance;
+  }
+  return best ? best->launch(call, stream) : cudaErrorNotSupported;
+}
+
+template <class Call, size_t kCount>
+void list(std::ostream& text, const char* name, const Instance<Call> (&instances)[kCount]) {
+  constexpr const char *kVariants[] = {"plain", "gathered", "general"}, *kRooms[] = {"large", "small"};
+  text << name << ":";
+  for (const auto& instance : instances) {
+    text << " " << (instance.dtype == DType::kBFloat16 ? "bfloat16" : "float16") << "/" << instance.dim << "/"
+         << kVariants[static_cast<int>(instance.variant)] << "/" << kRooms[static_cast<int>(instance.room)];
+  }
+  text << "; ";
+}
+
+}  // namespace
+
+cudaError_t forward(const ForwardCall& call, cudaStream_t stream) {
+  return launch(kForward, call.p, variant_of(call.p, call.plan), Room::kSmall, call, stream);
+}
+
+cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream) {
+  return launch(kQueryMajor, call.b.forward, variant_of(call.b.forward, call.plan), room, call, stream);
+}
+
+cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const Variant variant = variant_of(p, call.plan);
+  const bool is_plain = variant == Variant::kPlain && !p.mask.tiles.data && call.batches_in_turn * call.kv_heads_in_turn == 1;
+  return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);
+}
+
+std::string compiled() {
+  std::ostringstream text;
+  list(text, "forward", kForward);
+  list(text, "query-major backward", kQueryMajor);
+  list(text, "key-major backward", kKeyMajor);
+  return text.str();
+}
+
+}  // namespace dmattn::cuda::sm80

@@ -1,0 +1,18 @@
+// The sm80 family as the host sees it: three kernels that pick their instance themselves.
+//
+// The one surprise is the miss: cudaErrorNotSupported, and compiled() says what there is.
+#pragma once
+
+#include <string>
+
+#include "../attention_launch.h"
+#include "tiles.h"
+
+namespace dmattn::cuda::sm80 {
+
+cudaError_t forward(const ForwardCall& call, cudaStream_t stream);
+cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream);
+cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream);
+std::string compiled();
+
+}  // namespace dmattn::cuda::sm80

@@ -1,0 +1,192 @@
+// Attention forward for sm80 and later: one block per (batch, head, query tile), FlashAttention-2's schedule over chunks of keys.
+//
+// The one surprise is that a chunk need not be contiguous: with intervals its keys are gathered row by row, so work follows the
+// number of keys the tile sees, wherever they lie.
+#pragma once
+
+#include "../attention_launch.h"
+#include "../common/logits.cuh"
+#include "../common/softmax.cuh"
+#include "keys.cuh"
+
+namespace dmattn::cuda::sm80 {
+
+template <int kDim, Variant kVariant>
+struct alignas(128) ForwardShared {
+  static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  uint16_t query[kShape.queries * kDim];  // the output's staging place at the end
+  uint16_t key[kShape.keys * kDim];
+  uint16_t value[kShape.keys * kDim];
+  KeyStage<kShape.queries, kShape.keys> stage[2];
+  KeyQueues<kShape.warps * 32, kShape.keys> queues;
+};
+
+template <class T, int kDim, Variant kVariant>
+__global__ __launch_bounds__(
+    kForwardShape<kDim, kVariant>.warps * 32,
+    kForwardShape<kDim, kVariant>.blocks_per_sm) void forward_kernel(const __grid_constant__ ForwardCall call) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr int kThreads = kShape.warps * 32, kM = kShape.queries / kShape.warps / 16, kN = kShape.keys / 8;
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
+  const AttentionParams& p = call.p;
+
+  const QueryTile<kShape.queries> here(p);
+  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int tile_row = warp * kM * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first element
+
+  const char *const keys = head_rows(p.key, batch, kv_head), *const values = head_rows(p.value, batch, kv_head);
+  const uint32_t key_row_bytes = static_cast<uint32_t>(p.key.row_stride * 2),
+                 value_row_bytes = static_cast<uint32_t>(p.value.row_stride * 2);
+  const uint32_t query_tile = shared_address(shared.query), key_tile = shared_address(shared.key),
+                 value_tile = shared_address(shared.value);
+
+  // Start the copies of the query tile and of the first chunk's keys.
+  {
+    const char* const queries = head_rows(p.query, batch, head);
+    const RowCopy<kDim, kThreads> copy(static_cast<int>(p.head_dim));
+#pragma unroll 4
+    for (int r = 0; r < kShape.queries; r += copy.kRows) {
+      const int query = first_query + copy.row + r;
+      const bool wanted = query < p.query_length;
+      copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
+    }
+  }
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, first_query);
+  Chunk chunk, coming;
+  int turn = 0;
+  bool has_chunk = walk.next(shared.stage[0], chunk);
+  if (has_chunk) walk.template load<kDim>(key_tile, shared.stage[0], chunk, keys, key_row_bytes, static_cast<int>(p.head_dim));
+  copy_async_commit();
+
+  float out[kM][kDim / 8][4];
+  clear(out);
+  OnlineSoftmax<kM> softmax;
+  const auto query_fragment = Fragment<kDim>::tall(query_tile, warp * kM * 16, 0);
+  const auto key_fragment = Fragment<kDim>::wide(key_tile, 0, 0);
+  const auto value_fragment = Fragment<kDim>::tall(value_tile, 0, 0);
+
+  while (has_chunk) {
+    auto& stage = shared.stage[turn];
+    // Keys are here, and nobody reads the previous values any more.
+    copy_async_wait<0>();
+    __syncthreads();
+    walk.template load<kDim>(value_tile, stage, chunk, values, value_row_bytes, static_cast<int>(p.value_dim));
+    copy_async_commit();
+
+    float x[kM][kN][4];
+    clear(x);
+    multiply_by_rows<T, kDim / 16>(x, query_fragment, key_fragment);
+
+    // Products to logits. kPlain leaves the scale to the softmax.
+    float to_base_2 = call.scale_2;
+    if constexpr (kVariant == Variant::kGathered) {
+      const float to_logit = to_base_2;
+      to_base_2 = 1.0f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 key_bias = *reinterpret_cast<const float2*>(&stage.key_bias[column + 8 * n]);
+        const float left = key_bias.x * kLog2e, right = key_bias.y * kLog2e;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          x[m][n][0] = fmaf(x[m][n][0], to_logit, left), x[m][n][1] = fmaf(x[m][n][1], to_logit, right);
+          x[m][n][2] = fmaf(x[m][n][2], to_logit, left), x[m][n][3] = fmaf(x[m][n][3], to_logit, right);
+        }
+      }
+    }
+    if constexpr (kVariant == Variant::kGeneral) {
+      to_base_2 = kLog2e;
+      const LogitTerms<T> terms(p, batch, head);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = column + 8 * n + e, key = walk.key_of(stage, chunk, at);
+          const float key_bias = p.key_bias.data ? stage.key_bias[at] : 0.0f;
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int query = first_query + tile_row + 16 * m + 8 * r;
+              float& logit = x[m][n][2 * r + e];
+              logit = terms.capped(logit) + key_bias + terms.bias_at(query, key, static_cast<int>(p.query_length));
+            }
+          }
+        }
+      }
+    }
+    if (chunk.needs_test) hide(x, stage, chunk, tile_row, column, walk.low());
+
+    // Values are here, and nobody reads these keys any more: start on the next ones.
+    copy_async_wait<0>();
+    __syncthreads();
+    has_chunk = walk.next(shared.stage[turn ^ 1], coming);
+    if (has_chunk)
+      walk.template load<kDim>(key_tile, shared.stage[turn ^ 1], coming, keys, key_row_bytes, static_cast<int>(p.head_dim));
+    copy_async_commit();
+
+    softmax.update(x, to_base_2, out);
+    if constexpr (kVariant == Variant::kGeneral) {
+      const Dropout dropout(p, batch, head);
+      if (dropout.is_on()) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const uint32_t row_key = dropout.row_key(first_query + tile_row + 16 * m + 8 * r);
+#pragma unroll
+            for (int n = 0; n < kN; ++n) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int key = walk.key_of(stage, chunk, column + 8 * n + e);
+                if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) x[m][n][2 * r + e] = 0.0f;
+              }
+            }
+          }
+        }
+      }
+    }
+    multiply_by_columns<T, kShape.keys / 16>(
+        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(x[m], k, a); }, value_fragment);
+    chunk = coming;
+    turn ^= 1;
+  }
+
+  // Normalise, and write out by way of shared memory so that rows leave in 16-byte pieces.
+  copy_async_wait<0>();
+  __syncthreads();
+  const QueryTile<kShape.queries> tile(p);
+  float keep_scale = 1.0f;
+  if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
+  put_tile<T, kDim>(shared.query, out, warp * kM * 16, 0, [&](int m, int r) {
+    const int row = tile_row + 16 * m + 8 * r;
+    float log_sum, factor;
+    softmax.finish(m, r, log_sum, factor);
+    if (lane % 4 == 0 && tile.first_query + row < p.query_length) {
+      static_cast<float*>(p.lse)[(tile.batch * p.heads + tile.head) * p.query_length + tile.first_query + row] = log_sum;
+    }
+    return factor * keep_scale;
+  });
+  __syncthreads();
+  store_tile<kDim, kThreads, kShape.queries>(shared.query, static_cast<int>(p.value_dim), [&](int r) {
+    const int query = tile.first_query + r;
+    return query < p.query_length ? head_rows(p.out, tile.batch, tile.head) + query * p.out.row_stride * 2 : nullptr;
+  });
+}
+
+template <class T, int kDim, Variant kVariant>
+cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
+  static_assert(kBytes <= 99 * 1024);
+  const auto kernel = forward_kernel<T, kDim, kVariant>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  const int64_t blocks = (call.p.query_length + kShape.queries - 1) / kShape.queries * call.p.batch * call.p.heads;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm80

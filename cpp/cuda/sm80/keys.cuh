@@ -1,0 +1,408 @@
+// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from the
+// plan.
+//
+// The one surprise is the two queues of the gathered walk: keys that every query of the tile sees and keys that only some see are
+// chunked apart, in whatever order they come, so that all but one or two chunks need no test.
+#pragma once
+
+#include <new>
+
+#include "../attention_launch.h"
+#include "../common/visibility.cuh"
+#include "tile.cuh"
+#include "tiles.h"
+
+namespace dmattn::cuda::sm80 {
+
+// What is known of one chunk's keys, in shared memory. Two of them: the next chunk is prepared while one is computed.
+template <int kQueries, int kKeys>
+struct KeyStage {
+  Span span[kKeys];      // of chunks that need a test; empty for keys that no query of the tile sees
+  int32_t index[kKeys];  // gathered: the key, -1 for none
+  float key_bias[kKeys];
+  uint32_t bits[kQueries][kKeys / 32];  // of chunks in a partial tile
+};
+
+// What a walk looks up: written once per tile, kept in shared memory because registers are what the kernels are short of.
+struct KeySources {
+  SpanSource spans;
+  const float* key_bias;  // [Sk] or null
+  int low, high;          // positions of the tile's first and last query
+  // in order
+  int limit, whole_limit;        // keys seen by some query, by every query, as far as length and causality go
+  const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
+  int entries, bits_row, first_tile, first_state;
+  // gathered
+  const int32_t *index, *first, *last;  // the plan's row
+  int live_keys, words;
+};
+
+// The queues of the walk, which all threads fill.
+template <int kThreads, int kKeys>
+struct KeyQueues {
+  static constexpr int kRing = 1024;
+  static_assert(kRing >= kPlanBlock + kKeys && kPlanBlock % kThreads == 0);
+  int32_t whole[kRing];    // keys that every query of the tile sees
+  int32_t partial[kRing];  // places in the plan of keys that some see
+  uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
+  int32_t warp_counts[kThreads / 32];
+  int2 cursor;  // words of live_blocks taken, blocks left of the last
+  uint32_t seen[kThreads / 32][kKeys / 32];
+  alignas(16) unsigned char sources[sizeof(KeySources)];
+};
+
+// The bits of 32 keys whose spans see the position.
+__device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* spans, int position) {
+  for (uint32_t left = bits; left; left &= left - 1) {
+    const int key = __ffs(static_cast<int>(left)) - 1;
+    if (!spans[key].sees(position)) bits &= ~(1u << key);
+  }
+  return bits;
+}
+
+// The chunk in hand; the same in all threads.
+struct Chunk {
+  int base = 0;             // keys in order: the first key
+  bool needs_test = false;  // spans are filled in and decide
+  bool has_bits = false;    // so are bits
+};
+
+template <Variant kVariant, int kThreads, int kQueries, int kKeys>
+class KeyWalk {
+ public:
+  using Stage = KeyStage<kQueries, kKeys>;
+  using Queues = KeyQueues<kThreads, kKeys>;
+
+  // A tile of the queries [first_query, first_query + kQueries) of a head.
+  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head,
+                                     int first_query)
+      : p_(p), queues_(queues), is_gathered_(plan.index != nullptr) {
+    if (threadIdx.x == 0) {
+      auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
+                                                       row_of<const float>(p.key_bias, batch, head)};
+      queues.cursor = {0, 0};
+      const int shift = static_cast<int>(p.key_length - p.query_length);
+      sources.low = first_query + shift;
+      sources.high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
+      if (gathered()) {
+        find_plan(sources, plan, batch, head);
+      } else {
+        find_tiles(sources, batch, head, first_query);
+      }
+    }
+    __syncthreads();
+    if (gathered()) {
+      find_live_blocks(plan, batch, head);
+    } else if (p.mask.tiles.data) {
+      coming_tile_ = sources().first_tile, coming_state_ = sources().first_state;
+    }
+  }
+
+  __device__ __forceinline__ bool gathered() const {
+    return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : is_gathered_;
+  }
+  __device__ __forceinline__ int low() const { return sources().low; }
+
+  // Prepares the next chunk in `stage`; false when there is none. All threads take part; on return they may read the stage.
+  __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
+    return gathered() ? next_gathered(stage, chunk) : next_in_order(stage, chunk);
+  }
+
+  // The key in column `column` of a chunk.
+  __device__ __forceinline__ int key_of(const Stage& stage, const Chunk& chunk, int column) const {
+    return gathered() ? stage.index[column] : chunk.base + column;
+  }
+
+  // Starts copying the chunk's rows into a tile; rows no query of the tile sees become zeros.
+  template <int kDim>
+  __device__ __forceinline__ void load(uint32_t tile, const Stage& stage, const Chunk& chunk, const char* rows,
+                                       uint32_t row_bytes, int width) const {
+    using Copy = RowCopy<kDim, kThreads>;
+    const Copy copy(width);
+    if (gathered()) {
+#pragma unroll
+      for (int r = 0; r < kKeys; r += Copy::kRows) {
+        const int key = stage.index[copy.row + r];
+        copy.start(tile, r, rows + static_cast<uint64_t>(static_cast<uint32_t>(max(key, 0))) * row_bytes, key >= 0);
+      }
+    } else if (chunk.needs_test) {
+      const int low = sources().low, high = sources().high;
+#pragma unroll 2
+      for (int r = 0; r < kKeys; r += Copy::kRows) {
+        const bool wanted = stage.span[copy.row + r].touches(low, high);
+        copy.start(tile, r,
+                   rows + (wanted ? static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row + r)) * row_bytes : 0),
+                   wanted);
+      }
+    } else {
+      const char* from = rows + static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row)) * row_bytes;
+#pragma unroll
+      for (int r = 0; r < kKeys; r += Copy::kRows, from += Copy::kRows * row_bytes) copy.start(tile, r, from, true);
+    }
+  }
+
+ private:
+  // ---- keys in order ----
+
+  __device__ __forceinline__ void find_tiles(KeySources& to, int batch, int head, int first_query) {
+    const int key_length = static_cast<int>(p_.key_length);
+    to.limit = p_.mask.is_causal ? max(0, min(key_length, to.high + 1)) : key_length;
+    to.whole_limit = p_.mask.is_causal ? min(key_length, to.low + 1) : key_length;
+    if (!p_.mask.tiles.data) return;
+    const TileSource source(p_.mask, batch, head);
+    const int tile_row = first_query / static_cast<int>(p_.mask.tile_q);
+    to.bits_row = first_query % static_cast<int>(p_.mask.tile_q);
+    to.list = source.rows + tile_row * (p_.mask.tiles_k + 1) + 1;
+    to.states = source.tiles + tile_row * p_.mask.tiles_k;
+    const int entries = to.list[-1], first_tile = to.list[0];  // the list has room for at least one
+    to.entries = min(max(entries, 0), static_cast<int>(p_.mask.tiles_k));
+    to.first_tile = first_tile;
+    to.first_state = to.entries > 0 ? state_of(to, first_tile) : kTileEmpty;
+  }
+
+  // Reads the list one entry ahead, so that its latency is hidden.
+  __device__ __forceinline__ void fetch_entry() {
+    if (entry_ >= sources().entries) return;
+    coming_tile_ = sources().list[entry_];
+    coming_state_ = state_of(sources(), coming_tile_);
+  }
+
+  __device__ __forceinline__ int state_of(const KeySources& in, int tile) const {
+    return tile >= 0 && tile < p_.mask.tiles_k ? in.states[tile] : kTileEmpty;
+  }
+
+  __device__ __forceinline__ bool next_in_order(Stage& stage, Chunk& chunk) {
+    for (;;) {
+      const uint32_t* bits = nullptr;
+      if (p_.mask.tiles.data) {
+        if (cursor_ >= tile_stop_) {
+          if (entry_ >= sources().entries) return false;
+          state_ = coming_state_;
+          cursor_ = coming_tile_ * static_cast<int>(p_.mask.tile_k);
+          tile_stop_ = min(cursor_ + static_cast<int>(p_.mask.tile_k), sources().limit);
+          if (!is_live_tile(p_.mask, state_)) tile_stop_ = cursor_;
+          ++entry_;
+          fetch_entry();
+          continue;
+        }
+        bits = bits_of_tile(p_.mask, state_);
+        if (bits) bits += sources().bits_row * (p_.mask.tile_k / 32) + cursor_ % p_.mask.tile_k / 32;
+      } else if (cursor_ >= sources().limit) {
+        return false;
+      }
+      chunk.base = cursor_;
+      cursor_ += kKeys;
+      chunk.has_bits = bits != nullptr;
+      chunk.needs_test = bits || chunk.base + kKeys > sources().whole_limit || sources().spans.has_intervals();
+      if (!chunk.needs_test || prepare_test(stage, chunk, bits)) {
+        copy_key_bias(stage, chunk);
+        return true;
+      }
+    }
+  }
+
+  // Fills in spans and bits; false when no query of the tile sees any key of the chunk.
+  __device__ __forceinline__ bool prepare_test(Stage& stage, Chunk& chunk, const uint32_t* bits) {
+    const int thread = threadIdx.x, low = sources().low, high = sources().high;
+    bool touches = false, covers = true;
+    if (thread < kKeys) {
+      const Span span = sources().spans.of_key(chunk.base + thread);
+      stage.span[thread] = span;
+      touches = span.touches(low, high);
+      covers = span.covers(low, high);
+    }
+    if (!__syncthreads_or(touches)) return false;
+    const bool is_whole = __syncthreads_and(covers);
+    if (!bits) {
+      chunk.needs_test = !is_whole;
+      return true;
+    }
+    // A key may be hidden from everyone by its bits and its span together, so the bits take in the spans.
+#pragma unroll
+    for (int w = 0; w < kKeys / 32; ++w) {
+      uint32_t word = thread <= high - low && thread < kQueries ? bits[thread * (p_.mask.tile_k / 32) + w] : 0;
+      if (!is_whole) word = bits_seen_at(word, &stage.span[w * 32], low + thread);
+      if (thread < kQueries) stage.bits[thread][w] = word;
+      const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
+      if (thread % 32 == 0) queues_.seen[thread / 32][w] = seen;
+    }
+    __syncthreads();
+    bool is_seen = false;
+    if (thread < kKeys) {
+      uint32_t seen = 0;
+      for (int warp = 0; warp < kThreads / 32; ++warp) seen |= queues_.seen[warp][thread / 32];
+      is_seen = seen >> thread % 32 & 1;
+      if (!is_seen) stage.span[thread] = Span::empty();
+    }
+    return __syncthreads_or(is_seen);
+  }
+
+  // ---- live keys gathered ----
+
+  static __device__ __forceinline__ void find_plan(KeySources& to, const Plan& plan, int batch, int head) {
+    const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
+    to.index = plan.index + row * plan.capacity;
+    to.first = plan.first + row * plan.capacity;
+    to.last = plan.last + row * plan.capacity;
+    to.live_keys = plan.count[row];
+    to.words = ((to.live_keys + kPlanBlock - 1) / kPlanBlock + 31) / 32;
+  }
+
+  // One bit per block of the plan: does the tile see any of its keys?
+  __device__ __forceinline__ void find_live_blocks(const Plan& plan, int batch, int head) {
+    const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
+    const int2* const summary = reinterpret_cast<const int2*>(plan.summary) + row * (plan.capacity / kPlanBlock);
+    const int blocks = (sources().live_keys + kPlanBlock - 1) / kPlanBlock;
+    for (int block = threadIdx.x; block < sources().words * 32; block += kThreads) {
+      const int2 ends = block < blocks ? summary[block] : int2{0, 0};
+      const uint32_t live = __ballot_sync(0xffffffffu, Span{ends.x, ends.y}.touches(sources().low, sources().high));
+      if (threadIdx.x % 32 == 0) queues_.live_blocks[block / 32] = live;
+    }
+    __syncthreads();
+  }
+
+  // Reads the next live block of the plan into the queues; false at the end.
+  __device__ __forceinline__ bool refill() {
+    int2 cursor = queues_.cursor;
+    while (cursor.y == 0) {
+      if (cursor.x >= sources().words) return false;
+      cursor.y = static_cast<int>(queues_.live_blocks[cursor.x++]);
+    }
+    const int block = (cursor.x - 1) * 32 + __ffs(cursor.y) - 1;
+    cursor.y &= cursor.y - 1;
+
+    constexpr int kPerThread = kPlanBlock / kThreads;
+    const int warp = threadIdx.x / 32;
+    const uint32_t before = (1u << threadIdx.x % 32) - 1;
+    int key[kPerThread];
+    uint32_t whole[kPerThread], partial[kPerThread];
+    int counts = 0;  // whole in the low half, partial in the high half
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
+      const Span span = at < sources().live_keys ? Span{sources().first[at], sources().last[at]} : Span::empty();
+      key[i] = at < sources().live_keys ? sources().index[at] : 0;
+      const bool touches = span.touches(sources().low, sources().high), covers = span.covers(sources().low, sources().high);
+      whole[i] = __ballot_sync(0xffffffffu, touches && covers);
+      partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
+      counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
+    }
+    if (threadIdx.x % 32 == 0) queues_.warp_counts[warp] = counts;
+    __syncthreads();
+    if (threadIdx.x == 0) queues_.cursor = cursor;
+    int place = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      const int other = queues_.warp_counts[w];
+      place += w < warp ? other : 0;
+      total += other;
+    }
+    int whole_place = whole_head_ + whole_count_ + (place & 0xffff),
+        partial_place = partial_head_ + partial_count_ + (place >> 16);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
+      if (whole[i] >> threadIdx.x % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % Queues::kRing] = key[i];
+      if (partial[i] >> threadIdx.x % 32 & 1) queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = at;
+      whole_place += __popc(whole[i]);
+      partial_place += __popc(partial[i]);
+    }
+    whole_count_ += total & 0xffff;
+    partial_count_ += total >> 16;
+    __syncthreads();
+    return true;
+  }
+
+  __device__ __forceinline__ bool next_gathered(Stage& stage, Chunk& chunk) {
+    while (whole_count_ < kKeys && partial_count_ < kKeys && refill()) {
+    }
+    const bool is_whole = whole_count_ >= kKeys;
+    const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
+    const int from_whole = min(whole_count_, kKeys - from_partial);
+    if (from_partial + from_whole == 0) return false;
+    chunk.needs_test = !is_whole;
+    const int thread = threadIdx.x;
+    if (thread < kKeys) {
+      int key = -1;
+      Span span = Span::empty();
+      if (thread < from_partial) {
+        const int at = queues_.partial[(partial_head_ + thread) % Queues::kRing];
+        key = sources().index[at];
+        span = {sources().first[at], sources().last[at]};
+      } else if (thread < from_partial + from_whole) {
+        key = queues_.whole[(whole_head_ + thread - from_partial) % Queues::kRing];
+        span = {kFirstPosition, kLastPosition};
+      }
+      stage.index[thread] = key;
+      if (chunk.needs_test) stage.span[thread] = span;
+      if (sources().key_bias) {
+        copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), key >= 0);
+      } else {
+        stage.key_bias[thread] = 0.0f;
+      }
+    }
+    partial_head_ += from_partial, partial_count_ -= from_partial;
+    whole_head_ += from_whole, whole_count_ -= from_whole;
+    __syncthreads();
+    return true;
+  }
+
+  __device__ __forceinline__ void copy_key_bias(Stage& stage, const Chunk& chunk) {
+    if (kVariant == Variant::kPlain || !sources().key_bias || threadIdx.x >= kKeys) return;
+    const int key = chunk.base + static_cast<int>(threadIdx.x);
+    const bool is_key = key < p_.key_length;
+    copy_async_4(shared_address(&stage.key_bias[threadIdx.x]), sources().key_bias + (is_key ? key : 0), is_key);
+  }
+
+  __device__ __forceinline__ const KeySources& sources() const { return *reinterpret_cast<const KeySources*>(queues_.sources); }
+
+  const AttentionParams& p_;
+  Queues& queues_;
+  const bool is_gathered_;
+  // in order
+  int cursor_ = 0, tile_stop_ = 0, state_ = 0, entry_ = 0, coming_tile_ = 0, coming_state_ = 0;
+  // gathered
+  int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
+};
+
+// Does the query in tile row `row` (tile row 0 is at position `low`) see the key in `column` of a chunk that needs a test?
+template <class Stage>
+__device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chunk, int row, int column, int low) {
+  if (!stage.span[column].sees(low + row)) return false;
+  return !chunk.has_bits || (stage.bits[row][column / 32] >> column % 32 & 1);
+}
+
+// Hides what the chunk's spans and bits hide: x becomes -inf there. `row` is the tile row of the thread's first element, `column`
+// its chunk column.
+template <int kM, int kN, class Stage>
+__device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
+                                     int low) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const Span left = stage.span[column + 8 * n], right = stage.span[column + 8 * n + 1];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int position = low + row + 16 * m + 8 * r;
+        if (!left.sees(position)) x[m][n][2 * r] = negative_infinity();
+        if (!right.sees(position)) x[m][n][2 * r + 1] = negative_infinity();
+      }
+    }
+  }
+  if (!chunk.has_bits) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t bits = stage.bits[row + 16 * m + 8 * r][(column + 8 * n) / 32] >> (column + 8 * n) % 32;
+        if (!(bits & 1)) x[m][n][2 * r] = negative_infinity();
+        if (!(bits & 2)) x[m][n][2 * r + 1] = negative_infinity();
+      }
+    }
+  }
+}
+
+}  // namespace dmattn::cuda::sm80

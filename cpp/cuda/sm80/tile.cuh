@@ -1,0 +1,205 @@
+// Swizzled shared-memory tiles and the three warp products of attention over them.
+//
+// The one surprise is the address: 16-byte chunk c of row r lies at chunk c ^ (r % 8), which keeps ldmatrix free of bank
+// conflicts, and because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
+#pragma once
+
+#include "../../params.h"
+#include "../common/device.cuh"
+
+namespace dmattn::cuda::sm80 {
+
+// Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them
+// long.
+template <int kQueries>
+struct QueryTile {
+  int batch, head, kv_head, first_query;
+  __device__ __forceinline__ explicit QueryTile(const AttentionParams& p) {
+    const uint32_t index = block_index(), tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
+    const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
+    const uint32_t batch_head = index / tiles;
+    batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
+    kv_head = head / static_cast<int>(group);
+    first_query = static_cast<int>((tiles - 1 - index % tiles) * kQueries);
+  }
+};
+
+// Where the rows of a head begin.
+__device__ __forceinline__ char* head_rows(const Rows& rows, int batch, int head) {
+  return static_cast<char*>(rows.data) + (batch * rows.batch_stride + head * rows.head_stride) * 2;
+}
+
+// A row-major tile of 16-bit elements, kWidth per row, at a 128-byte aligned shared address.
+template <int kWidth>
+struct Tile {
+  static_assert(kWidth % 64 == 0);
+  static constexpr int kRowBytes = kWidth * 2, kChunks = kWidth / 8;
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) { return row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+};
+
+// A thread's share of copying rows from global memory into a tile: 16 bytes of every kRows-th row.
+template <int kWidth, int kThreads>
+struct RowCopy {
+  static constexpr int kChunks = kWidth / 8, kRows = kThreads / kChunks;
+  int row;
+  bool in_row;  // is this thread's part inside the row's `width` elements?
+
+  __device__ __forceinline__ explicit RowCopy(int width) : row(threadIdx.x / kChunks), in_row(part() * 8 < width) {}
+  static __device__ __forceinline__ int part() { return threadIdx.x % kChunks; }
+  // Row `row + r` of the tile, r a multiple of kRows, from the global row at `from`.
+  __device__ __forceinline__ void start(uint32_t tile, int r, const char* from, bool wanted) const {
+    const uint32_t to =
+        kRows % 8 == 0 ? Tile<kWidth>::offset(row, part()) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part());
+    copy_async_16(tile + to, in_row ? from + part() * 16 : from, wanted && in_row);
+  }
+};
+
+// Where a lane's ldmatrix row begins, for fragments whose first row is a multiple of 16 and whose first chunk is `chunk`.
+template <int kWidth>
+struct Fragment {
+  uint32_t base;
+  // 16 rows by 2 chunks: lanes 0-15 the rows of the first chunk. An A operand; a B operand when loaded transposed.
+  static __device__ __forceinline__ Fragment tall(uint32_t tile, int row, int chunk) {
+    const int lane = threadIdx.x % 32;
+    return at(tile, row + (lane & 15), lane >> 4, chunk);
+  }
+  // 16 rows by 2 chunks: lanes 0-15 both chunks of the first 8 rows. A B operand; an A operand when loaded transposed.
+  static __device__ __forceinline__ Fragment wide(uint32_t tile, int row, int chunk) {
+    const int lane = threadIdx.x % 32;
+    return at(tile, row + (lane & 7) + (lane >> 4 << 3), lane >> 3 & 1, chunk);
+  }
+  // rows and even chunks further on
+  __device__ __forceinline__ uint32_t step(int rows, int chunks) const {
+    return (base ^ ((chunks & 7) << 4)) + (chunks >> 3) * 128 + rows * (kWidth * 2);
+  }
+
+ private:
+  static __device__ __forceinline__ Fragment at(uint32_t tile, int row, int odd, int chunk) {
+    return {tile + row * (kWidth * 2) + (((odd ^ chunk ^ row) & 7) << 4) + (chunk >> 3) * 128};
+  }
+};
+
+// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it
+// computes, because with two warps per scheduler nothing else hides the latency of ldmatrix.
+
+// d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
+template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
+__device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b) {
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
+  uint32_t fa[2][kM][4], fb[2][4];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) load_matrix(fa[0][m], a.step(16 * m, 0));
+  load_matrix(fb[0], b.step(0, 0));
+#pragma unroll
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix(fb[next % 2], b.step(next % kPairs * 16, next / kPairs * 2));
+    if (n == 0 && k + 1 < kSteps) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) load_matrix(fa[(k + 1) & 1][m], a.step(16 * m, 2 * (k + 1)));
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
+    }
+  }
+}
+
+// d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
+template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA>
+__device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b) {
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
+  uint32_t fa[2][kM][4], fb[2][4];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) get_a(0, m, fa[0][m]);
+  load_matrix_transposed(fb[0], b.step(0, 0));
+#pragma unroll
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix_transposed(fb[next % 2], b.step(next / kPairs * 16, next % kPairs * 2));
+    if (n == 0 && k + 1 < kSteps) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) get_a(k + 1, m, fa[(k + 1) & 1][m]);
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
+      Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
+    }
+  }
+}
+
+// The accumulators of a product as the A operand of the next: columns 16 k to 16 k + 15.
+template <class T, int kColumns>
+__device__ __forceinline__ void as_operand(const float (&x)[kColumns][4], int k, uint32_t (&a)[4]) {
+  a[0] = Element<T>::pack(x[2 * k][0], x[2 * k][1]);
+  a[1] = Element<T>::pack(x[2 * k][2], x[2 * k][3]);
+  a[2] = Element<T>::pack(x[2 * k + 1][0], x[2 * k + 1][1]);
+  a[3] = Element<T>::pack(x[2 * k + 1][2], x[2 * k + 1][3]);
+}
+
+// Accumulators, times `factor(m, r)`, into a tile of 16-bit elements.
+template <class T, int kWidth, int kM, int kN, class Factor>
+__device__ __forceinline__ void put_tile(void* tile, const float (&x)[kM][kN][4], int row, int column, Factor factor) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float f = factor(m, r);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const uint32_t at = Tile<kWidth>::offset(row + 16 * m + 8 * r + lane / 4, column / 8 + n) + lane % 4 * 4;
+        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(tile) + at) =
+            Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f);
+      }
+    }
+  }
+}
+
+// A tile's first `width` columns to the global rows that `row_at(r)` names; null: not this row.
+template <int kWidth, int kThreads, int kRows, class RowAt>
+__device__ __forceinline__ void store_tile(const void* tile, int width, RowAt row_at) {
+  constexpr int kChunks = kWidth / 8;
+  const int part = threadIdx.x % kChunks;
+#pragma unroll 4
+  for (int r = threadIdx.x / kChunks; r < kRows; r += kThreads / kChunks) {
+    char* const to = row_at(r);
+    if (to && part * 8 < width) {
+      *reinterpret_cast<uint4*>(to + part * 16) =
+          *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(tile) + Tile<kWidth>::offset(r, part));
+    }
+  }
+}
+
+// Adds accumulators to fp32 global rows: row_at(m) is this lane's row, which is lane / 4 for even lanes and lane / 4 + 8 for odd
+// ones. Neighbouring lanes swap halves first, so that each adds four floats at once.
+template <int kM, int kN, class RowAt>
+__device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], int column, int width, RowAt row_at) {
+  const bool is_odd = threadIdx.x & 1;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    float* const to = row_at(m);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float (&own)[4] = x[m][n];
+      const float low = __shfl_xor_sync(0xffffffffu, is_odd ? own[0] : own[2], 1);
+      const float high = __shfl_xor_sync(0xffffffffu, is_odd ? own[1] : own[3], 1);
+      const float first = is_odd ? low : own[0], second = is_odd ? high : own[1];
+      const float third = is_odd ? own[2] : low, fourth = is_odd ? own[3] : high;
+      add_4(to + column + 8 * n + (threadIdx.x & 2) * 2, to && column + 8 * n < width, first, second, third, fourth);
+    }
+  }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0.0f;
+  }
+}
+
+}  // namespace dmattn::cuda::sm80
