@@ -175,6 +175,13 @@ class IntervalMask:
     @overload
     def __and__(self, other: BlockMask | CombinedMask) -> CombinedMask: ...
     def __and__(self, other: Any) -> Any:
+        from dmattn.masks.block import BlockMask
+        from dmattn.masks.combined import CombinedMask
+
+        if isinstance(other, BlockMask):
+            return CombinedMask(self, other)
+        if isinstance(other, CombinedMask):
+            return CombinedMask(self & other.interval, other.block)
         if not isinstance(other, IntervalMask):
             return NotImplemented
         start = torch.maximum(*same_heads(self.start, other.start, "other"))
@@ -258,7 +265,7 @@ def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
         if int(ends[0]) != 0 or int(ends[-1]) != Sk or not increases:
             raise ValueError(f"cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = {Sk}, got {ends.tolist()[:8]}...")
     keys = torch.arange(Sk, dtype=ends.dtype, device=ends.device)
-    document = torch.searchsorted(ends[1:].contiguous(), keys, right=True).clamp(max=ends.shape[0] - 2)
+    document = (torch.searchsorted(ends.contiguous(), keys, right=True) - 1).clamp(0, ends.shape[0] - 2)
     start, end = ends[document].to(torch.int32), ends[document + 1].to(torch.int32)
     return start[None, None], end[None, None]
 
