@@ -1,8 +1,10 @@
-"""The README's Python runs as printed, and the files it names exist."""
+"""The README's Python runs as printed, its tables are what the committed results give, and the files it names exist."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -18,6 +20,12 @@ def test_python_blocks_run():
         exec(compile(block, "README.md", "exec"), names)
     assert isinstance(names["out"], torch.Tensor)
     assert names["out"].isfinite().all()
+
+
+def test_table_is_what_the_results_say():
+    report = Path(__file__).parent.parent / "benchmarks" / "report.py"
+    done = subprocess.run([sys.executable, str(report), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_named_files_exist():
