@@ -119,18 +119,15 @@ def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):
     }
     visible = (~hidden).expand(1, 1, 70, 150)
     clean = dataclasses.replace(
-        clean,
-        mask=masks[kind],
-        visible=visible,
-        key_bias=strategies.random_tensor((1, 2, 150), 9, device=device),
-        deterministic=True,
+        clean, mask=masks[kind], visible=visible, key_bias=strategies.random_tensor((1, 2, 150), 9, device=device)
     )
     dirty = {"key": clean.key.clone(), "value": clean.value.clone(), "key_bias": clean.key_bias.clone()}
     dirty["key"][:, :, hidden] = bad
     dirty["value"][:, :, hidden] = bad
     dirty["key_bias"][:, :, hidden] = bad
-    results = assert_matches_reference(clean.with_leaves(dirty))
-    assert_same_bits(results, run(clean))
+    assert_matches_reference(clean.with_leaves(dirty))
+    clean = dataclasses.replace(clean, deterministic=True)  # without it, sums on a GPU may differ in their last bits
+    assert_same_bits(assert_matches_reference(clean.with_leaves(dirty)), run(clean))
 
 
 @pytest.mark.parametrize("magnitude", [1e2, 1e4])

@@ -1,4 +1,4 @@
-// What every CUDA host file needs of the runtime: the current stream, a device guard, error checks, the number of SMs.
+// What every CUDA host file needs of the runtime: the current stream, a device guard, error checks, device attributes.
 //
 // The one surprise is the weak symbol: torch exports its current CUDA stream only when it is built for CUDA, and this library
 // loads into any torch. So the reference may stay null, and only an op that is called on CUDA tensors notices.
@@ -56,14 +56,6 @@ inline int device_attribute(int32_t device) {
   DMATTN_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, device));
   if (has_place) known[device] = value + 1;
   return value;
-}
-
-inline int sm_count(int32_t device) { return device_attribute<cudaDevAttrMultiProcessorCount>(device); }
-
-// 80, 90, 100, ...
-inline int compute_capability(int32_t device) {
-  return 10 * device_attribute<cudaDevAttrComputeCapabilityMajor>(device) +
-         device_attribute<cudaDevAttrComputeCapabilityMinor>(device);
 }
 
 }  // namespace dmattn::cuda
