@@ -22,15 +22,31 @@ struct Plan {
   int32_t* last = nullptr;     // [plan_batch, plan_heads, capacity]
   int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block
   int32_t* count = nullptr;    // [plan_batch, plan_heads]
+  int32_t* ticket = nullptr;   // one int, zeroed: ForwardCall's
   int64_t capacity = 0;        // Sk rounded up to kPlanBlock
   int64_t batch_stride = 0;    // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
 };
 
+// What a kernel instance can do at compile time; everything else is a run-time flag.
+enum class Variant : int32_t {
+  kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
+  kGathered,  // live keys of the plan, key_bias
+  kGeneral,   // both, and bias, softcap, dropout, any scale
+};
+
+// The variant that just suffices.
+inline Variant variant_of(const AttentionParams& p, const Plan& plan) {
+  const bool is_simple = p.scale > 0 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
+  if (is_simple && plan.index) return Variant::kGathered;
+  return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
+}
+
 struct ForwardCall {
   AttentionParams p;
   Plan plan;
-  float scale_2 = 0.0f;  // scale * log2(e)
+  float scale_2 = 0.0f;       // scale * log2(e)
+  int32_t* ticket = nullptr;  // one int of scratch, zero when there is a plan: tiles handed out to blocks as they come free
 };
 
 struct BackwardCall {

@@ -11,6 +11,7 @@
 #include "attention_launch.h"
 #include "runtime.h"
 #include "sm80/family.h"
+#include "sm90/family.h"
 
 namespace dmattn::cuda {
 
@@ -26,12 +27,27 @@ inline void check_cuda_support(const AttentionParams& p) {
   }
 }
 
-// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels; this build has sm80.
-inline void check_family() {
+// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels. kAuto: those of sm90 where they fit.
+enum class Family { kAuto, kSm80, kSm90 };
+
+inline Family choose_family(int32_t device) {
   const char* const wanted = std::getenv("DMATTN_FAMILY");
   const std::string_view name = wanted ? wanted : "auto";
-  check(name == "auto" || name == "sm80" || name.empty(), "DMATTN_FAMILY: expected auto or sm80, which this build has, got ",
-        name);
+#ifdef DMATTN_WITH_SM90
+  constexpr bool kIsBuilt = true;
+#else
+  constexpr bool kIsBuilt = false;
+#endif
+  const int major = device_attribute<cudaDevAttrComputeCapabilityMajor>(device);
+  if (name == "sm80") return Family::kSm80;
+  if (name == "sm90") {
+    check(kIsBuilt, "DMATTN_FAMILY: expected auto or sm80, the kernels this build has, got sm90");
+    check(major == 9, "DMATTN_FAMILY: sm90 needs a device of compute capability 9.x, this one has ", major,
+          ".x (use auto or sm80)");
+    return Family::kSm90;
+  }
+  check(name == "auto" || name.empty(), "DMATTN_FAMILY: expected auto, sm80 or sm90, got ", name);
+  return kIsBuilt && major == 9 ? Family::kAuto : Family::kSm80;
 }
 
 // Reads as rows of 16-byte pieces: the given tensor, or a copy of it.
@@ -69,12 +85,13 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
   plan.batch_stride = plan.batches > 1 ? plan.heads : 0;
   const int64_t rows = plan.batches * plan.heads, summaries = plan.capacity / kPlanBlock * 2;
-  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + summaries + 1)}, ScalarType::Int);
+  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + summaries + 1) + 1}, ScalarType::Int);
   plan.index = static_cast<int32_t*>(memory.data_ptr());
   plan.first = plan.index + rows * plan.capacity;
   plan.last = plan.first + rows * plan.capacity;
   plan.summary = plan.last + rows * plan.capacity;
   plan.count = plan.summary + rows * summaries;
+  plan.ticket = plan.count + rows;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

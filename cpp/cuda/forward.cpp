@@ -4,6 +4,14 @@
 namespace dmattn::cuda {
 namespace {
 
+cudaError_t sm90_forward([[maybe_unused]] const ForwardCall& call, [[maybe_unused]] const Device& device) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::forward(call, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
+#else
+  return cudaErrorNotSupported;
+#endif
+}
+
 std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                                       std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
                                       std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
@@ -15,11 +23,24 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
                     softcap, dropout_p);
   AttentionParams& p = checked.inputs.params;
   check_cuda_support(p);
-  check_family();
+  const Family family = choose_family(device.index());
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
   const OwnedPlan plan = make_plan(p, query, device.stream());
-  check_launch(sm80::forward({p, plan.plan, static_cast<float>(p.scale * kLog2OfE)}, device.stream()), p);
+  ForwardCall call{p, plan.plan, static_cast<float>(p.scale * kLog2OfE), plan.plan.ticket};
+  if (family != Family::kSm80) {
+    std::optional<Tensor> ticket;
+    if (!call.ticket) ticket = empty_on(query, {1}, ScalarType::Int), call.ticket = static_cast<int32_t*>(ticket->data_ptr());
+    const cudaError_t status = sm90_forward(call, device);
+    check(status != cudaErrorNotSupported || family == Family::kAuto,
+          "DMATTN_FAMILY: sm90 has no kernel for this call: head sizes D=", p.head_dim, " and Dv=", p.value_dim,
+          ", Sk=", p.key_length, ", strides that tensor copies take (use auto)");
+    if (status != cudaErrorNotSupported) {
+      check_cuda(status, "attention kernel");
+      return {checked.out, checked.lse};
+    }
+  }
+  check_launch(sm80::forward(call, device.stream()), p);
   return {checked.out, checked.lse};
 }
 

@@ -71,6 +71,7 @@ __global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant
     }
   }
   if (threadIdx.x == 0) plan.count[row] = written;
+  if (threadIdx.x == 0 && row == 0) *plan.ticket = 0;
 }
 
 }  // namespace

@@ -36,6 +36,15 @@ struct OnlineSoftmax {
   // maximum moves.
   template <int kColumns, int kOut>
   __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
+    float factor[kTiles][2];
+    if (move_maximum(x, to_base_2, factor)) rescale(out, factor);
+    exponentiate(x, to_base_2);
+  }
+
+  // The three parts of update. True when the maximum of some row of the warp moves: out has to be rescaled by `factor`.
+  template <int kColumns>
+  __device__ __forceinline__ bool move_maximum(const float (&x)[kTiles][kColumns][4], float to_base_2,
+                                               float (&factor)[kTiles][2]) {
     float grown[kTiles][2];
     bool moves = false;
 #pragma unroll
@@ -49,20 +58,36 @@ struct OnlineSoftmax {
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
-    if (__any_sync(0xffffffffu, moves)) {
+    moves = __any_sync(0xffffffffu, moves);
+    if (moves) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float next = fmaxf(maximum[m][r], grown[m][r]);
-          const float factor = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
+          factor[m][r] = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
           maximum[m][r] = next;
-          sum[m][r] *= factor;
-#pragma unroll
-          for (int n = 0; n < kOut; ++n) out[m][n][2 * r] *= factor, out[m][n][2 * r + 1] *= factor;
+          sum[m][r] *= factor[m][r];
         }
       }
     }
+    return moves;
+  }
+
+  template <int kOut>
+  __device__ __forceinline__ void rescale(float (&out)[kTiles][kOut][4], const float (&factor)[kTiles][2]) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOut; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[m][e / 2];
+      }
+    }
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void exponentiate(float (&x)[kTiles][kColumns][4], float to_base_2) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll

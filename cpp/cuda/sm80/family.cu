@@ -34,13 +34,6 @@ constexpr Instance<BackwardCall> kQueryMajor[] = {DMATTN_SM80_QUERY_MAJOR(DMATTN
 constexpr Instance<BackwardCall> kKeyMajor[] = {DMATTN_SM80_KEY_MAJOR(DMATTN_ROW)};
 #undef DMATTN_ROW
 
-// The variant that just suffices.
-Variant variant_of(const AttentionParams& p, const Plan& plan) {
-  const bool is_simple = p.scale > 0 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
-  if (is_simple && plan.index) return Variant::kGathered;
-  return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
-}
-
 template <class Call, size_t kCount>
 cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionParams& p, Variant variant, Room room,
                    const Call& call, cudaStream_t stream) {

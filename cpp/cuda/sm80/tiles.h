@@ -4,16 +4,9 @@
 // a smaller sibling that runs there.
 #pragma once
 
-#include <cstdint>
+#include "../attention_launch.h"
 
 namespace dmattn::cuda::sm80 {
-
-// What an instance can do at compile time; everything else is a run-time flag.
-enum class Variant : int32_t {
-  kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
-  kGathered,  // live keys of the plan, key_bias
-  kGeneral,   // both, and bias, softcap, dropout, any scale
-};
 
 struct ForwardShape {
   int queries, keys, warps, blocks_per_sm;

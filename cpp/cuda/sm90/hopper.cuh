@@ -1,0 +1,169 @@
+// Hopper's own instructions as functions: barriers in shared memory, tensor copies, warpgroup products, register hand-over.
+//
+// The one surprise is that a warpgroup product runs on after its instruction: until wait_products, the compiler must neither read
+// the result nor reuse an operand's registers, which is what `pin` tells it.
+#pragma once
+
+#include <cuda.h>
+
+#include "../common/device.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+// ---- barriers in shared memory: a phase completes when all arrivals, and all bytes announced, have come ----
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that tensor copies will bring.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives when this thread's earlier asynchronous copies have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the phase with this parity; a fresh barrier has just ended its phase of parity 1.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barriers, for `threads` threads of the block.
+__device__ __forceinline__ void group_sync(int id, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ bool group_any(int id, int threads, bool mine) {
+  int any;
+  asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
+               : "memory");
+  return any != 0;
+}
+
+// What ordinary stores and copies wrote to shared memory becomes visible to products and tensor copies.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- tensor copies ----
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
+                                         int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// ---- warpgroup products ----
+
+// A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
+// Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows.
+__device__ __forceinline__ uint64_t describe_panels(uint32_t address, int panel_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  return kSwizzle128 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+template <int kN>
+__device__ __forceinline__ void pin(float (&d)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+
+// One step of 16 in the inner dimension; d[n][0..3] are the elements of mma.sync's m16n8 layout, 64 rows over the warpgroup.
+// from_shared: a and b by description, both rows of the inner dimension. from_registers: a in mma.sync's layout, b by
+// description, inner dimension over its rows.
+template <class T, int kN>
+struct Product;
+
+#define DMATTN_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define DMATTN_D4(n) DMATTN_D(n), DMATTN_D(n + 1), DMATTN_D(n + 2), DMATTN_D(n + 3)
+#define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
+#define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
+#define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define DMATTN_LIST32                                                                                                   \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
+  "%25, %26, %27, %28, %29, %30, %31"
+#define DMATTN_LIST64                                                                                                   \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
+  "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define DMATTN_PRODUCT(TYPE, NAME, SIZE, TILES, REGISTERS, R0, R1, R2, R3, R4, R5)                                              \
+  template <>                                                                                                                   \
+  struct Product<TYPE, SIZE> {                                                                                                  \
+    static __device__ __forceinline__ void from_shared(float (&d)[SIZE / 8][4], uint64_t a, uint64_t b, int accumulate) {       \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
+                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, 0, 0; }"                                            \
+                   : DMATTN_D##TILES(0)                                                                                         \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                                          \
+    }                                                                                                                           \
+    static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b) {        \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
+                   " {" DMATTN_LIST##REGISTERS "}, {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", p, 1, 1, 1; }"                     \
+                   : DMATTN_D##TILES(0)                                                                                         \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(1));                                               \
+    }                                                                                                                           \
+  };
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+DMATTN_PRODUCT(__half, "f16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 64, 8, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+DMATTN_PRODUCT(__half, "f16", 64, 8, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+
+#undef DMATTN_PRODUCT
+#undef DMATTN_LIST16
+#undef DMATTN_LIST32
+#undef DMATTN_LIST64
+#undef DMATTN_D16
+#undef DMATTN_D8
+#undef DMATTN_D4
+#undef DMATTN_D
+
+}  // namespace dmattn::cuda::sm90

@@ -1,0 +1,408 @@
+// Which keys a tile meets, chunk by chunk: one warpgroup walks ahead of those that load and compute, and leaves notes for them.
+//
+// The one surprise is that keys in order are walked backwards from the last one the tile sees: chunks then end where visibility
+// ends, so no key behind it is ever loaded, and keys in front of the first are zeros by the rules of tensor copies.
+#pragma once
+
+#include "../common/visibility.cuh"
+#include "hopper.cuh"
+#include "tiles.h"
+
+namespace dmattn::cuda::sm90 {
+
+// What a note says of its chunk.
+enum Flag : uint32_t {
+  kFirst = 1,    // of a tile
+  kLast = 2,     // of a tile
+  kEnd = 4,      // no chunk at all: the work is done
+  kInOrder = 8,  // keys base, base + 1, ...; otherwise those of `index`
+  kLimit = 16,   // needs a test of keys against `limit` and causality
+  kSpans = 32,   // needs a test of spans
+  kBits = 64,    // and of bits
+};
+
+template <int kKeys>
+struct Note {
+  uint32_t flags;
+  int base;
+  int batch, head, first_query;  // of the tile: the first head of those packed in it
+  int32_t index[kKeys];          // not in order: the key, -1 for none
+  alignas(16) Span span[kKeys];
+  alignas(16) float key_bias[kKeys];  // base 2
+  uint32_t bits[kRows][kKeys / 32];   // by query of the tile
+};
+
+// How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
+struct WorkPlan {
+  int tiles;               // of queries
+  uint32_t packs;          // batches x packs of heads
+  uint32_t section_packs;  // packs whose keys and values fit into L2 together
+  int pack_shift;
+  int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
+};
+
+// One number per tile: heads in sections whose keys fit into L2, late queries first because causality makes them long, then
+// heads.
+struct WorkTile {
+  int batch, head, first_query;
+
+  __device__ __forceinline__ WorkTile(const ForwardCall& call, const WorkPlan& work, uint32_t item) {
+    const uint32_t tiles = static_cast<uint32_t>(work.tiles), section = item / (tiles * work.section_packs);
+    const uint32_t rest = item - section * tiles * work.section_packs;
+    const uint32_t packs = min(work.section_packs, work.packs - section * work.section_packs);
+    const uint32_t pack = section * work.section_packs + rest % packs;
+    first_query = static_cast<int>((tiles - 1 - rest / packs) * (kRows >> work.pack_shift));
+    const uint32_t packs_per_batch = static_cast<uint32_t>(call.p.heads) >> work.pack_shift;
+    batch = static_cast<int>(pack / packs_per_batch);
+    head = static_cast<int>(pack % packs_per_batch) << work.pack_shift;
+  }
+};
+
+// What the walk keeps in shared memory.
+struct WalkQueues {
+  static constexpr int kRing = 1024;
+  int32_t whole[kRing];    // keys that every query of the tile sees
+  int32_t partial[kRing];  // places in the plan of keys that some see
+  uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
+  int warp_counts[2][4];
+  uint32_t seen[4][4];
+  uint32_t item;
+};
+
+template <Variant kVariant, int kKeys, int kNotes>
+class Walk {
+ public:
+  static_assert(WalkQueues::kRing >= kPlanBlock + 2 * kKeys && kKeys <= kWarpgroup);
+
+  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, WalkQueues& queues, Note<kKeys>* notes,
+                                  uint32_t note_full, uint32_t note_empty)
+      : call_(call),
+        work_(work),
+        queues_(queues),
+        notes_(notes),
+        note_full_(note_full),
+        note_empty_(note_empty),
+        thread_(static_cast<int>(threadIdx.x) % kWarpgroup) {}
+
+  // Walks tile after tile until there are none, then says so.
+  __device__ __forceinline__ void run() {
+    const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.packs;
+    for (uint32_t item = blockIdx.x; item < items;) {
+      // Drawn now and looked at later, so that its latency is hidden.
+      uint32_t next = items;
+      if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
+      walk_tile(item);
+      if (thread_ == 0) queues_.item = next;
+      sync();
+      item = queues_.item;
+      sync();
+    }
+    begin_chunk();
+    accept(kEnd);
+    publish(0);
+  }
+
+ private:
+  using Stage = Note<kKeys>;
+
+  __device__ __forceinline__ void sync() const { group_sync(1, kWarpgroup); }
+  __device__ __forceinline__ bool any(bool mine) const { return group_any(1, kWarpgroup, mine); }
+
+  __device__ __forceinline__ bool gathered() const {
+    return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : call_.plan.index != nullptr;
+  }
+
+  __device__ __forceinline__ void walk_tile(uint32_t item) {
+    const AttentionParams& p = call_.p;
+    tile_item_ = item;
+    const WorkTile tile(call_, work_, item);
+    const int shift = static_cast<int>(p.key_length - p.query_length);
+    low_ = tile.first_query + shift;
+    high_ = min(tile.first_query + (kRows >> work_.pack_shift), static_cast<int>(p.query_length)) - 1 + shift;
+    key_bias_ = kVariant == Variant::kPlain ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
+    position_flag_ = kFirst;
+    if (gathered()) {
+      walk_plan(tile);
+    } else if (p.mask.tiles.data) {
+      walk_block_mask(tile);
+    } else {
+      walk_in_order();
+    }
+    if (!has_pending_) {  // nobody sees anything: a chunk of nothing keeps everyone in step
+      Stage& note = begin_chunk();
+      if (thread_ < kKeys) note.index[thread_] = -1, note.span[thread_] = Span::empty(), note.key_bias[thread_] = 0.0f;
+      accept(kSpans);
+    }
+    publish(kLast);
+  }
+
+  // ---- notes: begun, filled in, accepted, and published once it is known whether another one follows ----
+
+  __device__ __forceinline__ Stage& begin_chunk() {
+    const uint32_t slot = begun_ % kNotes;
+    barrier_wait(note_empty_ + 8 * slot, (begun_ / kNotes & 1) ^ 1);
+    return notes_[slot];
+  }
+
+  __device__ __forceinline__ void accept(uint32_t flags) {
+    const uint32_t slot = begun_ % kNotes;
+    if (has_pending_) publish(0);
+    if (thread_ == 0) {
+      Stage& note = notes_[slot];
+      const WorkTile tile(call_, work_, tile_item_);
+      note.batch = tile.batch, note.head = tile.head, note.first_query = tile.first_query;
+    }
+    pending_flags_ = flags | position_flag_;
+    position_flag_ = 0;
+    has_pending_ = true;
+    ++begun_;
+  }
+
+  __device__ __forceinline__ void publish(uint32_t flag) {
+    const uint32_t slot = (begun_ - 1) % kNotes;
+    if (thread_ == 0) notes_[slot].flags = pending_flags_ | flag;
+    barrier_arrive(note_full_ + 8 * slot);
+    has_pending_ = false;
+  }
+
+  // ---- all keys, or as many as causality allows ----
+
+  __device__ __forceinline__ void walk_in_order() {
+    const AttentionParams& p = call_.p;
+    const int key_length = static_cast<int>(p.key_length);
+    const int limit = p.mask.is_causal ? max(0, min(key_length, high_ + 1)) : key_length;
+    const int whole_limit = p.mask.is_causal ? min(key_length, low_ + 1) : key_length;
+    for (int end = limit; end > 0; end -= kKeys) {
+      Stage& note = begin_chunk();
+      const int base = end - kKeys;
+      if (thread_ == 0) note.base = base;
+      if (kVariant != Variant::kPlain && thread_ < kKeys) {
+        const int key = base + thread_;
+        note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+      }
+      accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
+    }
+  }
+
+  // ---- the live tiles of a block mask, intervals beside it or not ----
+
+  __device__ __forceinline__ void walk_block_mask(const WorkTile& tile) {
+    const AttentionParams& p = call_.p;
+    const MaskParams& mask = p.mask;
+    const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
+    const int tiles_k = static_cast<int>(mask.tiles_k), key_length = static_cast<int>(p.key_length);
+    const int limit = mask.is_causal ? max(0, min(key_length, high_ + 1)) : key_length;
+    const int whole_limit = mask.is_causal ? min(key_length, low_ + 1) : key_length;
+    const TileSource source(mask, tile.batch, tile.head);
+    const SpanSource spans(mask, key_length, tile.batch, tile.head);
+    const int tile_row = tile.first_query / tile_q;
+    const int32_t *const list = source.rows + tile_row * (tiles_k + 1) + 1, *const states = source.tiles + tile_row * tiles_k;
+    const int entries = min(max(list[-1], 0), tiles_k);
+    int coming = 0, coming_state = kTileEmpty;
+    auto fetch = [&](int entry) {  // one entry ahead, so that its latency is hidden
+      coming = entry < entries ? list[entry] : 0;
+      coming_state = entry < entries && coming >= 0 && coming < tiles_k ? states[coming] : kTileEmpty;
+    };
+    fetch(0);
+    for (int entry = 0; entry < entries; ++entry) {
+      const int first = coming * tile_k, state = coming_state;
+      fetch(entry + 1);
+      if (!is_live_tile(mask, state)) continue;
+      const uint32_t* bits = bits_of_tile(mask, state);
+      if (bits) bits += tile.first_query % tile_q * (tile_k / 32);
+      for (int base = first; base < min(first + tile_k, limit); base += kKeys) {
+        Stage& note = begin_chunk();
+        if (thread_ == 0) note.base = base;
+        uint32_t flags = kInOrder;
+        if (bits || base + kKeys > whole_limit || spans.has_intervals()) {
+          flags = test_chunk(note, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
+          if (flags == 0) continue;
+        }
+        if (kVariant != Variant::kPlain && thread_ < kKeys) {
+          const int key = base + thread_;
+          note.key_bias[thread_] = key_bias_ && key < key_length ? key_bias_[key] * kLog2e : 0.0f;
+        }
+        accept(flags);
+      }
+    }
+  }
+
+  // Fills in index, spans and bits; the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that no query
+  // of the tile sees get index -1, so that whatever they hold is never loaded.
+  __device__ __forceinline__ uint32_t test_chunk(Stage& note, const SpanSource& spans, int base, const uint32_t* bits,
+                                                 int stride) {
+    bool touches = false, covers = true;
+    if (thread_ < kKeys) {
+      const Span span = spans.of_key(base + thread_);
+      touches = span.touches(low_, high_);
+      covers = span.covers(low_, high_);
+      note.span[thread_] = span;
+      note.index[thread_] = touches ? base + thread_ : -1;
+    }
+    if (!any(touches)) return 0;
+    const bool is_whole = !any(!covers);
+    if (!bits) return is_whole ? kInOrder : kSpans;
+    // A key may be hidden from everyone by its bits and its span together, so the bits take in the spans.
+#pragma unroll
+    for (int w = 0; w < kKeys / 32; ++w) {
+      uint32_t word = thread_ <= high_ - low_ ? bits[thread_ * stride + w] : 0;
+      if (!is_whole) {
+        for (uint32_t left = word; left; left &= left - 1) {
+          const int key = __ffs(static_cast<int>(left)) - 1;
+          if (!note.span[w * 32 + key].sees(low_ + thread_)) word &= ~(1u << key);
+        }
+      }
+      note.bits[thread_][w] = word;
+      const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
+      if (thread_ % 32 == 0) queues_.seen[thread_ / 32][w] = seen;
+    }
+    sync();
+    bool is_seen = false;
+    if (thread_ < kKeys) {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) seen |= queues_.seen[warp][thread_ / 32];
+      is_seen = seen >> thread_ % 32 & 1;
+      if (!is_seen) note.index[thread_] = -1;
+    }
+    return any(is_seen) ? static_cast<uint32_t>(kBits) : 0;
+  }
+
+  // ---- live keys gathered ----
+
+  __device__ __forceinline__ void walk_plan(const WorkTile& tile) {
+    const Plan& plan = call_.plan;
+    const int64_t row = tile.batch * plan.batch_stride + tile.head / static_cast<int>(plan.head_divisor);
+    index_ = plan.index + row * plan.capacity;
+    first_ = plan.first + row * plan.capacity;
+    last_ = plan.last + row * plan.capacity;
+    live_keys_ = plan.count[row];
+    find_live_blocks(reinterpret_cast<const int2*>(plan.summary) + row * (plan.capacity / kPlanBlock));
+    word_ = 0, left_ = 0;
+    whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
+    for (;;) {
+      while (whole_count_ < kKeys && partial_count_ < kKeys && refill()) {
+      }
+      if (whole_count_ + partial_count_ == 0) break;
+      take_chunk();
+    }
+  }
+
+  // One bit per block of the plan: does the tile see any of its keys?
+  __device__ __forceinline__ void find_live_blocks(const int2* summary) {
+    const int blocks = (live_keys_ + kPlanBlock - 1) / kPlanBlock;
+    words_ = (blocks + 31) / 32;
+    for (int block = thread_; block < words_ * 32; block += kWarpgroup) {
+      const int2 ends = block < blocks ? summary[block] : int2{0, 0};
+      const uint32_t live = __ballot_sync(0xffffffffu, Span{ends.x, ends.y}.touches(low_, high_));
+      if (thread_ % 32 == 0) queues_.live_blocks[block / 32] = live;
+    }
+    sync();
+  }
+
+  // Reads the next live block of the plan into the queues; false at the end.
+  __device__ __forceinline__ bool refill() {
+    while (left_ == 0) {
+      if (word_ >= words_) return false;
+      left_ = queues_.live_blocks[word_++];
+    }
+    const int block = (word_ - 1) * 32 + __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+
+    constexpr int kPerThread = kPlanBlock / kWarpgroup;
+    const int warp = thread_ / 32;
+    const uint32_t before = (1u << thread_ % 32) - 1;
+    int key[kPerThread];
+    uint32_t whole[kPerThread], partial[kPerThread];
+    int counts = 0;  // whole in the low half, partial in the high half
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = block * kPlanBlock + i * kWarpgroup + thread_;
+      const Span span = at < live_keys_ ? Span{first_[at], last_[at]} : Span::empty();
+      key[i] = at < live_keys_ ? index_[at] : 0;
+      const bool touches = span.touches(low_, high_), covers = span.covers(low_, high_);
+      whole[i] = __ballot_sync(0xffffffffu, touches && covers);
+      partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
+      counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
+    }
+    turn_ ^= 1;
+    if (thread_ % 32 == 0) queues_.warp_counts[turn_][warp] = counts;
+    sync();
+    int place = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int other = queues_.warp_counts[turn_][w];
+      place += w < warp ? other : 0;
+      total += other;
+    }
+    int whole_place = whole_head_ + whole_count_ + (place & 0xffff);
+    int partial_place = partial_head_ + partial_count_ + (place >> 16);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = block * kPlanBlock + i * kWarpgroup + thread_;
+      if (whole[i] >> thread_ % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % WalkQueues::kRing] = key[i];
+      if (partial[i] >> thread_ % 32 & 1) queues_.partial[(partial_place + __popc(partial[i] & before)) % WalkQueues::kRing] = at;
+      whole_place += __popc(whole[i]);
+      partial_place += __popc(partial[i]);
+    }
+    whole_count_ += total & 0xffff;
+    partial_count_ += total >> 16;
+    sync();
+    return true;
+  }
+
+  // A chunk of keys that all queries see while there are enough; then those that some see, filled up with what is left.
+  __device__ __forceinline__ void take_chunk() {
+    const bool is_whole = whole_count_ >= kKeys;
+    const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
+    const int from_whole = min(whole_count_, kKeys - from_partial);
+    Stage& note = begin_chunk();
+    uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
+    if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
+      const int first = queues_.whole[whole_head_ % WalkQueues::kRing];
+      if (queues_.whole[(whole_head_ + kKeys - 1) % WalkQueues::kRing] - first == kKeys - 1) {
+        flags = kInOrder;
+        if (thread_ == 0) note.base = first;
+      }
+    }
+    if (thread_ < kKeys) {
+      int key = -1;
+      Span span = Span::empty();
+      if (thread_ < from_partial) {
+        const int at = queues_.partial[(partial_head_ + thread_) % WalkQueues::kRing];
+        key = index_[at];
+        span = {first_[at], last_[at]};
+      } else if (thread_ < from_partial + from_whole) {
+        key = queues_.whole[(whole_head_ + thread_ - from_partial) % WalkQueues::kRing];
+        span = {kFirstPosition, kLastPosition};
+      }
+      note.index[thread_] = key;
+      if (!is_whole) note.span[thread_] = span;
+      note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+    }
+    partial_head_ += from_partial, partial_count_ -= from_partial;
+    whole_head_ += from_whole, whole_count_ -= from_whole;
+    accept(flags);
+  }
+
+  const ForwardCall& call_;
+  const WorkPlan& work_;
+  WalkQueues& queues_;
+  Stage* const notes_;
+  const uint32_t note_full_, note_empty_;
+  const int thread_;
+  // notes
+  uint32_t begun_ = 0, pending_flags_ = 0, position_flag_ = 0;
+  bool has_pending_ = false;
+  // the tile
+  uint32_t tile_item_ = 0;
+  int low_ = 0, high_ = 0;
+  const float* key_bias_ = nullptr;
+  // gathered
+  const int32_t *index_ = nullptr, *first_ = nullptr, *last_ = nullptr;
+  int live_keys_ = 0, words_ = 0, word_ = 0, turn_ = 0;
+  uint32_t left_ = 0;
+  int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
+};
+
+}  // namespace dmattn::cuda::sm90
