@@ -45,7 +45,7 @@ inline Variant variant_of(const AttentionParams& p, const Plan& plan) {
 struct ForwardCall {
   AttentionParams p;
   Plan plan;
-  float scale_2 = 0.0f;       // scale * log2(e)
+  float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
   int32_t* ticket = nullptr;  // one int of scratch, zero when there is a plan: tiles handed out to blocks as they come free
 };
 

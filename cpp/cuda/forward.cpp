@@ -27,8 +27,8 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
   const OwnedPlan plan = make_plan(p, query, device.stream());
-  ForwardCall call{p, plan.plan, static_cast<float>(p.scale * kLog2OfE), plan.plan.ticket};
-  if (family != Family::kSm80) {
+  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), plan.plan.ticket};
+  if (family != Family::kSm80 && p.key_length > 0) {
     std::optional<Tensor> ticket;
     if (!call.ticket) ticket = empty_on(query, {1}, ScalarType::Int), call.ticket = static_cast<int32_t*>(ticket->data_ptr());
     const cudaError_t status = sm90_forward(call, device);

@@ -18,8 +18,9 @@ __device__ __forceinline__ float sum_over_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each.
-template <int kTiles>
+// kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each. kChains: maxima and sums of a row that run beside each
+// other, for kernels that wait for their latency.
+template <int kTiles, int kChains = 1>
 struct OnlineSoftmax {
   static constexpr float kLag = 8.0f;
   float maximum[kTiles][2], sum[kTiles][2];  // base 2; sum is this thread's part
@@ -51,10 +52,15 @@ struct OnlineSoftmax {
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float row = fmaxf(x[m][0][2 * r], x[m][0][2 * r + 1]);
+        float row[kChains];
 #pragma unroll
-        for (int n = 1; n < kColumns; ++n) row = fmaxf(row, fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]));
-        grown[m][r] = max_over_quad(row) * to_base_2;
+        for (int n = 0; n < kColumns; ++n) {
+          const float pair = fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]);
+          row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
+        }
+#pragma unroll
+        for (int i = 1; i < kChains; ++i) row[0] = fmaxf(row[0], row[i]);
+        grown[m][r] = max_over_quad(row[0]) * to_base_2;
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
@@ -93,21 +99,25 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float reference = maximum[m][r] == negative_infinity() ? 0.0f : maximum[m][r];
+        float parts[kChains] = {sum[m][r]};
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
             x[m][n][e] = exp2_approx(fmaf(x[m][n][e], to_base_2, -reference));
-            sum[m][r] += x[m][n][e];
+            parts[(2 * n + e) % kChains] += x[m][n][e];
           }
         }
+        sum[m][r] = parts[0];
+#pragma unroll
+        for (int i = 1; i < kChains; ++i) sum[m][r] += parts[i];
       }
     }
   }
 
   // After the last update: sum over the row, natural logarithm of it, and the factor that normalises the output (0 for an empty
   // row).
-  __device__ __forceinline__ void finish(int m, int r, float& log_sum, float& factor) {
+  __device__ __forceinline__ void finish(int m, int r, float& log_sum, float& factor) const {
     const float total = sum_over_quad(sum[m][r]);
     log_sum = total == 0.0f ? negative_infinity() : maximum[m][r] * kLn2 + logf(total);
     factor = total == 0.0f ? 0.0f : 1.0f / total;

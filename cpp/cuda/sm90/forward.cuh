@@ -18,15 +18,22 @@ struct Maps {
   CUtensorMap value;  // Dv, Sk, Hkv, B
 };
 
+// The tile whose queries are in shared memory.
+struct TileNote {
+  int batch, head, first_query;
+};
+
 template <int kDim, Variant kVariant>
 struct alignas(1024) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  uint16_t query[kRows * kDim];
+  static constexpr int kTileNotes = 4;  // the output of a tile is written while its second successor may be loading
+  uint16_t query[kShape.query_tiles][kRows * kDim];
   uint16_t key[kShape.stages][kShape.keys * kDim];
   uint16_t value[kShape.stages][kShape.keys * kDim];
-  Note<kShape.keys> notes[kShape.notes];
+  Note<kVariant, kShape.keys> notes[kShape.notes];
+  TileNote tiles[kTileNotes];
   WalkQueues queues;
-  uint64_t query_full, query_empty;
+  uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
   uint64_t note_full[kShape.notes], note_empty[kShape.notes];
@@ -41,86 +48,95 @@ struct Ring {
   __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount & 1) ^ 1); }
 };
 
-// Copies rows of a chunk from anywhere into a tile of panels; rows without a key become zeros.
+// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; rows without a key become zeros.
 template <int kDim, int kKeys>
 __device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes,
                                             int width) {
-  constexpr int kChunks = kDim / 8, kPass = kWarpgroup / kChunks;  // rows at a time
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, chunk = thread % kChunks, first = thread / kChunks;
+  constexpr int kChunks = kDim / 8, kPass = kLoaders / kChunks;  // rows at a time
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
   const char* const from = rows + (in_row ? chunk * 16 : 0);
   const uint32_t to = tile + chunk / 8 * (kKeys * 128) + first * 128;
-#pragma unroll 8
-  for (int r = 0; r < kKeys; r += kPass) {
-    const int key = index[first + r];
-    copy_async_16(to + r * 128 + ((chunk % 8 ^ (first + r) % 8) << 4),
-                  from + static_cast<uint64_t>(static_cast<uint32_t>(max(key, 0))) * row_bytes, key >= 0 && in_row);
+  constexpr int kBatch = 8;  // indices read ahead of the copies, so that their latency is hidden
+  static_assert(kKeys % (kPass * kBatch) == 0);
+#pragma unroll 1
+  for (int r = 0; r < kKeys; r += kPass * kBatch) {
+    int key[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) key[i] = index[first + r + i * kPass];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = first + r + i * kPass;
+      copy_async_16(to + (r + i * kPass) * 128 + ((chunk % 8 ^ row % 8) << 4),
+                    from + static_cast<uint64_t>(static_cast<uint32_t>(max(key[i], 0))) * row_bytes, key[i] >= 0 && in_row);
+    }
   }
 }
 
-template <int kDim, Variant kVariant>
+// Loads what the notes say: one half of the warpgroup keys and queries, the other values. Without gathering, one thread of each
+// does.
+template <bool kIsKeys, int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
                                            ForwardShared<kDim, kVariant>& shared, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  constexpr int kPanels = kDim / 64;
-  using Chunk = Note<kForwardShape<kDim, kVariant>.keys>;
+  constexpr int kPanels = kDim / 64, kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
-  const bool is_leader = threadIdx.x % kWarpgroup == 0;
-  if (is_single && !is_leader) return;
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders;
+  if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
-  const Ring<kShape.stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)},
-      value_full{shared_address(shared.value_full)}, value_empty{shared_address(shared.value_empty)};
-  const int group = static_cast<int>(p.heads / p.kv_heads);
-
-  // Rows of a chunk into a tile, the barrier told.
-  auto load = [&](uint32_t tile, uint32_t full, const Chunk& note, bool in_order, const CUtensorMap& map, const Rows& rows,
-                  int width) {
-    const int kv_head = note.head / group;
-    if (in_order) {
-      if (is_leader) {
-        barrier_expect(full, kShape.keys * kDim * 2);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-          copy_box(tile + panel * (kShape.keys * 128), &map, full, panel * 64, note.base, kv_head, note.batch);
-        }
-      } else {
-        barrier_arrive(full);
-      }
-    } else {
-      const char* const from =
-          static_cast<const char*>(rows.data) + (note.batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
-      gather_rows<kDim, kShape.keys>(tile, note.index, from, static_cast<uint32_t>(rows.row_stride * 2), width);
-      barrier_arrive_after_copies(full);
-    }
-  };
+  const Ring<kShape.stages> full{shared_address(kIsKeys ? shared.key_full : shared.value_full)},
+      empty{shared_address(kIsKeys ? shared.key_empty : shared.value_empty)};
+  const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const CUtensorMap& map = kIsKeys ? maps.key : maps.value;
+  const Rows& rows = kIsKeys ? p.key : p.value;
+  const int width = static_cast<int>(kIsKeys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   uint32_t tiles = 0;
   for (uint32_t n = 0;; ++n) {
     note_full.wait_full(n);
-    const Chunk& note = shared.notes[n % kShape.notes];
-    const uint32_t flags = note.flags;
-    key_empty.wait_empty(n);
+    auto& note = shared.notes[n % kShape.notes];
+    const uint32_t flags = note.flags, stage = n % kShape.stages;
+    empty.wait_empty(n);
     if (flags & kEnd) {
-      barrier_arrive(key_full.at(n));
+      if (thread == 0) barrier_arrive(full.at(n));
+      if (!is_single) barrier_arrive(full.at(n));
+      wait_copies();  // a thread that ends does not wait for its copies, and its barriers do not either
       return;
     }
-    load(shared_address(shared.key[n % kShape.stages]), key_full.at(n), note, flags & kInOrder, maps.key, p.key,
-         static_cast<int>(p.head_dim));
-    if (flags & kFirst) {
-      if (is_leader) {
-        barrier_wait(shared_address(&shared.query_empty), (tiles & 1) ^ 1);
-        barrier_expect(shared_address(&shared.query_full), kRows * kDim * 2);
+    const int batch = note.batch, head = note.head, kv_head = head / group;
+    if (kIsKeys && kVariant == Variant::kGathered && p.key_bias.data) {
+      const float* const bias = row_of<const float>(p.key_bias, batch, head);
+      for (int i = thread; i < kShape.keys; i += kLoaders) {
+        const int key = flags & kInOrder ? note.base + i : note.index[i];
+        copy_async_4(shared_address(&note.key_bias[i]), bias + max(key, 0), key >= 0);
+      }
+    }
+    const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
+    if (!(flags & kInOrder)) {
+      const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
+      gather_rows<kDim, kShape.keys>(tile, note.index, from, static_cast<uint32_t>(rows.row_stride * 2), width);
+      if (thread == 0) barrier_arrive(full.at(n));
+    } else if (thread == 0) {
+      barrier_expect(full.at(n), kShape.keys * kDim * 2);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        copy_box(tile + panel * (kShape.keys * 128), &map, full.at(n), panel * 64, note.base, kv_head, batch);
+      }
+    }
+    if (!is_single) barrier_arrive_after_copies(full.at(n));
+    if (kIsKeys && flags & kFirst) {
+      if (thread == 0) {
+        query_empty.wait_empty(tiles);
+        shared.tiles[tiles % kTileNotes] = {batch, head, note.first_query};
+        barrier_expect(query_full.at(tiles), kRows * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-          copy_box(shared_address(shared.query) + panel * (kRows * 128), &maps.query, shared_address(&shared.query_full),
-                   panel * 64, 0, note.first_query, note.head >> work.pack_shift, note.batch);
+          copy_box(shared_address(shared.query[tiles % kShape.query_tiles]) + panel * (kRows * 128), &maps.query,
+                   query_full.at(tiles), panel * 64, 0, note.first_query, head >> work.pack_shift, batch);
         }
       }
       ++tiles;
     }
-    value_empty.wait_empty(n);
-    load(shared_address(shared.value[n % kShape.stages]), value_full.at(n), note, flags & kInOrder, maps.value, p.value,
-         static_cast<int>(p.value_dim));
     if (!is_single) __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(note_empty.at(n));
   }
@@ -174,7 +190,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
       for (int r = 0; r < 2; ++r) keep(i, r, left.sees(positions[r]), right.sees(positions[r]));
       asm volatile("" ::: "memory");  // one load after the other: registers are short here
     }
-  } else {
+  } else if constexpr (Chunk::kHasBits) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -190,10 +206,11 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
 
 template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const WorkPlan& work,
-                                              ForwardShared<kDim, kVariant>& shared, bool has_copies) {
+                                              ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Chunk = Note<kForwardShape<kDim, kVariant>.keys>;
-  constexpr int kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
+  using Chunk = Note<kVariant, kForwardShape<kDim, kVariant>.keys>;
+  constexpr int kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
+                kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
   const int group = static_cast<int>(threadIdx.x) / kWarpgroup, thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
@@ -202,38 +219,37 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   const Ring<kShape.notes> note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)},
       value_full{shared_address(shared.value_full)}, value_empty{shared_address(shared.value_empty)};
-  const uint32_t query_full = shared_address(&shared.query_full), query_empty = shared_address(&shared.query_empty);
-  const uint64_t query_tile = describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128);
-  const uint64_t key_tiles = describe_panels(shared_address(shared.key), kShape.keys * 128);
-  const uint64_t value_tiles = describe_panels(shared_address(shared.value), kShape.keys * 128);
-  constexpr uint32_t kStageStep = kShape.keys * kDim * 2 >> 4;  // in units of a description
+  const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const uint32_t query_tiles = describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128);
+  const uint32_t key_tiles = describe_panels(shared_address(shared.key), kShape.keys * 128);
+  const uint32_t value_tiles = describe_panels(shared_address(shared.value), kShape.keys * 128);
+  constexpr uint32_t kStageStep = kShape.keys * kDim * 2 >> 4, kTileStep = kRows * kDim * 2 >> 4;  // in units of a description
 
   float out[1][kOut][4], x[1][kN][4];
   uint32_t weights[kSteps][4];
-  uint32_t n = 0, tiles = 0;
 
   auto arrive = [&](uint32_t barrier) {
     __syncwarp();
     if (lane == 0) barrier_arrive(barrier);
   };
-  auto begin_scores = [&](uint32_t stage) {
+  auto begin_scores = [&](uint32_t tile, uint32_t stage) {
+    const uint32_t a = query_tiles + tile % kShape.query_tiles * kTileStep, b = key_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kShape.keys>::from_shared(x[0], query_tile + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4),
-                                           key_tiles + stage * kStageStep + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4),
-                                           k > 0);
+      Product<T, kShape.keys>::from_shared(x[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
+                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), k > 0);
     }
     commit_products();
   };
   auto begin_sums = [&](uint32_t stage) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
+    const uint32_t b = value_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int part = 0; part < kDim; part += kPart) {
-        Product<T, kPart>::from_registers(
-            reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
-            value_tiles + stage * kStageStep + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4));
+        Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
+                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)));
       }
     }
     commit_products();
@@ -248,140 +264,90 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       }
     }
   };
-
-  for (;;) {
-    key_full.wait_full(n);
-    if (shared.notes[n % kShape.notes].flags & kEnd) break;
-    barrier_wait(query_full, tiles & 1);
-    const int batch = shared.notes[n % kShape.notes].batch, first_head = shared.notes[n % kShape.notes].head;
-    const int first_query = shared.notes[n % kShape.notes].first_query;
-    const int shift = static_cast<int>(p.key_length - p.query_length);
-
-    OnlineSoftmax<1> softmax;
-    float factor[1][2];
-    bool moves = false;
+  auto clear_out = [&] {
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
+  };
 
-    // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
-    auto weigh = [&](const Chunk& note, uint32_t flags) {
-      const int query[2] = {first_query + (row >> work.pack_shift), first_query + (row + 8 >> work.pack_shift)};
-      float to_base_2 = call.scale_2;
-      if constexpr (kVariant == Variant::kGathered) {
-        if (p.key_bias.data) {
-          const float to_logit = to_base_2;
-          to_base_2 = 1.0f;
+  using Softmax = OnlineSoftmax<1, 4>;
+  // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
+  Softmax softmax;
+  float factor[1][2];
+  bool moves = false;
+  auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
+    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
+    float to_base_2 = call.scale_2;
+    if constexpr (kVariant == Variant::kGathered) {
+      if (p.key_bias.data) {
+        const float to_logit = call.scale;
+        to_base_2 = kLog2e;
 #pragma unroll
-          for (int i = 0; i < kN; ++i) {
-            const float2 bias = *reinterpret_cast<const float2*>(&note.key_bias[column + 8 * i]);
-            x[0][i][0] = fmaf(x[0][i][0], to_logit, bias.x), x[0][i][1] = fmaf(x[0][i][1], to_logit, bias.y);
-            x[0][i][2] = fmaf(x[0][i][2], to_logit, bias.x), x[0][i][3] = fmaf(x[0][i][3], to_logit, bias.y);
+        for (int i = 0; i < kN; ++i) {
+          const float2 bias = *reinterpret_cast<const float2*>(&note.key_bias[column + 8 * i]);
+          x[0][i][0] = fmaf(x[0][i][0], to_logit, bias.x), x[0][i][1] = fmaf(x[0][i][1], to_logit, bias.y);
+          x[0][i][2] = fmaf(x[0][i][2], to_logit, bias.x), x[0][i][3] = fmaf(x[0][i][3], to_logit, bias.y);
+        }
+      }
+    }
+    auto key_of = [&](int at) { return flags & kInOrder ? note.base + at : note.index[at]; };
+    if constexpr (kVariant == Variant::kGeneral) {
+      to_base_2 = 1.0f;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const LogitTerms<T> terms(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1));
+        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int at = column + 8 * i + e;
+            float& logit = x[0][i][2 * r + e];
+            const float bias = terms.bias ? terms.bias_at(query, key_of(at), static_cast<int>(p.query_length)) : 0.0f;
+            logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[at]);
           }
         }
       }
-      auto key_of = [&](int at) { return flags & kInOrder ? note.base + at : note.index[at]; };
-      if constexpr (kVariant == Variant::kGeneral) {
-        to_base_2 = 1.0f;
+    }
+    if (flags & (kLimit | kSpans | kBits)) {
+      const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
+      const int queries[2] = {row >> work.pack_shift, row + 8 >> work.pack_shift};
+      hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
+    }
+    moves = softmax.move_maximum(x, to_base_2, factor);
+    softmax.exponentiate(x, to_base_2);
+    if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const LogitTerms<T> terms(p, batch, first_head + (row + 8 * r & (1 << work.pack_shift) - 1));
+      for (int r = 0; r < 2; ++r) {
+        const Dropout dropout(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1));
+        if (dropout.is_on()) {
+          const uint32_t row_key = dropout.row_key(tile.first_query + (row + 8 * r >> work.pack_shift));
 #pragma unroll
           for (int i = 0; i < kN; ++i) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const int at = column + 8 * i + e;
-              float& logit = x[0][i][2 * r + e];
-              const float bias = terms.bias ? terms.bias_at(query[r], key_of(at), static_cast<int>(p.query_length)) : 0.0f;
-              logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[at]);
+              const uint32_t key = static_cast<uint32_t>(key_of(column + 8 * i + e));
+              if (!dropout_keeps(row_key, key, dropout.threshold)) x[0][i][2 * r + e] = 0.0f;
             }
           }
         }
       }
-      if (flags & (kLimit | kSpans | kBits))
-        hide(x[0], note, flags, p.mask.is_causal, column, {query[0] + shift, query[1] + shift},
-             {row >> work.pack_shift, row + 8 >> work.pack_shift});
-      moves = softmax.move_maximum(x, to_base_2, factor);
-      softmax.exponentiate(x, to_base_2);
-      if constexpr (kVariant == Variant::kGeneral) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const Dropout dropout(p, batch, first_head + (row + 8 * r & (1 << work.pack_shift) - 1));
-          if (dropout.is_on()) {
-            const uint32_t row_key = dropout.row_key(query[r]);
-#pragma unroll
-            for (int i = 0; i < kN; ++i) {
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const uint32_t key = static_cast<uint32_t>(key_of(column + 8 * i + e));
-                if (!dropout_keeps(row_key, key, dropout.threshold)) x[0][i][2 * r + e] = 0.0f;
-              }
-            }
-          }
-        }
-      }
-    };
-
-    // The first chunk: nothing to overlap with yet.
-    uint32_t flags = shared.notes[n % kShape.notes].flags;
-    if (has_copies) fence_async();  // gathered rows came by ordinary copies
-    pin(x[0]);
-    begin_products();
-    begin_scores(n % kShape.stages);
-    wait_products<0>();
-    pin(x[0]);
-    arrive(key_empty.at(n));
-    if (flags & kLast) arrive(query_empty);
-    weigh(shared.notes[n % kShape.notes], flags);
-    arrive(note_empty.at(n));
-    pack_weights();
-
-    while (!(flags & kLast)) {
-      ++n;
-      key_full.wait_full(n);
-      flags = shared.notes[n % kShape.notes].flags;
-      if (has_copies) fence_async();
-      group_sync(2 + group, kConsumers * kWarpgroup);  // take turns at the tensor cores
-      pin(x[0]);
-      pin(out[0]);
-      begin_products();
-      begin_scores(n % kShape.stages);
-      value_full.wait_full(n - 1);
-      if (has_copies) fence_async();
-      begin_sums((n - 1) % kShape.stages);
-      group_arrive(3 - group, kConsumers * kWarpgroup);
-      wait_products<1>();
-      pin(x[0]);
-      arrive(key_empty.at(n));
-      if (flags & kLast) arrive(query_empty);
-      weigh(shared.notes[n % kShape.notes], flags);
-      arrive(note_empty.at(n));
-      wait_products<0>();
-      pin(out[0]);
-      arrive(value_empty.at(n - 1));
-      if (moves) softmax.rescale(out, factor);
-      pack_weights();
     }
-    value_full.wait_full(n);
-    if (has_copies) fence_async();
-    pin(out[0]);
-    begin_products();
-    begin_sums(n % kShape.stages);
-    wait_products<0>();
-    pin(out[0]);
-    arrive(value_empty.at(n));
+  };
 
-    // Normalise and write: a row in pieces of 16 bytes.
+  // Normalises and writes a tile: a row in pieces of 16 bytes.
+  auto store = [&](const Softmax& sums, uint32_t tile_number) {
+    const TileNote tile = shared.tiles[tile_number % kTileNotes];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = first_head + (row + 8 * r & (1 << work.pack_shift) - 1),
-                query = first_query + (row + 8 * r >> work.pack_shift);
+      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
       float log_sum, scale;
-      softmax.finish(0, r, log_sum, scale);
-      if constexpr (kVariant == Variant::kGeneral) scale *= Dropout(p, batch, head).keep_scale;
+      sums.finish(0, r, log_sum, scale);
+      if constexpr (kVariant == Variant::kGeneral) scale *= Dropout(p, tile.batch, head).keep_scale;
       const bool is_row = query < p.query_length;
-      if (is_row && lane % 4 == 0) static_cast<float*>(p.lse)[(batch * p.heads + head) * p.query_length + query] = log_sum;
+      if (is_row && lane % 4 == 0) static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sum;
       T* const to =
-          static_cast<T*>(p.out.data) + batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
+          static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
 #pragma unroll
       for (int i = 0; i < kOut; i += 4) {
         uint32_t piece[4];
@@ -392,9 +358,83 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
       }
     }
+  };
+
+  // The very first chunk has nothing to overlap with.
+  uint32_t n = 0, tile = 0;
+  key_full.wait_full(0);
+  uint32_t flags = shared.notes[0].flags;
+  bool was_gathered = false;
+  if (flags & kEnd) return;
+  query_full.wait_full(0);
+  clear_out();
+  if (!(flags & kInOrder)) fence_async();  // gathered rows came by ordinary copies
+  pin(x[0]);
+  begin_products();
+  begin_scores(0, 0);
+  wait_products<0>();
+  pin(x[0]);
+  arrive(key_empty.at(0));
+  if (flags & kLast) arrive(query_empty.at(0));
+  weigh(shared.notes[0], flags, 0);
+  arrive(note_empty.at(0));
+  pack_weights();
+
+  // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
+  bool is_first = false;  // chunk n belongs to the next tile
+  auto look_ahead = [&] {
+    was_gathered = !(flags & kInOrder);
+    is_first = flags & kLast;
     ++n;
-    ++tiles;
+    key_full.wait_full(n);
+    flags = shared.notes[n % kShape.notes].flags;
+  };
+
+  // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
+  look_ahead();
+  while (!(flags & kEnd)) {
+    if (is_first) query_full.wait_full(tile + 1);
+    if (!(flags & kInOrder)) fence_async();
+    group_sync(2 + group, kConsumers * kWarpgroup);  // take turns at the tensor cores
+    pin(x[0]);
+    pin(out[0]);
+    begin_products();
+    begin_scores(tile + is_first, n % kShape.stages);
+    value_full.wait_full(n - 1);
+    if (was_gathered) fence_async();
+    begin_sums((n - 1) % kShape.stages);
+    group_arrive(3 - group, kConsumers * kWarpgroup);
+    wait_products<1>();
+    pin(x[0]);
+    arrive(key_empty.at(n));
+    if (flags & kLast) arrive(query_empty.at(tile + is_first));
+    const Softmax ended = softmax;
+    if (is_first) softmax = Softmax();
+    weigh(shared.notes[n % kShape.notes], flags, tile + is_first);
+    // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
+    // wait, where no product hides them.
+    arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
+    const bool ends_tile = is_first;
+    look_ahead();
+    wait_products<0>();
+    pin(out[0]);
+    arrive(value_empty.at(n - 2));
+    if (ends_tile) {
+      store(ended, tile++);
+      clear_out();
+    } else if (moves) {
+      softmax.rescale(out, factor);
+    }
+    pack_weights();
   }
+  value_full.wait_full(n - 1);
+  fence_async();
+  pin(out[0]);
+  begin_products();
+  begin_sums((n - 1) % kShape.stages);
+  wait_products<0>();
+  pin(out[0]);
+  store(softmax, tile);
 }
 
 template <class T, int kDim, Variant kVariant>
@@ -407,9 +447,11 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   // Without gathering, one thread loads everything.
   const bool is_single = !call.plan.index && !call.p.mask.tiles.data;
   if (threadIdx.x == 0) {
-    const int loaders = is_single ? 1 : kWarpgroup, loading_warps = is_single ? 1 : 4, warps = kConsumers * 4;
-    barrier_init(shared_address(&shared.query_full), 1);
-    barrier_init(shared_address(&shared.query_empty), warps);
+    const int loaders = is_single ? 1 : kLoaders + 1, loading_warps = is_single ? 2 : 4, warps = kConsumers * 4;
+    for (int i = 0; i < kShape.query_tiles; ++i) {
+      barrier_init(shared_address(&shared.query_full[i]), 1);
+      barrier_init(shared_address(&shared.query_empty[i]), warps);
+    }
     for (int i = 0; i < kShape.stages; ++i) {
       barrier_init(shared_address(&shared.key_full[i]), loaders);
       barrier_init(shared_address(&shared.value_full[i]), loaders);
@@ -425,14 +467,18 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   __syncthreads();
   const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (role < kConsumers) {
-    take_registers<kConsumerRegisters>();
+    take_registers<kShape.computing_registers>();
     if (role == 1) group_arrive(2, kConsumers * kWarpgroup);  // the first turn is warpgroup 0's
-    compute_tiles<T, kDim, kVariant>(call, work, shared, !is_single);
+    compute_tiles<T, kDim, kVariant>(call, work, shared);
   } else if (role == kConsumers) {
-    give_registers<kLoaderRegisters>();
-    load_tiles<kDim, kVariant>(call, work, maps, shared, is_single);
+    give_registers<kLoadingRegisters>();
+    if (threadIdx.x % kWarpgroup < kLoaders) {
+      load_tiles<true, kDim, kVariant>(call, work, maps, shared, is_single);
+    } else {
+      load_tiles<false, kDim, kVariant>(call, work, maps, shared, is_single);
+    }
   } else {
-    give_registers<kWalkerRegisters>();
+    give_registers<kShape.walking_registers>();
     Walk<kVariant, kShape.keys, kShape.notes>(call, work, shared.queues, shared.notes, shared_address(shared.note_full),
                                               shared_address(shared.note_empty))
         .run();
@@ -442,7 +488,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const Maps& maps, int blocks, cudaStream_t stream) {
   constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBytes <= 227 * 1024 && kFits<kDim, kVariant>);
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

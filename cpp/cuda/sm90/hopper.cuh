@@ -30,6 +30,9 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Waits for this thread's asynchronous copies.
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Waits for the end of the phase with this parity; a fresh barrier has just ended its phase of parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -97,10 +100,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
 // ---- warpgroup products ----
 
 // A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
-// Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows.
-__device__ __forceinline__ uint64_t describe_panels(uint32_t address, int panel_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  return kSwizzle128 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+// Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows. Only the low half of
+// a description depends on the tile; adding 1 to it moves 16 bytes on.
+__device__ __forceinline__ uint32_t describe_panels(uint32_t address, int panel_bytes) {
+  return static_cast<uint32_t>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ uint64_t complete(uint32_t description) {
+  constexpr uint32_t kGroupStride = 1024 >> 4, kSwizzle128 = 1u << 30;
+  uint64_t whole;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(description), "n"(kGroupStride | kSwizzle128));
+  return whole;
 }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -124,11 +133,15 @@ struct Product;
 #define DMATTN_D(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define DMATTN_D4(n) DMATTN_D(n), DMATTN_D(n + 1), DMATTN_D(n + 2), DMATTN_D(n + 3)
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
+#define DMATTN_D12(n) DMATTN_D8(n), DMATTN_D4(n + 8)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31"
+#define DMATTN_LIST48                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define DMATTN_LIST64                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -154,14 +167,18 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%2
 DMATTN_PRODUCT(__half, "f16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 64, 8, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 DMATTN_PRODUCT(__half, "f16", 64, 8, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+DMATTN_PRODUCT(__half, "f16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 
 #undef DMATTN_PRODUCT
 #undef DMATTN_LIST16
 #undef DMATTN_LIST32
+#undef DMATTN_LIST48
 #undef DMATTN_LIST64
 #undef DMATTN_D16
+#undef DMATTN_D12
 #undef DMATTN_D8
 #undef DMATTN_D4
 #undef DMATTN_D

@@ -10,32 +10,44 @@ namespace dmattn::cuda::sm90 {
 
 // A block is four warpgroups: two that compute 64 rows of the tile each, one that loads, one that walks the keys.
 inline constexpr int kConsumers = 2, kWarpgroup = 128, kThreads = (kConsumers + 2) * kWarpgroup;
-inline constexpr int kRows = kConsumers * 64;  // of a tile: (query, head) pairs
+inline constexpr int kLoaders = kWarpgroup / 2;  // threads that load keys; as many load values
+inline constexpr int kRows = kConsumers * 64;    // of a tile: (query, head) pairs
 
 struct ForwardShape {
-  int keys;    // of a chunk
-  int stages;  // chunks of keys, and of values, in flight
-  int notes;   // chunks that may be described ahead of their use
+  int keys;                                    // of a chunk
+  int stages;                                  // chunks of keys, and of values, in flight
+  int query_tiles;                             // the next tile's queries come while one is computed
+  int notes;                                   // chunks that may be described ahead of their use
+  int computing_registers, walking_registers;  // per thread; a loading one has kLoadingRegisters
 };
 
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
-template <Variant kVariant>
-inline constexpr ForwardShape kForwardShape<64, kVariant> = {128, 2, 4};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 4};
-template <Variant kVariant>
-inline constexpr ForwardShape kForwardShape<128, kVariant> = {128, 2, 4};
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 4};
-template <Variant kVariant>
-inline constexpr ForwardShape kForwardShape<256, kVariant> = {64, 2, 4};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 184, 104};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 2, 4};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
+template <>
+inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
+template <>
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {96, 3, 2, 4, 184, 104};
+template <>
+inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
+template <>
+inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {64, 2, 1, 4, 208, 56};
+template <>
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 56};
+template <>
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 2, 1, 4, 208, 56};
 
-inline constexpr int kConsumerRegisters = 200, kLoaderRegisters = 40, kWalkerRegisters = 72;
-//static_assert((kConsumers * kConsumerRegisters + kLoaderRegisters + kWalkerRegisters) * kWarpgroup <= 65536);
+inline constexpr int kLoadingRegisters = 40;
 
-static_assert((kConsumers * kConsumerRegisters + kLoaderRegisters + kWalkerRegisters) * kWarpgroup <= 65536);
+template <int kDim, Variant kVariant>
+inline constexpr bool kFits = (kConsumers * kForwardShape<kDim, kVariant>.computing_registers + kLoadingRegisters +
+                               kForwardShape<kDim, kVariant>.walking_registers) *
+                                  kWarpgroup <=
+                              65536;
 
 }  // namespace dmattn::cuda::sm90

@@ -21,15 +21,16 @@ enum Flag : uint32_t {
   kBits = 64,    // and of bits
 };
 
-template <int kKeys>
+template <Variant kVariant, int kKeys>
 struct Note {
+  static constexpr bool kHasBits = kVariant != Variant::kGathered;  // the plan has none
   uint32_t flags;
   int base;
   int batch, head, first_query;  // of the tile: the first head of those packed in it
   int32_t index[kKeys];          // not in order: the key, -1 for none
   alignas(16) Span span[kKeys];
-  alignas(16) float key_bias[kKeys];  // base 2
-  uint32_t bits[kRows][kKeys / 32];   // by query of the tile
+  alignas(16) float key_bias[kKeys];                // base 2 in the general variant
+  uint32_t bits[kHasBits ? kRows : 1][kKeys / 32];  // by query of the tile
 };
 
 // How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
@@ -74,7 +75,7 @@ class Walk {
  public:
   static_assert(WalkQueues::kRing >= kPlanBlock + 2 * kKeys && kKeys <= kWarpgroup);
 
-  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, WalkQueues& queues, Note<kKeys>* notes,
+  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, WalkQueues& queues, Note<kVariant, kKeys>* notes,
                                   uint32_t note_full, uint32_t note_empty)
       : call_(call),
         work_(work),
@@ -103,7 +104,7 @@ class Walk {
   }
 
  private:
-  using Stage = Note<kKeys>;
+  using Stage = Note<kVariant, kKeys>;
 
   __device__ __forceinline__ void sync() const { group_sync(1, kWarpgroup); }
   __device__ __forceinline__ bool any(bool mine) const { return group_any(1, kWarpgroup, mine); }
@@ -114,24 +115,25 @@ class Walk {
 
   __device__ __forceinline__ void walk_tile(uint32_t item) {
     const AttentionParams& p = call_.p;
-    tile_item_ = item;
     const WorkTile tile(call_, work_, item);
+    batch_ = tile.batch, head_ = tile.head, first_query_ = tile.first_query;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low_ = tile.first_query + shift;
     high_ = min(tile.first_query + (kRows >> work_.pack_shift), static_cast<int>(p.query_length)) - 1 + shift;
-    key_bias_ = kVariant == Variant::kPlain ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
+    key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
     if (gathered()) {
-      walk_plan(tile);
+      walk_plan();
     } else if (p.mask.tiles.data) {
-      walk_block_mask(tile);
+      walk_block_mask();
     } else {
       walk_in_order();
     }
     if (!has_pending_) {  // nobody sees anything: a chunk of nothing keeps everyone in step
       Stage& note = begin_chunk();
-      if (thread_ < kKeys) note.index[thread_] = -1, note.span[thread_] = Span::empty(), note.key_bias[thread_] = 0.0f;
-      accept(kSpans);
+      if (thread_ == 0) note.base = -kKeys;
+      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[thread_] = 0.0f;
+      accept(kInOrder | kLimit);
     }
     publish(kLast);
   }
@@ -149,8 +151,7 @@ class Walk {
     if (has_pending_) publish(0);
     if (thread_ == 0) {
       Stage& note = notes_[slot];
-      const WorkTile tile(call_, work_, tile_item_);
-      note.batch = tile.batch, note.head = tile.head, note.first_query = tile.first_query;
+      note.batch = batch_, note.head = head_, note.first_query = first_query_;
     }
     pending_flags_ = flags | position_flag_;
     position_flag_ = 0;
@@ -176,7 +177,7 @@ class Walk {
       Stage& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.base = base;
-      if (kVariant != Variant::kPlain && thread_ < kKeys) {
+      if (kVariant == Variant::kGeneral && thread_ < kKeys) {
         const int key = base + thread_;
         note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
       }
@@ -186,16 +187,16 @@ class Walk {
 
   // ---- the live tiles of a block mask, intervals beside it or not ----
 
-  __device__ __forceinline__ void walk_block_mask(const WorkTile& tile) {
+  __device__ __forceinline__ void walk_block_mask() {
     const AttentionParams& p = call_.p;
     const MaskParams& mask = p.mask;
     const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
     const int tiles_k = static_cast<int>(mask.tiles_k), key_length = static_cast<int>(p.key_length);
     const int limit = mask.is_causal ? max(0, min(key_length, high_ + 1)) : key_length;
     const int whole_limit = mask.is_causal ? min(key_length, low_ + 1) : key_length;
-    const TileSource source(mask, tile.batch, tile.head);
-    const SpanSource spans(mask, key_length, tile.batch, tile.head);
-    const int tile_row = tile.first_query / tile_q;
+    const TileSource source(mask, batch_, head_);
+    const SpanSource spans(mask, key_length, batch_, head_);
+    const int tile_row = first_query_ / tile_q;
     const int32_t *const list = source.rows + tile_row * (tiles_k + 1) + 1, *const states = source.tiles + tile_row * tiles_k;
     const int entries = min(max(list[-1], 0), tiles_k);
     int coming = 0, coming_state = kTileEmpty;
@@ -209,7 +210,7 @@ class Walk {
       fetch(entry + 1);
       if (!is_live_tile(mask, state)) continue;
       const uint32_t* bits = bits_of_tile(mask, state);
-      if (bits) bits += tile.first_query % tile_q * (tile_k / 32);
+      if (bits) bits += first_query_ % tile_q * (tile_k / 32);
       for (int base = first; base < min(first + tile_k, limit); base += kKeys) {
         Stage& note = begin_chunk();
         if (thread_ == 0) note.base = base;
@@ -218,7 +219,7 @@ class Walk {
           flags = test_chunk(note, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
           if (flags == 0) continue;
         }
-        if (kVariant != Variant::kPlain && thread_ < kKeys) {
+        if (kVariant == Variant::kGeneral && thread_ < kKeys) {
           const int key = base + thread_;
           note.key_bias[thread_] = key_bias_ && key < key_length ? key_bias_[key] * kLog2e : 0.0f;
         }
@@ -270,9 +271,9 @@ class Walk {
 
   // ---- live keys gathered ----
 
-  __device__ __forceinline__ void walk_plan(const WorkTile& tile) {
+  __device__ __forceinline__ void walk_plan() {
     const Plan& plan = call_.plan;
-    const int64_t row = tile.batch * plan.batch_stride + tile.head / static_cast<int>(plan.head_divisor);
+    const int64_t row = batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);
     index_ = plan.index + row * plan.capacity;
     first_ = plan.first + row * plan.capacity;
     last_ = plan.last + row * plan.capacity;
@@ -280,9 +281,9 @@ class Walk {
     find_live_blocks(reinterpret_cast<const int2*>(plan.summary) + row * (plan.capacity / kPlanBlock));
     word_ = 0, left_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
+    fetch();
     for (;;) {
-      while (whole_count_ < kKeys && partial_count_ < kKeys && refill()) {
-      }
+      while (whole_count_ < kKeys && partial_count_ < kKeys && has_fetched_) refill();
       if (whole_count_ + partial_count_ == 0) break;
       take_chunk();
     }
@@ -300,31 +301,42 @@ class Walk {
     sync();
   }
 
-  // Reads the next live block of the plan into the queues; false at the end.
-  __device__ __forceinline__ bool refill() {
+  // Starts reading the next live block of the plan, one block ahead, so that the latency is hidden.
+  __device__ __forceinline__ void fetch() {
+    has_fetched_ = false;
     while (left_ == 0) {
-      if (word_ >= words_) return false;
+      if (word_ >= words_) return;
       left_ = queues_.live_blocks[word_++];
     }
-    const int block = (word_ - 1) * 32 + __ffs(static_cast<int>(left_)) - 1;
+    has_fetched_ = true;
+    // A warp takes its share in one piece, so that the queues keep the order of the keys.
+    fetched_at_ =
+        ((word_ - 1) * 32 + __ffs(static_cast<int>(left_)) - 1) * kPlanBlock + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
     left_ &= left_ - 1;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int at = fetched_at_ + i * 32;
+      fetched_[i] = at < live_keys_ ? Span{first_[at], last_[at]} : Span::empty();
+      fetched_key_[i] = at < live_keys_ ? index_[at] : 0;
+    }
+  }
 
-    constexpr int kPerThread = kPlanBlock / kWarpgroup;
-    const int warp = thread_ / 32;
+  // Puts the block that was read into the queues and starts on the next.
+  __device__ __forceinline__ void refill() {
+    const int warp = thread_ / 32, block_at = fetched_at_;
     const uint32_t before = (1u << thread_ % 32) - 1;
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int at = block * kPlanBlock + i * kWarpgroup + thread_;
-      const Span span = at < live_keys_ ? Span{first_[at], last_[at]} : Span::empty();
-      key[i] = at < live_keys_ ? index_[at] : 0;
-      const bool touches = span.touches(low_, high_), covers = span.covers(low_, high_);
+      key[i] = fetched_key_[i];
+      const bool touches = fetched_[i].touches(low_, high_), covers = fetched_[i].covers(low_, high_);
       whole[i] = __ballot_sync(0xffffffffu, touches && covers);
       partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
       counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
     }
+    fetch();
     turn_ ^= 1;
     if (thread_ % 32 == 0) queues_.warp_counts[turn_][warp] = counts;
     sync();
@@ -339,16 +351,16 @@ class Walk {
     int partial_place = partial_head_ + partial_count_ + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int at = block * kPlanBlock + i * kWarpgroup + thread_;
       if (whole[i] >> thread_ % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % WalkQueues::kRing] = key[i];
-      if (partial[i] >> thread_ % 32 & 1) queues_.partial[(partial_place + __popc(partial[i] & before)) % WalkQueues::kRing] = at;
+      if (partial[i] >> thread_ % 32 & 1) {
+        queues_.partial[(partial_place + __popc(partial[i] & before)) % WalkQueues::kRing] = block_at + i * 32;
+      }
       whole_place += __popc(whole[i]);
       partial_place += __popc(partial[i]);
     }
     whole_count_ += total & 0xffff;
     partial_count_ += total >> 16;
     sync();
-    return true;
   }
 
   // A chunk of keys that all queries see while there are enough; then those that some see, filled up with what is left.
@@ -356,8 +368,18 @@ class Walk {
     const bool is_whole = whole_count_ >= kKeys;
     const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial);
-    Stage& note = begin_chunk();
+    int key = -1;
+    Span span = Span::empty();
+    if (thread_ < from_partial) {
+      const int at = queues_.partial[(partial_head_ + thread_) % WalkQueues::kRing];
+      key = index_[at];
+      span = {first_[at], last_[at]};
+    } else if (thread_ < from_partial + from_whole) {
+      key = queues_.whole[(whole_head_ + thread_ - from_partial) % WalkQueues::kRing];
+      span = {kFirstPosition, kLastPosition};
+    }
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
+    Stage& note = begin_chunk();
     if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
       const int first = queues_.whole[whole_head_ % WalkQueues::kRing];
       if (queues_.whole[(whole_head_ + kKeys - 1) % WalkQueues::kRing] - first == kKeys - 1) {
@@ -366,25 +388,16 @@ class Walk {
       }
     }
     if (thread_ < kKeys) {
-      int key = -1;
-      Span span = Span::empty();
-      if (thread_ < from_partial) {
-        const int at = queues_.partial[(partial_head_ + thread_) % WalkQueues::kRing];
-        key = index_[at];
-        span = {first_[at], last_[at]};
-      } else if (thread_ < from_partial + from_whole) {
-        key = queues_.whole[(whole_head_ + thread_ - from_partial) % WalkQueues::kRing];
-        span = {kFirstPosition, kLastPosition};
-      }
       note.index[thread_] = key;
       if (!is_whole) note.span[thread_] = span;
-      note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+      if (kVariant == Variant::kGeneral) note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
     accept(flags);
   }
 
+  static constexpr int kPerThread = kPlanBlock / kWarpgroup;
   const ForwardCall& call_;
   const WorkPlan& work_;
   WalkQueues& queues_;
@@ -395,10 +408,12 @@ class Walk {
   uint32_t begun_ = 0, pending_flags_ = 0, position_flag_ = 0;
   bool has_pending_ = false;
   // the tile
-  uint32_t tile_item_ = 0;
-  int low_ = 0, high_ = 0;
+  int batch_ = 0, head_ = 0, first_query_ = 0, low_ = 0, high_ = 0;
   const float* key_bias_ = nullptr;
   // gathered
+  Span fetched_[kPerThread];
+  int fetched_key_[kPerThread], fetched_at_ = 0;
+  bool has_fetched_ = false;
   const int32_t *index_ = nullptr, *first_ = nullptr, *last_ = nullptr;
   int live_keys_ = 0, words_ = 0, word_ = 0, turn_ = 0;
   uint32_t left_ = 0;
