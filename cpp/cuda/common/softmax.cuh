@@ -46,7 +46,7 @@ struct OnlineSoftmax {
   template <int kColumns>
   __device__ __forceinline__ bool move_maximum(const float (&x)[kTiles][kColumns][4], float to_base_2,
                                                float (&factor)[kTiles][2]) {
-    float grown[kTiles][2];
+    float grown[kTiles][2];  // of this thread's columns: the other threads of the row are asked only when some maximum moves
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
@@ -60,7 +60,7 @@ struct OnlineSoftmax {
         }
 #pragma unroll
         for (int i = 1; i < kChains; ++i) row[0] = fmaxf(row[0], row[i]);
-        grown[m][r] = max_over_quad(row[0]) * to_base_2;
+        grown[m][r] = row[0] * to_base_2;
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
@@ -70,7 +70,7 @@ struct OnlineSoftmax {
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float next = fmaxf(maximum[m][r], grown[m][r]);
+          const float next = fmaxf(maximum[m][r], max_over_quad(grown[m][r]));
           factor[m][r] = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
           maximum[m][r] = next;
           sum[m][r] *= factor[m][r];
@@ -105,7 +105,7 @@ struct OnlineSoftmax {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
             x[m][n][e] = exp2_approx(fmaf(x[m][n][e], to_base_2, -reference));
-            parts[(2 * n + e) % kChains] += x[m][n][e];
+            parts[(2 * n + e % 2) % kChains] += x[m][n][e];
           }
         }
         sum[m][r] = parts[0];

@@ -91,6 +91,13 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const Rows& rows = kIsKeys ? p.key : p.value;
   const int width = static_cast<int>(kIsKeys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
+  // Copied rows have to be fenced before the tensor cores read them. So a chunk is announced when it has landed, which is looked
+  // at after the copies of the next one have been started.
+  bool is_due = false;
+  auto announce = [&](uint32_t n) {
+    fence_async();
+    barrier_arrive(full.at(n));
+  };
   uint32_t tiles = 0;
   for (uint32_t n = 0;; ++n) {
     note_full.wait_full(n);
@@ -98,21 +105,23 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     const uint32_t flags = note.flags, stage = n % kShape.stages;
     empty.wait_empty(n);
     if (flags & kEnd) {
-      if (thread == 0) barrier_arrive(full.at(n));
-      if (!is_single) barrier_arrive(full.at(n));
-      wait_copies();  // a thread that ends does not wait for its copies, and its barriers do not either
+      copy_async_wait<0>();
+      if (is_due) announce(n - 1);
+      if (!is_single || thread == 0) barrier_arrive(full.at(n));
+      if (!is_single && thread == 0) barrier_arrive(full.at(n));
       return;
     }
     const int batch = note.batch, head = note.head, kv_head = head / group;
-    if (kIsKeys && kVariant == Variant::kGathered && p.key_bias.data) {
+    const bool has_bias = kIsKeys && kVariant == Variant::kGathered && p.key_bias.data, in_order = flags & kInOrder;
+    if (has_bias) {
       const float* const bias = row_of<const float>(p.key_bias, batch, head);
       for (int i = thread; i < kShape.keys; i += kLoaders) {
-        const int key = flags & kInOrder ? note.base + i : note.index[i];
+        const int key = in_order ? note.base + i : note.index[i];
         copy_async_4(shared_address(&note.key_bias[i]), bias + max(key, 0), key >= 0);
       }
     }
     const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
-    if (!(flags & kInOrder)) {
+    if (!in_order) {
       const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
       gather_rows<kDim, kShape.keys>(tile, note.index, from, static_cast<uint32_t>(rows.row_stride * 2), width);
       if (thread == 0) barrier_arrive(full.at(n));
@@ -123,7 +132,16 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
         copy_box(tile + panel * (kShape.keys * 128), &map, full.at(n), panel * 64, note.base, kv_head, batch);
       }
     }
-    if (!is_single) barrier_arrive_after_copies(full.at(n));
+    if (!is_single) {
+      const bool has_copies = has_bias || !in_order;
+      copy_async_commit();
+      if (is_due) {
+        copy_async_wait<1>();
+        announce(n - 1);
+      }
+      is_due = has_copies;
+      if (!has_copies) barrier_arrive(full.at(n));
+    }
     if (kIsKeys && flags & kFirst) {
       if (thread == 0) {
         query_empty.wait_empty(tiles);
@@ -269,6 +287,16 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
   };
 
+  // The gathered variant's key_bias is read while the scores are computed.
+  constexpr int kBias = kVariant == Variant::kGathered ? kN : 0;
+  const bool has_bias = kBias > 0 && p.key_bias.data;
+  float2 bias[kBias + 1];
+  auto read_bias = [&](const Chunk& note) {
+    if (!has_bias) return;
+#pragma unroll
+    for (int i = 0; i < kBias; ++i) bias[i] = *reinterpret_cast<const float2*>(&note.key_bias[column + 8 * i]);
+  };
+
   using Softmax = OnlineSoftmax<1, 4>;
   // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
   Softmax softmax;
@@ -277,16 +305,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
     float to_base_2 = call.scale_2;
-    if constexpr (kVariant == Variant::kGathered) {
-      if (p.key_bias.data) {
-        const float to_logit = call.scale;
-        to_base_2 = kLog2e;
+    if (has_bias) {
+      const float to_logit = call.scale;
+      to_base_2 = kLog2e;
 #pragma unroll
-        for (int i = 0; i < kN; ++i) {
-          const float2 bias = *reinterpret_cast<const float2*>(&note.key_bias[column + 8 * i]);
-          x[0][i][0] = fmaf(x[0][i][0], to_logit, bias.x), x[0][i][1] = fmaf(x[0][i][1], to_logit, bias.y);
-          x[0][i][2] = fmaf(x[0][i][2], to_logit, bias.x), x[0][i][3] = fmaf(x[0][i][3], to_logit, bias.y);
-        }
+      for (int i = 0; i < kBias; ++i) {
+        x[0][i][0] = fmaf(x[0][i][0], to_logit, bias[i].x), x[0][i][1] = fmaf(x[0][i][1], to_logit, bias[i].y);
+        x[0][i][2] = fmaf(x[0][i][2], to_logit, bias[i].x), x[0][i][3] = fmaf(x[0][i][3], to_logit, bias[i].y);
       }
     }
     auto key_of = [&](int at) { return flags & kInOrder ? note.base + at : note.index[at]; };
@@ -364,14 +389,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   uint32_t n = 0, tile = 0;
   key_full.wait_full(0);
   uint32_t flags = shared.notes[0].flags;
-  bool was_gathered = false;
   if (flags & kEnd) return;
   query_full.wait_full(0);
   clear_out();
-  if (!(flags & kInOrder)) fence_async();  // gathered rows came by ordinary copies
   pin(x[0]);
   begin_products();
   begin_scores(0, 0);
+  read_bias(shared.notes[0]);
   wait_products<0>();
   pin(x[0]);
   arrive(key_empty.at(0));
@@ -383,7 +407,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
   bool is_first = false;  // chunk n belongs to the next tile
   auto look_ahead = [&] {
-    was_gathered = !(flags & kInOrder);
     is_first = flags & kLast;
     ++n;
     key_full.wait_full(n);
@@ -394,16 +417,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   look_ahead();
   while (!(flags & kEnd)) {
     if (is_first) query_full.wait_full(tile + 1);
-    if (!(flags & kInOrder)) fence_async();
-    group_sync(2 + group, kConsumers * kWarpgroup);  // take turns at the tensor cores
     pin(x[0]);
     pin(out[0]);
     begin_products();
     begin_scores(tile + is_first, n % kShape.stages);
     value_full.wait_full(n - 1);
-    if (was_gathered) fence_async();
     begin_sums((n - 1) % kShape.stages);
-    group_arrive(3 - group, kConsumers * kWarpgroup);
+    read_bias(shared.notes[n % kShape.notes]);
     wait_products<1>();
     pin(x[0]);
     arrive(key_empty.at(n));
@@ -428,7 +448,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     pack_weights();
   }
   value_full.wait_full(n - 1);
-  fence_async();
   pin(out[0]);
   begin_products();
   begin_sums((n - 1) % kShape.stages);
@@ -468,7 +487,6 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (role < kConsumers) {
     take_registers<kShape.computing_registers>();
-    if (role == 1) group_arrive(2, kConsumers * kWarpgroup);  // the first turn is warpgroup 0's
     compute_tiles<T, kDim, kVariant>(call, work, shared);
   } else if (role == kConsumers) {
     give_registers<kLoadingRegisters>();

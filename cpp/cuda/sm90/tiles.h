@@ -26,13 +26,13 @@ inline constexpr ForwardShape kForwardShape = {};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 184, 104};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 192, 88};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {96, 3, 2, 4, 184, 104};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {96, 3, 2, 4, 192, 88};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
 template <>

@@ -283,9 +283,11 @@ class Walk {
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch();
     for (;;) {
-      while (whole_count_ < kKeys && partial_count_ < kKeys && has_fetched_) refill();
+      // Enough for a chunk, and to know whether there is another one.
+      while (has_fetched_ && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
       if (whole_count_ + partial_count_ == 0) break;
       take_chunk();
+      if (whole_count_ + partial_count_ > 0) publish(0);
     }
   }
 
