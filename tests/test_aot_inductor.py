@@ -43,7 +43,7 @@ def test_package_runs_in_python_at_any_length(folder: Path) -> None:
 def test_package_runs_in_a_cpp_program(folder: Path) -> None:
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{Path('/usr/bin')}") or "cmake"
     build = folder / "build"
-    run(cmake, "-S", EXAMPLE, "-B", build, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}")
+    run(cmake, "-S", EXAMPLE, "-B", build, f"-DTORCH_DIR={torch.__path__[0]}")
     run(cmake, "--build", build)
     printed = run(build / "run_package", dmattn.library_path(), folder)
     assert printed.count("agrees") == 2
