@@ -84,6 +84,7 @@ def times(case: Case, load: Workload, device: str, repeats: int) -> Times:
     with torch.cuda.stream(stream):
         runs = _runs(case, load)
         calls = by_turns(runs, device, repeats)
+        torch.cuda.empty_cache()  # what earlier cases left cannot be freed while capturing
         graphs, not_captured = {}, {}
         for name, run in runs.items():
             if name.endswith("mask"):  # made once, and some read a count from the device

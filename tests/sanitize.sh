@@ -12,6 +12,12 @@ if [ "${1:-}" = --gpu ]; then
   mkdir -p "$logs"
   # An allocation of its own for each tensor, so that a byte too far is seen. initcheck has to see torch's kernels write, the others not.
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  planted='import torch, dmattn
+q = torch.randn(1, 2, 300, 64, device="cuda").half()
+mask = dmattn.IntervalMask.sliding_window(300, 9, device="cuda")
+mask.end.untyped_storage().resize_(64)
+dmattn.attention(q, q, q, mask)
+torch.cuda.synchronize()'
   declare -A pids
   for tool in memcheck racecheck initcheck synccheck; do
     only=(--kernel-name kernel_substring=dmattn)
@@ -21,6 +27,12 @@ if [ "${1:-}" = --gpu ]; then
     pids[$tool]=$!
   done
   failed=0
+  # A fault on purpose: the tools must see our kernels at all.
+  if compute-sanitizer --tool memcheck --kernel-name kernel_substring=dmattn --error-exitcode 99 "$python" -c "$planted" >"$logs/planted.log" 2>&1 ||
+    ! grep -q "Invalid __global__ read" "$logs/planted.log"; then
+    echo "planted: memcheck did not see a read past the end; see $logs/planted.log"
+    failed=1
+  fi
   for tool in "${!pids[@]}"; do
     code=0
     wait "${pids[$tool]}" || code=$?

@@ -10,6 +10,7 @@ from pathlib import Path
 import dmattn
 import pytest
 import torch
+import torch._inductor.codecache  # torch 2.10 forgets to, and then cannot load a package
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aot_inductor"
 
