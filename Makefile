@@ -9,6 +9,9 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 # Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
 CUDA ?= AUTO
+# Which family of them the GPU tests run: auto (the best for the device), sm80 or sm90.
+FAMILY ?= auto
+GPU_TESTS := $(patsubst %,tests/test_%.py,cuda sanitized forward backward autograd select masks dynamic_mask_attention sdpa registration errors)
 
 ifneq ($(shell command -v ccache 2>/dev/null),)
 export CMAKE_CXX_COMPILER_LAUNCHER := ccache
@@ -16,7 +19,7 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format wheel bench asan build clean
+.PHONY: help demo test gpu lint format wheel bench asan build clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -26,6 +29,9 @@ demo: $(VENV)/demo.ready build  ## train a small language model on real text, ex
 
 test: $(VENV)/test.ready build  ## build and run the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gpu: $(VENV)/test.ready build  ## the tests that use a GPU; FAMILY=sm80 or sm90 forces the kernels
+	DMATTN_FAMILY=$(FAMILY) $(BIN)/python -m pytest $(GPU_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/lint.ready $(VENV)/test.ready  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -1,47 +1,76 @@
-"""The named workloads: a table is a device and its cases; every case says what dmattn computes and which peer stands beside it."""
+"""The named workloads: a table is a device and its cases; every case says what dmattn computes and which peers stand beside it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import dmattn
 import torch
-import torch.nn.functional as F
+from dmattn import reference
+from peers import Call, peer_call
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """window None: dense, causal or full. Otherwise each query sees the ``window`` best of the keys before it by random scores: the kept
-    keys lie scattered, the hardest case."""
+    """One workload.
+
+    Args:
+        kind: dense; dma: each query sees the ``window`` best of the keys (before it, if causal) by ``scores``, which are added to the logits;
+            sliding: the last ``window`` keys; streaming: the first ``sink`` keys and the last ``window``; documents: ``documents`` packed
+            sequences of unequal length; blocks: a random table of blocks of 128, of a given ``density``.
+        scores: random: the kept keys lie scattered, the hardest case; recent: scores rise along the sequence, the kept keys are the last
+            ones; drifting: a random walk, the kept keys come in runs.
+        peers: names that ``peers.peer_call`` knows, the one to quote first.
+        group: what ``run.py --only`` chooses by.
+        in_readme: whether the README's table shows it; all cases are in the JSON.
+    """
 
     length: int
-    window: int | None
+    kind: str = "dense"
+    window: int | None = None
+    scores: str = "random"
+    sink: int = 0
+    documents: int = 0
+    density: float = 1.0
     batch: int = 1
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 64
     dtype: str = "float32"
     is_causal: bool = True
-    backend: str = ""  # torch's SDPBackend for the peer; empty: torch's own choice
+    peers: tuple[str, ...] = ("torch",)
+    group: str = ""
+    in_readme: bool = False
 
     @property
     def name(self) -> str:
         lengths = f"{self.batch} x {self.length}" if self.batch > 1 else f"{self.length}"
-        kind = f"window {self.window}" if self.window is not None else "dense causal" if self.is_causal else "dense full"
-        return f"{lengths}, {kind}" + (f", D={self.head_dim}" if self.backend else "")
-
-    @property
-    def peer(self) -> str:
-        return "F.scaled_dot_product_attention" + (f" by {self.backend}" if self.backend else "")
+        what = {
+            "dense": "dense " + ("causal" if self.is_causal else "full"),
+            "dma": f"window {self.window}" + ("" if self.is_causal else " of all"),
+            "sliding": f"sliding window {self.window}",
+            "streaming": f"streaming {self.sink} + {self.window}",
+            "documents": f"{self.documents} documents",
+            "blocks": f"blocks, density {self.density:g}",
+        }[self.kind]
+        scores = f", {self.scores} scores" if self.scores != "random" else ""
+        heads = f", {self.heads} heads on {self.kv_heads}" if self.heads != self.kv_heads else ""
+        return f"{lengths}, {what}{scores}{heads}" + (f", D={self.head_dim}" if self.dtype != "float32" else "")
 
     def resized(self, length: int) -> Case:
-        """The same kind of case at another length, with the window in proportion."""
-        window = None if self.window is None else max(1, self.window * length // self.length)
-        return dataclasses.replace(self, length=length, window=window)
+        """The same kind of case at another length, with the window and the documents in proportion."""
+        shrink = lambda n: max(1, n * length // self.length) if n else n  # noqa: E731
+        return dataclasses.replace(
+            self,
+            length=length,
+            window=shrink(self.window),
+            sink=shrink(self.sink),
+            documents=min(self.documents, max(2, length // 64)) if self.documents else 0,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +79,64 @@ class Table:
     cases: tuple[Case, ...]
     repeats: int
 
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(case.group for case in self.cases))
 
-def _gpu_sparse() -> list[Case]:
-    sizes = ((4096, 410), (16384, 819), (32768, 1024), (131072, 2048))
-    return [Case(n, w, heads=16, kv_heads=16, head_dim=128, dtype="bfloat16", backend="CUDNN_ATTENTION") for n, w in sizes]
+
+def _gpu(length: int, **options: object) -> Case:
+    return dataclasses.replace(Case(length, heads=16, kv_heads=16, head_dim=128, dtype="bfloat16"), **options)  # type: ignore[arg-type]
+
+
+def _gpu_dma() -> list[Case]:
+    """Beside cuDNN's dense causal kernel, which is what one would run without a mask."""
+    sizes = ((4096, 410), (16384, 819), (32768, 1024), (65536, 1638), (131072, 2048))
+    cases = [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma", in_readme=n in (4096, 32768, 131072)) for n, w in sizes]
+    for n, w in sizes[1:]:
+        more = [{"scores": "recent"}, {"scores": "drifting"}, {"heads": 32, "kv_heads": 8, "in_readme": n == 32768}]
+        cases += [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma", **options) for options in more]
+    return cases
+
+
+def _gpu_dma_full() -> list[Case]:
+    """Not causal: one set of keys for all queries. Beside our own dense kernel and cuDNN's."""
+    sizes = ((1024, 0.2), (4096, 0.1), (16384, 0.05), (65536, 0.025))
+    return [
+        _gpu(
+            n,
+            kind="dma",
+            window=int(n * ratio),
+            is_causal=False,
+            peers=("dmattn", "cudnn"),
+            group="dma-full",
+            in_readme=n == 16384,
+        )
+        for n, ratio in sizes
+    ]
+
+
+def _gpu_intervals() -> list[Case]:
+    """Beside our own dense causal kernel: the ideal is its time in proportion to the visible pairs."""
+    kinds = (
+        {"kind": "sliding", "window": 4096},
+        {"kind": "streaming", "sink": 64, "window": 1024},
+        {"kind": "documents", "documents": 64},
+    )
+    return [_gpu(65536, peers=("dmattn",), group="intervals", in_readme=True, **options) for options in kinds]
+
+
+def _gpu_blocks() -> list[Case]:
+    densities = (1.0, 0.5, 0.25, 0.1, 0.05)
+    return [
+        _gpu(16384, kind="blocks", density=d, is_causal=False, peers=("flex",), group="blocks", in_readme=d in (1.0, 0.1))
+        for d in densities
+    ]
 
 
 def _gpu_dense() -> list[Case]:
     sizes = ((4, 4096), (1, 16384), (1, 32768))
     return [
-        Case(n, None, batch=b, heads=16, kv_heads=16, head_dim=d, dtype="bfloat16", is_causal=causal, backend="FLASH_ATTENTION")
+        _gpu(n, batch=b, head_dim=d, is_causal=causal, peers=("cudnn", "flash"), group="dense", in_readme=d == 128 and n == 16384)
         for d in (128, 64)
         for b, n in sizes
         for causal in (False, True)
@@ -67,29 +144,49 @@ def _gpu_dense() -> list[Case]:
 
 
 TABLES = {
-    "cpu": Table("cpu", (Case(4096, 410), Case(16384, 819), Case(4096, None), Case(16384, None)), repeats=5),
-    # Each beside the fastest peer of its kind: scattered keys beside cuDNN's dense causal kernel, dense beside FlashAttention-2.
-    "cuda": Table("cuda", (*_gpu_sparse(), *_gpu_dense()), repeats=7),
+    "cpu": Table(
+        "cpu",
+        (
+            Case(4096, "dma", 410, group="dma", in_readme=True),
+            Case(16384, "dma", 819, group="dma", in_readme=True),
+            Case(4096, group="dense", in_readme=True),
+            Case(16384, group="dense", in_readme=True),
+        ),
+        repeats=5,
+    ),
+    "cuda": Table("cuda", (*_gpu_dma(), *_gpu_dma_full(), *_gpu_intervals(), *_gpu_blocks(), *_gpu_dense()), repeats=7),
 }
-QUICK_LENGTHS = {4096: 1024, 16384: 2048}
+QUICK_LENGTHS = {4096: 1024, 16384: 2048, 32768: 2048, 65536: 4096, 131072: 4096}
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Inputs of a case and the calls to time. ``differentiable`` are the inputs whose gradients a backward pass computes."""
+    """Inputs of a case and the calls to time.
 
-    ours: Callable[[], Tensor]
-    peer: Callable[[], Tensor]
-    select: Callable[[], Tensor] | None
-    differentiable: tuple[Tensor, ...]
-    peer_differentiable: tuple[Tensor, ...]
+    Args:
+        ours: dmattn's call.
+        peers: the peers' calls, in the order of ``case.peers``.
+        build: what makes the mask, alone: the selection, which ``ours`` includes, or a mask that is made once and not timed with ``ours``.
+        grad_out: [B, H, S, D], the gradient that enters.
+        key_bias: [B, Hkv, S] fp32, what is added to the logits, or None.
+        pairs: visible query-key pairs, over all batches and heads.
+        dense_pairs: what a dense peer computes, likewise.
+        visible: makes the mask as booleans by its definition, [B|1, H|Hkv|1, S, S] or None for all: for short lengths.
+    """
+
+    ours: Call
+    peers: tuple[Call, ...]
+    build: Callable[[], object] | None
     grad_out: Tensor
-    scores: Tensor | None
+    key_bias: Tensor | None
+    pairs: int
+    dense_pairs: int
+    visible: Callable[[], Tensor | None]
 
 
-def workload(case: Case, device: str, seed: int = 0) -> Workload:
-    """Normal inputs and scores."""
-    generator = torch.Generator(device).manual_seed(seed)
+def workload(case: Case, device: str, with_peers: bool = True) -> Workload:
+    """Normal inputs, always the same for a case."""
+    generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
 
     def draw(*shape: int) -> Tensor:
@@ -99,30 +196,87 @@ def workload(case: Case, device: str, seed: int = 0) -> Workload:
     key = draw(case.kv_heads, case.length, case.head_dim).requires_grad_()
     value = draw(case.kv_heads, case.length, case.head_dim).requires_grad_()
     grad_out = draw(case.heads, case.length, case.head_dim)
+    scores = _scores(case, draw(case.kv_heads, case.length).float()).requires_grad_() if case.kind == "dma" else None
+    table = None
+    if case.kind == "blocks":
+        blocks = -(-case.length // BLOCK)
+        table = torch.rand(1, case.heads, blocks, blocks, generator=generator, device=device) < case.density
 
-    def peer() -> Tensor:
-        with sdpa_kernel(getattr(SDPBackend, case.backend)) if case.backend else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=case.is_causal, enable_gqa=case.heads != case.kv_heads
-            )
+    build = _mask_builder(case, device, scores, table)
+    mask = None if build is None else build()
+    causal = case.is_causal and case.kind in ("dense", "dma")
 
-    if case.window is None:
-
-        def dense() -> Tensor:
-            out: Tensor = dmattn.attention(query, key, value, is_causal=case.is_causal)
-            return out
-
-        return Workload(dense, peer, None, (query, key, value), (query, key, value), grad_out, None)
-
-    window = case.window
-    scores = draw(case.kv_heads, case.length).float().requires_grad_()
-
-    def sparse() -> Tensor:
-        out = dmattn.dynamic_mask_attention(query, key, value, scores, window)
+    def attend() -> Tensor:
+        if scores is not None:
+            assert case.window is not None
+            out = dmattn.dynamic_mask_attention(query, key, value, scores, case.window, is_causal=causal)
+        else:
+            out = dmattn.attention(query, key, value, mask, is_causal=causal)
         assert isinstance(out, Tensor)
         return out
 
-    def select() -> Tensor:
-        return dmattn.IntervalMask.top_k(scores, window).end
+    inputs = (query, key, value) if scores is None else (query, key, value, scores)
+    ours = Call("dmattn", attend, inputs)
+    made = [peer_call(name, query, key, value, case.is_causal, table) for name in case.peers] if with_peers else []
+    sizes = {"batch": case.batch, "heads": case.heads}
+    return Workload(
+        ours=ours,
+        peers=tuple(made),
+        build=build,
+        grad_out=grad_out,
+        key_bias=scores,
+        pairs=dmattn.visible_pairs(mask, case.length, case.length, is_causal=causal, **sizes)
+        if table is None
+        else int(table.sum()) * BLOCK * BLOCK,
+        dense_pairs=dmattn.visible_pairs(None, case.length, case.length, is_causal=case.is_causal, **sizes),
+        visible=lambda: _visible(case, device, scores, table),
+    )
 
-    return Workload(sparse, peer, select, (query, key, value, scores), (query, key, value), grad_out, scores)
+
+def _scores(case: Case, noise: Tensor) -> Tensor:
+    if case.scores == "recent":
+        return torch.linspace(0, 1, case.length, device=noise.device).expand_as(noise).clone()
+    if case.scores == "drifting":
+        return noise.cumsum(-1) / case.length**0.5
+    return noise
+
+
+def _document_ends(case: Case) -> Tensor:
+    """int32 [documents + 1]: every document has at least one key, their lengths differ by much."""
+    generator = torch.Generator().manual_seed(1)
+    cuts = torch.randperm(case.length - 1, generator=generator)[: case.documents - 1] + 1
+    ends = torch.cat([torch.zeros(1), cuts.sort().values, torch.full((1,), case.length)])
+    return ends.to(torch.int32)
+
+
+def _mask_builder(
+    case: Case, device: str, scores: Tensor | None, table: Tensor | None
+) -> Callable[[], dmattn.IntervalMask | dmattn.BlockMask] | None:
+    length, window = case.length, case.window or 0
+    if scores is not None:
+        return lambda: dmattn.IntervalMask.top_k(scores, window, causal=case.is_causal)
+    if table is not None:
+        return lambda: dmattn.BlockMask.from_blocks(table, BLOCK)
+    if case.kind == "documents":
+        ends = _document_ends(case).to(device)
+        return lambda: dmattn.IntervalMask.documents(length, ends)
+    if case.kind == "sliding":
+        return lambda: dmattn.IntervalMask.sliding_window(length, window - 1, device=device)
+    if case.kind == "streaming":
+        return lambda: dmattn.IntervalMask.streaming(length, case.sink, window, device=device)
+    return None
+
+
+def _visible(case: Case, device: str, scores: Tensor | None, table: Tensor | None) -> Tensor | None:
+    if scores is not None:
+        assert case.window is not None
+        return reference.top_k_visible(scores.detach(), case.window, case.is_causal)
+    if table is not None:
+        return table.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, : case.length, : case.length]
+    query, key = torch.arange(case.length, device=device)[:, None], torch.arange(case.length, device=device)
+    window = case.window or case.length
+    visible = (key <= query) & ((query - key < window) | (key < case.sink)) if case.is_causal else torch.ones_like(key <= query)
+    if case.kind == "documents":
+        document = torch.bucketize(key, _document_ends(case).to(device), right=True)
+        visible &= document == document[:, None]
+    return visible[None, None]

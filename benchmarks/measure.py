@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -17,6 +18,9 @@ from torch import Tensor
 
 L2_FLUSH_BYTES = 256 << 20
 GATE_LENGTH = 200  # not a multiple of any tile
+SECONDS_A_CASE = 3.0  # of timed turns; a case that takes longer gets fewer of them, but never less than FEWEST_TURNS
+FEWEST_TURNS = 3
+Runs = Mapping[str, Callable[[], object]]
 
 
 class WrongResultError(Exception):
@@ -41,34 +45,113 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def by_turns(runs: Mapping[str, Callable[[], object]], device: str, repeats: int) -> dict[str, list[float]]:
+def by_turns(runs: Runs, device: str, repeats: int) -> dict[str, list[float]]:
     """Seconds of every run, the runs taking turns, after one turn of warm-up that is thrown away."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
+    for run in runs.values():
+        run()
+    for turn in range(repeats):
+        if turn >= FEWEST_TURNS and sum(map(sum, samples.values())) > SECONDS_A_CASE:
+            break
         for name, run in runs.items():
-            spent = seconds(run, device)
-            if turn > 0:
-                samples[name].append(spent)
+            samples[name].append(seconds(run, device))
     return samples
 
 
-def times(case: Case, device: str, repeats: int) -> dict[str, list[float]]:
-    """Samples of select, forward (selection included), backward, peer_forward and peer_backward."""
-    load = workload(case, device)
-    out, peer_out = load.ours(), load.peer()
-    runs: dict[str, Callable[[], object]] = {
-        "forward": load.ours,
-        "peer_forward": load.peer,
-        "backward": lambda: torch.autograd.grad(out, load.differentiable, load.grad_out, retain_graph=True),
-        "peer_backward": lambda: torch.autograd.grad(peer_out, load.peer_differentiable, load.grad_out, retain_graph=True),
-    }
-    if load.select is not None:
-        runs["select"] = load.select
-    return by_turns(runs, device, repeats)
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Samples by name: forward (selection included), backward, select or mask (what makes the mask, alone), peer_forward, peer_backward,
+    peer_mask, and peer2_... for a second peer. calls: whole eager calls. kernels: the same calls replayed from a CUDA graph, where no host
+    time can hide; a call that cannot be captured is missing there."""
+
+    calls: dict[str, list[float]]
+    kernels: dict[str, list[float]]
+    not_captured: dict[str, str]
+
+
+def times(case: Case, load: Workload, device: str, repeats: int) -> Times:
+    """Every call of a workload.
+
+    Raises:
+        WrongResultError: a peer that computes the same mask gives another result.
+    """
+    if device == "cpu":
+        return Times(by_turns(_runs(case, load), device, repeats), {}, {})
+    stream = (
+        torch.cuda.Stream()
+    )  # one stream for all: a backward pass runs on its forward's, and the default one cannot be captured
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        runs = _runs(case, load)
+        calls = by_turns(runs, device, repeats)
+        torch.cuda.empty_cache()  # what earlier cases left cannot be freed while capturing
+        graphs, not_captured = {}, {}
+        for name, run in runs.items():
+            if name.endswith("mask"):  # made once, and some read a count from the device
+                continue
+            try:
+                graphs[name] = captured(run)
+            except RuntimeError as error:
+                not_captured[name] = str(error).split("\n")[0]
+        kernels = by_turns(graphs, device, repeats)
+    torch.cuda.synchronize()
+    return Times(calls, kernels, not_captured)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph on the current stream; what it returns is freed, its memory stays with the graph."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    graph.capture_begin()
+    try:
+        run()
+    finally:
+        graph.capture_end()
+    return graph.replay
+
+
+def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
+    prefixes = ["", *(f"peer{number if number > 1 else ''}_" for number in range(1, 1 + len(load.peers)))]
+    contestants = dict(zip(prefixes, (load.ours, *load.peers), strict=True))
+    outputs = {prefix: call.run() for prefix, call in contestants.items()}
+    for prefix, call in contestants.items():
+        if call.masked:
+            _same_result(case, call.name, outputs[prefix], outputs[""])
+    runs: dict[str, Callable[[], object]] = {f"{prefix}forward": call.run for prefix, call in contestants.items()}
+    for prefix, call in contestants.items():
+        runs[f"{prefix}backward"] = lambda prefix=prefix, call=call: torch.autograd.grad(  # type: ignore[misc]
+            outputs[prefix], call.inputs, load.grad_out, retain_graph=True
+        )
+        if call.build is not None:
+            runs[f"{prefix}mask"] = call.build
+    if load.build is not None:
+        runs["select" if case.kind == "dma" else "mask"] = load.build
+    return runs
+
+
+def _same_result(case: Case, name: str, theirs: Tensor, ours: Tensor) -> None:
+    error = (theirs.detach().float() - ours.detach().float()).abs().max().item()
+    allowed = 4 * torch.finfo(ours.dtype).eps * ours.detach().abs().max().item()
+    if not error <= allowed:
+        raise WrongResultError(f"{case.name}: {name} differs from dmattn by {error:.1e}, allowed {allowed:.1e}")
 
 
 def median(samples: list[float]) -> float:
     return statistics.median(samples)
+
+
+def tflops(case: Case, load: Workload, medians: Mapping[str, float]) -> dict[str, float]:
+    """10^12 useful operations a second: 2 * (D + Dv) for each visible pair forward, 2.5 times that backward; a dense peer's pairs are all it
+    computes."""
+    pairs = {"": load.pairs}
+    for number, call in enumerate(load.peers, 1):
+        pairs[f"peer{number if number > 1 else ''}_"] = load.pairs if call.masked else load.dense_pairs
+    rates = {}
+    for prefix, count in pairs.items():
+        for name, factor in (("forward", 1.0), ("backward", 2.5)):
+            if f"{prefix}{name}" in medians:
+                rates[f"{prefix}{name}"] = factor * 4 * case.head_dim * count / medians[f"{prefix}{name}"] / 1e12
+    return rates
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------------
@@ -77,7 +160,7 @@ def median(samples: list[float]) -> float:
 def extra_memory(case: Case, table_device: str, threads: int) -> dict[str, int]:
     """Peak bytes beyond inputs and results: {forward, backward}. On a CPU the peak of a fresh process's resident memory."""
     if table_device != "cpu":
-        return _extra_cuda(workload(case, table_device))
+        return _extra_cuda(workload(case, table_device, with_peers=False))
     command = [sys.executable, str(Path(__file__)), json.dumps(vars(case)), str(threads)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
@@ -92,9 +175,7 @@ def _extra_cuda(load: Workload) -> dict[str, int]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - sum(r.nbytes for r in results), results
 
-    forward, (out,) = peak(lambda: (load.ours(),))
-    backward, _ = peak(lambda: torch.autograd.grad(out, load.differentiable, load.grad_out))
-    return {"forward": forward, "backward": backward}
+    return _forward_and_backward(load, peak)
 
 
 def _extra_cpu(load: Workload) -> dict[str, int]:
@@ -104,8 +185,14 @@ def _extra_cpu(load: Workload) -> dict[str, int]:
         results = run()
         return _status("VmHWM") - before - sum(r.nbytes for r in results), results
 
-    forward, (out,) = peak(lambda: (load.ours(),))
-    backward, _ = peak(lambda: torch.autograd.grad(out, load.differentiable, load.grad_out))
+    return _forward_and_backward(load, peak)
+
+
+def _forward_and_backward(
+    load: Workload, peak: Callable[[Callable[[], tuple[Tensor, ...]]], tuple[int, tuple[Tensor, ...]]]
+) -> dict[str, int]:
+    forward, (out,) = peak(lambda: (load.ours.run(),))
+    backward, _ = peak(lambda: torch.autograd.grad(out, load.ours.inputs, load.grad_out))
     return {"forward": forward, "backward": backward}
 
 
@@ -118,9 +205,9 @@ def _memory_process() -> None:
     """The child: warms up on a small case, so that threads and libraries are there, then prints the peaks."""
     case, threads = Case(**json.loads(sys.argv[1])), int(sys.argv[2])
     torch.set_num_threads(threads)
-    small = workload(case.resized(256), "cpu")
-    torch.autograd.grad(small.ours(), small.differentiable, small.grad_out)
-    print(json.dumps(_extra_cpu(workload(case, "cpu"))))
+    small = workload(case.resized(256), "cpu", with_peers=False)
+    torch.autograd.grad(small.ours.run(), small.ours.inputs, small.grad_out)
+    print(json.dumps(_extra_cpu(workload(case, "cpu", with_peers=False))))
 
 
 # The gate -------------------------------------------------------------------------------------------------------------------------
@@ -135,8 +222,8 @@ def gate(case: Case, device: str) -> None:
         WrongResultError: says which result is wrong by how much.
     """
     small = case.resized(GATE_LENGTH)
-    load = workload(small, device)
-    ours = _out_and_grads(load.ours(), load.differentiable, load.grad_out)
+    load = workload(small, device, with_peers=case.kind == "dense")
+    ours = _out_and_grads(load.ours.run(), load.ours.inputs, load.grad_out)
     exact, rounded = (_reference(small, load, dtype) for dtype in (torch.float64, load.grad_out.dtype))
     names = ("out", "grad of query", "grad of key", "grad of value", "grad of scores")
     for name, got, truth, eager in zip(names, ours, exact, rounded, strict=False):
@@ -144,20 +231,18 @@ def gate(case: Case, device: str) -> None:
         allowed = 2 * eager_error + 4 * torch.finfo(load.grad_out.dtype).eps * truth.abs().max().item()
         if not error <= allowed:
             raise WrongResultError(f"{case.name}: {name} differs from the reference by {error:.1e}, allowed {allowed:.1e}")
-    peer_error, eager_error = ((x.double() - exact[0]).abs().max().item() for x in (load.peer(), rounded[0]))
+    eager_error = (rounded[0].double() - exact[0]).abs().max().item()
     allowed = 2 * eager_error + 4 * torch.finfo(load.grad_out.dtype).eps * exact[0].abs().max().item()
-    if case.window is None and not peer_error <= allowed:
-        raise WrongResultError(f"{case.name}: {case.peer} computes something else (difference {peer_error:.1e})")
+    for peer in load.peers:
+        error = (peer.run().double() - exact[0]).abs().max().item()
+        if not error <= allowed:
+            raise WrongResultError(f"{case.name}: {peer.name} computes something else (difference {error:.1e})")
 
 
 def _reference(case: Case, load: Workload, dtype: torch.dtype) -> list[Tensor]:
-    copies = [x.detach().to(dtype).requires_grad_() for x in load.differentiable]
-    visible = None
-    if case.window is not None:
-        assert load.scores is not None
-        visible = reference.top_k_visible(load.scores.detach(), case.window)
-    key_bias = copies[3] if case.window is not None else None
-    out, _ = reference.attention(*copies[:3], visible, key_bias=key_bias, is_causal=case.is_causal)
+    copies = [x.detach().to(dtype).requires_grad_() for x in load.ours.inputs]
+    key_bias = None if load.key_bias is None else copies[3]
+    out, _ = reference.attention(*copies[:3], load.visible(), key_bias=key_bias, is_causal=case.is_causal)
     return _out_and_grads(out, tuple(copies), load.grad_out.to(dtype))
 
 

@@ -11,6 +11,13 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COLUMNS = ("length, mask", "forward", "peer", "faster", "backward", "peer", "faster", "selection alone", "extra memory")
+SHORT_NAMES = {
+    "F.scaled_dot_product_attention": "SDPA",
+    "F.scaled_dot_product_attention by CUDNN_ATTENTION": "cuDNN",
+    "F.scaled_dot_product_attention by FLASH_ATTENTION": "FlashAttention-2",
+    "flex_attention, compiled": "FlexAttention",
+    "dmattn.attention, dense": "dmattn dense",
+}
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -30,6 +37,15 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def peers_of(row: dict[str, Any]) -> list[str]:
+    """The names of a row's peers; older results have one to a row."""
+    return list(row["peer_names"]) if "peer_names" in row else [row["peer"]]
+
+
+def short(peer: str) -> str:
+    return SHORT_NAMES.get(peer, peer)
+
+
 def ratio(times: float) -> str:
     return f"{times:.2f}x" if times < 10 else f"{times:.1f}x"
 
@@ -40,32 +56,69 @@ def duration(seconds: float) -> str:
     return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
 
 
-def caption(result: dict[str, Any]) -> str:
+def caption(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     about = result["machine"]
     hardware = f"{about['gpu']}, driver {about['driver']}, CUDA {result['cuda']}" if "gpu" in about else ""
     hardware = hardware or f"{about['cpu']}, {about['threads']} threads, {about['instructions']}"
-    first = result["rows"][0]
+    first = rows[0]
     shape = f"B={first['batch']}, H={first['heads']}, Hkv={first['kv_heads']}, D={first['head_dim']}, {first['dtype']}"
-    peers = ", ".join(sorted({f"`{row['peer']}`" for row in result["rows"]}))
+    peers = ", ".join(f"`{peer}`" for peer in sorted({peer for row in rows for peer in peers_of(row)}))
     changed = " with uncommitted changes" if result["uncommitted_changes"] else ""
+    family = f"; kernels of {result['family']}" if result.get("family", "auto") != "auto" else ""
+    turns = {len(row["samples"]["forward"]) for row in rows}
+    median = f"median of {min(turns)}" + (f" to {max(turns)}" if len(turns) > 1 else "")
     return (
-        f"{shape}; {hardware}; torch {result['torch']}; commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}; "
-        f"median of {result['repeats']}, by turns with the peer: {peers}."
+        f"{shape}{' unless named' if mixed(rows) else ''}; {hardware}; torch {result['torch']}; "
+        f"commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}{family}; {median}, by turns with the peer: {peers}."
     )
 
 
+def mixed(rows: list[dict[str, Any]]) -> bool:
+    """Whether rows have shapes of their own; those of older results are in their names."""
+    return "kind" in rows[0] and len({(row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) for row in rows}) > 1
+
+
 def console_table(result: dict[str, Any]) -> str:
-    lines = [list(COLUMNS), *(cells(row) for row in result["rows"])]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+    """Everything, a line for each peer: whole calls, then kernels alone where a graph could be captured, then rates."""
+    header = ["length, mask", "beside", "forward", "peer", "faster", "kernel", "peer", "TFLOP/s", "peer"]
+    header += ["backward", "peer", "faster", "kernel", "peer", "TFLOP/s", "peer", "mask alone", "extra memory"]
+    lines = [header, *(line for row in result["rows"] for line in console_lines(row))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    text = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
             for line in lines]  # fmt: skip
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", caption(result)])
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", caption(result, result["rows"])])
+
+
+def console_lines(row: dict[str, Any]) -> list[list[str]]:
+    calls, kernels, rates = row["medians"], row.get("kernel_medians", {}), row.get("tflops", {})
+    lines = []
+    for number, peer in enumerate(peers_of(row), 1):
+        prefix = f"peer{number if number > 1 else ''}_"
+        line = [row["case"] if number == 1 else "", short(peer)]
+        for name in ("forward", "backward"):
+            theirs = prefix + name
+            line += [duration(calls[name]), duration(calls[theirs]), ratio(calls[theirs] / calls[name])]
+            line += [duration(times[key]) if key in times else "-" for times, key in ((kernels, name), (kernels, theirs))]
+            line += [f"{rates[key]:.3g}" if key in rates else "-" for key in (name, theirs)]
+        made = calls.get("select", calls.get("mask"))
+        extra = max(row["extra_bytes"].values()) / 2**20 if "extra_bytes" in row else None
+        lines.append([*line, "-" if made is None else duration(made), "-" if extra is None else f"{extra:.1f} MB"])
+    return lines
 
 
 def markdown_table(result: dict[str, Any]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in result["rows"]]
-    return "\n".join(lines) + "\n\n" + caption(result)
+    """The rows chosen for the README, all of them in older results, each beside its first peer."""
+    rows = [row for row in result["rows"] if row.get("in_readme", True)]
+    several = len({peers_of(row)[0] for row in rows}) > 1
+    header = list(COLUMNS)
+    lines = [cells(row) for row in rows]
+    if several:
+        header.insert(1, "beside")
+        for line, row in zip(lines, rows, strict=True):
+            line.insert(1, short(peers_of(row)[0]))
+    text = ["| " + " | ".join(header) + " |", "|---|" + "---|" * several + "---:|" * (len(COLUMNS) - 1)]
+    text += ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join(text) + "\n\n" + caption(result, rows)
 
 
 def rewritten(text: str, results: Path) -> str:

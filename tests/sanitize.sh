@@ -1,10 +1,53 @@
 #!/usr/bin/env bash
-# The suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer: build/asan/site is a package like the installed
-# one with the library swapped. Left out: what compiles or exports programs (slow, and not our memory), timings, and gigabytes.
-# DMATTN_CPU_LEVEL chooses the instruction set, as everywhere; arguments go to pytest.
+# Sanitizers. Without arguments: the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer. With --gpu:
+# tests/test_sanitized.py and the installed library under compute-sanitizer's four tools. Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
+
+# DMATTN_FAMILY chooses the kernels, as everywhere. The tools run side by side; their logs are in build/sanitizer, or in $LOGS.
+if [ "${1:-}" = --gpu ]; then
+  shift
+  logs=${LOGS:-build/sanitizer}
+  mkdir -p "$logs"
+  # An allocation of its own for each tensor, so that a byte too far is seen. initcheck has to see torch's kernels write, the others not.
+  export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  planted='import torch, dmattn
+q = torch.randn(1, 2, 300, 64, device="cuda").half()
+mask = dmattn.IntervalMask.sliding_window(300, 9, device="cuda")
+mask.end.untyped_storage().resize_(64)
+dmattn.attention(q, q, q, mask)
+torch.cuda.synchronize()'
+  declare -A pids
+  for tool in memcheck racecheck initcheck synccheck; do
+    only=(--kernel-name kernel_substring=dmattn)
+    if [ $tool = initcheck ]; then only=(); fi
+    compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 99 --print-limit 20 \
+      "$python" -m pytest -q -p no:cacheprovider -p no:xdist tests/test_sanitized.py "$@" >"$logs/$tool.log" 2>&1 &
+    pids[$tool]=$!
+  done
+  failed=0
+  # A fault on purpose: the tools must see our kernels at all.
+  if compute-sanitizer --tool memcheck --kernel-name kernel_substring=dmattn --error-exitcode 99 "$python" -c "$planted" >"$logs/planted.log" 2>&1 ||
+    ! grep -q "Invalid __global__ read" "$logs/planted.log"; then
+    echo "planted: memcheck did not see a read past the end; see $logs/planted.log"
+    failed=1
+  fi
+  for tool in "${!pids[@]}"; do
+    code=0
+    wait "${pids[$tool]}" || code=$?
+    summary=$(grep -E "(ERROR|RACECHECK) SUMMARY" "$logs/$tool.log" || echo "no summary")
+    printf '%-10s exit %d  %s  %s\n' "$tool" $code "$(grep -E '^[0-9]+ (passed|failed)' "$logs/$tool.log" | tail -1)" "$summary"
+    if [ $code != 0 ] || ! grep -qE "SUMMARY: 0 (errors|hazards)" "$logs/$tool.log"; then
+      failed=1
+      grep -E "^=========" "$logs/$tool.log" | head -30
+    fi
+  done
+  exit $failed
+fi
+
+# build/asan/site is a package like the installed one with the library swapped. Left out: what compiles or exports programs (slow, and not our
+# memory), timings, and gigabytes. DMATTN_CPU_LEVEL chooses the instruction set, as everywhere.
 python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
 cxx=${CXX:-c++}
 

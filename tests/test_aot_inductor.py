@@ -10,6 +10,7 @@ from pathlib import Path
 import dmattn
 import pytest
 import torch
+import torch._inductor.codecache  # torch 2.10 forgets to, and then cannot load a package
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aot_inductor"
 
@@ -43,7 +44,7 @@ def test_package_runs_in_python_at_any_length(folder: Path) -> None:
 def test_package_runs_in_a_cpp_program(folder: Path) -> None:
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{Path('/usr/bin')}") or "cmake"
     build = folder / "build"
-    run(cmake, "-S", EXAMPLE, "-B", build, f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}")
+    run(cmake, "-S", EXAMPLE, "-B", build, f"-DTORCH_DIR={torch.__path__[0]}")
     run(cmake, "--build", build)
     printed = run(build / "run_package", dmattn.library_path(), folder)
     assert printed.count("agrees") == 2

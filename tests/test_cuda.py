@@ -5,6 +5,8 @@ from __future__ import annotations
 import dmattn
 import pytest
 import torch
+from dmattn.testing.case import AttentionCase
+from dmattn.testing.tolerance import assert_close_to_reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -51,15 +53,52 @@ def test_packing_is_captured_too():
     assert torch.equal(block.to_bool(), mask)
 
 
+def arrive_late(given, device):
+    """Copies that hold NaN until a while after the current stream of the device reaches them: another stream would read the NaN."""
+    copies = [torch.full_like(x, torch.nan, device=device) for x in given]
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(100_000_000)  # cycles
+    for copy, x in zip(copies, given, strict=True):
+        copy.copy_(x)
+    return copies
+
+
 def test_side_stream():
     given = inputs()
     expected = step(*given)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = step(*given)
-    stream.synchronize()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = step(*arrive_late(given, "cuda"))
+        torch.cuda.current_stream().synchronize()
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.parametrize("side", [False, True], ids=["its own stream", "a side stream"])
+def test_a_second_device_while_the_first_is_current(side):
+    given = inputs()
+    window, visible = 100, torch.rand(1, 4, 777, 777, device="cuda:0") > 0.5
+
+    def everything(q, k, v, scores, grad_out, visible):
+        end = dmattn.IntervalMask.top_k(scores, window).end
+        block = dmattn.BlockMask.from_bool(visible)
+        return [*step(q, k, v, scores, grad_out), end, dmattn.attention(q, k, v, block), block.bits]
+
+    expected = everything(*given, visible)
+    torch.cuda.synchronize()
+    there = torch.device("cuda:1")
+    moved = visible.to(there)
+    stream = torch.cuda.Stream(there) if side else torch.cuda.default_stream(there)
+    with torch.cuda.stream(stream):
+        late = arrive_late([x.to(there) for x in given], there)
+        with torch.cuda.device(0):
+            assert torch.cuda.current_device() == 0
+            assert torch.cuda.current_stream(there) == stream
+            got = everything(*late, moved)
+            assert torch.cuda.current_device() == 0
+        stream.synchronize()
+    assert all(x.device == there for x in got)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -95,6 +134,39 @@ def test_extra_memory_at_131072():
     backward, _ = peak(lambda: torch.autograd.grad(out, leaves, grad_out))
     assert forward < 0.3
     assert backward < 2.7
+
+
+def test_more_than_two_to_the_31_elements():
+    """The last queries of the last head, far beyond what 32 bits count, are a small problem of their own: their window, and no gradient
+    enters anywhere else."""
+    if torch.cuda.mem_get_info()[0] < 45e9:
+        pytest.skip("needs 45 GB of free GPU memory")
+    length, heads, kv_heads, size, left, tail = 65536, 264, 33, 128, 64, 200
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, h, length, size, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    )
+    assert q.numel() > 2**31
+    out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask.sliding_window(length, left, device="cuda"), return_lse=True)
+
+    keys = tail + left
+    small = dmattn.IntervalMask.sliding_window(keys, left, device="cuda")
+    case = AttentionCase(
+        *(x.detach()[:, -1:, -n:] for x, n in ((q, tail), (k, keys), (v, keys))),
+        visible=small.to_bool(tail, keys),
+        grad_through_lse=False,
+    )
+    grad_out = torch.zeros_like(q)
+    grad_out[:, -1:, -tail:] = case.incoming_gradients()[0]
+    gradients = torch.autograd.grad(out, (q, k, v), grad_out)
+    results = {"out": out.detach()[:, -1:, -tail:], "lse": lse.detach()[:, -1:, -tail:]}
+    for name, gradient, rows in zip(("query", "key", "value"), gradients, (tail, keys, keys), strict=True):
+        results[f"grad_{name}"] = gradient[:, -1:, -rows:]
+    assert_close_to_reference(case, results)
+    for gradient, rows in zip(gradients, (tail, keys, keys), strict=True):
+        assert not gradient[:, :-1].any()
+        assert not gradient[:, -1, :-rows].any()
 
 
 def test_float32_says_what_is_supported():

@@ -11,8 +11,12 @@ from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-# Inductor imports a part of torch that warns about itself.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+# Inductor imports a part of torch that warns about itself; Dynamo warns of a slowness of Python 3.13.0, opcheck of torch 2.14 of itself.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
+)
 
 ops = torch.ops.dmattn
 tensor = strategies.random_tensor

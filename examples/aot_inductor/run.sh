@@ -6,6 +6,6 @@ folder=${1:-demo-output/aot_inductor}
 python=${PYTHON:-.venv/bin/python}
 
 "$python" "$here/export_model.py" "$folder"
-cmake -S "$here" -B "$folder/build" -DCMAKE_PREFIX_PATH="$("$python" -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+cmake -S "$here" -B "$folder/build" -DTORCH_DIR="$("$python" -c 'import torch; print(torch.__path__[0])')"
 cmake --build "$folder/build"
 "$folder/build/run_package" "$("$python" -c 'import dmattn; print(dmattn.library_path())')" "$folder"

@@ -1,4 +1,4 @@
-"""The public functions: check, bring the mask into the form the op takes, call ``torch.ops.dmattn.forward``."""
+"""The public functions: check, bring the mask into the form the op takes, call the op ``dmattn::forward``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmattn import checks
+from dmattn import autograd, checks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
@@ -222,13 +222,15 @@ def scaled_dot_product_attention(
         )
     if scale is None:
         scale = size**-0.5
-    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = query.shape[-3:-2]
     if not enable_gqa:
-        heads = torch.broadcast_shapes(heads, key.shape[-3:-2], value.shape[-3:-2])
+        heads = _broadcast(heads, key.shape[-3:-2], value.shape[-3:-2])
 
     def four_dims(given: Tensor) -> Tensor:
         own = given.shape[-3:-2] if enable_gqa and given is not query else heads
+        if given.dim() == 4 and given.shape[-1] % 8 == 0 and given.shape[:2] == (*lead, *own):
+            return given
         given = given.expand(*lead, *own, *given.shape[-2:])
         given = given[(None,) * (4 - given.dim())] if given.dim() < 4 else given.flatten(0, -4)
         return F.pad(given, (0, -given.shape[-1] % 8)) if given.shape[-1] % 8 else given
@@ -250,7 +252,13 @@ def scaled_dot_product_attention(
         else:
             bias = attn_mask
     out = attention(q, k, v, mask, bias=bias, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-    return out[..., :value_size].reshape(*lead, *heads, query.shape[-2], value_size)
+    if out.shape[3] != value_size:
+        out = out[..., :value_size]
+    return out if query.dim() == 4 and len(lead) == 1 else out.reshape(*lead, *heads, query.shape[-2], value_size)
+
+
+def _broadcast(a: torch.Size, b: torch.Size, c: torch.Size) -> torch.Size:
+    return a if a == b == c else torch.broadcast_shapes(a, b, c)
 
 
 # Steps ------------------------------------------------------------------------------------------------------------------------------
@@ -258,6 +266,8 @@ def scaled_dot_product_attention(
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast, query, key and value take its dtype; masks and biases stay as they are."""
+    if not torch._C._is_any_autocast_enabled():
+        return query, key, value
     if not isinstance(query, Tensor) or query.device.type == "meta":  # meta has no autocast, and asking raises
         return query, key, value
     if torch.is_autocast_enabled(query.device.type):
@@ -368,8 +378,10 @@ def _call(
     checks.flag("is_causal", is_causal)
     checks.flag("deterministic", deterministic)
     scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
-    softcap = checks.softcap(softcap)
-    dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
+    if softcap != 0.0 or type(softcap) is not float:
+        softcap = checks.softcap(softcap)
+    if dropout_p != 0.0 or type(dropout_p) is not float:
+        dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
     if key_bias is not None:
         key_bias = _key_bias_rows(key_bias, query, key)
     if bias is not None:
@@ -382,7 +394,7 @@ def _call(
         dropout_seed = None
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tables = (None, None, None, None) if block is None else (block.tiles, block.rows, block.columns, block.bits)
-    out, lse = torch.ops.dmattn.forward(
+    out, lse = autograd.forward(
         query, key, value, start, end, *tables, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic
     )
     return (out, lse) if return_lse else out

@@ -164,6 +164,8 @@ class BlockMask:
 
     def fits(self, Sq: int, Sk: int) -> bool:
         """Whether the mask can serve these lengths: its own, or shorter ones that end within its last blocks."""
+        if Sq == self.query_length and Sk == self.key_length:
+            return True
         lengths = zip(self.lengths, (Sq, Sk), self.block_size, strict=True)
         return all(-(-own // block) == -(-length // block) for own, length, block in lengths)
 

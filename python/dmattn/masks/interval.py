@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from dmattn import checks
+from dmattn import autograd, checks
 from dmattn.masks.heads import same_heads
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
                 f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(segment_end)}"
             )
         causal = causal or base.segment_is_causal
-    end = torch.ops.dmattn.select(scores.detach(), segment_end, window, causal)
+    end = autograd.select(scores, segment_end, window, causal)
     if causal:
         return None, end
     start = base.start if base is not None else torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
@@ -233,7 +233,7 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
 
 def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
     checks.length("Sk", Sk)
-    return torch.arange(Sk, dtype=torch.int32, device=device)[None, None]
+    return torch.arange(Sk, dtype=torch.int32, device=device).view(1, 1, Sk)
 
 
 def _with_three_dims(given: Tensor) -> Tensor:

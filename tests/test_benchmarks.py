@@ -1,0 +1,112 @@
+"""The benchmarks measure what they say: every kind of case passes the gate, a wrong mask does not, and results become tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+KINDS = ("dense", "dma", "sliding", "streaming", "documents", "blocks")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cases
+    import measure
+    import run
+
+    return cases, measure, run
+
+
+def small_cases(cases, kind):
+    """One case of each sort of a kind, for the CPU; the GPU's peers are not there."""
+    sorts = {}
+    for case in cases.TABLES["cuda"].cases:
+        if case.kind == kind:
+            small = dataclasses.replace(case.resized(200), peers=(), dtype="float32", head_dim=16)
+            sorts.setdefault((case.scores, case.heads, case.is_causal, case.density), small)
+    return list(sorts.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sort_of_case_passes_the_gate(modules, kind):
+    cases, measure, _ = modules
+    chosen = small_cases(cases, kind)
+    assert chosen
+    for case in chosen:
+        measure.gate(case, "cpu")
+        load = cases.workload(case, "cpu")
+        visible = load.visible()
+        if visible is not None and kind != "blocks":  # whose pairs are those of whole blocks
+            seen = visible.expand(case.batch, -1, -1, -1)
+            assert load.pairs == int(seen.sum()) * (case.heads // seen.shape[1])
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_the_gate_refuses_another_mask(modules, kind, monkeypatch):
+    cases, measure, _ = modules
+    case = small_cases(cases, kind)[-1]
+    definition = cases._visible
+    monkeypatch.setattr(cases, "_visible", lambda *given: definition(*given).roll(1, -1))
+    with pytest.raises(measure.WrongResultError, match="differs from the reference"):
+        measure.gate(case, "cpu")
+
+
+def test_a_peer_that_skips_nothing_is_named(modules):
+    _, _, run = modules
+
+    def row(density, seconds):
+        return {"kind": "blocks", "density": density, "peer_names": ["flex"], "medians": {"peer_forward": seconds}}
+
+    (line,) = run.scaling([row(1.0, 1.0), row(0.1, 0.99)])
+    assert "IT DOES NOT SKIP BLOCKS" in line
+    (line,) = run.scaling([row(1.0, 1.0), row(0.1, 0.2)])
+    assert "SKIP" not in line
+
+
+def test_a_quick_run_becomes_json_and_a_table(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--quick", "--no-memory", "--only", "dma", "--repeats", "1"]
+    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*/cpu-dma-quick.json")
+    result = json.loads(path.read_text())
+    assert result["family"] == "auto"
+    assert {row["group"] for row in result["rows"]} == {"dma"}
+    assert all(row["tflops"]["forward"] > 0 for row in result["rows"])
+
+    path.rename(path.with_name("mine.json"))
+    marked = tmp_path / "README.md"
+    marked.write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
+    program = (
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import report; "
+        "print(report.rewritten(pathlib.Path(sys.argv[2]).read_text(), pathlib.Path(sys.argv[3])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(BENCHMARKS), str(marked), str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for row in result["rows"]:
+        assert f"| {row['case']} |" in done.stdout
+
+
+def test_an_unknown_group_is_an_error():
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--table", "cpu", "--only", "blocks"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "expected groups of the table cpu, dma, dense, got blocks" in done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernel_times_come_from_a_captured_graph(modules):
+    cases, measure, _ = modules
+    case = dataclasses.replace(cases.TABLES["cuda"].cases[0].resized(300), peers=("dmattn",))
+    taken = measure.times(case, cases.workload(case, "cuda"), "cuda", 2)
+    assert not taken.not_captured
+    assert {name: len(samples) for name, samples in taken.kernels.items()} == dict.fromkeys(taken.calls, 2)

@@ -1,0 +1,94 @@
+"""What ``tests/sanitize.sh --gpu`` runs under compute-sanitizer: every kind of CUDA kernel, each on an input as small as shows it.
+
+The reference runs on the CPU, so that the GPU runs little but the kernels in question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import dmattn
+import pytest
+import torch
+from dmattn import BlockMask, IntervalMask
+from dmattn.testing import strategies
+from dmattn.testing.case import AttentionCase
+from dmattn.testing.checks import run
+from dmattn.testing.tolerance import assert_close_to_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+tensor = strategies.random_tensor
+WINDOW = 60
+
+
+def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
+    """A case on the CPU and its mask on the GPU."""
+    queries, keys = {"plain": (150, 333), "gathered": (700, 700)}.get(kind, (300, 300))
+    query = tensor((1, 2, queries, size), 0, dtype)
+    key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)
+    case = AttentionCase(query, key, value, is_causal=True, scale=0.1, deterministic=deterministic, description=kind)
+    if kind == "plain":
+        return case, None
+    if kind == "gathered":
+        mask = IntervalMask.top_k(tensor((1, 1, keys), 3), WINDOW)
+        case = dataclasses.replace(case, key_bias=tensor((1, 1, keys), 3), visible=mask.to_bool(queries, keys))
+        return case, IntervalMask(mask.start.cuda(), mask.end.cuda())
+    blocks = tensor((1, 1, queries, keys), 4) > 0.5
+    blocks[:, :, :140, 128:] = False
+    if kind == "blocks":
+        return dataclasses.replace(case, visible=blocks), BlockMask.from_bool(blocks.cuda())
+    interval = IntervalMask.sliding_window(keys, 100)
+    case = dataclasses.replace(
+        case, visible=blocks & interval.to_bool(queries, keys), key_bias=tensor((1, 1, keys), 5), bias=tensor((1, 2, queries, keys), 6),
+        softcap=5.0, dropout_p=0.2, dropout_seed=7,
+    )  # fmt: skip
+    return case, IntervalMask.sliding_window(keys, 100, device="cuda") & BlockMask.from_bool(blocks.cuda())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 96), (256, 256)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "gathered", "blocks", "general"])
+def test_attention(kind, sizes, deterministic):
+    case, mask = problem(kind, *sizes, deterministic)
+    on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)
+    results = run(on_gpu)
+    assert_close_to_reference(case, {name: result.cpu() for name, result in results.items()})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 300, 5000, 40000])
+def test_select(length, causal):
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = tensor((1, 2, length), 0, dtype)
+        half = torch.full((1, 1, length), length, dtype=torch.int32)
+        half[..., : length // 2] = length // 2
+        for segments in (None, half):
+            expected = torch.ops.dmattn.select(scores, segments, 257, causal)
+            got = torch.ops.dmattn.select(scores.cuda(), None if segments is None else segments.cuda(), 257, causal)
+            assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("block", [1, 48, 128])
+def test_pack(block):
+    given = tensor((2, 3, -(-700 // block), -(-333 // block)), 0) > 0.3
+    arguments = (700, 333, block, block, 128, 128)
+    tiles = torch.ops.dmattn.pack_tiles(given, *arguments)
+    on_gpu = torch.ops.dmattn.pack_tiles(given.cuda(), *arguments)
+    mask, again = (
+        BlockMask(*made, torch.ops.dmattn.pack_bits(source, made[0], *arguments, int((made[0] >= 2).sum())), 700, 333)
+        for source, made in ((given, tiles), (given.cuda(), on_gpu))
+    )
+    assert torch.equal(again.to_bool().cpu(), mask.to_bool())
+    for ours, theirs in zip(on_gpu[1:], tiles[1:], strict=True):  # counts, and that many indices
+        count = theirs[..., :1]
+        assert torch.equal(ours[..., :1].cpu(), count)
+        listed = torch.arange(theirs.shape[-1] - 1) < count
+        assert torch.equal(torch.where(listed, ours[..., 1:].cpu(), 0), torch.where(listed, theirs[..., 1:], 0))
+
+
+def test_float16():
+    case, mask = problem("gathered", 64, 64, False, torch.float16)
+    on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)
+    assert_close_to_reference(case, {name: result.cpu() for name, result in run(on_gpu).items()})
+    assert dmattn.attention(on_gpu.query, on_gpu.key, on_gpu.value).dtype == torch.float16
