@@ -105,7 +105,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   work.ticket = items > blocks ? call.ticket : nullptr;
 
   Maps maps;
-  const int keys = instance->keys;
+  const int keys = instance->keys, warp_pack = static_cast<int>(std::min<int64_t>(pack, 16));
   const bool is_encoded =
       encode<5>(&maps.query, p.query.data, {p.head_dim, pack, p.query_length, p.heads / pack, p.batch},
                 {1, p.query.head_stride, p.query.row_stride, p.query.head_stride * pack, p.query.batch_stride},
@@ -113,7 +113,10 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
       encode<4>(&maps.key, p.key.data, {p.head_dim, p.key_length, p.kv_heads, p.batch},
                 {1, p.key.row_stride, p.key.head_stride, p.key.batch_stride}, {64, keys, 1, 1}) &&
       encode<4>(&maps.value, p.value.data, {p.value_dim, p.key_length, p.kv_heads, p.batch},
-                {1, p.value.row_stride, p.value.head_stride, p.value.batch_stride}, {64, keys, 1, 1});
+                {1, p.value.row_stride, p.value.head_stride, p.value.batch_stride}, {64, keys, 1, 1}) &&
+      encode<5>(&maps.out, p.out.data, {p.value_dim, pack, p.query_length, p.heads / pack, p.batch},
+                {1, p.out.head_stride, p.out.row_stride, p.out.head_stride * pack, p.out.batch_stride},
+                {64, warp_pack, 16 / warp_pack, 1, 1});  // a warp's 16 rows
   if (!is_encoded) return cudaErrorNotSupported;
   if (work.ticket && !call.plan.index) {
     const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);

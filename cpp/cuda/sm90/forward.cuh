@@ -16,6 +16,7 @@ struct Maps {
   CUtensorMap query;  // D, packed heads, Sq, packs, B
   CUtensorMap key;    // D, Sk, Hkv, B
   CUtensorMap value;  // Dv, Sk, Hkv, B
+  CUtensorMap out;    // as query: Dv, packed heads, Sq, packs, B
 };
 
 // The tile whose queries are in shared memory.
@@ -48,27 +49,33 @@ struct Ring {
   __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount & 1) ^ 1); }
 };
 
-// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; rows without a key become zeros.
-template <int kDim, int kKeys>
+// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with gaps, rows without a key become zeros.
+template <int kDim, int kKeys, bool kHasGaps>
 __device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes,
                                             int width) {
-  constexpr int kChunks = kDim / 8, kPass = kLoaders / kChunks;  // rows at a time
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks;
+  constexpr int kChunks = kDim / 8, kRowsEach = kKeys / (kLoaders / kChunks);  // rows of a thread, one after the other
+  static_assert(kRowsEach % 8 == 0);
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks * kRowsEach;
   const bool in_row = chunk * 8 < width;
-  const char* const from = rows + (in_row ? chunk * 16 : 0);
-  const uint32_t to = tile + chunk / 8 * (kKeys * 128) + first * 128;
-  constexpr int kBatch = 8;  // indices read ahead of the copies, so that their latency is hidden
-  static_assert(kKeys % (kPass * kBatch) == 0);
+  const char* from = rows + (in_row ? chunk * 16 : 0);
+  asm volatile("" : "+l"(from));  // one multiplication and addition gives a row's address
+  const uint32_t to = tile + chunk / 8 * (kKeys * 128) + first * 128, swizzle = chunk % 8 * 16;
 #pragma unroll 1
-  for (int r = 0; r < kKeys; r += kPass * kBatch) {
-    int key[kBatch];
+  for (int r = 0; r < kRowsEach; r += 8) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) key[i] = index[first + r + i * kPass];
+    for (int half = 0; half < 8; half += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(&index[first + r + half]);
+      const int keys[4] = {four.x, four.y, four.z, four.w};
+      const char* rows_from[4];  // all of them first: a copy holds its registers until it has read them
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int row = first + r + i * kPass;
-      copy_async_16(to + (r + i * kPass) * 128 + ((chunk % 8 ^ row % 8) << 4),
-                    from + static_cast<uint64_t>(static_cast<uint32_t>(max(key[i], 0))) * row_bytes, key[i] >= 0 && in_row);
+      for (int i = 0; i < 4; ++i) {
+        rows_from[i] = from + static_cast<uint64_t>(static_cast<uint32_t>(kHasGaps ? max(keys[i], 0) : keys[i])) * row_bytes;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        copy_async_16(to + (r + half + i) * 128 + (swizzle ^ (half + i) * 16), rows_from[i],
+                      (!kHasGaps || keys[i] >= 0) && in_row);
+      }
     }
   }
 }
@@ -98,6 +105,11 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     fence_async();
     barrier_arrive(full.at(n));
   };
+  constexpr bool kCanHaveBias = kIsKeys && kVariant == Variant::kGathered;
+  // Of the tile.
+  int batch = 0, kv_head = 0;
+  const char* from = nullptr;
+  const float* bias = nullptr;
   uint32_t tiles = 0;
   for (uint32_t n = 0;; ++n) {
     note_full.wait_full(n);
@@ -111,19 +123,26 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       if (!is_single && thread == 0) barrier_arrive(full.at(n));
       return;
     }
-    const int batch = note.batch, head = note.head, kv_head = head / group;
-    const bool has_bias = kIsKeys && kVariant == Variant::kGathered && p.key_bias.data, in_order = flags & kInOrder;
+    if (flags & kFirst) {
+      batch = note.batch, kv_head = note.head / group;
+      from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
+      if (kCanHaveBias) bias = row_of<const float>(p.key_bias, batch, note.head);
+    }
+    const bool has_bias = kCanHaveBias && bias, in_order = flags & kInOrder;
     if (has_bias) {
-      const float* const bias = row_of<const float>(p.key_bias, batch, head);
       for (int i = thread; i < kShape.keys; i += kLoaders) {
         const int key = in_order ? note.base + i : note.index[i];
-        copy_async_4(shared_address(&note.key_bias[i]), bias + max(key, 0), key >= 0);
+        copy_async_4(shared_address(&note.key_bias[Note<kVariant, kShape.keys>::bias_place(i)]), bias + max(key, 0), key >= 0);
       }
     }
     const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
     if (!in_order) {
-      const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
-      gather_rows<kDim, kShape.keys>(tile, note.index, from, static_cast<uint32_t>(rows.row_stride * 2), width);
+      const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
+      if (flags & (kSpans | kBits)) {
+        gather_rows<kDim, kShape.keys, true>(tile, note.index, from, row_bytes, width);
+      } else {
+        gather_rows<kDim, kShape.keys, false>(tile, note.index, from, row_bytes, width);
+      }
       if (thread == 0) barrier_arrive(full.at(n));
     } else if (thread == 0) {
       barrier_expect(full.at(n), kShape.keys * kDim * 2);
@@ -141,16 +160,21 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       }
       is_due = has_copies;
       if (!has_copies) barrier_arrive(full.at(n));
+      if (is_due && kIsKeys && flags & kFirst) {  // at once: what is waited for next may wait for these keys
+        copy_async_wait<0>();
+        announce(n);
+        is_due = false;
+      }
     }
     if (kIsKeys && flags & kFirst) {
       if (thread == 0) {
         query_empty.wait_empty(tiles);
-        shared.tiles[tiles % kTileNotes] = {batch, head, note.first_query};
+        shared.tiles[tiles % kTileNotes] = {batch, note.head, note.first_query};
         barrier_expect(query_full.at(tiles), kRows * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
           copy_box(shared_address(shared.query[tiles % kShape.query_tiles]) + panel * (kRows * 128), &maps.query,
-                   query_full.at(tiles), panel * 64, 0, note.first_query, head >> work.pack_shift, batch);
+                   query_full.at(tiles), panel * 64, 0, note.first_query, note.head >> work.pack_shift, batch);
         }
       }
       ++tiles;
@@ -203,10 +227,10 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
-      const Span left{spans.x, spans.y}, right{spans.z, spans.w};
+      const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) keep(i, r, left.sees(positions[r]), right.sees(positions[r]));
-      asm volatile("" ::: "memory");  // one load after the other: registers are short here
+      for (int r = 0; r < 2; ++r) keep(i, r, left.by(positions[r]), right.by(positions[r]));
+      if (i % 4 == 3) asm volatile("" ::: "memory");  // a few loads at a time: registers are short here
     }
   } else if constexpr (Chunk::kHasBits) {
 #pragma unroll
@@ -223,14 +247,16 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
 }
 
 template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_tiles(const ForwardCall& call, const WorkPlan& work,
+__device__ __forceinline__ void compute_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   using Chunk = Note<kVariant, kForwardShape<kDim, kVariant>.keys>;
   constexpr int kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
                 kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
-  const int group = static_cast<int>(threadIdx.x) / kWarpgroup, thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+  // From lane 0, so that the assembler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
   const int row = group * 64 + warp * 16 + lane / 4;  // of the tile; and row + 8
 
@@ -251,7 +277,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     if (lane == 0) barrier_arrive(barrier);
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage) {
-    const uint32_t a = query_tiles + tile % kShape.query_tiles * kTileStep, b = key_tiles + stage * kStageStep;
+    const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
+    const uint32_t b = key_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kShape.keys>::from_shared(x[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
@@ -294,7 +321,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   auto read_bias = [&](const Chunk& note) {
     if (!has_bias) return;
 #pragma unroll
-    for (int i = 0; i < kBias; ++i) bias[i] = *reinterpret_cast<const float2*>(&note.key_bias[column + 8 * i]);
+    for (int i = 0; i < kBias; i += 2) {  // bias_place, for even i
+      const float4 pairs = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 8 * i]);
+      bias[i] = {pairs.x, pairs.y}, bias[i + 1] = {pairs.z, pairs.w};
+    }
   };
 
   using Softmax = OnlineSoftmax<1, 4>;
@@ -328,7 +358,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
             const int at = column + 8 * i + e;
             float& logit = x[0][i][2 * r + e];
             const float bias = terms.bias ? terms.bias_at(query, key_of(at), static_cast<int>(p.query_length)) : 0.0f;
-            logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[at]);
+            logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[Chunk::bias_place(at)]);
           }
         }
       }
@@ -359,30 +389,67 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
   };
 
-  // Normalises and writes a tile: a row in pieces of 16 bytes.
+  // Normalises and writes a tile. Where there is a second tile of queries, by way of the shared memory of the first: a warp's
+  // rows of the output take the place of its rows of the queries, and a tensor copy writes them out.
+  constexpr bool kByCopy = kShape.query_tiles > 1;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     const TileNote tile = shared.tiles[tile_number % kTileNotes];
+    float scales[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
       const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
-      float log_sum, scale;
-      sums.finish(0, r, log_sum, scale);
-      if constexpr (kVariant == Variant::kGeneral) scale *= Dropout(p, tile.batch, head).keep_scale;
+      float log_sum;
+      sums.finish(0, r, log_sum, scales[r]);
+      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, head).keep_scale;
       const bool is_row = query < p.query_length;
       if (is_row && lane % 4 == 0) static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sum;
-      T* const to =
-          static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
+      if constexpr (!kByCopy) {
+        T* const to =
+            static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
 #pragma unroll
-      for (int i = 0; i < kOut; i += 4) {
-        uint32_t piece[4];
+        for (int i = 0; i < kOut; i += 4) {
+          uint32_t piece[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scale, out[0][i + j][2 * r + 1] * scale);
-        transpose_quad(piece);
-        const int at = (i + lane % 4) * 8;
-        if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+          for (int j = 0; j < 4; ++j) {
+            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
+          }
+          transpose_quad(piece);
+          const int at = (i + lane % 4) * 8;
+          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+        }
       }
     }
+    if constexpr (kByCopy) {
+      const int first_row = group * 64 + warp * 16;
+      const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
+      const uint32_t to = rows + lane % 16 * 128, swizzle = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+      for (int i = 0; i < kOut; i += 2) {
+        store_matrix(to + i / 8 * (kRows * 128) + (swizzle ^ i % 8 * 16),
+                     Element<T>::pack(out[0][i][0] * scales[0], out[0][i][1] * scales[0]),
+                     Element<T>::pack(out[0][i][2] * scales[1], out[0][i][3] * scales[1]),
+                     Element<T>::pack(out[0][i + 1][0] * scales[0], out[0][i + 1][1] * scales[0]),
+                     Element<T>::pack(out[0][i + 1][2] * scales[1], out[0][i + 1][3] * scales[1]));
+      }
+      fence_async();
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll
+        for (int panel = 0; panel < kDim / 64; ++panel) {
+          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << work.pack_shift) - 1,
+                    tile.first_query + (first_row >> work.pack_shift), tile.head >> work.pack_shift, tile.batch);
+        }
+        commit_stores();
+      }
+    }
+  };
+  // The place of a tile's queries is free: when its last scores are done, or when its output has been read from there.
+  bool is_storing = false;
+  auto free_queries = [&](uint32_t tile_number) {
+    if (kByCopy && lane == 0) wait_stores_read();
+    arrive(query_empty.at(tile_number));
+    is_storing = false;
   };
 
   // The very first chunk has nothing to overlap with.
@@ -399,7 +466,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   wait_products<0>();
   pin(x[0]);
   arrive(key_empty.at(0));
-  if (flags & kLast) arrive(query_empty.at(0));
+  if (!kByCopy && flags & kLast) free_queries(0);
   weigh(shared.notes[0], flags, 0);
   arrive(note_empty.at(0));
   pack_weights();
@@ -416,18 +483,22 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
   look_ahead();
   while (!(flags & kEnd)) {
-    if (is_first) query_full.wait_full(tile + 1);
+    if (is_first) {
+      if (is_storing) free_queries(tile - 1);
+      query_full.wait_full(tile + 1);
+    }
     pin(x[0]);
     pin(out[0]);
     begin_products();
     begin_scores(tile + is_first, n % kShape.stages);
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
+    if (is_storing) free_queries(tile - 1);
     read_bias(shared.notes[n % kShape.notes]);
     wait_products<1>();
     pin(x[0]);
     arrive(key_empty.at(n));
-    if (flags & kLast) arrive(query_empty.at(tile + is_first));
+    if (!kByCopy && flags & kLast) free_queries(tile + is_first);
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax();
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first);
@@ -441,6 +512,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     arrive(value_empty.at(n - 2));
     if (ends_tile) {
       store(ended, tile++);
+      is_storing = kByCopy;
       clear_out();
     } else if (moves) {
       softmax.rescale(out, factor);
@@ -453,7 +525,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   begin_sums((n - 1) % kShape.stages);
   wait_products<0>();
   pin(out[0]);
+  if (is_storing) free_queries(tile - 1);
   store(softmax, tile);
+  if (kByCopy && lane == 0) wait_stores_read();
 }
 
 template <class T, int kDim, Variant kVariant>
@@ -487,9 +561,9 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (role < kConsumers) {
     take_registers<kShape.computing_registers>();
-    compute_tiles<T, kDim, kVariant>(call, work, shared);
+    compute_tiles<T, kDim, kVariant>(call, work, maps, shared);
   } else if (role == kConsumers) {
-    give_registers<kLoadingRegisters>();
+    give_registers<kShape.loading_registers>();
     if (threadIdx.x % kWarpgroup < kLoaders) {
       load_tiles<true, kDim, kVariant>(call, work, maps, shared, is_single);
     } else {

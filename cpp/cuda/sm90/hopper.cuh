@@ -89,6 +89,21 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// The other way: a box in shared memory to the tensor. What lies outside the tensor is not written.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until this thread's stores have read shared memory.
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ void store_matrix(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
 // ---- warpgroup products ----
 
 // A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
@@ -127,6 +142,27 @@ struct Product;
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
 #define DMATTN_D12(n) DMATTN_D8(n), DMATTN_D4(n + 8)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
+#define DMATTN_D14(n) DMATTN_D12(n), DMATTN_D(n + 12), DMATTN_D(n + 13)
+#define DMATTN_LIST56                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55"
+#define DMATTN_D22(n) DMATTN_D16(n), DMATTN_D4(n + 16), DMATTN_D(n + 20), DMATTN_D(n + 21)
+#define DMATTN_LIST88                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+  "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
+#define DMATTN_D20(n) DMATTN_D16(n), DMATTN_D4(n + 16)
+#define DMATTN_LIST80                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+  "%74, %75, %76, %77, %78, %79"
+#define DMATTN_D10(n) DMATTN_D8(n), DMATTN_D(n + 8), DMATTN_D(n + 9)
+#define DMATTN_LIST40                                                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
@@ -163,6 +199,10 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 96, 12, 48, "%48", "%49", "%50", "%51", "%
 DMATTN_PRODUCT(__half, "f16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 112, 14, 56, "%56", "%57", "%58", "%59", "%60", "%61")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 176, 22, 88, "%88", "%89", "%90", "%91", "%92", "%93")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 160, 20, 80, "%80", "%81", "%82", "%83", "%84", "%85")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 
 #undef DMATTN_PRODUCT
 #undef DMATTN_LIST16

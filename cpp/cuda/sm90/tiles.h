@@ -6,6 +6,20 @@
 
 #include "../attention_launch.h"
 
+#ifndef DG
+#define DG 96, 3, 2, 4, 192, 48, 80
+#endif
+#ifdef DGN
+#undef DG
+#define DG DGN, DGS, DGQ, 4, DGC, DGW
+#endif
+#ifndef DP
+#define DP 128, 2, 2, 4, 200, 48, 64
+#endif
+#ifdef DPN
+#undef DP
+#define DP DPN, DPS, DPQ, 2, DPC, DPW
+#endif
 namespace dmattn::cuda::sm90 {
 
 // A block is four warpgroups: two that compute 64 rows of the tile each, one that loads, one that walks the keys.
@@ -18,34 +32,32 @@ struct ForwardShape {
   int stages;                                  // chunks of keys, and of values, in flight
   int query_tiles;                             // the next tile's queries come while one is computed
   int notes;                                   // chunks that may be described ahead of their use
-  int computing_registers, walking_registers;  // per thread; a loading one has kLoadingRegisters
+  int computing_registers, loading_registers, walking_registers;  // per thread
 };
 
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 4, 200, 48, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 192, 88};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 192, 48, 80};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 176, 48, 112};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 4, 200, 72};
+inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {DP};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {96, 3, 2, 4, 192, 88};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {DG};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 184, 104};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 40, 88};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {64, 2, 1, 4, 208, 56};
+inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {64, 2, 1, 4, 208, 48, 48};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 56};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 2, 1, 4, 208, 56};
-
-inline constexpr int kLoadingRegisters = 40;
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 2, 1, 4, 208, 48, 48};
 
 template <int kDim, Variant kVariant>
-inline constexpr bool kFits = (kConsumers * kForwardShape<kDim, kVariant>.computing_registers + kLoadingRegisters +
+inline constexpr bool kFits = (kConsumers * kForwardShape<kDim, kVariant>.computing_registers + kForwardShape<kDim, kVariant>.loading_registers +
                                kForwardShape<kDim, kVariant>.walking_registers) *
                                   kWarpgroup <=
                               65536;

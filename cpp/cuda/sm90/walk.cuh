@@ -21,14 +21,28 @@ enum Flag : uint32_t {
   kBits = 64,    // and of bits
 };
 
+// A span as first position and length: one comparison tells.
+struct Seen {
+  int first;
+  uint32_t length;
+  static __device__ __forceinline__ Seen of(Span span) {
+    return {span.first, span.first < span.last ? static_cast<uint32_t>(span.last - span.first) : 0};
+  }
+  __device__ __forceinline__ bool by(int position) const { return static_cast<uint32_t>(position - first) < length; }
+};
+
 template <Variant kVariant, int kKeys>
 struct Note {
   static constexpr bool kHasBits = kVariant != Variant::kGathered;  // the plan has none
+  // Where the key_bias of a column lies: what a thread of a product holds of two tiles of 8 columns lies together.
+  static __device__ __forceinline__ constexpr int bias_place(int column) {
+    return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+  }
   uint32_t flags;
   int base;
-  int batch, head, first_query;  // of the tile: the first head of those packed in it
-  int32_t index[kKeys];          // not in order: the key, -1 for none
-  alignas(16) Span span[kKeys];
+  int batch, head, first_query;      // of the tile: the first head of those packed in it
+  alignas(16) int32_t index[kKeys];  // not in order: the key, -1 for none
+  alignas(16) Seen span[kKeys];
   alignas(16) float key_bias[kKeys];                // base 2 in the general variant
   uint32_t bits[kHasBits ? kRows : 1][kKeys / 32];  // by query of the tile
 };
@@ -73,7 +87,7 @@ struct WalkQueues {
 template <Variant kVariant, int kKeys, int kNotes>
 class Walk {
  public:
-  static_assert(WalkQueues::kRing >= kPlanBlock + 2 * kKeys && kKeys <= kWarpgroup);
+  static_assert(WalkQueues::kRing >= kPlanBlock + 2 * kKeys);
 
   __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, WalkQueues& queues, Note<kVariant, kKeys>* notes,
                                   uint32_t note_full, uint32_t note_empty)
@@ -132,7 +146,7 @@ class Walk {
     if (!has_pending_) {  // nobody sees anything: a chunk of nothing keeps everyone in step
       Stage& note = begin_chunk();
       if (thread_ == 0) note.base = -kKeys;
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[thread_] = 0.0f;
+      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Stage::bias_place(thread_)] = 0.0f;
       accept(kInOrder | kLimit);
     }
     publish(kLast);
@@ -149,7 +163,7 @@ class Walk {
   __device__ __forceinline__ void accept(uint32_t flags) {
     const uint32_t slot = begun_ % kNotes;
     if (has_pending_) publish(0);
-    if (thread_ == 0) {
+    if (thread_ == 0 && position_flag_) {
       Stage& note = notes_[slot];
       note.batch = batch_, note.head = head_, note.first_query = first_query_;
     }
@@ -179,7 +193,7 @@ class Walk {
       if (thread_ == 0) note.base = base;
       if (kVariant == Variant::kGeneral && thread_ < kKeys) {
         const int key = base + thread_;
-        note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
       }
       accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
     }
@@ -221,7 +235,7 @@ class Walk {
         }
         if (kVariant == Variant::kGeneral && thread_ < kKeys) {
           const int key = base + thread_;
-          note.key_bias[thread_] = key_bias_ && key < key_length ? key_bias_[key] * kLog2e : 0.0f;
+          note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] * kLog2e : 0.0f;
         }
         accept(flags);
       }
@@ -237,7 +251,7 @@ class Walk {
       const Span span = spans.of_key(base + thread_);
       touches = span.touches(low_, high_);
       covers = span.covers(low_, high_);
-      note.span[thread_] = span;
+      note.span[thread_] = Seen::of(span);
       note.index[thread_] = touches ? base + thread_ : -1;
     }
     if (!any(touches)) return 0;
@@ -250,7 +264,7 @@ class Walk {
       if (!is_whole) {
         for (uint32_t left = word; left; left &= left - 1) {
           const int key = __ffs(static_cast<int>(left)) - 1;
-          if (!note.span[w * 32 + key].sees(low_ + thread_)) word &= ~(1u << key);
+          if (!note.span[w * 32 + key].by(low_ + thread_)) word &= ~(1u << key);
         }
       }
       note.bits[thread_][w] = word;
@@ -391,8 +405,9 @@ class Walk {
     }
     if (thread_ < kKeys) {
       note.index[thread_] = key;
-      if (!is_whole) note.span[thread_] = span;
-      if (kVariant == Variant::kGeneral) note.key_bias[thread_] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+      if (!is_whole) note.span[thread_] = Seen::of(span);
+      if (kVariant == Variant::kGeneral)
+        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
