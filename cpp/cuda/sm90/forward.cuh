@@ -33,7 +33,7 @@ struct alignas(1024) ForwardShared {
   uint16_t value[kShape.stages][kShape.keys * kDim];
   Note<kVariant, kShape.keys> notes[kShape.notes];
   TileNote tiles[kTileNotes];
-  WalkQueues queues;
+  WalkQueues<kVariant> queues;
   uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
@@ -394,17 +394,15 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   constexpr bool kByCopy = kShape.query_tiles > 1;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     const TileNote tile = shared.tiles[tile_number % kTileNotes];
-    float scales[2];
+    float scales[2], log_sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
       const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
-      float log_sum;
-      sums.finish(0, r, log_sum, scales[r]);
+      sums.finish(0, r, log_sums[r], scales[r]);
       if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, head).keep_scale;
-      const bool is_row = query < p.query_length;
-      if (is_row && lane % 4 == 0) static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sum;
       if constexpr (!kByCopy) {
+        const bool is_row = query < p.query_length;
         T* const to =
             static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
 #pragma unroll
@@ -441,6 +439,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
                     tile.first_query + (first_row >> work.pack_shift), tile.head >> work.pack_shift, tile.batch);
         }
         commit_stores();
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {  // after the fence, which waits for stores
+      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+      if (query < p.query_length && lane % 4 == 0) {
+        static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sums[r];
       }
     }
   };

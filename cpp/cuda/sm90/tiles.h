@@ -14,7 +14,7 @@
 #define DG DGN, DGS, DGQ, 4, DGC, DGW
 #endif
 #ifndef DP
-#define DP 128, 2, 2, 4, 200, 48, 64
+#define DP 128, 2, 2, 8, 200, 48, 64
 #endif
 #ifdef DPN
 #undef DP
@@ -38,9 +38,9 @@ struct ForwardShape {
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 4, 200, 48, 64};
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 4, 192, 48, 80};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 48, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 176, 48, 112};
 template <>
@@ -48,13 +48,13 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {DP};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {DG};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 40, 88};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {64, 2, 1, 4, 208, 48, 48};
+inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 56, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 2, 1, 4, 208, 48, 48};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
 template <int kDim, Variant kVariant>
 inline constexpr bool kFits = (kConsumers * kForwardShape<kDim, kVariant>.computing_registers + kForwardShape<kDim, kVariant>.loading_registers +

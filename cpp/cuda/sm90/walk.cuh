@@ -73,9 +73,10 @@ struct WorkTile {
   }
 };
 
-// What the walk keeps in shared memory.
+// What the walk keeps in shared memory; the plain variant has no plan to walk.
+template <Variant kVariant>
 struct WalkQueues {
-  static constexpr int kRing = 1024;
+  static constexpr int kRing = kVariant == Variant::kPlain ? 1 : 1024;
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the plan of keys that some see
   uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
@@ -87,9 +88,11 @@ struct WalkQueues {
 template <Variant kVariant, int kKeys, int kNotes>
 class Walk {
  public:
-  static_assert(WalkQueues::kRing >= kPlanBlock + 2 * kKeys);
+  using Queues = WalkQueues<kVariant>;
+  static_assert(kVariant == Variant::kPlain || Queues::kRing >= kPlanBlock + 2 * kKeys);
+  static_assert(kKeys <= kWarpgroup && 128 % kKeys == 0 || kVariant == Variant::kGathered);
 
-  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, WalkQueues& queues, Note<kVariant, kKeys>* notes,
+  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, Queues& queues, Note<kVariant, kKeys>* notes,
                                   uint32_t note_full, uint32_t note_empty)
       : call_(call),
         work_(work),
@@ -136,7 +139,7 @@ class Walk {
     high_ = min(tile.first_query + (kRows >> work_.pack_shift), static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
-    if (gathered()) {
+    if (kVariant != Variant::kPlain && gathered()) {
       walk_plan();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
@@ -291,8 +294,8 @@ class Walk {
     index_ = plan.index + row * plan.capacity;
     first_ = plan.first + row * plan.capacity;
     last_ = plan.last + row * plan.capacity;
-    live_keys_ = plan.count[row];
-    find_live_blocks(reinterpret_cast<const int2*>(plan.summary) + row * (plan.capacity / kPlanBlock));
+    const int blocks = static_cast<int>(plan.capacity / kPlanBlock);
+    find_live_blocks(reinterpret_cast<const int2*>(plan.summary) + row * blocks, blocks, plan.count + row);
     word_ = 0, left_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch();
@@ -305,13 +308,14 @@ class Walk {
     }
   }
 
-  // One bit per block of the plan: does the tile see any of its keys?
-  __device__ __forceinline__ void find_live_blocks(const int2* summary) {
-    const int blocks = (live_keys_ + kPlanBlock - 1) / kPlanBlock;
+  // One bit per block of the plan: does the tile see any of its keys? Summaries beyond the live keys are read but not looked at.
+  __device__ __forceinline__ void find_live_blocks(const int2* summary, int blocks, const int32_t* count) {
+    live_keys_ = *count;
     words_ = (blocks + 31) / 32;
     for (int block = thread_; block < words_ * 32; block += kWarpgroup) {
       const int2 ends = block < blocks ? summary[block] : int2{0, 0};
-      const uint32_t live = __ballot_sync(0xffffffffu, Span{ends.x, ends.y}.touches(low_, high_));
+      const bool is_live = block * kPlanBlock < live_keys_ && Span{ends.x, ends.y}.touches(low_, high_);
+      const uint32_t live = __ballot_sync(0xffffffffu, is_live);
       if (thread_ % 32 == 0) queues_.live_blocks[block / 32] = live;
     }
     sync();
@@ -329,6 +333,10 @@ class Walk {
     fetched_at_ =
         ((word_ - 1) * 32 + __ffs(static_cast<int>(left_)) - 1) * kPlanBlock + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
     left_ &= left_ - 1;
+    if (kReadsAhead) read();
+  }
+
+  __device__ __forceinline__ void read() {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = fetched_at_ + i * 32;
@@ -339,6 +347,7 @@ class Walk {
 
   // Puts the block that was read into the queues and starts on the next.
   __device__ __forceinline__ void refill() {
+    if (!kReadsAhead) read();
     const int warp = thread_ / 32, block_at = fetched_at_;
     const uint32_t before = (1u << thread_ % 32) - 1;
     int key[kPerThread];
@@ -367,9 +376,9 @@ class Walk {
     int partial_place = partial_head_ + partial_count_ + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      if (whole[i] >> thread_ % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % WalkQueues::kRing] = key[i];
+      if (whole[i] >> thread_ % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % Queues::kRing] = key[i];
       if (partial[i] >> thread_ % 32 & 1) {
-        queues_.partial[(partial_place + __popc(partial[i] & before)) % WalkQueues::kRing] = block_at + i * 32;
+        queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = block_at + i * 32;
       }
       whole_place += __popc(whole[i]);
       partial_place += __popc(partial[i]);
@@ -387,18 +396,18 @@ class Walk {
     int key = -1;
     Span span = Span::empty();
     if (thread_ < from_partial) {
-      const int at = queues_.partial[(partial_head_ + thread_) % WalkQueues::kRing];
+      const int at = queues_.partial[(partial_head_ + thread_) % Queues::kRing];
       key = index_[at];
       span = {first_[at], last_[at]};
     } else if (thread_ < from_partial + from_whole) {
-      key = queues_.whole[(whole_head_ + thread_ - from_partial) % WalkQueues::kRing];
+      key = queues_.whole[(whole_head_ + thread_ - from_partial) % Queues::kRing];
       span = {kFirstPosition, kLastPosition};
     }
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
     Stage& note = begin_chunk();
     if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
-      const int first = queues_.whole[whole_head_ % WalkQueues::kRing];
-      if (queues_.whole[(whole_head_ + kKeys - 1) % WalkQueues::kRing] - first == kKeys - 1) {
+      const int first = queues_.whole[whole_head_ % Queues::kRing];
+      if (queues_.whole[(whole_head_ + kKeys - 1) % Queues::kRing] - first == kKeys - 1) {
         flags = kInOrder;
         if (thread_ == 0) note.base = first;
       }
@@ -415,9 +424,10 @@ class Walk {
   }
 
   static constexpr int kPerThread = kPlanBlock / kWarpgroup;
+  static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the general variant has no registers to spare
   const ForwardCall& call_;
   const WorkPlan& work_;
-  WalkQueues& queues_;
+  Queues& queues_;
   Stage* const notes_;
   const uint32_t note_full_, note_empty_;
   const int thread_;
