@@ -26,6 +26,9 @@ struct Plan {
   int64_t capacity = 0;        // Sk rounded up to kPlanBlock
   int64_t batch_stride = 0;    // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
+
+  // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
+  int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
 
 // What a kernel instance can do at compile time; everything else is a run-time flag.
@@ -37,7 +40,7 @@ enum class Variant : int32_t {
 
 // The variant that just suffices.
 inline Variant variant_of(const AttentionParams& p, const Plan& plan) {
-  const bool is_simple = p.scale > 0 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
+  const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
   if (is_simple && plan.index) return Variant::kGathered;
   return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
 }
@@ -58,16 +61,25 @@ struct BackwardCall {
   int64_t padded_queries = 0;          // Sq rounded up to kQueryPadding
   PerHead grad_key_bias;               // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
   PerHead grad_bias;                   // float [B|1, H|Hkv|1, Sq, Sk]
-  float* query_sums = nullptr;  // [B, H, Sq, D]: fp32 grad_query of the key-major kernel, zeroed; null: not accumulated there
-  float* key_sums =
-      nullptr;  // [B, Hkv, Sk, D + Dv]: fp32 grad_key | grad_value of the query-major kernel; null: not accumulated there
+  // fp32 sums in global memory, null: not accumulated there. Both have one more row, to which rows that do not exist are added.
+  float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of width(D): grad_query of the key-major kernel, zeroed
+  float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of width(D) + width(Dv): grad_key | grad_value, query-major kernel
+  bool sums_are_in_mma_order = false;  // sum_place() says where an element of a row is
   // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
   // turn.
   int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
 };
 
+// Floats in a row of sums of `dim` elements, and where element i is. In the order of mma.sync a lane's two pairs of columns of 16
+// are neighbours: it adds 16 bytes at once.
+constexpr int64_t sum_width(int64_t dim, bool in_mma_order) { return in_mma_order ? (dim + 15) / 16 * 16 : dim; }
+constexpr int64_t sum_place(int64_t i, bool in_mma_order) {
+  return in_mma_order ? i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2 : i;
+}
+
 // Common kernels.
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query

@@ -72,9 +72,24 @@ struct OwnedPlan {
   Plan plan;
 };
 
-inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
+// With a block mask the plan is only an order of the query tiles, and few tiles need none.
+inline OwnedPlan make_order(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
+  constexpr int64_t kFewTiles = 512;
+  const int64_t tiles = p.batch * p.heads * ceil_div(p.query_length, kQueryPadding);
+  if (tiles <= kFewTiles) return {};
+  const Tensor memory = empty_on(like, {tiles}, ScalarType::Int);
+  Plan plan;
+  plan.order = static_cast<int32_t*>(memory.data_ptr());
+  DMATTN_CUDA_CHECK(launch_order(p, plan, stream));
+  return {memory, plan};
+}
+
+// wants_order: for a family that starts tiles in a fixed order.
+inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream, bool wants_order = true) {
   const PerHead &start = p.mask.start, &end = p.mask.end;
-  if ((!start.data && !end.data) || p.mask.tiles.data || p.key_length == 0 || p.query_length == 0) return {};
+  if (p.key_length == 0 || p.query_length == 0) return {};
+  if (p.mask.tiles.data) return wants_order ? make_order(p, like, stream) : OwnedPlan{};
+  if (!start.data && !end.data) return {};
   Plan plan;
   plan.capacity = ceil_div(p.key_length, kPlanBlock) * kPlanBlock;
   plan.head_divisor = p.heads;

@@ -73,6 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
 
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
   const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
+  call.sums_are_in_mma_order = true;
   const bool is_sparse = call.plan.index || p.mask.tiles.data;
   if (deterministic) {
     BackwardCall by_keys = call, by_queries = call;
@@ -87,13 +88,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     check_launch(sm80::query_major(by_queries, room, stream), p);
   } else if (is_sparse) {
-    const Tensor sums = empty_on(query, {p.batch * p.kv_heads * p.key_length * (p.head_dim + p.value_dim)}, ScalarType::Float);
+    const int64_t width = sum_width(p.head_dim, true) + sum_width(p.value_dim, true);
+    const Tensor sums = empty_on(query, {(p.batch * p.kv_heads * p.key_length + 1) * width}, ScalarType::Float);
     call.key_sums = static_cast<float*>(sums.data_ptr());
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
     check_launch(sm80::query_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const Tensor sums = zeros_on(query, {p.batch * p.heads * p.query_length * p.head_dim}, ScalarType::Float);
+    const Tensor sums =
+        zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim, true)}, ScalarType::Float);
     call.query_sums = static_cast<float*>(sums.data_ptr());
     check_launch(sm80::key_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));

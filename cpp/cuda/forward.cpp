@@ -26,7 +26,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   const Family family = choose_family(device.index());
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
-  const OwnedPlan plan = make_plan(p, query, device.stream());
+  const OwnedPlan plan = make_plan(p, query, device.stream(), family == Family::kSm80);
   ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), plan.plan.ticket};
   if (family != Family::kSm80 && p.key_length > 0) {
     std::optional<Tensor> ticket;

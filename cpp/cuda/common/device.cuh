@@ -28,6 +28,13 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
+// threadIdx.x, likewise.
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool wanted) {
@@ -57,6 +64,10 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)
                : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
 // 16-bit element types: how to convert, pack and multiply them.
@@ -98,16 +109,16 @@ struct Element<__half> {
   }
 };
 
-// to[0..3] += x if wanted: one vector reduction where the chip has it, and never a branch, so that it can hide behind a product.
-__device__ __forceinline__ void add_4(float* to, bool wanted, float x0, float x1, float x2, float x3) {
+// to[0..3] += x, one vector reduction where the chip has it. Without a predicate: the compiler makes a branch of one, and then
+// nothing overlaps with it.
+__device__ __forceinline__ void add_4(float* to, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.v4.f32 [%0], {%1, %2, %3, %4}; }" ::"l"(to), "f"(x0),
-               "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3));
 #else
   asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %5, 0; @p red.global.add.f32 [%0], %1; @p red.global.add.f32 [%0 + 4], %2; "
-      "@p red.global.add.f32 [%0 + 8], %3; @p red.global.add.f32 [%0 + 12], %4; }" ::"l"(to),
-      "f"(x0), "f"(x1), "f"(x2), "f"(x3), "r"(static_cast<int>(wanted)));
+      "{ red.global.add.f32 [%0], %1; red.global.add.f32 [%0 + 4], %2; red.global.add.f32 [%0 + 8], %3; "
+      "red.global.add.f32 [%0 + 12], %4; }" ::"l"(to),
+      "f"(x0), "f"(x1), "f"(x2), "f"(x3));
 #endif
 }
 

@@ -279,7 +279,7 @@ __device__ int64_t slot_of(const PackParams& p, int64_t tile) {
 }
 
 template <int kBytes, bool kAligned>
-__global__ void __launch_bounds__(kThreads) pack_vectors(const PackParams p) {
+__global__ void __launch_bounds__(kThreads, 4) pack_vectors(const PackParams p) {
   constexpr int kLanesPerWord = 32 / kBytes;
   const Strip<kBytes> strip(p);
   const int lane = lane_index();

@@ -26,12 +26,16 @@ struct RowShare {
       : row((static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes), part(static_cast<int>(threadIdx.x) % lanes) {}
 };
 
+// Elements 8 part to 8 part + 7 of a row of sums.
 template <class T>
-__device__ __forceinline__ void store_8(T* to, const float* from, float factor) {
-  const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
-  using E = Element<T>;
-  *reinterpret_cast<uint4*>(to) = {E::pack(a.x * factor, a.y * factor), E::pack(a.z * factor, a.w * factor),
-                                   E::pack(b.x * factor, b.y * factor), E::pack(b.z * factor, b.w * factor)};
+__device__ __forceinline__ void store_8(T* to, const float* row, int part, bool in_mma_order, float factor) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 x = *reinterpret_cast<const float2*>(row + sum_place(part * 8 + i * 2, in_mma_order));
+    pairs[i] = Element<T>::pack(x.x * factor, x.y * factor);
+  }
+  *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
 template <class T>
@@ -68,9 +72,14 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   call.delta[share.row] = is_empty ? 0.0f : sum - grad_lse;
 }
 
+__host__ __device__ inline int64_t width_of_key_sums(const BackwardCall& call) {
+  const AttentionParams& p = call.b.forward;
+  return sum_width(p.head_dim, call.sums_are_in_mma_order) + sum_width(p.value_dim, call.sums_are_in_mma_order);
+}
+
 // Does any query head of the kv head's group see the key?
 __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch, int kv_head, int key) {
-  const int group = static_cast<int>(p.heads / p.kv_heads);
+  const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
   const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
   for (int h = 0; h < group; ++h) {
     const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, kv_head * group + h);
@@ -81,42 +90,51 @@ __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch,
   return false;
 }
 
+// Which key this thread has a part of: few lanes share a key, because what it takes to find out whether the key is live is work,
+// too.
+struct KeyShare {
+  static constexpr int kLanes = 8, kKeys = kThreads / kLanes;
+  int batch, head, key, lane;
+  int64_t row;
+  __device__ explicit KeyShare(const AttentionParams& p) : lane(static_cast<int>(threadIdx.x) % kLanes) {
+    const uint32_t heads = static_cast<uint32_t>(p.kv_heads), blocks = (static_cast<uint32_t>(p.key_length) + kKeys - 1) / kKeys;
+    const uint32_t pair = blockIdx.x / blocks;
+    batch = static_cast<int>(pair / heads), head = static_cast<int>(pair % heads);
+    key = static_cast<int>(blockIdx.x % blocks * kKeys + threadIdx.x / kLanes);
+    row = static_cast<int64_t>(pair) * p.key_length + key;
+  }
+};
+
 __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
-  const int64_t width = p.head_dim + p.value_dim;
-  const int lanes = min(32, lanes_of(width));
-  const RowShare share(lanes);
-  if (share.row >= p.batch * p.kv_heads * p.key_length) return;
-  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
-                batch = share.row / p.key_length / p.kv_heads;
-  if (!is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key))) return;
+  const KeyShare share(p);
+  if (share.key >= p.key_length || !is_live_key(p, share.batch, share.head, share.key)) return;
+  const int width = static_cast<int>(width_of_key_sums(call));
   float* const sums = call.key_sums + share.row * width;
-  for (int64_t i = share.part * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = share.lane * 4; i < width; i += share.kLanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 template <class T>
 __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
-  const int64_t width = p.head_dim + p.value_dim;
-  const int lanes = min(32, lanes_of(width));
-  const RowShare share(lanes);
-  if (share.row >= p.batch * p.kv_heads * p.key_length) return;
-  const int64_t key = share.row % p.key_length, head = share.row / p.key_length % p.kv_heads,
-                batch = share.row / p.key_length / p.kv_heads;
-  const bool is_live = is_live_key(p, static_cast<int>(batch), static_cast<int>(head), static_cast<int>(key));
+  const KeyShare share(p);
+  if (share.key >= p.key_length) return;
+  const bool is_live = is_live_key(p, share.batch, share.head, share.key);
   if (is_live && !call.key_sums) return;
-  const auto at = [&](const Rows& rows) {
-    return static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + key * rows.row_stride;
-  };
-  T *const grad_key = at(call.b.grad_key), *const grad_value = at(call.b.grad_value);
-  for (int64_t i = share.part * 8; i < width; i += lanes * 8) {
-    T* const to = i < p.head_dim ? grad_key + i : grad_value + (i - p.head_dim);
-    if (is_live) {
-      store_8(to, call.key_sums + share.row * width + i, i < p.head_dim ? call.scale : 1.0f);
-    } else {
-      *reinterpret_cast<uint4*>(to) = {0, 0, 0, 0};
+  const float* const sums = call.key_sums + share.row * width_of_key_sums(call);
+  const auto store = [&](const Rows& rows, int dim, const float* from, float factor) {
+    T* const to = static_cast<T*>(rows.data) + share.batch * rows.batch_stride + share.head * rows.head_stride +
+                  share.key * rows.row_stride;
+    for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
+      if (is_live) {
+        store_8(to + part * 8, from, part, call.sums_are_in_mma_order, factor);
+      } else {
+        *reinterpret_cast<uint4*>(to + part * 8) = {0, 0, 0, 0};
+      }
     }
-  }
+  };
+  store(call.b.grad_key, static_cast<int>(p.head_dim), sums, call.scale);
+  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim, call.sums_are_in_mma_order), 1.0f);
 }
 
 template <class T>
@@ -129,7 +147,8 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
                 batch = share.row / p.query_length / p.heads;
   const Rows& rows = call.b.grad_query;
   T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
-  store_8(to + share.part * 8, call.query_sums + share.row * p.head_dim + share.part * 8, call.scale);
+  store_8(to + share.part * 8, call.query_sums + share.row * sum_width(p.head_dim, call.sums_are_in_mma_order), share.part,
+          call.sums_are_in_mma_order, call.scale);
 }
 
 template <class Kernel>
@@ -140,9 +159,13 @@ cudaError_t launch_rows(Kernel kernel, const BackwardCall& call, int64_t rows, i
   return cudaGetLastError();
 }
 
-int lanes_of_pair(const AttentionParams& p) {
-  const int lanes = lanes_of(p.head_dim + p.value_dim);
-  return lanes < 32 ? lanes : 32;
+template <class Kernel>
+cudaError_t launch_keys(Kernel kernel, const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t blocks = (p.key_length + KeyShare::kKeys - 1) / KeyShare::kKeys * p.batch * p.kv_heads;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
+  return cudaGetLastError();
 }
 
 bool is_bfloat16(const BackwardCall& call) { return call.b.forward.dtype == DType::kBFloat16; }
@@ -156,14 +179,11 @@ cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream) {
 }
 
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream) {
-  const AttentionParams& p = call.b.forward;
-  return launch_rows(clear_key_sums_kernel, call, p.batch * p.kv_heads * p.key_length, lanes_of_pair(p), stream);
+  return launch_keys(clear_key_sums_kernel, call, stream);
 }
 
 cudaError_t launch_store_key_sums(const BackwardCall& call, cudaStream_t stream) {
-  const AttentionParams& p = call.b.forward;
-  return launch_rows(is_bfloat16(call) ? store_key_sums_kernel<__nv_bfloat16> : store_key_sums_kernel<__half>, call,
-                     p.batch * p.kv_heads * p.key_length, lanes_of_pair(p), stream);
+  return launch_keys(is_bfloat16(call) ? store_key_sums_kernel<__nv_bfloat16> : store_key_sums_kernel<__half>, call, stream);
 }
 
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream) {

@@ -10,6 +10,15 @@
 
 namespace dmattn::cuda::sm80 {
 
+// Kernels for more shared memory than an architecture has are compiled to nothing there: the host does not choose them.
+constexpr bool has_room(Room room) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+  return room == Room::kSmall;
+#else
+  return room == Room::kSmall || room == Room::kLarge;
+#endif
+}
+
 // Shared-memory width of a block of scores.
 template <int kKeys>
 inline constexpr int kScoreWidth = kKeys < 64 ? 64 : kKeys;
@@ -21,6 +30,14 @@ struct ColumnSums {
   __device__ __forceinline__ ColumnSums() {
 #pragma unroll
     for (int n = 0; n < kN; ++n) sum[n][0] = sum[n][1] = 0.0f;
+  }
+  template <int kM>
+  __device__ __forceinline__ void add(const float (&y)[kM][kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) sum[n][0] += y[m][n][0] + y[m][n][2], sum[n][1] += y[m][n][1] + y[m][n][3];
+    }
   }
   // add(column, sum over the warp's rows), each column once
   template <class Add>
@@ -37,87 +54,102 @@ struct ColumnSums {
   }
 };
 
-// Products to probabilities, except in the general variant, whose gradients need the products: there to_gradients does both.
-// Apart, so that exponentials run beside the second product. `row` and `column` are those of the thread's first element in the
-// block; lse2 and delta belong to its rows.
-template <Variant kVariant, int kM, int kN, class Stage>
-__device__ __forceinline__ void to_probabilities(float (&x)[kM][kN][4], const float (&lse2)[kM][2], const BackwardCall& call,
-                                                 const Stage& stage, const Chunk& chunk, int first_query, int row, int column) {
+// Products to probabilities, and these to shared memory, except in the general variant, whose gradients need the products: there
+// to_gradients does it. Cut into `total` parts, so that exponentials can run beside the steps of the second product. `row` and
+// `column` are those of the thread's first element in the block; lse2 belongs to its rows.
+template <class T, Variant kVariant, int kWidth, int kM, int kN>
+__device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&x)[kM][kN][4], const float (&lse2)[kM][2],
+                                                  float scale_2, const float* key_bias, int column, int part, int total) {
   if constexpr (kVariant == Variant::kGeneral) return;
-  const int low = first_query + static_cast<int>(call.b.forward.key_length - call.b.forward.query_length);
-  if (chunk.needs_test) hide(x, stage, chunk, row, column, low);
+  constexpr int kPairs = kM * 2 * kN;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    if (i < part * kPairs / total || i >= (part + 1) * kPairs / total) continue;
+    const int m = i / (2 * kN), r = i / kN % 2, n = i % kN;
+    float (&pair)[4] = x[m][n];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float shift = kVariant == Variant::kGathered ? key_bias[column + 8 * n + e] * kLog2e - lse2[m][r] : -lse2[m][r];
+      pair[2 * r + e] = exp2_approx(fmaf(pair[2 * r + e], scale_2, shift));
+    }
+    store_shared_4(place.at(m, r, n), Element<T>::pack(pair[2 * r], pair[2 * r + 1]));
+  }
+}
+
+// x is the probabilities and y becomes the gradients of the scaled products, also those of the logits.
+template <int kM, int kN>
+__device__ __forceinline__ void to_gradients(const float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&delta)[kM][2]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    float key_bias[2] = {0.0f, 0.0f};
-    if constexpr (kVariant == Variant::kGathered) {
-      key_bias[0] = stage.key_bias[column + 8 * n] * kLog2e;
-      key_bias[1] = stage.key_bias[column + 8 * n + 1] * kLog2e;
-    }
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float shift = kVariant == Variant::kGathered ? key_bias[e % 2] - lse2[m][e / 2] : -lse2[m][e / 2];
-        x[m][n][e] = exp2_approx(fmaf(x[m][n][e], call.scale_2, shift));
+      for (int e = 0; e < 4; ++e) y[m][n][e] = x[m][n][e] * (y[m][n][e] - delta[m][e / 2]);
+    }
+  }
+}
+
+// The general variant: x is the products and becomes the probabilities.
+template <class T, int kM, int kN, class Stage, class KeyOf>
+__device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse2)[kM][2],
+                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call,
+                                             int batch, int head, const Stage& stage, const Chunk& chunk, bool needs_test,
+                                             int first_query, int row, int column, KeyOf key_of) {
+  const AttentionParams& p = call.b.forward;
+  const int low = first_query + static_cast<int>(p.key_length - p.query_length);
+  const LogitTerms<T> terms(p, batch, head);
+  const Dropout dropout(p, batch, head);
+  const int query_length = static_cast<int>(p.query_length), key_length = static_cast<int>(p.key_length);
+  float* const grad_bias = row_of<float>(call.grad_bias, batch, head);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int tile_row = row + 16 * m + 8 * r, query = first_query + tile_row;
+      const uint32_t row_key = dropout.is_on() ? dropout.row_key(query) : 0;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = column + 8 * n + e, key = key_of(at);
+          float &probability = x[m][n][2 * r + e], &gradient = y[m][n][2 * r + e];
+          const float capped = terms.capped(probability);
+          const float logit = capped + (p.key_bias.data ? stage.key_bias[at] : 0.0f) + terms.bias_at(query, key, query_length);
+          const bool visible = !needs_test || is_visible(stage, chunk, tile_row, at, low);
+          const float undropped = visible ? exp2_approx(logit * kLog2e - lse2[m][r]) : 0.0f;
+          float kept = dropout.keep_scale;
+          if (dropout.is_on() && !dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) kept = 0.0f;
+          const float grad_logit = visible ? undropped * (gradient * kept - delta[m][r]) : 0.0f;
+          sums.sum[n][e] += grad_logit;
+          if (grad_bias && visible && query < query_length && key >= 0 && key < key_length) {
+            atomicAdd(grad_bias + static_cast<int64_t>(query) * key_length + key, grad_logit);
+          }
+          gradient = grad_logit * terms.slope(capped);
+          probability = undropped * kept;
+        }
       }
     }
   }
 }
 
-template <class T, Variant kVariant, int kM, int kN, class Stage, class KeyOf>
-__device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse2)[kM][2],
-                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call,
-                                             int batch, int head, const Stage& stage, const Chunk& chunk, int first_query,
-                                             int row, int column, KeyOf key_of) {
-  const AttentionParams& p = call.b.forward;
-  if constexpr (kVariant != Variant::kGeneral) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          y[m][n][e] = x[m][n][e] * (y[m][n][e] - delta[m][e / 2]);
-          if constexpr (kVariant == Variant::kGathered) sums.sum[n][e % 2] += y[m][n][e];
-        }
-      }
-    }
-  } else {
-    const int low = first_query + static_cast<int>(p.key_length - p.query_length);
-    const LogitTerms<T> terms(p, batch, head);
-    const Dropout dropout(p, batch, head);
-    const int query_length = static_cast<int>(p.query_length), key_length = static_cast<int>(p.key_length);
-    float* const grad_bias = row_of<float>(call.grad_bias, batch, head);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int tile_row = row + 16 * m + 8 * r, query = first_query + tile_row;
-        const uint32_t row_key = dropout.is_on() ? dropout.row_key(query) : 0;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int at = column + 8 * n + e, key = key_of(at);
-            float &probability = x[m][n][2 * r + e], &gradient = y[m][n][2 * r + e];
-            const float capped = terms.capped(probability);
-            const float logit = capped + (p.key_bias.data ? stage.key_bias[at] : 0.0f) + terms.bias_at(query, key, query_length);
-            const bool visible = !chunk.needs_test || is_visible(stage, chunk, tile_row, at, low);
-            const float undropped = visible ? exp2_approx(logit * kLog2e - lse2[m][r]) : 0.0f;
-            float kept = dropout.keep_scale;
-            if (dropout.is_on() && !dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) kept = 0.0f;
-            const float grad_logit = visible ? undropped * (gradient * kept - delta[m][r]) : 0.0f;
-            sums.sum[n][e] += grad_logit;
-            if (grad_bias && visible && query < query_length && key >= 0 && key < key_length) {
-              atomicAdd(grad_bias + static_cast<int64_t>(query) * key_length + key, grad_logit);
-            }
-            gradient = grad_logit * terms.slope(capped);
-            probability = undropped * kept;
-          }
-        }
-      }
-    }
-  }
+// to[32 keys, 8 kN] += scores^T * by: scores [kQueries, kWidth] from column key_row on, by [kQueries, kDim] from `column` on.
+template <class T, int kQueries, int kWidth, int kDim, int kN, class Beside = Nothing>
+__device__ __forceinline__ void accumulate(float (&to)[2][kN][4], uint32_t scores, int key_row, uint32_t by, int column,
+                                           Beside beside = {}) {
+  const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
+  multiply_by_columns<T, kQueries / 16>(
+      to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
+      Fragment<kDim>::tall(by, 0, column / 8), beside);
+}
+
+// to[16 kM queries, 8 kN] += scores * keys: scores [queries, kWidth] from query_row on, keys [kKeys, kDim] from `column` on.
+template <class T, int kKeys, int kWidth, int kDim, int kM, int kN, class Beside = Nothing>
+__device__ __forceinline__ void accumulate_queries(float (&to)[kM][kN][4], uint32_t scores, int query_row, uint32_t keys,
+                                                   int column, Beside beside = {}) {
+  const auto rows = Fragment<kWidth>::tall(scores, query_row, 0);
+  multiply_by_columns<T, kKeys / 16>(
+      to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, rows.step(16 * m, 2 * k)); },
+      Fragment<kDim>::tall(keys, 0, column / 8), beside);
 }
 
 }  // namespace dmattn::cuda::sm80

@@ -5,29 +5,78 @@
 // query-major kernel without its adds it makes the deterministic backward.
 #pragma once
 
+#include <type_traits>
+
 #include "backward.cuh"
 
 namespace dmattn::cuda::sm80 {
 
-template <int kDim, Room kRoom>
+// What the general variant knows of its keys. The plain one has them in order and needs nothing.
+template <int kQueries, int kKeys, int kWarpRows>
+struct KeyTile {
+  KeyStage<kQueries, kKeys> stage[2];  // spans, index and key_bias are the same in both
+  float column_sums[kWarpRows][kKeys];
+  uint32_t seen[kKeys / 32];  // by the bits of a block mask
+  int32_t bounds[4];          // smallest and largest first, smallest and largest last of the tile's spans
+};
+struct PlainKeyTile {};
+
+template <int kDim, Variant kVariant, Room kRoom>
 struct alignas(128) KeyMajorShared {
   static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
   uint16_t key[kShape.keys * kDim];  // grad_key's and grad_value's staging places at the end
   uint16_t value[kShape.keys * kDim];
-  uint16_t query[kShape.stages][kShape.queries * kDim];
-  uint16_t grad_out[kShape.queries * kDim];
+  uint16_t query[kShape.late_stages][kShape.queries * kDim];
+  uint16_t grad_out[kShape.early_stages][kShape.queries * kDim];
   uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
   alignas(16) float lse2[2][kShape.queries];
   alignas(16) float delta[2][kShape.queries];
-  KeyStage<kShape.queries, kShape.keys> stage[2];  // spans, index and key_bias are the same in both
-  float column_sums[kShape.warp_rows][kShape.keys];
-  uint32_t seen[kShape.keys / 32];  // by the bits of a block mask
-  int32_t bounds[4];                // smallest and largest first, smallest and largest last of the tile's spans
+  std::conditional_t<kVariant == Variant::kPlain, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
 };
 
-// The chunks of queries that see a tile of keys, for one query head. The same in all threads.
-template <bool kHasTiles, int kThreads, int kQueries, int kKeys>
+// The chunks of queries that see a tile of keys in order: all of them, or with causality those from the tile on.
+template <int kQueries, int kKeys>
+class PlainQueryWalk {
+ public:
+  __device__ __forceinline__ PlainQueryWalk(const AttentionParams& p, int first_key) : stop_(static_cast<int>(p.query_length)) {
+    const int shift = static_cast<int>(p.key_length - p.query_length);
+    cursor_ = p.mask.is_causal ? max(0, first_key - shift) / kQueries * kQueries : 0;
+    whole_from_ = p.mask.is_causal ? first_key + kKeys - 1 - shift : 0;
+    if (first_key + kKeys > p.key_length) whole_from_ = stop_;
+  }
+  __device__ __forceinline__ bool next(int& first_query, Chunk& chunk) {
+    if (cursor_ >= stop_) return false;
+    first_query = cursor_;
+    cursor_ += kQueries;
+    chunk.needs_test = first_query < whole_from_;
+    return true;
+  }
+
+ private:
+  int cursor_, stop_, whole_from_;  // queries from whole_from_ on see every key
+};
+
+// Hides keys beyond the end and, with causality, keys after the query. `query` and `key` are those of the thread's first element.
+template <int kM, int kN>
+__device__ __forceinline__ void hide_in_order(float (&x)[kM][kN][4], const AttentionParams& p, int query, int key) {
+  const int key_length = static_cast<int>(p.key_length), shift = key_length - static_cast<int>(p.query_length);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int seen = (p.mask.is_causal ? min(key_length, query + 16 * m + 8 * r + shift + 1) : key_length) - key;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        if (8 * n >= seen) x[m][n][2 * r] = negative_infinity();
+        if (8 * n + 1 >= seen) x[m][n][2 * r + 1] = negative_infinity();
+      }
+    }
+  }
+}
+
+// The same for the general variant, for one query head. The same in all threads.
+template <int kThreads, int kQueries, int kKeys>
 class QueryWalk {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
@@ -84,7 +133,7 @@ class QueryWalk {
   }
 
  private:
-  __device__ __forceinline__ bool has_tiles() const { return kHasTiles && p_.mask.tiles.data; }
+  __device__ __forceinline__ bool has_tiles() const { return p_.mask.tiles.data; }
 
   const AttentionParams& p_;
   const int32_t (&bounds_)[4];
@@ -98,21 +147,23 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kKeyMajorShape<kDim, kRoom>.warps * 32,
     kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
+  if constexpr (!has_room(kRoom)) return;
   constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
   constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kRoom>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kVariant, kRoom>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
   const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
-  const bool is_gathered = kVariant == Variant::kGeneral && call.plan.index;
+  constexpr bool kIsPlain = kVariant == Variant::kPlain, kHasEarlyStages = kShape.early_stages == 2;
+  const bool is_gathered = !kIsPlain && call.plan.index;
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
-  const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out);
+  const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
   // Which tile: early tiles first, because causality makes them long.
@@ -132,62 +183,70 @@ __global__ __launch_bounds__(
     const int batch = pair.x, kv_head = pair.y;
 
     // The keys: which, seen by any query?
-    int key = first_key + thread;
-    bool is_live = false;
-    if (is_gathered) {
-      const int64_t plan_row = batch * call.plan.batch_stride + kv_head * group / static_cast<int>(call.plan.head_divisor);
-      const int live_keys = call.plan.count[plan_row];
-      if (first_key >= live_keys) continue;
-      is_live = thread < kShape.keys && first_key + thread < live_keys;
-      key = is_live ? call.plan.index[plan_row * call.plan.capacity + first_key + thread] : -1;
-    } else if (thread < kShape.keys) {
-      const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
-      for (int h = kv_head * group; h < (kv_head + 1) * group && !is_live; ++h) {
-        is_live = SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key).touches(low, high);
+    if constexpr (!kIsPlain) {
+      int key = first_key + thread;
+      bool is_live = false;
+      if (is_gathered) {
+        const int64_t plan_row = batch * call.plan.batch_stride + kv_head * group / static_cast<int>(call.plan.head_divisor);
+        const int live_keys = call.plan.count[plan_row];
+        if (first_key >= live_keys) continue;
+        is_live = thread < kShape.keys && first_key + thread < live_keys;
+        key = is_live ? call.plan.index[plan_row * call.plan.capacity + first_key + thread] : -1;
+      } else if (thread < kShape.keys) {
+        const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
+        for (int h = kv_head * group; h < (kv_head + 1) * group && !is_live; ++h) {
+          is_live = SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key).touches(low, high);
+        }
       }
-    }
-    if (kVariant == Variant::kGeneral && p.mask.tiles.data) {
-      if (thread < kShape.keys / 32) shared.seen[thread] = 0;
-      __syncthreads();
-      for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-        const TileSource source(p.mask, batch, h);
-        const Span span =
-            thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
-        if (thread < kShape.keys) shared.stage[0].span[thread] = span;
+      if (p.mask.tiles.data) {
+        if (thread < kShape.keys / 32) shared.tile.seen[thread] = 0;
         __syncthreads();
-        const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
-        const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
-        for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
-          const int row = list[1 + entry];
-          const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
-          if (!is_live_tile(p.mask, state)) continue;
-          const uint32_t* const bits = bits_of_tile(p.mask, state);
-          const int first_row = row * static_cast<int>(p.mask.tile_q);
-          const int at_rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
-          const int low = first_row + static_cast<int>(p.key_length - p.query_length);
-          const bool is_whole = __syncthreads_and(thread >= kShape.keys || span.covers(low, low + at_rows - 1));
-          for (int at = thread; at < at_rows * (kShape.keys / 32); at += kThreads) {
-            const int word = at % (kShape.keys / 32), tile_row = at / (kShape.keys / 32);
-            uint32_t seen = bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
-            if (!is_whole) seen = bits_seen_at(seen, &shared.stage[0].span[word * 32], low + tile_row);
-            if (seen) atomicOr(&shared.seen[word], seen);
+        for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+          const TileSource source(p.mask, batch, h);
+          const Span span =
+              thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
+          if (thread < kShape.keys) shared.tile.stage[0].span[thread] = span;
+          __syncthreads();
+          const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
+          const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
+          for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
+            const int row = list[1 + entry];
+            const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
+            if (!is_live_tile(p.mask, state)) continue;
+            const uint32_t* const bits = bits_of_tile(p.mask, state);
+            const int first_row = row * static_cast<int>(p.mask.tile_q);
+            const int at_rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
+            const int low = first_row + static_cast<int>(p.key_length - p.query_length);
+            const bool is_whole = __syncthreads_and(thread >= kShape.keys || span.covers(low, low + at_rows - 1));
+            for (int at = thread; at < at_rows * (kShape.keys / 32); at += kThreads) {
+              const int word = at % (kShape.keys / 32), tile_row = at / (kShape.keys / 32);
+              uint32_t seen =
+                  bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
+              if (!is_whole) seen = bits_seen_at(seen, &shared.tile.stage[0].span[word * 32], low + tile_row);
+              if (seen) atomicOr(&shared.tile.seen[word], seen);
+            }
           }
+          __syncthreads();
         }
         __syncthreads();
+        is_live = is_live && thread < kShape.keys && (shared.tile.seen[thread / 32] >> thread % 32 & 1);
+      }
+      if (thread < kShape.keys) {
+        shared.tile.stage[0].index[thread] = shared.tile.stage[1].index[thread] = is_live ? key : -1;
       }
       __syncthreads();
-      is_live = is_live && thread < kShape.keys && (shared.seen[thread / 32] >> thread % 32 & 1);
     }
-    if (thread < kShape.keys) {
-      shared.stage[0].index[thread] = shared.stage[1].index[thread] = is_live ? key : -1;
-    }
-    __syncthreads();
+    // The key in a row of the tile, -1 for none.
+    const auto key_at = [&](int row) {
+      if constexpr (kIsPlain) return first_key + row < p.key_length ? first_key + row : -1;
+      if constexpr (!kIsPlain) return shared.tile.stage[0].index[row];
+    };
     const auto copy_keys = [&](uint32_t to, const Rows& rows, int width) {
       const char* const from = head_rows(rows, batch, kv_head);
       const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll 4
       for (int r = 0; r < kShape.keys; r += copy.kRows) {
-        const int at = shared.stage[0].index[copy.row + r];
+        const int at = key_at(copy.row + r);
         copy.start(to, r, from + max(at, 0) * rows.row_stride * 2, at >= 0);
       }
     };
@@ -199,134 +258,167 @@ __global__ __launch_bounds__(
     clear(grad_value);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       // The spans of the keys for this head, and their bounds.
-      if (thread < 4) shared.bounds[thread] = thread % 2 == 0 ? kLastPosition : kFirstPosition;
-      if (thread < kShape.keys) {
-        for (int row = 0; row < kShape.warp_rows; ++row) shared.column_sums[row][thread] = 0.0f;
-      }
-      __syncthreads();
-      if (thread < kShape.keys) {
-        const int key = shared.stage[0].index[thread];
-        const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
-        const bool sees = span.first < span.last;
-        const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
-        for (auto& stage : shared.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
-        const int bounds[4] = {__reduce_min_sync(0xffffffffu, sees ? span.first : kLastPosition),
-                               __reduce_max_sync(0xffffffffu, sees ? span.first : kLastPosition),
-                               __reduce_min_sync(0xffffffffu, sees ? span.last : kFirstPosition),
-                               __reduce_max_sync(0xffffffffu, sees ? span.last : kFirstPosition)};
-        if (lane == 0) {
-          atomicMin(&shared.bounds[0], bounds[0]), atomicMax(&shared.bounds[1], bounds[1]);
-          atomicMin(&shared.bounds[2], bounds[2]), atomicMax(&shared.bounds[3], bounds[3]);
+      if constexpr (!kIsPlain) {
+        if (thread < 4) shared.tile.bounds[thread] = thread % 2 == 0 ? kLastPosition : kFirstPosition;
+        if (thread < kShape.keys) {
+          for (int row = 0; row < kShape.warp_rows; ++row) shared.tile.column_sums[row][thread] = 0.0f;
         }
+        __syncthreads();
+        if (thread < kShape.keys) {
+          const int key = shared.tile.stage[0].index[thread];
+          const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
+          const bool sees = span.first < span.last;
+          const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
+          for (auto& stage : shared.tile.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
+          const int bounds[4] = {__reduce_min_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                                 __reduce_max_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                                 __reduce_min_sync(0xffffffffu, sees ? span.last : kFirstPosition),
+                                 __reduce_max_sync(0xffffffffu, sees ? span.last : kFirstPosition)};
+          if (lane == 0) {
+            atomicMin(&shared.tile.bounds[0], bounds[0]), atomicMax(&shared.tile.bounds[1], bounds[1]);
+            atomicMin(&shared.tile.bounds[2], bounds[2]), atomicMax(&shared.tile.bounds[3], bounds[3]);
+          }
+        }
+        __syncthreads();
       }
-      __syncthreads();
-
-      QueryWalk<kVariant == Variant::kGeneral, kThreads, kShape.queries, kShape.keys> walk(p, shared.bounds, batch, head,
-                                                                                           first_key);
-      const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
-        const char* const from = head_rows(rows, batch, head);
-        const RowCopy<kDim, kThreads> copy(width);
-#pragma unroll
-        for (int r = 0; r < kShape.queries; r += copy.kRows) {
-          const int query = first_query + copy.row + r;
-          const bool wanted = query < p.query_length;
-          copy.start(to, r, from + (wanted ? query : 0) * rows.row_stride * 2, wanted);
+      auto walk = [&] {
+        if constexpr (kIsPlain) {
+          return PlainQueryWalk<kShape.queries, kShape.keys>(p, first_key);
+        } else {
+          return QueryWalk<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
+        }
+      }();
+      const uint32_t* bits = nullptr;
+      const auto next_chunk = [&](int& query, Chunk& of) {
+        if constexpr (kIsPlain) {
+          return walk.next(query, of);
+        } else {
+          return walk.next(query, of, bits);
         }
       };
+      const auto copy_bits = [&](int to) {
+        if constexpr (!kIsPlain) walk.copy_bits(shared.tile.stage[to], bits);
+      };
+      const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
+        const uint64_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
+        const RowCopy<kDim, kThreads> copy(width);
+        const int query = first_query + copy.row;
+        const char* from = head_rows(rows, batch, head) + static_cast<uint32_t>(query) * row_bytes;
+        const int left = static_cast<int>(p.query_length) - query;
+#pragma unroll
+        for (int r = 0; r < kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
+      };
       const auto copy_terms = [&](int turn, int first_query) {
+        const int thread = static_cast<int>(thread_index());
         if (thread >= kShape.queries) return;
         const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + thread;
         copy_async_4(shared_address(&shared.lse2[turn][thread]), call.lse2 + at, true);
         copy_async_4(shared_address(&shared.delta[turn][thread]), call.delta + at, true);
       };
-      const auto query_tile_of = [&](int turn) {
-        return query_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.queries * kDim * 2;
+      constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
+      const auto query_tile_of = [&](int turn) { return query_tile_0 + (kShape.late_stages == 2 ? turn : 0) * kTileBytes; };
+      const auto grad_out_tile_of = [&](int turn) {
+        return grad_out_tile_0 + (kShape.early_stages == 2 ? turn : 0) * kTileBytes;
       };
       int first_query = 0, coming_query = 0, turn = 0;
       Chunk chunk, coming;
-      const uint32_t* bits = nullptr;
-      bool has_chunk = walk.next(first_query, chunk, bits);
+      bool has_chunk = next_chunk(first_query, chunk);
       if (has_chunk) {
-        walk.copy_bits(shared.stage[0], bits);
+        copy_bits(0);
         copy_queries(query_tile_0, p.query, first_query, head_dim);
-        copy_queries(grad_out_tile, call.b.grad_out, first_query, value_dim);
+        copy_queries(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
         copy_terms(0, first_query);
       }
       copy_async_commit();
-      float* const query_sums =
-          call.query_sums ? call.query_sums + (batch * p.heads + head) * p.query_length * p.head_dim : nullptr;
+      // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
+      const auto copy_early = [&] {
+        if (!has_chunk) return;
+        copy_bits(turn ^ 1);
+        copy_queries(grad_out_tile_of(turn ^ 1), call.b.grad_out, coming_query, value_dim);
+        copy_terms(turn ^ 1, coming_query);
+      };
 
       while (has_chunk) {
-        const auto& stage = shared.stage[turn];
-        const uint32_t query_tile = query_tile_of(turn);
+        const uint32_t query_tile = query_tile_of(turn), grad_out_tile = grad_out_tile_of(turn);
         copy_async_wait<0>();
         __syncthreads();
-        has_chunk = walk.next(coming_query, coming, bits);
-        if (has_chunk && kShape.stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
+        has_chunk = next_chunk(coming_query, coming);
+        if (has_chunk && kShape.late_stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
+        if (kHasEarlyStages) {
+          copy_early();
+          copy_async_commit();
+        }
 
         // Scores and their gradients, to shared memory.
-        float lse2[kM][2], delta[kM][2];
+        const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
+        const int row = warp_row + lane / 4, column = warp_column + lane % 4 * 2;           // of this thread's first element
+        const auto load_terms = [&](float (&to)[kM][2], const float* from) {
 #pragma unroll
-        for (int m = 0; m < kM; ++m) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            lse2[m][r] = shared.lse2[turn][warp_row + 16 * m + 8 * r + lane / 4];
-            delta[m][r] = shared.delta[turn][warp_row + 16 * m + 8 * r + lane / 4];
-          }
-        }
-        float x[kM][kN][4], y[kM][kN][4];
+          for (int m = 0; m < kM; ++m) to[m][0] = from[row + 16 * m], to[m][1] = from[row + 16 * m + 8];
+        };
+        float x[kM][kN][4], y[kM][kN][4], lse2[kM][2], delta[kM][2];
         clear(x);
         multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                        Fragment<kDim>::wide(key_tile, warp_column, 0));
-        to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
-        if (kVariant != Variant::kGeneral)
-          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+        if (kIsPlain && chunk.needs_test) hide_in_order(x, p, first_query + row, first_key + column);
+        load_terms(lse2, shared.lse2[turn]);
+        put_probabilities<T, kVariant>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2, nullptr,
+                                       column, 0, 1);
         clear(y);
         multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
                                        Fragment<kDim>::wide(value_tile, warp_column, 0));
+        load_terms(delta, shared.delta[turn]);
         ColumnSums<kN> sums;
-        to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
-                                  warp_column + lane % 4 * 2, [&](int column) { return stage.index[column]; });
-        if (kVariant == Variant::kGeneral && call.grad_key_bias.data) {
-          sums.finish(warp_column + lane % 4 * 2,
-                      [&](int column, float sum) { shared.column_sums[warp / kColumns][column] += sum; });
+        if constexpr (kIsPlain) {
+          to_gradients(x, y, delta);
+        } else {
+          const auto& stage = shared.tile.stage[turn];
+          to_gradients<T>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test, first_query, row, column,
+                          [&](int column) { return stage.index[column]; });
+          if (call.grad_key_bias.data) {
+            sums.finish(column, [&](int column, float sum) { shared.tile.column_sums[warp / kColumns][column] += sum; });
+          }
+          put_tile<T, kWidth>(probability_tile, x, warp_row, warp_column, [](int, int) { return 1.0f; });
         }
-        if (kVariant == Variant::kGeneral)
-          put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
-        put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+        put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });
         __syncthreads();
 
-        // grad_value; then grad_out is read, and the next one can come.
-        const auto accumulate = [&](float (&to)[2][kRowN][4], uint32_t scores, uint32_t by) {
-          const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
-          multiply_by_columns<T, kShape.queries / 16>(
-              to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
-              Fragment<kDim>::tall(by, 0, row_part / 8));
-        };
-        accumulate(grad_value, probability_tile, grad_out_tile);
-        __syncthreads();
-        if (has_chunk) {
-          walk.copy_bits(shared.stage[turn ^ 1], bits);
-          copy_queries(grad_out_tile, call.b.grad_out, coming_query, value_dim);
-          copy_terms(turn ^ 1, coming_query);
+        if (!kHasEarlyStages) {
+          // grad_value first: then grad_out is read, and the next one can come.
+          accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+          __syncthreads();
+          copy_early();
+          copy_async_commit();
         }
-        copy_async_commit();
-
-        // grad_query, then grad_key
-        if (query_sums) {
-          float rows[kM][kDimN][4];
-          clear(rows);
-          const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
-          multiply_by_columns<T, kShape.keys / 16>(
-              rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
-              Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
-          add_rows(rows, warp % kColumns * kDimN * 8, head_dim, [&](int m) -> float* {
-            const int query = first_query + warp_row + 16 * m + lane / 4 + (lane & 1) * 8;
-            return query < p.query_length ? query_sums + static_cast<int64_t>(query) * head_dim : nullptr;
-          });
+        // The rows of grad_query are added beside the product after it.
+        if (call.query_sums) {
+          float grad_query[kM][kDimN][4], *rows[kM][2];
+          const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim, true));
+          clear(grad_query);
+          accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int query = first_query + row + 16 * m + 8 * r;
+              const int64_t at =
+                  query < p.query_length ? (batch * p.heads + head) * p.query_length + query : p.batch * p.heads * p.query_length;
+              rows[m][r] = call.query_sums + at * width;
+            }
+          }
+          const AddRows<kM, kDimN> add{grad_query, rows, part_of_query, width};
+          if (kHasEarlyStages) {
+            accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part, add);
+            accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
+          } else {
+            accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part, add);
+          }
+        } else {
+          if (kHasEarlyStages)
+            accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+          accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
         }
-        accumulate(grad_key, grad_score_tile, query_tile);
-        if (kShape.stages == 1 && has_chunk) {
+        if (kShape.late_stages == 1 && has_chunk) {
           __syncthreads();
           copy_queries(query_tile_0, p.query, coming_query, head_dim);
           copy_async_commit();
@@ -336,24 +428,27 @@ __global__ __launch_bounds__(
         turn ^= 1;
       }
       __syncthreads();
-      if (kVariant == Variant::kGeneral && call.grad_key_bias.data && thread < kShape.keys) {
-        const int key = shared.stage[0].index[thread];
-        float sum = 0.0f;
-        for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.column_sums[row][thread];
-        if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+      if constexpr (!kIsPlain) {
+        if (call.grad_key_bias.data && thread < kShape.keys) {
+          const int key = shared.tile.stage[0].index[thread];
+          float sum = 0.0f;
+          for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.tile.column_sums[row][thread];
+          if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+        }
       }
     }
 
     copy_async_wait<0>();
     __syncthreads();
-    put_tile<T, kDim>(shared.key, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
-    put_tile<T, kDim>(shared.value, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
+    put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
+    put_tile<T, kDim>(value_tile, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
     __syncthreads();
     const int2 to = pair_of(item);
     const auto store = [&](const void* from, const Rows& rows, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
         const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
-        const int at = is_gathered ? shared.stage[0].index[r] : in_order;
+        int at = in_order;
+        if constexpr (!kIsPlain) at = is_gathered ? shared.tile.stage[0].index[r] : in_order;
         return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
       });
     };
@@ -366,7 +461,7 @@ __global__ __launch_bounds__(
 template <class T, int kDim, Variant kVariant, Room kRoom>
 cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
   constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
-  constexpr int kBytes = sizeof(KeyMajorShared<kDim, kRoom>);
+  constexpr int kBytes = sizeof(KeyMajorShared<kDim, kVariant, kRoom>);
   static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
   const auto kernel = key_major_kernel<T, kDim, kVariant, kRoom>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);

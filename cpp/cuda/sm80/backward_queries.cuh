@@ -14,7 +14,7 @@ struct alignas(128) QueryMajorShared {
   static constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
   uint16_t query[kShape.queries * kDim];  // grad_query's staging place at the end
   uint16_t grad_out[kShape.queries * kDim];
-  uint16_t key[kShape.stages][kShape.keys * kDim];
+  uint16_t key[kShape.late_stages][kShape.keys * kDim];
   uint16_t value[kShape.keys * kDim];
   uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
@@ -26,6 +26,7 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kQueryMajorShape<kDim, kRoom>.warps * 32,
     kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void query_major_kernel(const __grid_constant__ BackwardCall call) {
+  if constexpr (!has_room(kRoom)) return;
   constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
@@ -35,7 +36,7 @@ __global__ __launch_bounds__(
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
-  const QueryTile<kShape.queries> here(p);
+  const QueryTile<kShape.queries> here(p, call.plan);
   const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
@@ -58,17 +59,13 @@ __global__ __launch_bounds__(
   };
   copy_queries(query_tile, p.query, head_dim);
   copy_queries(grad_out_tile, call.b.grad_out, value_dim);
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, first_query);
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, kv_head, first_query);
   Chunk chunk, coming;
   int turn = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(key_tile_0 + (kShape.stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of,
-                             head_rows(p.key, batch, kv_head), static_cast<uint32_t>(p.key.row_stride * 2), head_dim);
+    walk.template load_keys<kDim>(key_tile_0 + (kShape.late_stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of);
   };
-  const auto copy_values = [&](int to, const Chunk& of) {
-    walk.template load<kDim>(value_tile, shared.stage[to], of, head_rows(p.value, batch, kv_head),
-                             static_cast<uint32_t>(p.value.row_stride * 2), value_dim);
-  };
+  const auto copy_values = [&](int to, const Chunk& of) { walk.template load_values<kDim>(value_tile, shared.stage[to], of); };
   bool has_chunk = walk.next(shared.stage[0], chunk);
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
   copy_async_commit();
@@ -85,13 +82,13 @@ __global__ __launch_bounds__(
   }
   float grad_query[kM][kDimN][4];
   clear(grad_query);
-  const int64_t sums_width = p.head_dim + p.value_dim;
-  float* const key_sums = call.key_sums ? call.key_sums + (batch * p.kv_heads + kv_head) * p.key_length * sums_width : nullptr;
+  const int key_width = static_cast<int>(sum_width(p.head_dim, true)),
+            value_width = static_cast<int>(sum_width(p.value_dim, true));
   float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {
     auto& stage = shared.stage[turn];
-    const uint32_t key_tile = key_tile_0 + (kShape.stages == 2 ? turn : 0) * kShape.keys * kDim * 2;
+    const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? turn : 0) * kShape.keys * kDim * 2;
     copy_async_wait<0>();
     __syncthreads();
 
@@ -100,15 +97,24 @@ __global__ __launch_bounds__(
     clear(x);
     multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                    Fragment<kDim>::wide(key_tile, warp_column, 0));
-    to_probabilities<kVariant>(x, lse2, call, stage, chunk, first_query, warp_row + lane / 4, warp_column + lane % 4 * 2);
-    if (kVariant != Variant::kGeneral)
-      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    if (kVariant != Variant::kGeneral && walk.needs_test(stage, chunk))
+      hide(x, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, walk.low());
+    const auto put_part = [&](int part, int total) {
+      put_probabilities<T, kVariant>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
+                                     stage.key_bias, warp_column + lane % 4 * 2, part, total);
+    };
     clear(y);
     multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
-                                   Fragment<kDim>::wide(value_tile, warp_column, 0));
+                                   Fragment<kDim>::wide(value_tile, warp_column, 0), put_part);
     ColumnSums<kN> sums;
-    to_gradients<T, kVariant>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, first_query, warp_row + lane / 4,
-                              warp_column + lane % 4 * 2, [&](int column) { return walk.key_of(stage, chunk, column); });
+    if constexpr (kVariant == Variant::kGeneral) {
+      to_gradients<T>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, walk.needs_test(stage, chunk), first_query,
+                      warp_row + lane / 4, warp_column + lane % 4 * 2,
+                      [&](int column) { return walk.key_of(stage, chunk, column); });
+    } else {
+      to_gradients(x, y, delta);
+      if (kVariant == Variant::kGathered) sums.add(y);
+    }
     if (kVariant != Variant::kPlain && grad_key_bias) {
       sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
         const int key = walk.key_of(stage, chunk, column);
@@ -116,45 +122,45 @@ __global__ __launch_bounds__(
       });
     }
     if (kVariant == Variant::kGeneral)
-      put_tile<T, kWidth>(shared.probability, x, warp_row, warp_column, [](int, int) { return 1.0f; });
-    put_tile<T, kWidth>(shared.grad_score, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+      put_tile<T, kWidth>(probability_tile, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+    put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
 
     // The values are read: start on the next chunk.
     has_chunk = walk.next(shared.stage[turn ^ 1], coming);
     if (has_chunk) copy_values(turn ^ 1, coming);
-    if (has_chunk && kShape.stages == 2) copy_keys(turn ^ 1, coming);
+    if (has_chunk && kShape.late_stages == 2) copy_keys(turn ^ 1, coming);
     copy_async_commit();
 
-    // Rows of grad_value and grad_key.
-    if (key_sums) {
-      const auto row_at = [&](int m) -> float* {
-        const int key = walk.key_of(stage, chunk, key_row + 16 * m + lane / 4 + (lane & 1) * 8);
-        return key >= 0 && key < p.key_length ? key_sums + key * sums_width : nullptr;
-      };
-      float rows[2][kRowN][4];
-      const auto multiply = [&](uint32_t scores, uint32_t by) {
-        const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
-        clear(rows);
-        multiply_by_columns<T, kShape.queries / 16>(
-            rows, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
-            Fragment<kDim>::tall(by, 0, row_part / 8));
-      };
-      multiply(probability_tile, grad_out_tile);
-      add_rows(rows, row_part, value_dim, [&](int m) -> float* {
-        float* const to = row_at(m);
-        return to ? to + head_dim : nullptr;
-      });
-      multiply(grad_score_tile, query_tile);
-      add_rows(rows, row_part, head_dim, row_at);
+    // Rows of grad_value and grad_key, and grad_query. The rows of one product are added beside the next.
+    const int part_of_query = warp % kColumns * kDimN * 8;
+    if (call.key_sums) {
+      const uint64_t row_bytes = static_cast<uint32_t>(key_width + value_width) * 4;
+      char* const first_row = reinterpret_cast<char*>(call.key_sums) + (batch * p.kv_heads + kv_head) * p.key_length * row_bytes;
+      char* const no_row = reinterpret_cast<char*>(call.key_sums) + p.batch * p.kv_heads * p.key_length * row_bytes;
+      float *key_rows[2][2], *value_rows[2][2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int key = walk.key_of(stage, chunk, key_row + 16 * m + 8 * r + lane / 4);
+          const bool is_key = key >= 0 && key < p.key_length;
+          key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
+          value_rows[m][r] = key_rows[m][r] + key_width;
+        }
+      }
+      float grad_value[2][kRowN][4], grad_key[2][kRowN][4];
+      clear(grad_value);
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+      clear(grad_key);
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part,
+                                                  AddRows<2, kRowN>{grad_value, value_rows, row_part, value_width});
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query,
+                                                       AddRows<2, kRowN>{grad_key, key_rows, row_part, key_width});
+    } else {
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
     }
-
-    // grad_query
-    const auto scores = Fragment<kWidth>::tall(grad_score_tile, warp_row, 0);
-    multiply_by_columns<T, kShape.keys / 16>(
-        grad_query, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, scores.step(16 * m, 2 * k)); },
-        Fragment<kDim>::tall(key_tile, 0, warp % kColumns * kDimN));
-    if (kShape.stages == 1 && has_chunk) {
+    if (kShape.late_stages == 1 && has_chunk) {
       __syncthreads();
       copy_keys(turn ^ 1, coming);
       copy_async_commit();
@@ -165,7 +171,7 @@ __global__ __launch_bounds__(
 
   copy_async_wait<0>();
   __syncthreads();
-  put_tile<T, kDim>(shared.query, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return call.scale; });
+  put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return call.scale; });
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;

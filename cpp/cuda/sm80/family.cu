@@ -75,7 +75,8 @@ cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream
 cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   const Variant variant = variant_of(p, call.plan);
-  const bool is_plain = variant == Variant::kPlain && !p.mask.tiles.data && call.batches_in_turn * call.kv_heads_in_turn == 1;
+  const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
+  const bool is_plain = variant == Variant::kPlain && !has_mask && call.batches_in_turn * call.kv_heads_in_turn == 1;
   return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);
 }
 

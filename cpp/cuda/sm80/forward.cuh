@@ -31,14 +31,10 @@ __global__ __launch_bounds__(
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   const AttentionParams& p = call.p;
 
-  const QueryTile<kShape.queries> here(p);
-  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int tile_row = warp * kM * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first element
+  const QueryTile<kShape.queries> here(p, call.plan);
+  const int batch = here.batch, head = here.head, first_query = here.first_query;
+  const int warp = threadIdx.x / 32;
 
-  const char *const keys = head_rows(p.key, batch, kv_head), *const values = head_rows(p.value, batch, kv_head);
-  const uint32_t key_row_bytes = static_cast<uint32_t>(p.key.row_stride * 2),
-                 value_row_bytes = static_cast<uint32_t>(p.value.row_stride * 2);
   const uint32_t query_tile = shared_address(shared.query), key_tile = shared_address(shared.key),
                  value_tile = shared_address(shared.value);
 
@@ -53,11 +49,12 @@ __global__ __launch_bounds__(
       copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
     }
   }
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, first_query);
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, here.kv_head,
+                                                                first_query);
   Chunk chunk, coming;
   int turn = 0;
   bool has_chunk = walk.next(shared.stage[0], chunk);
-  if (has_chunk) walk.template load<kDim>(key_tile, shared.stage[0], chunk, keys, key_row_bytes, static_cast<int>(p.head_dim));
+  if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[0], chunk);
   copy_async_commit();
 
   float out[kM][kDim / 8][4];
@@ -65,36 +62,42 @@ __global__ __launch_bounds__(
   OnlineSoftmax<kM> softmax;
   const auto query_fragment = Fragment<kDim>::tall(query_tile, warp * kM * 16, 0);
   const auto key_fragment = Fragment<kDim>::wide(key_tile, 0, 0);
-  const auto value_fragment = Fragment<kDim>::tall(value_tile, 0, 0);
 
   while (has_chunk) {
     auto& stage = shared.stage[turn];
+    // Fresh thread indices, here and below: registers are too few to keep what follows from one.
+    const int lane = static_cast<int>(thread_index() % 32), tile_row = warp * kM * 16 + lane / 4,
+              column = lane % 4 * 2;  // of this thread's first element
+    const int thread = static_cast<int>(thread_index());
+    const auto queries = [&] {
+      if constexpr (kN == 16) return Fragment<kDim>::tall(query_tile, thread / 32 * kM * 16, 0, thread % 32);
+      if constexpr (kN != 16) return query_fragment;
+    };
     // Keys are here, and nobody reads the previous values any more.
     copy_async_wait<0>();
     __syncthreads();
-    walk.template load<kDim>(value_tile, stage, chunk, values, value_row_bytes, static_cast<int>(p.value_dim));
+    walk.template load_values<kDim>(value_tile, stage, chunk);
     copy_async_commit();
+    // The gathered walk needs many registers, so it comes here, where few are in use.
+    if (kVariant == Variant::kGathered) has_chunk = walk.next(shared.stage[turn ^ 1], coming);
 
-    float x[kM][kN][4];
+    // The gathered variant's bias is in the sums from the start, so that one factor takes them to logits in base 2.
+    float x[kM][kN][4], to_base_2 = call.scale_2;
     clear(x);
-    multiply_by_rows<T, kDim / 16>(x, query_fragment, key_fragment);
-
-    // Products to logits. kPlain leaves the scale to the softmax.
-    float to_base_2 = call.scale_2;
     if constexpr (kVariant == Variant::kGathered) {
-      const float to_logit = to_base_2;
-      to_base_2 = 1.0f;
+      const float per_scale = __fdividef(kLog2e, to_base_2);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float2 key_bias = *reinterpret_cast<const float2*>(&stage.key_bias[column + 8 * n]);
-        const float left = key_bias.x * kLog2e, right = key_bias.y * kLog2e;
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          x[m][n][0] = fmaf(x[m][n][0], to_logit, left), x[m][n][1] = fmaf(x[m][n][1], to_logit, right);
-          x[m][n][2] = fmaf(x[m][n][2], to_logit, left), x[m][n][3] = fmaf(x[m][n][3], to_logit, right);
+          x[m][n][0] = x[m][n][2] = key_bias.x * per_scale;
+          x[m][n][1] = x[m][n][3] = key_bias.y * per_scale;
         }
       }
     }
+    multiply_by_rows<T, kDim / 16>(x, queries(), key_fragment);
+
     if constexpr (kVariant == Variant::kGeneral) {
       to_base_2 = kLog2e;
       const LogitTerms<T> terms(p, batch, head);
@@ -116,14 +119,13 @@ __global__ __launch_bounds__(
         }
       }
     }
-    if (chunk.needs_test) hide(x, stage, chunk, tile_row, column, walk.low());
+    if (walk.needs_test(stage, chunk)) hide(x, stage, chunk, tile_row, column, walk.low());
 
     // Values are here, and nobody reads these keys any more: start on the next ones.
     copy_async_wait<0>();
     __syncthreads();
-    has_chunk = walk.next(shared.stage[turn ^ 1], coming);
-    if (has_chunk)
-      walk.template load<kDim>(key_tile, shared.stage[turn ^ 1], coming, keys, key_row_bytes, static_cast<int>(p.head_dim));
+    if (kVariant != Variant::kGathered) has_chunk = walk.next(shared.stage[turn ^ 1], coming);
+    if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[turn ^ 1], coming);
     copy_async_commit();
 
     softmax.update(x, to_base_2, out);
@@ -148,7 +150,8 @@ __global__ __launch_bounds__(
       }
     }
     multiply_by_columns<T, kShape.keys / 16>(
-        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(x[m], k, a); }, value_fragment);
+        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(x[m], k, a); },
+        Fragment<kDim>::tall(value_tile, 0, 0, (kVariant == Variant::kGathered || kN == 16 ? thread_index() : threadIdx.x) % 32));
     chunk = coming;
     turn ^= 1;
   }
@@ -156,11 +159,11 @@ __global__ __launch_bounds__(
   // Normalise, and write out by way of shared memory so that rows leave in 16-byte pieces.
   copy_async_wait<0>();
   __syncthreads();
-  const QueryTile<kShape.queries> tile(p);
+  const QueryTile<kShape.queries> tile(p, call.plan);
   float keep_scale = 1.0f;
   if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
-  put_tile<T, kDim>(shared.query, out, warp * kM * 16, 0, [&](int m, int r) {
-    const int row = tile_row + 16 * m + 8 * r;
+  put_tile<T, kDim>(query_tile, out, warp * kM * 16, 0, [&](int m, int r) {
+    const int lane = threadIdx.x % 32, row = warp * kM * 16 + lane / 4 + 16 * m + 8 * r;
     float log_sum, factor;
     softmax.finish(m, r, log_sum, factor);
     if (lane % 4 == 0 && tile.first_query + row < p.query_length) {

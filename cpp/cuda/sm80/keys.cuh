@@ -16,25 +16,32 @@ namespace dmattn::cuda::sm80 {
 
 // What is known of one chunk's keys, in shared memory. Two of them: the next chunk is prepared while one is computed.
 template <int kQueries, int kKeys>
-struct KeyStage {
+struct alignas(16) KeyStage {
   Span span[kKeys];      // of chunks that need a test; empty for keys that no query of the tile sees
   int32_t index[kKeys];  // gathered: the key, -1 for none
   float key_bias[kKeys];
+  int32_t gathered_needs_test;
   uint32_t bits[kQueries][kKeys / 32];  // of chunks in a partial tile
 };
 
 // What a walk looks up: written once per tile, kept in shared memory because registers are what the kernels are short of.
 struct KeySources {
   SpanSource spans;
-  const float* key_bias;  // [Sk] or null
-  int low, high;          // positions of the tile's first and last query
+  const float* key_bias;      // [Sk] or null
+  const char *keys, *values;  // where the head's rows begin
+  int low, high;              // positions of the tile's first and last query
   // in order
   int limit, whole_limit;        // keys seen by some query, by every query, as far as length and causality go
   const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
-  int entries, bits_row, first_tile, first_state;
+  int entries, bits_row;
   // gathered
   const int32_t *index, *first, *last;  // the plan's row
   int live_keys, words;
+};
+
+// How far the rings of the gathered walk are filled.
+struct RingState {
+  int whole_head, whole_count, partial_head, partial_count;
 };
 
 // The queues of the walk, which all threads fill.
@@ -42,11 +49,12 @@ template <int kThreads, int kKeys>
 struct KeyQueues {
   static constexpr int kRing = 1024;
   static_assert(kRing >= kPlanBlock + kKeys && kPlanBlock % kThreads == 0);
-  int32_t whole[kRing];    // keys that every query of the tile sees
-  int32_t partial[kRing];  // places in the plan of keys that some see
+  int32_t whole[kRing];    // keys that every query of the tile sees; in order: the tiles of a block mask
+  int32_t partial[kRing];  // places in the plan of keys that some see; in order: the states of those tiles
   uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
   int32_t warp_counts[kThreads / 32];
-  int2 cursor;  // words of live_blocks taken, blocks left of the last
+  RingState rings;  // between calls; here because registers are short
+  int2 cursor;      // words of live_blocks taken, blocks left of the last
   uint32_t seen[kThreads / 32][kKeys / 32];
   alignas(16) unsigned char sources[sizeof(KeySources)];
 };
@@ -60,7 +68,7 @@ __device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* span
   return bits;
 }
 
-// The chunk in hand; the same in all threads.
+// A chunk of keys in order; the same in all threads.
 struct Chunk {
   int base = 0;             // keys in order: the first key
   bool needs_test = false;  // spans are filled in and decide
@@ -74,13 +82,15 @@ class KeyWalk {
   using Queues = KeyQueues<kThreads, kKeys>;
 
   // A tile of the queries [first_query, first_query + kQueries) of a head.
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head,
+  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head, int kv_head,
                                      int first_query)
       : p_(p), queues_(queues), is_gathered_(plan.index != nullptr) {
     if (threadIdx.x == 0) {
       auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
-                                                       row_of<const float>(p.key_bias, batch, head)};
+                                                       row_of<const float>(p.key_bias, batch, head),
+                                                       head_rows(p.key, batch, kv_head), head_rows(p.value, batch, kv_head)};
       queues.cursor = {0, 0};
+      queues.rings = {0, 0, 0, 0};
       const int shift = static_cast<int>(p.key_length - p.query_length);
       sources.low = first_query + shift;
       sources.high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
@@ -90,12 +100,13 @@ class KeyWalk {
         find_tiles(sources, batch, head, first_query);
       }
     }
-    __syncthreads();
-    if (gathered()) {
-      find_live_blocks(plan, batch, head);
-    } else if (p.mask.tiles.data) {
-      coming_tile_ = sources().first_tile, coming_state_ = sources().first_state;
+    if (!gathered() && p.mask.tiles.data) {
+      const TileSource source(p.mask, batch, head);
+      const int row = first_query / static_cast<int>(p.mask.tile_q), tiles = static_cast<int>(p.mask.tiles_k);
+      load_tiles(source.rows + row * (tiles + 1) + 1, source.tiles + row * tiles, 0);
     }
+    __syncthreads();
+    if (gathered()) find_live_blocks(plan, batch, head);
   }
 
   __device__ __forceinline__ bool gathered() const {
@@ -105,7 +116,12 @@ class KeyWalk {
 
   // Prepares the next chunk in `stage`; false when there is none. All threads take part; on return they may read the stage.
   __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
-    return gathered() ? next_gathered(stage, chunk) : next_in_order(stage, chunk);
+    return gathered() ? next_gathered(stage) : next_in_order(stage, chunk);
+  }
+
+  // Do spans and bits decide?
+  __device__ __forceinline__ bool needs_test(const Stage& stage, const Chunk& chunk) const {
+    return gathered() ? stage.gathered_needs_test : chunk.needs_test;
   }
 
   // The key in column `column` of a chunk.
@@ -113,17 +129,37 @@ class KeyWalk {
     return gathered() ? stage.index[column] : chunk.base + column;
   }
 
-  // Starts copying the chunk's rows into a tile; rows no query of the tile sees become zeros.
+  // Starts copying the chunk's keys or values into a tile; rows no query of the tile sees become zeros.
+  template <int kDim>
+  __device__ __forceinline__ void load_keys(uint32_t tile, const Stage& stage, const Chunk& chunk) const {
+    load<kDim>(tile, stage, chunk, sources().keys, static_cast<uint32_t>(p_.key.row_stride * 2), static_cast<int>(p_.head_dim));
+  }
+  template <int kDim>
+  __device__ __forceinline__ void load_values(uint32_t tile, const Stage& stage, const Chunk& chunk) const {
+    load<kDim>(tile, stage, chunk, sources().values, static_cast<uint32_t>(p_.value.row_stride * 2),
+               static_cast<int>(p_.value_dim));
+  }
+
+ private:
   template <int kDim>
   __device__ __forceinline__ void load(uint32_t tile, const Stage& stage, const Chunk& chunk, const char* rows,
                                        uint32_t row_bytes, int width) const {
     using Copy = RowCopy<kDim, kThreads>;
     const Copy copy(width);
     if (gathered()) {
+      // Each thread has neighbouring rows here, so that it reads up to four indices at once.
+      constexpr int kPerThread = kKeys / Copy::kRows, kAtOnce = kPerThread < 4 ? kPerThread : 4;
+      struct alignas(4 * kAtOnce) Indices {
+        int32_t key[kAtOnce];
+      };
+#pragma unroll 1
+      for (int r = copy.row * kPerThread; r < (copy.row + 1) * kPerThread; r += kAtOnce) {
+        const Indices at = *reinterpret_cast<const Indices*>(&stage.index[r]);
 #pragma unroll
-      for (int r = 0; r < kKeys; r += Copy::kRows) {
-        const int key = stage.index[copy.row + r];
-        copy.start(tile, r, rows + static_cast<uint64_t>(static_cast<uint32_t>(max(key, 0))) * row_bytes, key >= 0);
+        for (int i = 0; i < kAtOnce; ++i) {
+          const char* const from = rows + static_cast<uint64_t>(static_cast<uint32_t>(max(at.key[i], 0))) * row_bytes;
+          copy.start_row(tile, r + i, from, at.key[i] >= 0);
+        }
       }
     } else if (chunk.needs_test) {
       const int low = sources().low, high = sources().high;
@@ -141,7 +177,6 @@ class KeyWalk {
     }
   }
 
- private:
   // ---- keys in order ----
 
   __device__ __forceinline__ void find_tiles(KeySources& to, int batch, int head, int first_query) {
@@ -154,38 +189,36 @@ class KeyWalk {
     to.bits_row = first_query % static_cast<int>(p_.mask.tile_q);
     to.list = source.rows + tile_row * (p_.mask.tiles_k + 1) + 1;
     to.states = source.tiles + tile_row * p_.mask.tiles_k;
-    const int entries = to.list[-1], first_tile = to.list[0];  // the list has room for at least one
-    to.entries = min(max(entries, 0), static_cast<int>(p_.mask.tiles_k));
-    to.first_tile = first_tile;
-    to.first_state = to.entries > 0 ? state_of(to, first_tile) : kTileEmpty;
+    to.entries = min(max(to.list[-1], 0), static_cast<int>(p_.mask.tiles_k));
   }
 
-  // Reads the list one entry ahead, so that its latency is hidden.
-  __device__ __forceinline__ void fetch_entry() {
-    if (entry_ >= sources().entries) return;
-    coming_tile_ = sources().list[entry_];
-    coming_state_ = state_of(sources(), coming_tile_);
-  }
-
-  __device__ __forceinline__ int state_of(const KeySources& in, int tile) const {
-    return tile >= 0 && tile < p_.mask.tiles_k ? in.states[tile] : kTileEmpty;
+  // Reads a ring full of the list from `entry` on. It does not wait for the number of entries: the list has room for all tiles.
+  __device__ __forceinline__ void load_tiles(const int32_t* list, const int32_t* states, int entry) {
+    const int tiles = static_cast<int>(p_.mask.tiles_k);
+    for (int i = threadIdx.x; i < min(Queues::kRing, tiles - entry); i += kThreads) {
+      const int tile = list[entry + i];
+      queues_.whole[i] = tile;
+      queues_.partial[i] = tile >= 0 && tile < tiles ? states[tile] : kTileEmpty;
+    }
   }
 
   __device__ __forceinline__ bool next_in_order(Stage& stage, Chunk& chunk) {
     for (;;) {
       const uint32_t* bits = nullptr;
       if (p_.mask.tiles.data) {
-        if (cursor_ >= tile_stop_) {
+        while (cursor_ >= tile_stop_) {
           if (entry_ >= sources().entries) return false;
-          state_ = coming_state_;
-          cursor_ = coming_tile_ * static_cast<int>(p_.mask.tile_k);
-          tile_stop_ = min(cursor_ + static_cast<int>(p_.mask.tile_k), sources().limit);
-          if (!is_live_tile(p_.mask, state_)) tile_stop_ = cursor_;
-          ++entry_;
-          fetch_entry();
-          continue;
+          if (entry_ > 0 && entry_ % Queues::kRing == 0) {
+            __syncthreads();
+            load_tiles(sources().list, sources().states, entry_);
+            __syncthreads();
+          }
+          const int place = entry_++ % Queues::kRing, begin = queues_.whole[place] * static_cast<int>(p_.mask.tile_k);
+          const bool is_live = is_live_tile(p_.mask, queues_.partial[place]);
+          tile_stop_ = is_live ? min(begin + static_cast<int>(p_.mask.tile_k), sources().limit) : 0;
+          cursor_ = begin;
         }
-        bits = bits_of_tile(p_.mask, state_);
+        bits = bits_of_tile(p_.mask, queues_.partial[(entry_ - 1) % Queues::kRing]);
         if (bits) bits += sources().bits_row * (p_.mask.tile_k / 32) + cursor_ % p_.mask.tile_k / 32;
       } else if (cursor_ >= sources().limit) {
         return false;
@@ -262,7 +295,7 @@ class KeyWalk {
   }
 
   // Reads the next live block of the plan into the queues; false at the end.
-  __device__ __forceinline__ bool refill() {
+  __device__ __forceinline__ bool refill(RingState& rings) {
     int2 cursor = queues_.cursor;
     while (cursor.y == 0) {
       if (cursor.x >= sources().words) return false;
@@ -297,8 +330,8 @@ class KeyWalk {
       place += w < warp ? other : 0;
       total += other;
     }
-    int whole_place = whole_head_ + whole_count_ + (place & 0xffff),
-        partial_place = partial_head_ + partial_count_ + (place >> 16);
+    int whole_place = rings.whole_head + rings.whole_count + (place & 0xffff),
+        partial_place = rings.partial_head + rings.partial_count + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
@@ -307,43 +340,46 @@ class KeyWalk {
       whole_place += __popc(whole[i]);
       partial_place += __popc(partial[i]);
     }
-    whole_count_ += total & 0xffff;
-    partial_count_ += total >> 16;
+    rings.whole_count += total & 0xffff;
+    rings.partial_count += total >> 16;
     __syncthreads();
     return true;
   }
 
-  __device__ __forceinline__ bool next_gathered(Stage& stage, Chunk& chunk) {
-    while (whole_count_ < kKeys && partial_count_ < kKeys && refill()) {
+  __device__ __forceinline__ bool next_gathered(Stage& stage) {
+    RingState rings = queues_.rings;
+    while (rings.whole_count < kKeys && rings.partial_count < kKeys && refill(rings)) {
     }
-    const bool is_whole = whole_count_ >= kKeys;
-    const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
-    const int from_whole = min(whole_count_, kKeys - from_partial);
+    const bool is_whole = rings.whole_count >= kKeys;
+    const int from_partial = is_whole ? 0 : min(rings.partial_count, kKeys);
+    const int from_whole = min(rings.whole_count, kKeys - from_partial);
     if (from_partial + from_whole == 0) return false;
-    chunk.needs_test = !is_whole;
     const int thread = threadIdx.x;
+    if (thread == 0) stage.gathered_needs_test = !is_whole;
     if (thread < kKeys) {
       int key = -1;
       Span span = Span::empty();
       if (thread < from_partial) {
-        const int at = queues_.partial[(partial_head_ + thread) % Queues::kRing];
+        const int at = queues_.partial[(rings.partial_head + thread) % Queues::kRing];
         key = sources().index[at];
         span = {sources().first[at], sources().last[at]};
       } else if (thread < from_partial + from_whole) {
-        key = queues_.whole[(whole_head_ + thread - from_partial) % Queues::kRing];
+        key = queues_.whole[(rings.whole_head + thread - from_partial) % Queues::kRing];
         span = {kFirstPosition, kLastPosition};
       }
       stage.index[thread] = key;
-      if (chunk.needs_test) stage.span[thread] = span;
+      if (!is_whole) stage.span[thread] = span;
       if (sources().key_bias) {
         copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), key >= 0);
       } else {
         stage.key_bias[thread] = 0.0f;
       }
     }
-    partial_head_ += from_partial, partial_count_ -= from_partial;
-    whole_head_ += from_whole, whole_count_ -= from_whole;
     __syncthreads();
+    if (thread == 0) {  // read again after some later barrier
+      queues_.rings = {rings.whole_head + from_whole, rings.whole_count - from_whole, rings.partial_head + from_partial,
+                       rings.partial_count - from_partial};
+    }
     return true;
   }
 
@@ -359,10 +395,7 @@ class KeyWalk {
   const AttentionParams& p_;
   Queues& queues_;
   const bool is_gathered_;
-  // in order
-  int cursor_ = 0, tile_stop_ = 0, state_ = 0, entry_ = 0, coming_tile_ = 0, coming_state_ = 0;
-  // gathered
-  int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
+  int cursor_ = 0, tile_stop_ = 0, entry_ = 0;  // in order: the next key, the end of its tile, the entry after the tile's
 };
 
 // Does the query in tile row `row` (tile row 0 is at position `low`) see the key in `column` of a chunk that needs a test?

@@ -4,18 +4,20 @@
 // conflicts, and because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
 #pragma once
 
-#include "../../params.h"
+#include "../attention_launch.h"
 #include "../common/device.cuh"
 
 namespace dmattn::cuda::sm80 {
 
 // Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them
-// long.
+// long; or what the plan says.
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
-  __device__ __forceinline__ explicit QueryTile(const AttentionParams& p) {
-    const uint32_t index = block_index(), tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
+  __device__ __forceinline__ QueryTile(const AttentionParams& p, const Plan& plan) {
+    const uint32_t tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
+    uint32_t index = block_index();
+    if (kQueries == kQueryPadding && plan.order) index = static_cast<uint32_t>(plan.order[index]);
     const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
     const uint32_t batch_head = index / tiles;
     batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
@@ -41,16 +43,27 @@ struct Tile {
 template <int kWidth, int kThreads>
 struct RowCopy {
   static constexpr int kChunks = kWidth / 8, kRows = kThreads / kChunks;
-  int row;
+  int row, part;
   bool in_row;  // is this thread's part inside the row's `width` elements?
 
-  __device__ __forceinline__ explicit RowCopy(int width) : row(threadIdx.x / kChunks), in_row(part() * 8 < width) {}
-  static __device__ __forceinline__ int part() { return threadIdx.x % kChunks; }
-  // Row `row + r` of the tile, r a multiple of kRows, from the global row at `from`.
+  // From a fresh thread index: nothing of it is worth a register between copies.
+  __device__ __forceinline__ explicit RowCopy(int width) : RowCopy(width, static_cast<int>(thread_index())) {}
+  __device__ __forceinline__ RowCopy(int width, int thread)
+      : row(thread / kChunks), part(thread % kChunks), in_row(part * 8 < width) {}
+  // Row `row + r` of the tile, r a multiple of kRows, from the global row at `from`, which is not read unless wanted.
   __device__ __forceinline__ void start(uint32_t tile, int r, const char* from, bool wanted) const {
     const uint32_t to =
-        kRows % 8 == 0 ? Tile<kWidth>::offset(row, part()) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part());
-    copy_async_16(tile + to, in_row ? from + part() * 16 : from, wanted && in_row);
+        kRows % 8 == 0 ? Tile<kWidth>::offset(row, part) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part);
+    start_at(tile + to, from, wanted);
+  }
+  // Any row of the tile.
+  __device__ __forceinline__ void start_row(uint32_t tile, int any_row, const char* from, bool wanted) const {
+    start_at(tile + Tile<kWidth>::offset(any_row, part), from, wanted);
+  }
+
+ private:
+  __device__ __forceinline__ void start_at(uint32_t to, const char* from, bool wanted) const {
+    copy_async_16(to, in_row ? from + part * 16 : from, wanted && in_row);
   }
 };
 
@@ -59,13 +72,11 @@ template <int kWidth>
 struct Fragment {
   uint32_t base;
   // 16 rows by 2 chunks: lanes 0-15 the rows of the first chunk. An A operand; a B operand when loaded transposed.
-  static __device__ __forceinline__ Fragment tall(uint32_t tile, int row, int chunk) {
-    const int lane = threadIdx.x % 32;
+  static __device__ __forceinline__ Fragment tall(uint32_t tile, int row, int chunk, int lane = threadIdx.x % 32) {
     return at(tile, row + (lane & 15), lane >> 4, chunk);
   }
   // 16 rows by 2 chunks: lanes 0-15 both chunks of the first 8 rows. A B operand; an A operand when loaded transposed.
-  static __device__ __forceinline__ Fragment wide(uint32_t tile, int row, int chunk) {
-    const int lane = threadIdx.x % 32;
+  static __device__ __forceinline__ Fragment wide(uint32_t tile, int row, int chunk, int lane = threadIdx.x % 32) {
     return at(tile, row + (lane & 7) + (lane >> 4 << 3), lane >> 3 & 1, chunk);
   }
   // rows and even chunks further on
@@ -82,9 +93,15 @@ struct Fragment {
 // Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it
 // computes, because with two warps per scheduler nothing else hides the latency of ldmatrix.
 
-// d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row.
-template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB>
-__device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b) {
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+// d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row. `beside(i, total)` is what else to do at
+// each step.
+template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB, class Beside = Nothing>
+__device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b,
+                                                 Beside beside = {}) {
   constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
   uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
@@ -103,12 +120,13 @@ __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment
       Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
       Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
     }
+    beside(i, kTotal);
   }
 }
 
 // d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
-template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA>
-__device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b) {
+template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA, class Beside = Nothing>
+__device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b, Beside beside = {}) {
   constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
   uint32_t fa[2][kM][4], fb[2][4];
 #pragma unroll
@@ -127,6 +145,7 @@ __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA 
       Element<T>::mma(d[m][n], fa[k & 1][m], fb[at][0], fb[at][1]);
       Element<T>::mma(d[m][n + 1], fa[k & 1][m], fb[at][2], fb[at][3]);
     }
+    beside(i, kTotal);
   }
 }
 
@@ -139,10 +158,23 @@ __device__ __forceinline__ void as_operand(const float (&x)[kColumns][4], int k,
   a[3] = Element<T>::pack(x[2 * k + 1][2], x[2 * k + 1][3]);
 }
 
+// Where a thread's pairs of accumulators go in a tile of 16-bit elements: columns 8 n from `column` on, which is a multiple of as
+// many columns as there are. Like a fragment's steps, a step along the row is one XOR.
+template <int kWidth>
+struct PairPlace {
+  uint32_t base;
+  __device__ __forceinline__ PairPlace(uint32_t tile, int row, int column)
+      : base(tile + Tile<kWidth>::offset(row + threadIdx.x % 32 / 4, column / 8) + threadIdx.x % 4 * 4) {}
+  __device__ __forceinline__ uint32_t at(int m, int r, int n) const {
+    return (base ^ ((n & 7) << 4)) + (n >> 3) * 128 + (16 * m + 8 * r) * (kWidth * 2);
+  }
+};
+
 // Accumulators, times `factor(m, r)`, into a tile of 16-bit elements.
 template <class T, int kWidth, int kM, int kN, class Factor>
-__device__ __forceinline__ void put_tile(void* tile, const float (&x)[kM][kN][4], int row, int column, Factor factor) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void put_tile(uint32_t tile, const float (&x)[kM][kN][4], int row, int column, Factor factor) {
+  static_assert((kN & (kN - 1)) == 0);
+  const PairPlace<kWidth> place(tile, row, column);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -150,9 +182,7 @@ __device__ __forceinline__ void put_tile(void* tile, const float (&x)[kM][kN][4]
       const float f = factor(m, r);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        const uint32_t at = Tile<kWidth>::offset(row + 16 * m + 8 * r + lane / 4, column / 8 + n) + lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(tile) + at) =
-            Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f);
+        store_shared_4(place.at(m, r, n), Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f));
       }
     }
   }
@@ -173,25 +203,32 @@ __device__ __forceinline__ void store_tile(const void* tile, int width, RowAt ro
   }
 }
 
-// Adds accumulators to fp32 global rows: row_at(m) is this lane's row, which is lane / 4 for even lanes and lane / 4 + 8 for odd
-// ones. Neighbouring lanes swap halves first, so that each adds four floats at once.
-template <int kM, int kN, class RowAt>
-__device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], int column, int width, RowAt row_at) {
-  const bool is_odd = threadIdx.x & 1;
+// Adds accumulators to fp32 global rows of `width` floats, a multiple of 16, in the order of mma.sync (sum_place): what a lane
+// holds of two neighbouring mma columns lies together. rows[m][r] is the row of tile row 16 m + 8 r + lane / 4. Columns beyond
+// the width are zero and are added to the first ones, so that there is no branch. Cut into `total` parts, because many adds in a
+// row stall.
+template <int kM, int kN>
+__device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], float* const (&rows)[kM][2], int column, int width,
+                                         int part, int total) {
+  static_assert(kN % 2 == 0);
+  constexpr int kAdds = kM * kN;
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
-    float* const to = row_at(m);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float (&own)[4] = x[m][n];
-      const float low = __shfl_xor_sync(0xffffffffu, is_odd ? own[0] : own[2], 1);
-      const float high = __shfl_xor_sync(0xffffffffu, is_odd ? own[1] : own[3], 1);
-      const float first = is_odd ? low : own[0], second = is_odd ? high : own[1];
-      const float third = is_odd ? own[2] : low, fourth = is_odd ? own[3] : high;
-      add_4(to + column + 8 * n + (threadIdx.x & 2) * 2, to && column + 8 * n < width, first, second, third, fourth);
-    }
+  for (int i = 0; i < kAdds; ++i) {
+    if (i < part * kAdds / total || i >= (part + 1) * kAdds / total) continue;
+    const int m = i / kN, r = i % kN / (kN / 2), n = i % (kN / 2) * 2;
+    const int at = column + 8 * n < width ? column + 8 * n : 0;
+    add_4(rows[m][r] + at + threadIdx.x % 4 * 4, x[m][n][2 * r], x[m][n][2 * r + 1], x[m][n + 1][2 * r], x[m][n + 1][2 * r + 1]);
   }
 }
+
+// The same as what a product does beside its steps.
+template <int kM, int kN>
+struct AddRows {
+  const float (&x)[kM][kN][4];
+  float* const (&rows)[kM][2];
+  int column, width;
+  __device__ __forceinline__ void operator()(int part, int total) const { add_rows(x, rows, column, width, part, total); }
+};
 
 template <int kM, int kN>
 __device__ __forceinline__ void clear(float (&x)[kM][kN][4]) {

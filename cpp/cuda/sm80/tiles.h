@@ -18,6 +18,8 @@ inline constexpr ForwardShape kForwardShape = {};
 template <Variant kVariant>
 inline constexpr ForwardShape kForwardShape<64, kVariant> = {128, 64, 4, 2};
 template <>
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 128, 4, 2};
+template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {128, 32, 4, 2};
 template <Variant kVariant>
 inline constexpr ForwardShape kForwardShape<128, kVariant> = {128, 64, 4, 2};
@@ -36,9 +38,10 @@ inline constexpr bool kForwardIsValid =
 static_assert(kForwardIsValid<Variant::kPlain> && kForwardIsValid<Variant::kGathered> && kForwardIsValid<Variant::kGeneral>);
 
 // Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. The query-major kernel keeps its
-// queries and walks the keys, the key-major kernel the other way round; what it walks is copied `stages` chunks ahead.
+// queries and walks the keys, the key-major kernel the other way round. Of what it walks it reads one tile early (values,
+// grad_out) and one late (keys, queries); each has room for as many chunks as it has stages.
 struct BackwardShape {
-  int queries, keys, warps, warp_rows, stages, blocks_per_sm;
+  int queries, keys, warps, warp_rows, early_stages, late_stages, blocks_per_sm;
 };
 
 enum class Room : int32_t { kLarge, kSmall };  // shared memory: 160 KB and more (sm80, sm90, sm100), 99 KB
@@ -46,30 +49,30 @@ enum class Room : int32_t { kLarge, kSmall };  // shared memory: 160 KB and more
 template <int kDim, Room kRoom>
 inline constexpr BackwardShape kQueryMajorShape = {};
 template <Room kRoom>
-inline constexpr BackwardShape kQueryMajorShape<64, kRoom> = {128, 64, 8, 4, 1, 1};
+inline constexpr BackwardShape kQueryMajorShape<64, kRoom> = {128, 64, 8, 4, 1, 1, 1};
 template <>
-inline constexpr BackwardShape kQueryMajorShape<128, Room::kLarge> = {128, 64, 8, 4, 2, 1};
+inline constexpr BackwardShape kQueryMajorShape<128, Room::kLarge> = {128, 64, 8, 4, 1, 2, 1};
 template <>
-inline constexpr BackwardShape kQueryMajorShape<128, Room::kSmall> = {64, 64, 8, 4, 1, 1};
+inline constexpr BackwardShape kQueryMajorShape<128, Room::kSmall> = {64, 64, 8, 4, 1, 1, 1};
 template <>
-inline constexpr BackwardShape kQueryMajorShape<256, Room::kLarge> = {64, 32, 8, 4, 1, 1};
+inline constexpr BackwardShape kQueryMajorShape<256, Room::kLarge> = {64, 32, 8, 4, 1, 1, 1};
 template <>
-inline constexpr BackwardShape kQueryMajorShape<256, Room::kSmall> = {32, 32, 4, 2, 1, 1};
+inline constexpr BackwardShape kQueryMajorShape<256, Room::kSmall> = {32, 32, 4, 2, 1, 1, 1};
 
 template <int kDim, Room kRoom>
 inline constexpr BackwardShape kKeyMajorShape = {};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<64, Room::kLarge> = {128, 128, 8, 4, 2, 1};
+inline constexpr BackwardShape kKeyMajorShape<64, Room::kLarge> = {128, 128, 8, 4, 2, 2, 1};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<64, Room::kSmall> = {64, 128, 8, 2, 2, 1};
+inline constexpr BackwardShape kKeyMajorShape<64, Room::kSmall> = {64, 128, 8, 2, 1, 2, 1};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<128, Room::kLarge> = {64, 128, 8, 2, 2, 1};
+inline constexpr BackwardShape kKeyMajorShape<128, Room::kLarge> = {64, 128, 8, 2, 2, 2, 1};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<128, Room::kSmall> = {64, 64, 8, 2, 1, 1};
+inline constexpr BackwardShape kKeyMajorShape<128, Room::kSmall> = {64, 64, 8, 2, 1, 1, 1};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<256, Room::kLarge> = {32, 64, 8, 2, 1, 1};
+inline constexpr BackwardShape kKeyMajorShape<256, Room::kLarge> = {32, 64, 8, 2, 1, 1, 1};
 template <>
-inline constexpr BackwardShape kKeyMajorShape<256, Room::kSmall> = {32, 32, 4, 2, 1, 1};
+inline constexpr BackwardShape kKeyMajorShape<256, Room::kSmall> = {32, 32, 4, 2, 1, 1, 1};
 
 constexpr bool is_valid(BackwardShape s) {
   const int columns = s.warps / s.warp_rows;
