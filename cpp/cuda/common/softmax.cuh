@@ -18,9 +18,8 @@ __device__ __forceinline__ float sum_over_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each. kChains: maxima and sums of a row that run beside each
-// other, for kernels that wait for their latency.
-template <int kTiles, int kChains = 1>
+// kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each.
+template <int kTiles>
 struct OnlineSoftmax {
   static constexpr float kLag = 8.0f;
   float maximum[kTiles][2], sum[kTiles][2];  // base 2; sum is this thread's part
@@ -37,80 +36,46 @@ struct OnlineSoftmax {
   // maximum moves.
   template <int kColumns, int kOut>
   __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
-    float factor[kTiles][2];
-    if (move_maximum(x, to_base_2, factor)) rescale(out, factor);
-    exponentiate(x, to_base_2);
-  }
-
-  // The three parts of update. True when the maximum of some row of the warp moves: out has to be rescaled by `factor`.
-  template <int kColumns>
-  __device__ __forceinline__ bool move_maximum(const float (&x)[kTiles][kColumns][4], float to_base_2,
-                                               float (&factor)[kTiles][2]) {
-    float grown[kTiles][2];  // of this thread's columns: the other threads of the row are asked only when some maximum moves
+    float grown[kTiles][2];
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float row[kChains];
+        float row = fmaxf(x[m][0][2 * r], x[m][0][2 * r + 1]);
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-          const float pair = fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]);
-          row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
-        }
-#pragma unroll
-        for (int i = 1; i < kChains; ++i) row[0] = fmaxf(row[0], row[i]);
-        grown[m][r] = row[0] * to_base_2;
+        for (int n = 1; n < kColumns; ++n) row = fmaxf(row, fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]));
+        grown[m][r] = max_over_quad(row) * to_base_2;
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
-    moves = __any_sync(0xffffffffu, moves);
-    if (moves) {
+    if (__any_sync(0xffffffffu, moves)) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float next = fmaxf(maximum[m][r], max_over_quad(grown[m][r]));
-          factor[m][r] = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
+          const float next = fmaxf(maximum[m][r], grown[m][r]);
+          const float factor = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
           maximum[m][r] = next;
-          sum[m][r] *= factor[m][r];
+          sum[m][r] *= factor;
+#pragma unroll
+          for (int n = 0; n < kOut; ++n) out[m][n][2 * r] *= factor, out[m][n][2 * r + 1] *= factor;
         }
       }
     }
-    return moves;
-  }
-
-  template <int kOut>
-  __device__ __forceinline__ void rescale(float (&out)[kTiles][kOut][4], const float (&factor)[kTiles][2]) const {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kOut; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[m][e / 2];
-      }
-    }
-  }
-
-  template <int kColumns>
-  __device__ __forceinline__ void exponentiate(float (&x)[kTiles][kColumns][4], float to_base_2) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float reference = maximum[m][r] == negative_infinity() ? 0.0f : maximum[m][r];
-        float parts[kChains] = {sum[m][r]};
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
             x[m][n][e] = exp2_approx(fmaf(x[m][n][e], to_base_2, -reference));
-            parts[(2 * n + e % 2) % kChains] += x[m][n][e];
+            sum[m][r] += x[m][n][e];
           }
         }
-        sum[m][r] = parts[0];
-#pragma unroll
-        for (int i = 1; i < kChains; ++i) sum[m][r] += parts[i];
       }
     }
   }
@@ -121,6 +86,74 @@ struct OnlineSoftmax {
     const float total = sum_over_quad(sum[m][r]);
     log_sum = total == 0.0f ? negative_infinity() : maximum[m][r] * kLn2 + logf(total);
     factor = total == 0.0f ? 0.0f : 1.0f / total;
+  }
+};
+
+// The same for one m16 tile and a kernel that has other work between the parts of an update: rescaling waits for a product, and
+// maxima and sums run in four chains, because nothing else hides their latency.
+struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
+  static constexpr int kChains = 4;
+
+  // True when the maximum of some row of the warp moves: out has to be rescaled by `factor`. The other threads of a row are asked
+  // only then.
+  template <int kColumns>
+  __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float to_base_2, float (&factor)[2]) {
+    float grown[2];  // of this thread's columns
+    bool moves = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float row[kChains];
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        const float pair = fmaxf(x[n][2 * r], x[n][2 * r + 1]);
+        row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
+      }
+#pragma unroll
+      for (int i = 1; i < kChains; ++i) row[0] = fmaxf(row[0], row[i]);
+      grown[r] = row[0] * to_base_2;
+      moves |= grown[r] > maximum[0][r] + kLag;
+    }
+    moves = __any_sync(0xffffffffu, moves);
+    if (moves) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float next = fmaxf(maximum[0][r], max_over_quad(grown[r]));
+        factor[r] = next == negative_infinity() ? 1.0f : exp2_approx(maximum[0][r] - next);
+        maximum[0][r] = next;
+        sum[0][r] *= factor[r];
+      }
+    }
+    return moves;
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void exponentiate(float (&x)[kColumns][4], float to_base_2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float reference = maximum[0][r] == negative_infinity() ? 0.0f : maximum[0][r];
+      float parts[kChains] = {sum[0][r]};
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& element = x[n][2 * r + e];
+          element = exp2_approx(fmaf(element, to_base_2, -reference));
+          parts[(2 * n + e) % kChains] += element;
+        }
+      }
+      sum[0][r] = parts[0];
+#pragma unroll
+      for (int i = 1; i < kChains; ++i) sum[0][r] += parts[i];
+    }
+  }
+
+  template <int kOut>
+  static __device__ __forceinline__ void rescale(float (&out)[kOut][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < kOut; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+    }
   }
 };
 

@@ -327,10 +327,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
   };
 
-  using Softmax = OnlineSoftmax<1, 4>;
+  using Softmax = OnlineSoftmaxInParts;
   // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
   Softmax softmax;
-  float factor[1][2];
+  float factor[2];
   bool moves = false;
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
@@ -368,8 +368,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       const int queries[2] = {row >> work.pack_shift, row + 8 >> work.pack_shift};
       hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
     }
-    moves = softmax.move_maximum(x, to_base_2, factor);
-    softmax.exponentiate(x, to_base_2);
+    moves = softmax.move_maximum(x[0], to_base_2, factor);
+    softmax.exponentiate(x[0], to_base_2);
     if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -521,7 +521,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       is_storing = kByCopy;
       clear_out();
     } else if (moves) {
-      softmax.rescale(out, factor);
+      Softmax::rescale(out[0], factor);
     }
     pack_weights();
   }
@@ -586,7 +586,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const Maps& maps, int blocks, cudaStream_t stream) {
   constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
-  static_assert(kBytes <= 227 * 1024 && kFits<kDim, kVariant>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kForwardShape<kDim, kVariant>, kVariant));
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

@@ -42,9 +42,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void group_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 __device__ __forceinline__ bool group_any(int id, int threads, bool mine) {
   int any;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
@@ -142,27 +139,6 @@ struct Product;
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
 #define DMATTN_D12(n) DMATTN_D8(n), DMATTN_D4(n + 8)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
-#define DMATTN_D14(n) DMATTN_D12(n), DMATTN_D(n + 12), DMATTN_D(n + 13)
-#define DMATTN_LIST56                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55"
-#define DMATTN_D22(n) DMATTN_D16(n), DMATTN_D4(n + 16), DMATTN_D(n + 20), DMATTN_D(n + 21)
-#define DMATTN_LIST88                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
-  "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
-#define DMATTN_D20(n) DMATTN_D16(n), DMATTN_D4(n + 16)
-#define DMATTN_LIST80                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
-  "%74, %75, %76, %77, %78, %79"
-#define DMATTN_D10(n) DMATTN_D8(n), DMATTN_D(n + 8), DMATTN_D(n + 9)
-#define DMATTN_LIST40                                                                                                        \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
@@ -199,10 +175,6 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 96, 12, 48, "%48", "%49", "%50", "%51", "%
 DMATTN_PRODUCT(__half, "f16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 112, 14, 56, "%56", "%57", "%58", "%59", "%60", "%61")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 176, 22, 88, "%88", "%89", "%90", "%91", "%92", "%93")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 160, 20, 80, "%80", "%81", "%82", "%83", "%84", "%85")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 
 #undef DMATTN_PRODUCT
 #undef DMATTN_LIST16

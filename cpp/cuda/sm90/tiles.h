@@ -6,20 +6,6 @@
 
 #include "../attention_launch.h"
 
-#ifndef DG
-#define DG 96, 3, 2, 4, 192, 48, 80
-#endif
-#ifdef DGN
-#undef DG
-#define DG DGN, DGS, DGQ, 4, DGC, DGW
-#endif
-#ifndef DP
-#define DP 128, 2, 2, 8, 200, 48, 64
-#endif
-#ifdef DPN
-#undef DP
-#define DP DPN, DPS, DPQ, 2, DPC, DPW
-#endif
 namespace dmattn::cuda::sm90 {
 
 // A block is four warpgroups: two that compute 64 rows of the tile each, one that loads, one that walks the keys.
@@ -28,10 +14,10 @@ inline constexpr int kLoaders = kWarpgroup / 2;  // threads that load keys; as m
 inline constexpr int kRows = kConsumers * 64;    // of a tile: (query, head) pairs
 
 struct ForwardShape {
-  int keys;                                    // of a chunk
-  int stages;                                  // chunks of keys, and of values, in flight
-  int query_tiles;                             // the next tile's queries come while one is computed
-  int notes;                                   // chunks that may be described ahead of their use
+  int keys;         // of a chunk
+  int stages;       // chunks of keys, and of values, in flight
+  int query_tiles;  // 2: the next tile's queries come while one is computed, and its output leaves from their place
+  int notes;        // chunks that may be described ahead of their use
   int computing_registers, loading_registers, walking_registers;  // per thread
 };
 
@@ -44,22 +30,22 @@ inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 176, 48, 112};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {DP};
+inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {DG};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {96, 3, 2, 4, 192, 48, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 56, 72};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 48, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
-template <int kDim, Variant kVariant>
-inline constexpr bool kFits = (kConsumers * kForwardShape<kDim, kVariant>.computing_registers + kForwardShape<kDim, kVariant>.loading_registers +
-                               kForwardShape<kDim, kVariant>.walking_registers) *
-                                  kWarpgroup <=
-                              65536;
+// Chunks of keys in order have to fill the tiles of a block mask; gathered ones are free.
+constexpr bool is_valid(ForwardShape s, Variant variant) {
+  return s.keys % 32 == 0 && s.keys <= kWarpgroup && (128 % s.keys == 0 || variant == Variant::kGathered) && s.query_tiles <= 2 &&
+         (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
+}
 
 }  // namespace dmattn::cuda::sm90

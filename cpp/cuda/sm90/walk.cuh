@@ -90,7 +90,6 @@ class Walk {
  public:
   using Queues = WalkQueues<kVariant>;
   static_assert(kVariant == Variant::kPlain || Queues::kRing >= kPlanBlock + 2 * kKeys);
-  static_assert(kKeys <= kWarpgroup && 128 % kKeys == 0 || kVariant == Variant::kGathered);
 
   __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, Queues& queues, Note<kVariant, kKeys>* notes,
                                   uint32_t note_full, uint32_t note_empty)
