@@ -38,7 +38,7 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2,
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 48, 80};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 56, 72};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
