@@ -183,3 +183,8 @@ def test_impossible_family_is_an_error(run_python):
     done = run_python("-c", program, DMATTN_FAMILY="sm70")
     assert done.returncode != 0
     assert "DMATTN_FAMILY: expected" in done.stderr
+    done = run_python("-c", program, DMATTN_FAMILY="sm90")
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "DMATTN_FAMILY: sm90 needs" in done.stderr or "DMATTN_FAMILY: expected auto or sm80" in done.stderr

@@ -173,8 +173,13 @@ def test_strides(device, dtype, layout):
         assert results["out"].is_contiguous()
 
 
-def test_more_than_65535_heads(device, dtype):
+@pytest.mark.parametrize("left", [None, 1], ids=["full", "a window"])
+def test_more_than_65535_heads(device, dtype, left):
+    """With so few keys every tile of a kernel has a single chunk of them."""
     case = make(device, dtype, B=70, H=1000, Hkv=500, Sq=3, Sk=2, D=8)
+    if left is not None:
+        mask = dmattn.IntervalMask.sliding_window(2, left, device=device)
+        case = dataclasses.replace(case, mask=mask, visible=mask.to_bool(3, 2))
     assert_matches_reference(case)
 
 
