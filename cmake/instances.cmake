@@ -1,4 +1,4 @@
-# The kernel instances of the sm80 family, as data: dmattn_sm80_instances(out_sources out_include) writes one .cu per (kernel, type, size,
+# The kernel instances of both families, as data. The sm80 family: dmattn_sm80_instances(out_sources out_include) writes one .cu per (kernel, type, size,
 # room) into the build tree and sm80_instances.h with the tables that cpp/cuda/sm80/family.cu searches.
 #
 # A row is kernel|size|room|variants. A variant that is left out is served by kGeneral, a kLarge room by kSmall.

@@ -20,7 +20,8 @@ struct Plan {
   int32_t* index = nullptr;    // [plan_batch, plan_heads, capacity]: the key; null: no plan, keys are taken in order
   int32_t* first = nullptr;    // [plan_batch, plan_heads, capacity]: its span of positions, causality included
   int32_t* last = nullptr;     // [plan_batch, plan_heads, capacity]
-  int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block
+  int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block;
+                               // nobody's span without keys
   int32_t* count = nullptr;    // [plan_batch, plan_heads]
   int32_t* ticket = nullptr;   // one int, zeroed: ForwardCall's
   int64_t capacity = 0;        // Sk rounded up to kPlanBlock

@@ -56,8 +56,8 @@ __global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant
   }
   __syncthreads();
 
-  // Summarise: one warp per block.
-  for (int block = warp; block * kPlanBlock < written; block += kWarps) {
+  // Summarise: one warp per block, those without keys too, so that a reader need not wait for the count.
+  for (int block = warp; block < static_cast<int>(plan.capacity / kPlanBlock); block += kWarps) {
     int smallest = kLastPosition, largest = kFirstPosition;
     for (int at = block * kPlanBlock + lane; at < min(written, (block + 1) * kPlanBlock); at += 32) {
       smallest = min(smallest, first[at]);

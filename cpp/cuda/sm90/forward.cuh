@@ -2,7 +2,7 @@
 // what the notes say, two compute: products on the tensor cores run while the other warpgroup, or the softmax of this one, does
 // its arithmetic.
 //
-// The one surprise is how little the computing warpgroups know: a chunk is 128 rows of keys in shared memory and a note, whether
+// The one surprise is how little the computing warpgroups know: a chunk is some rows of keys in shared memory and a note, whether
 // the rows came by tensor copy, were gathered one by one, or belong to the next tile.
 #pragma once
 
@@ -28,6 +28,7 @@ template <int kDim, Variant kVariant>
 struct alignas(1024) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   static constexpr int kTileNotes = 4;  // the output of a tile is written while its second successor may be loading
+  static_assert(kTileNotes >= kShape.query_tiles + 2);
   uint16_t query[kShape.query_tiles][kRows * kDim];
   uint16_t key[kShape.stages][kShape.keys * kDim];
   uint16_t value[kShape.stages][kShape.keys * kDim];
@@ -543,7 +544,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
-  // Without gathering, one thread loads everything.
+  // Without gathering, one thread loads all keys and queries, another all values.
   const bool is_single = !call.plan.index && !call.p.mask.tiles.data;
   if (threadIdx.x == 0) {
     const int loaders = is_single ? 1 : kLoaders + 1, loading_warps = is_single ? 2 : 4, warps = kConsumers * 4;

@@ -4,6 +4,8 @@
 // thread of each role gets, and the sum is checked here.
 #pragma once
 
+#include <initializer_list>
+
 #include "../attention_launch.h"
 
 namespace dmattn::cuda::sm90 {
@@ -42,9 +44,14 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
-// Chunks of keys in order have to fill the tiles of a block mask; gathered ones are free.
+// Chunks of keys in order have to fill the tiles of a block mask; gathered ones are free. The walk holds a note back until the
+// next is begun, and a chunk is announced after the next is loaded: fewer notes or stages would wait for each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
-  return s.keys % 32 == 0 && s.keys <= kWarpgroup && (128 % s.keys == 0 || variant == Variant::kGathered) && s.query_tiles <= 2 &&
+  for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
+    if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
+  }
+  return s.keys % 32 == 0 && s.keys <= kWarpgroup && (128 % s.keys == 0 || variant == Variant::kGathered) && s.stages >= 2 &&
+         s.notes >= 3 && (s.query_tiles == 1 || s.query_tiles == 2) &&
          (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
 }
 

@@ -1,7 +1,8 @@
 // Which keys a tile meets, chunk by chunk: one warpgroup walks ahead of those that load and compute, and leaves notes for them.
 //
-// The one surprise is that keys in order are walked backwards from the last one the tile sees: chunks then end where visibility
-// ends, so no key behind it is ever loaded, and keys in front of the first are zeros by the rules of tensor copies.
+// The one surprise is that keys in order, where no mask names them, are walked backwards from the last one the tile sees: chunks
+// then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first are zeros by the rules of
+// tensor copies.
 #pragma once
 
 #include "../common/visibility.cuh"
@@ -16,9 +17,9 @@ enum Flag : uint32_t {
   kLast = 2,     // of a tile
   kEnd = 4,      // no chunk at all: the work is done
   kInOrder = 8,  // keys base, base + 1, ...; otherwise those of `index`
-  kLimit = 16,   // needs a test of keys against `limit` and causality
-  kSpans = 32,   // needs a test of spans
-  kBits = 64,    // and of bits
+  kLimit = 16,   // needs a test against the first key and causality; in order only
+  kSpans = 32,   // needs a test of spans; gathered, rows may be missing
+  kBits = 64,    // needs a test of bits; the same
 };
 
 // A span as first position and length: one comparison tells.
@@ -81,7 +82,7 @@ struct WalkQueues {
   int32_t partial[kRing];  // places in the plan of keys that some see
   uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
   int warp_counts[2][4];
-  uint32_t seen[4][4];
+  uint32_t seen[4][4];  // [warp][word]
   uint32_t item;
 };
 
@@ -122,8 +123,9 @@ class Walk {
  private:
   using Stage = Note<kVariant, kKeys>;
 
-  __device__ __forceinline__ void sync() const { group_sync(1, kWarpgroup); }
-  __device__ __forceinline__ bool any(bool mine) const { return group_any(1, kWarpgroup, mine); }
+  static constexpr int kBarrier = 1;  // 0 is the whole block's
+  __device__ __forceinline__ void sync() const { group_sync(kBarrier, kWarpgroup); }
+  __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kWarpgroup, mine); }
 
   __device__ __forceinline__ bool gathered() const {
     return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : call_.plan.index != nullptr;
