@@ -23,7 +23,7 @@ struct Plan {
   int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block;
                                // nobody's span without keys
   int32_t* count = nullptr;    // [plan_batch, plan_heads]
-  int32_t* ticket = nullptr;   // one int, zeroed: ForwardCall's
+  int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
   int64_t capacity = 0;        // Sk rounded up to kPlanBlock
   int64_t batch_stride = 0;    // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
@@ -50,7 +50,6 @@ struct ForwardCall {
   AttentionParams p;
   Plan plan;
   float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
-  int32_t* ticket = nullptr;  // one int of scratch, zero when there is a plan: tiles handed out to blocks as they come free
 };
 
 struct BackwardCall {

@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
   check_cuda_support(p);
-  choose_family(device.index());  // backward has the sm80 kernels alone
+  choose_family(device.index());  // an impossible wish is an error here, too; backward has the sm80 kernels alone
   const auto results = [&] {
     return std::tuple{checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
   };

@@ -27,10 +27,13 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
   const OwnedPlan plan = make_plan(p, query, device.stream(), family == Family::kSm80);
-  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), plan.plan.ticket};
+  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE)};
   if (family != Family::kSm80 && p.key_length > 0) {  // without keys there is nothing to choose between
     std::optional<Tensor> ticket;
-    if (!call.ticket) ticket = empty_on(query, {1}, ScalarType::Int), call.ticket = static_cast<int32_t*>(ticket->data_ptr());
+    if (!call.plan.ticket) {
+      ticket = empty_on(query, {1}, ScalarType::Int);
+      call.plan.ticket = static_cast<int32_t*>(ticket->data_ptr());
+    }
     const cudaError_t status = sm90_forward(call, device);
     check(status != cudaErrorNotSupported || family == Family::kAuto,
           "DMATTN_FAMILY: sm90 has no kernel for this call: head sizes D=", p.head_dim, " and Dv=", p.value_dim,
@@ -39,7 +42,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
       check_cuda(status, "attention kernel");
       return {checked.out, checked.lse};
     }
-    call.ticket = nullptr;
+    call.plan.ticket = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);
   return {checked.out, checked.lse};

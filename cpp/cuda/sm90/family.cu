@@ -102,7 +102,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   const int64_t items = work.tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  work.ticket = items > blocks ? call.ticket : nullptr;
+  work.ticket = items > blocks ? call.plan.ticket : nullptr;
 
   Maps maps;
   const int keys = instance->keys, warp_pack = static_cast<int>(std::min<int64_t>(pack, 16));

@@ -7,7 +7,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// call.ticket: one int of scratch, zero when there is a plan. processors: of the device.
+// call.plan.ticket: one int of scratch, which a plan has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
 }  // namespace dmattn::cuda::sm90

@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (flags & kEnd) {
       copy_async_wait<0>();
       if (is_due) announce(n - 1);
-      if (!is_single || thread == 0) barrier_arrive(full.at(n));
-      if (!is_single && thread == 0) barrier_arrive(full.at(n));
+      barrier_arrive(full.at(n));
+      if (!is_single && thread == 0) barrier_arrive(full.at(n));  // as for every chunk: each thread once, the first twice
       return;
     }
     if (flags & kFirst) {
