@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 
-# DMATTN_FAMILY chooses the kernels, as everywhere. The tools run side by side; their logs are in build/sanitizer, or in $LOGS.
+# DMATTN_FAMILY chooses the kernels, as everywhere; run both on Hopper, because initcheck sees backward with sm80 alone. The tools run side by side; their logs are in build/sanitizer, or in $LOGS.
 if [ "${1:-}" = --gpu ]; then
   shift
   logs=${LOGS:-build/sanitizer}
@@ -22,7 +22,7 @@ torch.cuda.synchronize()'
   for tool in memcheck racecheck initcheck synccheck; do
     only=(--kernel-name kernel_substring=dmattn)
     if [ $tool = initcheck ]; then only=(); fi
-    compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 99 --print-limit 20 \
+    DMATTN_SANITIZER=$tool compute-sanitizer --tool $tool "${only[@]}" --error-exitcode 99 --print-limit 20 \
       "$python" -m pytest -q -p no:cacheprovider -p no:xdist tests/test_sanitized.py "$@" >"$logs/$tool.log" 2>&1 &
     pids[$tool]=$!
   done

@@ -101,6 +101,52 @@ def test_a_second_device_while_the_first_is_current(side):
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, expected, strict=True))
 
 
+def long_spans(kind, heads, queries, keys):
+    """Starts and ends that make the plan's lists short, long, many, or not worth it."""
+    draw = lambda low, high: torch.randint(low, high, (2, heads, keys), device="cuda", dtype=torch.int32)  # noqa: E731
+    always = torch.zeros(2, heads, keys, device="cuda", dtype=torch.int32)  # what is causal begins with its key
+    if kind == "window":
+        return always, (torch.arange(keys, device="cuda", dtype=torch.int32) + keys // 8).expand(2, heads, keys).contiguous()
+    if kind == "top_k":
+        return always, torch.ops.dmattn.select(torch.randn(2, heads, keys, device="cuda"), None, keys // 16, True)
+    if kind == "any":
+        return tuple(torch.stack([draw(-100, keys), draw(-100, keys)]).sort(0).values)
+    if kind == "short":
+        start = draw(-100, keys)
+        return start, start + draw(0, 900)
+    return always, torch.where(torch.rand(2, heads, keys, device="cuda") < 0.9, 2**31 - 1, 0).int()  # most
+
+
+@pytest.mark.parametrize(
+    "lengths", [(513, 700), (4097, 4097), (9000, 9000), (5000, 12001), (12001, 5000), (40000, 40000)], ids=str
+)
+@pytest.mark.parametrize("kind", ["window", "top_k", "any", "short", "most"])
+def test_lists_of_long_problems(kind, lengths):
+    queries, keys = lengths
+    if kind == "top_k" and queries != keys:
+        pytest.skip("selection is for as many queries as keys")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 64, device="cuda").bfloat16() for h, n in ((4, queries), (2, keys), (2, keys)))
+    start, end = long_spans(kind, 2, queries, keys)
+    causal = kind in ("window", "top_k", "most")
+    out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
+    # Some of the queries, in float64.
+    rows = torch.randint(0, queries, (200,), device="cuda")
+    rows[0], rows[1] = 0, queries - 1
+    positions = (rows + keys - queries)[:, None]
+    visible = torch.ones(2, 4, 200, keys, dtype=torch.bool, device="cuda")
+    visible &= start.repeat_interleave(2, 1)[:, :, None] <= positions
+    visible &= end.repeat_interleave(2, 1)[:, :, None] > positions
+    if causal:
+        visible &= torch.arange(keys, device="cuda") <= positions
+    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    logits = (q[:, :, rows].double() @ k.mT * 64**-0.5).masked_fill(~visible, -torch.inf)
+    assert torch.equal(torch.isfinite(lse[:, :, rows]), visible.any(-1))
+    torch.testing.assert_close(lse[:, :, rows].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    expected = logits.softmax(-1).nan_to_num(0.0) @ v
+    torch.testing.assert_close(out[:, :, rows].double(), expected, rtol=2e-2, atol=4e-3)
+
+
 @pytest.mark.parametrize("sparse", [True, False])
 def test_deterministic_gradients_are_equal_over_twenty_runs(sparse):
     q, k, v, scores, grad_out = inputs(length=1500)

@@ -6,6 +6,7 @@ The reference runs on the CPU, so that the GPU runs little but the kernels in qu
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import dmattn
 import pytest
@@ -19,12 +20,23 @@ from dmattn.testing.tolerance import assert_close_to_reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 tensor = strategies.random_tensor
-WINDOW = 60
+WINDOW = 400
+
+
+def check(case, on_gpu):
+    is_hopper = os.environ.get("DMATTN_FAMILY") != "sm80" and torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and os.environ.get("DMATTN_SANITIZER") == "initcheck":
+        # It does not see what tensor copies write: who reads the output, we or backward, would seem to read what nobody wrote.
+        on_gpu.call(dmattn.attention)
+        torch.cuda.synchronize()
+        return
+    assert_close_to_reference(case, {name: result.cpu() for name, result in run(on_gpu).items()})
 
 
 def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     """A case on the CPU and its mask on the GPU."""
-    queries, keys = {"plain": (150, 333), "gathered": (700, 700)}.get(kind, (300, 300))
+    # Long enough that every ring of buffers in the kernels comes round, and gathered ones with lists of several segments.
+    queries, keys = {"plain": (150, 1333), "gathered": (600, 700)}.get(kind, (200, 500))
     query = tensor((1, 2, queries, size), 0, dtype)
     key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)
     case = AttentionCase(query, key, value, is_causal=True, scale=0.1, deterministic=deterministic, description=kind)
@@ -52,8 +64,7 @@ def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
 def test_attention(kind, sizes, deterministic):
     case, mask = problem(kind, *sizes, deterministic)
     on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)
-    results = run(on_gpu)
-    assert_close_to_reference(case, {name: result.cpu() for name, result in results.items()})
+    check(case, on_gpu)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -90,5 +101,5 @@ def test_pack(block):
 def test_float16():
     case, mask = problem("gathered", 64, 64, False, torch.float16)
     on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)
-    assert_close_to_reference(case, {name: result.cpu() for name, result in run(on_gpu).items()})
+    check(case, on_gpu)
     assert dmattn.attention(on_gpu.query, on_gpu.key, on_gpu.value).dtype == torch.float16

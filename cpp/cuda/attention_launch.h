@@ -1,7 +1,8 @@
 // The border between the attention host files and every kernel family: plain structs and launch functions, no torch.
 //
-// A call is planned once (launch_plan: which keys does anybody see?), then a family runs it. The plan has no list per query tile
-// and so no bound that could overflow: kernels walk the live keys of a head block by block and skip blocks by their summaries.
+// A call is planned once (launch_plan: which keys does anybody see, and which does each segment of the queries see?), then a
+// family runs it. Segments are as short as their lists fit into memory that grows with the number of keys alone; a whole
+// head's queries are one segment if need be, so no bound can overflow.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,20 +13,32 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kPlanBlock = 512;     // live keys per summary
+inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads at once
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
-// The live keys of each mask head, in key order. Heads of the plan: as many as start and end together tell apart.
+inline constexpr int kShortestSegment = 9, kMostSegments = 2048;  // a segment is 2^9 queries or more
+inline constexpr int kCoarseShift =
+    3;  // as many segments, in powers of 2, are listed together first, which makes their lists cheap
+inline constexpr int kPlanPart = 4096;  // keys that a block of the plan's kernels looks at
+inline constexpr int kPlanEntries = 6;  // of a row of the plan, for each key: the live keys, and room for lists
+
+// The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
+// and end together tell apart; a row is one of them.
 struct Plan {
-  int32_t* index = nullptr;    // [plan_batch, plan_heads, capacity]: the key; null: no plan, keys are taken in order
-  int32_t* first = nullptr;    // [plan_batch, plan_heads, capacity]: its span of positions, causality included
-  int32_t* last = nullptr;     // [plan_batch, plan_heads, capacity]
-  int32_t* summary = nullptr;  // [plan_batch, plan_heads, capacity / kPlanBlock, 2]: smallest first, largest last of a block;
-                               // nobody's span without keys
-  int32_t* count = nullptr;    // [plan_batch, plan_heads]
-  int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  int64_t capacity = 0;        // Sk rounded up to kPlanBlock
-  int64_t batch_stride = 0;    // 0 or plan_heads, in rows
+  int32_t* index = nullptr;   // [rows, capacity]: the live keys, then the lists; null: no plan, keys are taken in order
+  int32_t* first = nullptr;   // [rows, capacity]: the key's span of positions, causality included
+  int32_t* last = nullptr;    // [rows, capacity]
+  int32_t* count = nullptr;   // [rows]: live keys
+  int32_t* shift = nullptr;   // [rows]: a segment is 2^shift queries
+  int32_t* lists = nullptr;   // [rows, most_lists, 2]: where in the row the list of a segment begins, and its length; then those
+                              // of coarse segments, which nobody but the plan reads
+  int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
+  int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
+  bool keeps_live = false;    // is the list of the live keys wanted?
+  int64_t capacity = 0;       // kPlanEntries * Sk
+  int64_t most_lists = 0;     // that a row may have
+  int64_t parts = 0;          // of kPlanPart keys
+  int64_t batch_stride = 0;   // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
@@ -49,7 +62,7 @@ inline Variant variant_of(const AttentionParams& p, const Plan& plan) {
 struct ForwardCall {
   AttentionParams p;
   Plan plan;
-  float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
+  float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale * log2(e), 1 / scale
 };
 
 struct BackwardCall {

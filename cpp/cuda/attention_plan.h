@@ -84,14 +84,22 @@ inline OwnedPlan make_order(const AttentionParams& p, const Tensor& like, cudaSt
   return {memory, plan};
 }
 
-// wants_order: for a family that starts tiles in a fixed order.
-inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream, bool wants_order = true) {
+struct PlanNeeds {
+  bool order = true;       // for a family that starts tiles in a fixed order
+  bool live_keys = false;  // for kernels that walk keys, not queries
+};
+
+inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream, PlanNeeds needs) {
   const PerHead &start = p.mask.start, &end = p.mask.end;
   if (p.key_length == 0 || p.query_length == 0) return {};
-  if (p.mask.tiles.data) return wants_order ? make_order(p, like, stream) : OwnedPlan{};
+  if (p.mask.tiles.data) return needs.order ? make_order(p, like, stream) : OwnedPlan{};
   if (!start.data && !end.data) return {};
   Plan plan;
-  plan.capacity = ceil_div(p.key_length, kPlanBlock) * kPlanBlock;
+  plan.keeps_live = needs.live_keys;
+  plan.capacity = kPlanEntries * p.key_length;
+  const int64_t segments = ceil_div(p.query_length, int64_t{1} << kShortestSegment);
+  plan.most_lists = segments + ceil_div(segments, int64_t{1} << kCoarseShift);
+  plan.parts = ceil_div(p.key_length, kPlanPart);
   plan.head_divisor = p.heads;
   for (const PerHead* row : {&start, &end}) {
     if (row->data && row->head_divisor < plan.head_divisor) plan.head_divisor = row->head_divisor;
@@ -99,14 +107,17 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.heads = p.heads / plan.head_divisor;
   plan.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
   plan.batch_stride = plan.batches > 1 ? plan.heads : 0;
-  const int64_t rows = plan.batches * plan.heads, summaries = plan.capacity / kPlanBlock * 2;
-  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + summaries + 1) + 1}, ScalarType::Int);
+  const int64_t rows = plan.batches * plan.heads;
+  const int64_t counts = plan.parts * 2 * segments;
+  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + 2 * plan.most_lists + counts + 2) + 1}, ScalarType::Int);
   plan.index = static_cast<int32_t*>(memory.data_ptr());
   plan.first = plan.index + rows * plan.capacity;
   plan.last = plan.first + rows * plan.capacity;
-  plan.summary = plan.last + rows * plan.capacity;
-  plan.count = plan.summary + rows * summaries;
-  plan.ticket = plan.count + rows;
+  plan.count = plan.last + rows * plan.capacity;
+  plan.shift = plan.count + rows;
+  plan.lists = plan.shift + rows;
+  plan.counts = plan.lists + rows * 2 * plan.most_lists;
+  plan.ticket = plan.counts + rows * counts;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

@@ -61,7 +61,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
   // The plan and the terms of each query.
-  const OwnedPlan plan = make_plan(p, query, stream);
+  PlanNeeds needs;
+  needs.live_keys = deterministic;
+  const OwnedPlan plan = make_plan(p, query, stream, needs);
   call.plan = plan.plan;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;

@@ -26,8 +26,11 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   const Family family = choose_family(device.index());
   if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
   align_inputs(checked.inputs);
-  const OwnedPlan plan = make_plan(p, query, device.stream(), family == Family::kSm80);
-  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE)};
+  PlanNeeds needs;
+  needs.order = family == Family::kSm80;
+  const OwnedPlan plan = make_plan(p, query, device.stream(), needs);
+  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE),
+                   static_cast<float>(1.0 / p.scale)};
   if (family != Family::kSm80 && p.key_length > 0) {  // without keys there is nothing to choose between
     std::optional<Tensor> ticket;
     if (!call.plan.ticket) {

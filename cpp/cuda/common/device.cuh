@@ -21,6 +21,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// A bit for each lane in front of this one.
+__device__ __forceinline__ uint32_t lanes_before() {
+  uint32_t mask;
+  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
+  return mask;
+}
+
 // blockIdx.x, read anew at every call: what is computed from it need not stay in registers over a long loop.
 __device__ __forceinline__ uint32_t block_index() {
   uint32_t index;

@@ -1,84 +1,288 @@
-// The plan of a call with intervals: the keys that some query sees, compacted per mask head, with summaries of blocks of them.
+// The plan of a call with intervals: for each segment of the queries the keys that some of them see, in key order.
 //
-// The one surprise is that one CTA does a whole row: it reads three ints per key once, which is nothing beside the attention that
-// follows, and needs neither a second launch nor a look at other CTAs.
+// The one surprise is how the segments' length is found, and everything's place: prefix sums of keys by the segment that first
+// sees them and by the last that does give, part by part of the keys, the length of every list at every length of segments.
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+
 #include "../attention_launch.h"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kWarps = 32, kKeysPerLane = 4;
+constexpr int kWarps = 32, kThreads = kWarps * 32, kListWarps = 16, kKeysPerLane = 4;
+constexpr int kItems = kMostSegments / kThreads;
+static_assert(kThreads * kKeysPerLane == kPlanPart);
+using Scan = cub::BlockScan<int, kThreads>;
 
-__global__ __launch_bounds__(kWarps * 32) void plan_kernel(const __grid_constant__ AttentionParams p,
-                                                           const __grid_constant__ Plan plan) {
-  __shared__ int warp_counts[2][kWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t row = blockIdx.x;
-  const int batch = static_cast<int>(row / plan.heads), head = static_cast<int>(row % plan.heads * plan.head_divisor);
-  const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, head);
-  const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
-  int32_t* const index = plan.index + row * plan.capacity;
-  int32_t* const first = plan.first + row * plan.capacity;
-  int32_t* const last = plan.last + row * plan.capacity;
+constexpr int segments_at(int queries, int shift) { return (queries + (1 << shift) - 1) >> shift; }
 
-  // Compact: each warp takes 128 keys at a time, its place is the number of live keys in front.
-  int written = 0;
-  const int key_length = static_cast<int>(p.key_length);
-  for (int base = 0, turn = 0; base < key_length; base += kWarps * 32 * kKeysPerLane, turn ^= 1) {
-    Span span[kKeysPerLane];
-    unsigned alive[kKeysPerLane];
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) span[i] = spans.of_key(base + (warp * kKeysPerLane + i) * 32 + lane);
+struct Entry {
+  int key;
+  Span span;
+};
+
+// A row of the plan.
+struct PlanRow {
+  int32_t *index, *first, *last;
+  int2* lists;
+  int low, queries;       // the position of the first query
+  int segments;           // of the shortest kind
+  const int32_t* counts;  // [parts, 2, segments]
+
+  __device__ __forceinline__ PlanRow(const AttentionParams& p, const Plan& plan, int64_t row)
+      : index(plan.index + row * plan.capacity),
+        first(plan.first + row * plan.capacity),
+        last(plan.last + row * plan.capacity),
+        lists(reinterpret_cast<int2*>(plan.lists) + row * plan.most_lists),
+        low(static_cast<int>(p.key_length - p.query_length)),
+        queries(static_cast<int>(p.query_length)),
+        segments(segments_at(queries, kShortestSegment)),
+        counts(plan.counts + row * plan.parts * 2 * segments) {}
+
+  __device__ __forceinline__ void write(int at, const Entry& entry) const {
+    index[at] = entry.key;
+    first[at] = entry.span.first, last[at] = entry.span.last;
+  }
+  __device__ __forceinline__ Entry read(int at) const { return {index[at], {first[at], last[at]}}; }
+};
+
+// How many keys a segment of 2^shift queries sees, by prefix sums over segments of the shortest kind.
+__device__ __forceinline__ int length_of(const int* begun, const int* ended, int segments, int segment, int shift) {
+  const int from = segment << shift - kShortestSegment, to = min(segment + 1 << shift - kShortestSegment, segments);
+  return begun[to - 1] - (from > 0 ? ended[from - 1] : 0);
+}
+
+// The keys of a block of kPlanPart keys, by thread.
+struct PartKeys {
+  Entry entry[kKeysPerLane];
+  int64_t row;
+  int part;
+  __device__ __forceinline__ PartKeys(const AttentionParams& p, const Plan& plan)
+      : row(blockIdx.x / plan.parts), part(static_cast<int>(blockIdx.x % plan.parts)) {
+    const int batch = static_cast<int>(row / plan.heads), head = static_cast<int>(row % plan.heads * plan.head_divisor);
+    const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, head);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      alive[i] = __ballot_sync(0xffffffffu, span[i].touches(low, high));
-      count += __popc(alive[i]);
+      const int key = part * kPlanPart + (threadIdx.x / 32 * kKeysPerLane + i) * 32 + threadIdx.x % 32;
+      entry[i] = {key, spans.of_key(key)};
     }
-    if (lane == 0) warp_counts[turn][warp] = count;
-    __syncthreads();
-    int place = written;
-    for (int w = 0; w < kWarps; ++w) {
-      const int other = warp_counts[turn][w];
-      place += w < warp ? other : 0;
-      written += other;
-    }
+  }
+};
+
+// Adds one to a count for each lane that says so; those of `common` at once, because equal addresses take turns.
+__device__ __forceinline__ void add_one(int* counts, int which, int common, bool is_wanted) {
+  const unsigned together = __ballot_sync(0xffffffffu, is_wanted && which == common);
+  if (threadIdx.x % 32 == 0 && together) atomicAdd(&counts[common], __popc(together));
+  if (is_wanted && which != common) atomicAdd(&counts[which], 1);
+}
+
+// One block per part of a row: how many of its keys each segment is the first, or the last, to see; prefix sums of both.
+__global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
+                                                         const __grid_constant__ Plan plan) {
+  __shared__ Scan::TempStorage scratch;
+  __shared__ int begun[kMostSegments], ended[kMostSegments];
+  const int thread = threadIdx.x;
+  const PartKeys keys(p, plan);
+  const PlanRow row(p, plan, keys.row);
+  const int high = row.low + row.queries - 1;
+  for (int i = thread; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      if (alive[i] >> lane & 1) {
-        const int at = place + __popc(alive[i] & ((1u << lane) - 1));
-        index[at] = base + (warp * kKeysPerLane + i) * 32 + lane;
-        first[at] = span[i].first, last[at] = span[i].last;
-      }
-      place += __popc(alive[i]);
-    }
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    const Span span = keys.entry[i].span;
+    const bool is_live = span.touches(row.low, high);
+    const int first = max(span.first - row.low, 0) >> kShortestSegment;
+    const int last = min(span.last - 1 - row.low, row.queries - 1) >> kShortestSegment;
+    // Neighbouring keys mostly begin together, and end with them or never.
+    const int common = __shfl_sync(0xffffffffu, first, 0);
+    add_one(begun, first, common, is_live);
+    add_one(ended, last, common, is_live && last < row.segments - 1);
+    add_one(ended, last, row.segments - 1, is_live && last == row.segments - 1);
   }
   __syncthreads();
-
-  // Summarise: one warp per block, those without keys too, so that a reader need not wait for the count.
-  for (int block = warp; block < static_cast<int>(plan.capacity / kPlanBlock); block += kWarps) {
-    int smallest = kLastPosition, largest = kFirstPosition;
-    for (int at = block * kPlanBlock + lane; at < min(written, (block + 1) * kPlanBlock); at += 32) {
-      smallest = min(smallest, first[at]);
-      largest = max(largest, last[at]);
+  int32_t* to = plan.counts + static_cast<int64_t>(blockIdx.x) * 2 * row.segments;
+  for (const int* counts : {begun, ended}) {
+    int items[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) items[i] = thread * kItems + i < row.segments ? counts[thread * kItems + i] : 0;
+    Scan(scratch).InclusiveSum(items, items);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (thread * kItems + i < row.segments) to[thread * kItems + i] = items[i];
     }
-    smallest = __reduce_min_sync(0xffffffffu, smallest);
-    largest = __reduce_max_sync(0xffffffffu, largest);
-    if (lane == 0) {
-      int32_t* const summary = plan.summary + (row * (plan.capacity / kPlanBlock) + block) * 2;
-      summary[0] = smallest, summary[1] = largest;
+    to += row.segments;
+    __syncthreads();
+  }
+  if (blockIdx.x == 0 && thread == 0) *plan.ticket = 0;
+}
+
+// One block per row: the length of segments, and where the list of each goes.
+__global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
+                                                          const __grid_constant__ Plan plan) {
+  using Sum = cub::BlockReduce<int64_t, kThreads>;
+  __shared__ union {
+    Scan::TempStorage scan;
+    Sum::TempStorage sum;
+  } scratch;
+  __shared__ int begun[kMostSegments], ended[kMostSegments];  // keys whose first / last segment is this or one before
+  __shared__ int64_t needed;
+  const int thread = threadIdx.x, key_length = static_cast<int>(p.key_length);
+  const PlanRow row(p, plan, blockIdx.x);
+
+  for (int i = thread; i < row.segments; i += kThreads) {
+    int begun_here = 0, ended_here = 0;
+    for (int part = 0; part < plan.parts; ++part) {
+      begun_here += row.counts[part * 2 * row.segments + i];
+      ended_here += row.counts[(part * 2 + 1) * row.segments + i];
+    }
+    begun[i] = begun_here, ended[i] = ended_here;
+  }
+  __syncthreads();
+  const int live = begun[row.segments - 1];
+  const auto entries_at = [&](int shift) {  // a single segment's list is that of the live keys
+    const int count = segments_at(row.queries, shift);
+    int64_t mine = 0;
+    for (int i = thread; i < count && count > 1; i += kThreads) mine += length_of(begun, ended, row.segments, i, shift);
+    const int64_t all = Sum(scratch.sum).Sum(mine);
+    if (thread == 0) needed = all;
+    __syncthreads();
+    const int64_t result = needed;
+    __syncthreads();
+    return result;
+  };
+  int shift = kShortestSegment;
+  while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
+  if (thread == 0) plan.shift[blockIdx.x] = shift, plan.count[blockIdx.x] = live;
+
+  int2* lists = row.lists;
+  int begin = key_length;
+  for (const int which : {shift, shift + kCoarseShift}) {
+    const int count = segments_at(row.queries, which);
+    int lengths[kItems], places[kItems], total;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      lengths[i] = thread * kItems + i < count ? length_of(begun, ended, row.segments, thread * kItems + i, which) : 0;
+    }
+    Scan(scratch.scan).ExclusiveSum(lengths, places, total);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int segment = thread * kItems + i;
+      if (segment < count) lists[segment] = count == 1 ? int2{0, live} : int2{begin + places[i], lengths[i]};
+    }
+    begin += count == 1 ? 0 : total;
+    lists += row.segments;
+  }
+}
+
+// One block per part of a row: writes its share of the coarse segments' lists, and of the live keys' where someone reads that.
+__global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant__ AttentionParams p,
+                                                          const __grid_constant__ Plan plan) {
+  __shared__ int warp_counts[2][kWarps];
+  __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const PartKeys keys(p, plan);
+  const PlanRow row(p, plan, keys.row);
+  const int shift = plan.shift[keys.row] + kCoarseShift, count = segments_at(row.queries, shift);
+  const auto counts_of = [&](int part, int segment) {
+    const int32_t* const counts = row.counts + part * 2 * row.segments;
+    return length_of(counts, counts + row.segments, row.segments, segment, shift);
+  };
+  for (int i = thread; i < count; i += kThreads) {
+    places[i] = row.lists[row.segments + i].x;
+    lengths[i] = counts_of(keys.part, i);
+  }
+  __syncthreads();
+  for (int i = thread; i < keys.part * count; i += kThreads) atomicAdd(&places[i % count], counts_of(i / count, i % count));
+  __syncthreads();
+
+  int turn = 0;
+  const auto write = [&](int low, int high, int place) {
+    unsigned seen[kKeysPerLane];
+    int in_warp = 0;
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
+      in_warp += __popc(seen[i]);
+    }
+    turn ^= 1;
+    if (lane == 0) warp_counts[turn][warp] = in_warp;
+    __syncthreads();
+    place += __reduce_add_sync(0xffffffffu, lane < warp ? warp_counts[turn][lane] : 0);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      if (seen[i] >> lane & 1) row.write(place + __popc(seen[i] & ((1u << lane) - 1)), keys.entry[i]);
+      place += __popc(seen[i]);
+    }
+  };
+  if (count > 1) {
+    for (int i = 0; i < count; ++i) {
+      if (lengths[i] > 0) write(row.low + (i << shift), row.low + min((i + 1) << shift, row.queries) - 1, places[i]);
     }
   }
-  if (threadIdx.x == 0) plan.count[row] = written;
-  if (threadIdx.x == 0 && row == 0) *plan.ticket = 0;
+  if (count == 1 || plan.keeps_live) {
+    int place = 0;
+    for (int part = 0; part < keys.part; ++part) place += row.counts[(part * 2 + 1) * row.segments - 1];
+    write(row.low, row.low + row.queries - 1, place);
+  }
+}
+
+// One block per segment: its list, from that of the coarse segment it lies in.
+__global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_constant__ AttentionParams p,
+                                                               const __grid_constant__ Plan plan) {
+  constexpr int kRound = kListWarps * 32 * kKeysPerLane;
+  __shared__ int warp_counts[2][kListWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int segments = segments_at(static_cast<int>(p.query_length), kShortestSegment);
+  const int64_t row_number = blockIdx.x / segments;
+  const int segment = static_cast<int>(blockIdx.x % segments), shift = plan.shift[row_number];
+  const PlanRow row(p, plan, row_number);
+  const int count = segments_at(row.queries, shift);
+  if (count == 1 || segment >= count) return;
+  const int2 source = row.lists[segments + (segment >> kCoarseShift)];
+  const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
+
+  Entry coming[kKeysPerLane];
+  const auto fetch = [&](int base) {  // a round ahead, so that the latency is hidden
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int at = base + (warp * kKeysPerLane + i) * 32 + lane;
+      coming[i] = at < source.y ? row.read(source.x + at) : Entry{0, Span::empty()};
+    }
+  };
+  fetch(0);
+  int place = row.lists[segment].x;
+  for (int base = 0, turn = 0; base < source.y; base += kRound, turn ^= 1) {
+    Entry entry[kKeysPerLane];
+    unsigned seen[kKeysPerLane];
+    int in_warp = 0;
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      entry[i] = coming[i];
+      seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
+      in_warp += __popc(seen[i]);
+    }
+    if (lane == 0) warp_counts[turn][warp] = in_warp;
+    fetch(base + kRound);
+    __syncthreads();
+    const int of_lane = lane < kListWarps ? warp_counts[turn][lane] : 0;
+    int at = place + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0);
+    place += __reduce_add_sync(0xffffffffu, of_lane);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & ((1u << lane) - 1)), entry[i]);
+      at += __popc(seen[i]);
+    }
+  }
 }
 
 // One block puts the quarter of the query tiles with the shortest lists last, longest first, so that all SMs finish together. The
 // others stay as they are, head by head, so that their keys stay in L2.
-__global__ __launch_bounds__(kWarps * 32) void order_kernel(const __grid_constant__ AttentionParams p,
-                                                            const __grid_constant__ Plan plan) {
-  constexpr int kThreads = kWarps * 32, kBuckets = kThreads;
+__global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__ AttentionParams p,
+                                                         const __grid_constant__ Plan plan) {
+  constexpr int kBuckets = kThreads;
   __shared__ int places[kBuckets], warp_counts[2][kWarps];
   __shared__ int shortest_kept;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -129,12 +333,17 @@ __global__ __launch_bounds__(kWarps * 32) void order_kernel(const __grid_constan
 }  // namespace
 
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
-  order_kernel<<<1, kWarps * 32, 0, stream>>>(p, plan);
+  order_kernel<<<1, kThreads, 0, stream>>>(p, plan);
   return cudaGetLastError();
 }
 
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
-  plan_kernel<<<static_cast<unsigned>(plan.batches * plan.heads), kWarps * 32, 0, stream>>>(p, plan);
+  const unsigned rows = static_cast<unsigned>(plan.batches * plan.heads), parts = static_cast<unsigned>(plan.parts);
+  const int segments = segments_at(static_cast<int>(p.query_length), kShortestSegment);
+  count_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
+  choose_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
+  spread_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
+  if (segments > 1) list_kernel<<<rows * segments, kListWarps * 32, 0, stream>>>(p, plan);
   return cudaGetLastError();
 }
 

@@ -108,10 +108,13 @@ struct KeyShare {
 __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const KeyShare share(p);
-  if (share.key >= p.key_length || !is_live_key(p, share.batch, share.head, share.key)) return;
   const int width = static_cast<int>(width_of_key_sums(call));
-  float* const sums = call.key_sums + share.row * width;
-  for (int i = share.lane * 4; i < width; i += share.kLanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
+  const auto clear = [&](int64_t row, int lane, int lanes) {
+    float* const sums = call.key_sums + row * width;
+    for (int i = lane * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
+  };
+  if (blockIdx.x == 0) clear(p.batch * p.kv_heads * p.key_length, threadIdx.x, kThreads);  // for rows that do not exist
+  if (share.key < p.key_length && is_live_key(p, share.batch, share.head, share.key)) clear(share.row, share.lane, share.kLanes);
 }
 
 template <class T>

@@ -35,8 +35,8 @@ struct KeySources {
   const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
   int entries, bits_row;
   // gathered
-  const int32_t *index, *first, *last;  // the plan's row
-  int live_keys, words;
+  const int32_t *index, *first, *last;  // the list of the segment
+  int listed;
 };
 
 // How far the rings of the gathered walk are filled.
@@ -50,11 +50,10 @@ struct KeyQueues {
   static constexpr int kRing = 1024;
   static_assert(kRing >= kPlanBlock + kKeys && kPlanBlock % kThreads == 0);
   int32_t whole[kRing];    // keys that every query of the tile sees; in order: the tiles of a block mask
-  int32_t partial[kRing];  // places in the plan of keys that some see; in order: the states of those tiles
-  uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
+  int32_t partial[kRing];  // places in the list of keys that some see; in order: the states of those tiles
   int32_t warp_counts[kThreads / 32];
   RingState rings;  // between calls; here because registers are short
-  int2 cursor;      // words of live_blocks taken, blocks left of the last
+  int cursor;       // keys of the list that were read
   uint32_t seen[kThreads / 32][kKeys / 32];
   alignas(16) unsigned char sources[sizeof(KeySources)];
 };
@@ -89,13 +88,13 @@ class KeyWalk {
       auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
                                                        row_of<const float>(p.key_bias, batch, head),
                                                        head_rows(p.key, batch, kv_head), head_rows(p.value, batch, kv_head)};
-      queues.cursor = {0, 0};
+      queues.cursor = 0;
       queues.rings = {0, 0, 0, 0};
       const int shift = static_cast<int>(p.key_length - p.query_length);
       sources.low = first_query + shift;
       sources.high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       if (gathered()) {
-        find_plan(sources, plan, batch, head);
+        find_list(sources, plan, batch, head, first_query);
       } else {
         find_tiles(sources, batch, head, first_query);
       }
@@ -106,7 +105,6 @@ class KeyWalk {
       load_tiles(source.rows + row * (tiles + 1) + 1, source.tiles + row * tiles, 0);
     }
     __syncthreads();
-    if (gathered()) find_live_blocks(plan, batch, head);
   }
 
   __device__ __forceinline__ bool gathered() const {
@@ -272,49 +270,32 @@ class KeyWalk {
 
   // ---- live keys gathered ----
 
-  static __device__ __forceinline__ void find_plan(KeySources& to, const Plan& plan, int batch, int head) {
+  static __device__ __forceinline__ void find_list(KeySources& to, const Plan& plan, int batch, int head, int first_query) {
     const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
-    to.index = plan.index + row * plan.capacity;
-    to.first = plan.first + row * plan.capacity;
-    to.last = plan.last + row * plan.capacity;
-    to.live_keys = plan.count[row];
-    to.words = ((to.live_keys + kPlanBlock - 1) / kPlanBlock + 31) / 32;
+    const int2 list = reinterpret_cast<const int2*>(plan.lists)[row * plan.most_lists + (first_query >> plan.shift[row])];
+    const int64_t begin = row * plan.capacity + list.x;
+    to.index = plan.index + begin;
+    to.first = plan.first + begin;
+    to.last = plan.last + begin;
+    to.listed = list.y;
   }
 
-  // One bit per block of the plan: does the tile see any of its keys?
-  __device__ __forceinline__ void find_live_blocks(const Plan& plan, int batch, int head) {
-    const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
-    const int2* const summary = reinterpret_cast<const int2*>(plan.summary) + row * (plan.capacity / kPlanBlock);
-    const int blocks = (sources().live_keys + kPlanBlock - 1) / kPlanBlock;
-    for (int block = threadIdx.x; block < sources().words * 32; block += kThreads) {
-      const int2 ends = block < blocks ? summary[block] : int2{0, 0};
-      const uint32_t live = __ballot_sync(0xffffffffu, Span{ends.x, ends.y}.touches(sources().low, sources().high));
-      if (threadIdx.x % 32 == 0) queues_.live_blocks[block / 32] = live;
-    }
-    __syncthreads();
-  }
-
-  // Reads the next live block of the plan into the queues; false at the end.
+  // Reads the next keys of the list into the queues; false at the end.
   __device__ __forceinline__ bool refill(RingState& rings) {
-    int2 cursor = queues_.cursor;
-    while (cursor.y == 0) {
-      if (cursor.x >= sources().words) return false;
-      cursor.y = static_cast<int>(queues_.live_blocks[cursor.x++]);
-    }
-    const int block = (cursor.x - 1) * 32 + __ffs(cursor.y) - 1;
-    cursor.y &= cursor.y - 1;
+    const int first = queues_.cursor + static_cast<int>(threadIdx.x);
+    if (queues_.cursor >= sources().listed) return false;
 
     constexpr int kPerThread = kPlanBlock / kThreads;
     const int warp = threadIdx.x / 32;
-    const uint32_t before = (1u << threadIdx.x % 32) - 1;
+    const uint32_t before = lanes_before();
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
-      const Span span = at < sources().live_keys ? Span{sources().first[at], sources().last[at]} : Span::empty();
-      key[i] = at < sources().live_keys ? sources().index[at] : 0;
+      const int at = first + i * kThreads;
+      const Span span = at < sources().listed ? Span{sources().first[at], sources().last[at]} : Span::empty();
+      key[i] = at < sources().listed ? sources().index[at] : 0;
       const bool touches = span.touches(sources().low, sources().high), covers = span.covers(sources().low, sources().high);
       whole[i] = __ballot_sync(0xffffffffu, touches && covers);
       partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
@@ -322,7 +303,7 @@ class KeyWalk {
     }
     if (threadIdx.x % 32 == 0) queues_.warp_counts[warp] = counts;
     __syncthreads();
-    if (threadIdx.x == 0) queues_.cursor = cursor;
+    if (threadIdx.x == 0) queues_.cursor = first + kPlanBlock;
     int place = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) {
@@ -334,7 +315,7 @@ class KeyWalk {
         partial_place = rings.partial_head + rings.partial_count + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int at = block * kPlanBlock + i * kThreads + static_cast<int>(threadIdx.x);
+      const int at = first + i * kThreads;
       if (whole[i] >> threadIdx.x % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % Queues::kRing] = key[i];
       if (partial[i] >> threadIdx.x % 32 & 1) queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = at;
       whole_place += __popc(whole[i]);

@@ -100,9 +100,16 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   float out[1][kOut][4], x[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  auto arrive = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
+  // The gathered variant's key_bias, over the scale, is what the scores are added to.
+  const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
+  auto read_bias = [&](const Chunk& note) {
+    if (!has_bias) return;
+#pragma unroll
+    for (int i = 0; i < kN; i += 2) {  // bias_place, for even i
+      const float4 pairs = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 8 * i]);
+      x[0][i][0] = x[0][i][2] = pairs.x * call.over_scale, x[0][i][1] = x[0][i][3] = pairs.y * call.over_scale;
+      x[0][i + 1][0] = x[0][i + 1][2] = pairs.z * call.over_scale, x[0][i + 1][1] = x[0][i + 1][3] = pairs.w * call.over_scale;
+    }
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage) {
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
@@ -110,11 +117,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kShape.keys>::from_shared(x[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
-                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), k > 0);
+                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), has_bias || k > 0);
     }
     commit_products();
   };
-  auto begin_sums = [&](uint32_t stage) {
+  auto begin_sums = [&](uint32_t stage, bool adds) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
     const uint32_t b = value_tiles + stage * kStageStep;
 #pragma unroll
@@ -122,7 +129,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
       for (int part = 0; part < kDim; part += kPart) {
         Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
-                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)));
+                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)), adds || k > 0);
       }
     }
     commit_products();
@@ -137,23 +144,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       }
     }
   };
-  auto clear_out = [&] {
-#pragma unroll
-    for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
-  };
-
-  // The gathered variant's key_bias is read while the scores are computed.
-  constexpr int kBias = kVariant == Variant::kGathered ? kN : 0;
-  const bool has_bias = kBias > 0 && p.key_bias.data;
-  float2 bias[kBias + 1];
-  auto read_bias = [&](const Chunk& note) {
-    if (!has_bias) return;
-#pragma unroll
-    for (int i = 0; i < kBias; i += 2) {  // bias_place, for even i
-      const float4 pairs = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 8 * i]);
-      bias[i] = {pairs.x, pairs.y}, bias[i + 1] = {pairs.z, pairs.w};
-    }
-  };
 
   using Softmax = OnlineSoftmaxInParts;
   // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
@@ -163,16 +153,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
     float to_base_2 = call.scale_2;
-    if (has_bias) {
-      const float to_logit = call.scale;
-      to_base_2 = kLog2e;
-#pragma unroll
-      for (int i = 0; i < kBias; ++i) {
-        x[0][i][0] = fmaf(x[0][i][0], to_logit, bias[i].x), x[0][i][1] = fmaf(x[0][i][1], to_logit, bias[i].y);
-        x[0][i][2] = fmaf(x[0][i][2], to_logit, bias[i].x), x[0][i][3] = fmaf(x[0][i][3], to_logit, bias[i].y);
-      }
-    }
-    auto key_of = [&](int at) { return flags & kInOrder ? note.base + at : note.index[at]; };
+    const int32_t* const indices = &note.index[Chunk::index_place(column)];
+    auto key_of = [&](int i, int e) {
+      return flags & kInOrder ? note.base + column + 8 * i + e : indices[Chunk::index_place(8 * i + e)];
+    };
     if constexpr (kVariant == Variant::kGeneral) {
       to_base_2 = 1.0f;
 #pragma unroll
@@ -185,7 +169,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
           for (int e = 0; e < 2; ++e) {
             const int at = column + 8 * i + e;
             float& logit = x[0][i][2 * r + e];
-            const float bias = terms.bias ? terms.bias_at(query, key_of(at), static_cast<int>(p.query_length)) : 0.0f;
+            const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
             logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[Chunk::bias_place(at)]);
           }
         }
@@ -208,7 +192,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
           for (int i = 0; i < kN; ++i) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const uint32_t key = static_cast<uint32_t>(key_of(column + 8 * i + e));
+              const uint32_t key = static_cast<uint32_t>(key_of(i, e));
               if (!dropout_keeps(row_key, key, dropout.threshold)) x[0][i][2 * r + e] = 0.0f;
             }
           }
@@ -217,35 +201,25 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
   };
 
+  // The sums of a tile, known before its output is: writes lse, gives the factors that normalise the rows.
+  float scales[2];
+  auto finish = [&](const Softmax& sums, uint32_t tile_number) {
+    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int head = row + 8 * r & (1 << tile.pack_shift) - 1, query = row + 8 * r >> tile.pack_shift;
+      float log_sum;
+      sums.finish(0, r, log_sum, scales[r]);
+      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, tile.head + head).keep_scale;
+      if (query < tile.queries && lane % 4 == 0) tile.lse[head * tile.query_length + query] = log_sum;
+    }
+  };
+
   // Normalises and writes a tile. Where there is a second tile of queries, by way of the shared memory of the first: a warp's
   // rows of the output take the place of its rows of the queries, and a tensor copy writes them out.
   constexpr bool kByCopy = kShape.query_tiles > 1;
-  auto store = [&](const Softmax& sums, uint32_t tile_number) {
-    const TileNote tile = shared.tiles[tile_number % kTileNotes];
-    float scales[2], log_sums[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
-      sums.finish(0, r, log_sums[r], scales[r]);
-      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, head).keep_scale;
-      if constexpr (!kByCopy) {
-        const bool is_row = query < p.query_length;
-        T* const to =
-            static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
-#pragma unroll
-        for (int i = 0; i < kOut; i += 4) {
-          uint32_t piece[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
-          }
-          transpose_quad(piece);
-          const int at = (i + lane % 4) * 8;
-          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
-        }
-      }
-    }
+  auto store = [&](uint32_t tile_number) {
+    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
     if constexpr (kByCopy) {
       const int first_row = group * 64 + warp * 16;
       const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
@@ -263,18 +237,30 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       if (lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << work.pack_shift) - 1,
-                    tile.first_query + (first_row >> work.pack_shift), tile.head >> work.pack_shift, tile.batch);
+          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << tile.pack_shift) - 1,
+                    tile.first_query + (first_row >> tile.pack_shift), tile.head >> tile.pack_shift, tile.batch);
         }
         commit_stores();
       }
-    }
+    } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {  // after the fence, which waits for stores
-      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
-      if (query < p.query_length && lane % 4 == 0) {
-        static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sums[r];
+      for (int r = 0; r < 2; ++r) {
+        const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+        const bool is_row = query < p.query_length;
+        T* const to =
+            static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
+#pragma unroll
+        for (int i = 0; i < kOut; i += 4) {
+          uint32_t piece[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
+          }
+          transpose_quad(piece);
+          const int at = (i + lane % 4) * 8;
+          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+        }
       }
     }
   };
@@ -282,7 +268,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   bool is_storing = false;
   auto free_queries = [&](uint32_t tile_number) {
     if (kByCopy && lane == 0) wait_stores_read();
-    arrive(query_empty.at(tile_number));
+    barrier_arrive(query_empty.at(tile_number));
     is_storing = false;
   };
 
@@ -292,21 +278,21 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   uint32_t flags = shared.notes[0].flags;
   if (flags & kEnd) return;
   query_full.wait_full(0);
-  clear_out();
+  read_bias(shared.notes[0]);
   pin(x[0]);
   begin_products();
   begin_scores(0, 0);
-  read_bias(shared.notes[0]);
   wait_products<0>();
   pin(x[0]);
-  arrive(key_empty.at(0));
+  barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
   weigh(shared.notes[0], flags, 0);
-  arrive(note_empty.at(0));
+  barrier_arrive(note_empty.at(0));
   pack_weights();
 
   // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
   bool is_first = false;  // chunk n belongs to the next tile
+  bool adds = false;      // chunk n - 1 is not the first of its tile
   auto look_ahead = [&] {
     is_first = flags & kLast;
     ++n;
@@ -321,33 +307,34 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       if (is_storing) free_queries(tile - 1);
       query_full.wait_full(tile + 1);
     }
+    read_bias(shared.notes[n % kShape.notes]);
     pin(x[0]);
     pin(out[0]);
     begin_products();
     begin_scores(tile + is_first, n % kShape.stages);
     value_full.wait_full(n - 1);
-    begin_sums((n - 1) % kShape.stages);
+    begin_sums((n - 1) % kShape.stages, adds);
+    adds = !is_first;
     if (is_storing) free_queries(tile - 1);
-    read_bias(shared.notes[n % kShape.notes]);
     wait_products<1>();
     pin(x[0]);
-    arrive(key_empty.at(n));
+    barrier_arrive(key_empty.at(n));
     if (!kByCopy && flags & kLast) free_queries(tile + is_first);
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax();
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first);
     // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
     // wait, where no product hides them.
-    arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
+    barrier_arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
     const bool ends_tile = is_first;
     look_ahead();
     wait_products<0>();
     pin(out[0]);
-    arrive(value_empty.at(n - 2));
+    barrier_arrive(value_empty.at(n - 2));
     if (ends_tile) {
-      store(ended, tile++);
+      finish(ended, tile);
+      store(tile++);
       is_storing = kByCopy;
-      clear_out();
     } else if (moves) {
       Softmax::rescale(out[0], factor);
     }
@@ -356,11 +343,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   value_full.wait_full(n - 1);
   pin(out[0]);
   begin_products();
-  begin_sums((n - 1) % kShape.stages);
+  begin_sums((n - 1) % kShape.stages, adds);
+  if (is_storing) free_queries(tile - 1);
   wait_products<0>();
   pin(out[0]);
-  if (is_storing) free_queries(tile - 1);
-  store(softmax, tile);
+  finish(softmax, tile);
+  store(tile);
   if (kByCopy && lane == 0) wait_stores_read();
 }
 
@@ -374,20 +362,22 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   // Without gathering, one thread loads all keys and queries, another all values.
   const bool is_single = !call.plan.index && !call.p.mask.tiles.data;
   if (threadIdx.x == 0) {
-    const int loaders = is_single ? 1 : kLoaders + 1, loading_warps = is_single ? 2 : 4, warps = kConsumers * 4;
+    // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
+    constexpr int kComputing = kConsumers * kWarpgroup;
+    const int loaders = is_single ? 1 : kLoaders + 1, loading = is_single ? 2 : kWarpgroup;
     for (int i = 0; i < kShape.query_tiles; ++i) {
       barrier_init(shared_address(&shared.query_full[i]), 1);
-      barrier_init(shared_address(&shared.query_empty[i]), warps);
+      barrier_init(shared_address(&shared.query_empty[i]), kComputing);
     }
     for (int i = 0; i < kShape.stages; ++i) {
       barrier_init(shared_address(&shared.key_full[i]), loaders);
       barrier_init(shared_address(&shared.value_full[i]), loaders);
-      barrier_init(shared_address(&shared.key_empty[i]), warps);
-      barrier_init(shared_address(&shared.value_empty[i]), warps);
+      barrier_init(shared_address(&shared.key_empty[i]), kComputing);
+      barrier_init(shared_address(&shared.value_empty[i]), kComputing);
     }
     for (int i = 0; i < kShape.notes; ++i) {
       barrier_init(shared_address(&shared.note_full[i]), kWarpgroup);
-      barrier_init(shared_address(&shared.note_empty[i]), warps + loading_warps);
+      barrier_init(shared_address(&shared.note_empty[i]), kComputing + loading);
     }
     fence_barrier_init();
   }

@@ -38,6 +38,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Has the phase with this parity ended?
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.b32 %0, 1, 0, done; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
 // Named barriers, for `threads` threads of the block.
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -160,11 +170,12 @@ struct Product;
                    : DMATTN_D##TILES(0)                                                                                         \
                    : "l"(a), "l"(b), "r"(accumulate));                                                                          \
     }                                                                                                                           \
-    static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b) {        \
+    static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b,          \
+                                                          int accumulate) {                                                     \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
                    " {" DMATTN_LIST##REGISTERS "}, {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", p, 1, 1, 1; }"                     \
                    : DMATTN_D##TILES(0)                                                                                         \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(1));                                               \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                      \
     }                                                                                                                           \
   };
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")

@@ -16,9 +16,13 @@ struct Maps {
   CUtensorMap out;    // as query: Dv, packed heads, Sq, packs, B
 };
 
-// The tile whose queries are in shared memory.
+// The tile whose queries are in shared memory, and all that writing its results takes: arguments of the kernel are far away for
+// those who look at them once a tile.
 struct TileNote {
   int batch, head, first_query;
+  int queries;  // from first_query to the last there is
+  int query_length, pack_shift;
+  float* lse;  // of the first query of the first head
 };
 
 template <int kDim, Variant kVariant>
@@ -45,35 +49,35 @@ struct Ring {
   __device__ __forceinline__ uint32_t at(uint32_t n) const { return base + 8 * (n % kCount); }
   __device__ __forceinline__ void wait_full(uint32_t n) const { barrier_wait(at(n), n / kCount & 1); }
   __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount & 1) ^ 1); }
+  __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount & 1); }
+  __device__ __forceinline__ bool is_empty(uint32_t n) const { return barrier_test(at(n), (n / kCount & 1) ^ 1); }
 };
 
-// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with gaps, rows without a key become zeros.
-template <int kDim, int kKeys, bool kHasGaps>
+// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with gaps, rows without a key become zeros. A
+// thread copies every eighth row, where the swizzle is the same.
+template <int kDim, int kKeys, bool kHasGaps, int kUnroll>
 __device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes,
                                             int width) {
-  constexpr int kChunks = kDim / 8, kRowsEach = kKeys / (kLoaders / kChunks);  // rows of a thread, one after the other
-  static_assert(kRowsEach % 8 == 0);
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks * kRowsEach;
+  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks;
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks;
   const bool in_row = chunk * 8 < width;
   const char* from = rows + (in_row ? chunk * 16 : 0);
   asm volatile("" : "+l"(from));  // one multiplication and addition gives a row's address
-  const uint32_t to = tile + chunk / 8 * (kKeys * 128) + first * 128, swizzle = chunk % 8 * 16;
-#pragma unroll 1
-  for (int r = 0; r < kRowsEach; r += 8) {
+#pragma unroll kUnroll
+  for (int residue = thread / kChunks; residue < 8; residue += kGroups) {
+    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + (chunk % 8 ^ residue) * 16;
+    const int4* const keys_of_residue = reinterpret_cast<const int4*>(&index[residue * (kKeys / 8)]);  // index_place
 #pragma unroll
-    for (int half = 0; half < 8; half += 4) {
-      const int4 four = *reinterpret_cast<const int4*>(&index[first + r + half]);
+    for (int i = 0; i < kKeys / 8; i += 4) {
+      const int4 four = keys_of_residue[i / 4];
       const int keys[4] = {four.x, four.y, four.z, four.w};
       const char* rows_from[4];  // all of them first: a copy holds its registers until it has read them
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        rows_from[i] = from + static_cast<uint64_t>(static_cast<uint32_t>(kHasGaps ? max(keys[i], 0) : keys[i])) * row_bytes;
+      for (int j = 0; j < 4; ++j) {
+        rows_from[j] = from + static_cast<uint64_t>(static_cast<uint32_t>(kHasGaps ? max(keys[j], 0) : keys[j])) * row_bytes;
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        copy_async_16(to + (r + half + i) * 128 + (swizzle ^ (half + i) * 16), rows_from[i],
-                      (!kHasGaps || keys[i] >= 0) && in_row);
-      }
+      for (int j = 0; j < 4; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], (!kHasGaps || keys[j] >= 0) && in_row);
     }
   }
 }
@@ -103,16 +107,26 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     fence_async();
     barrier_arrive(full.at(n));
   };
+  constexpr int kUnroll = kVariant == Variant::kGathered ? 8 : 1;  // the others have no registers to spare, nor much to gather
   constexpr bool kCanHaveBias = kIsKeys && kVariant == Variant::kGathered;
   // Of the tile.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
+  // Before waiting for something else, or what waits for that chunk would wait with us.
+  auto announce_due = [&](uint32_t n, bool is_ready) {
+    if (!is_due || __all_sync(0xffffffffu, is_ready)) return;
+    copy_async_wait<0>();
+    announce(n - 1);
+    is_due = false;
+  };
   for (uint32_t n = 0;; ++n) {
+    if (is_due) announce_due(n, note_full.is_full(n));
     note_full.wait_full(n);
     auto& note = shared.notes[n % kShape.notes];
     const uint32_t flags = note.flags, stage = n % kShape.stages;
+    if (is_due) announce_due(n, empty.is_empty(n));
     empty.wait_empty(n);
     if (flags & kEnd) {
       copy_async_wait<0>();
@@ -129,7 +143,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     const bool has_bias = kCanHaveBias && bias, in_order = flags & kInOrder;
     if (has_bias) {
       for (int i = thread; i < kShape.keys; i += kLoaders) {
-        const int key = in_order ? note.base + i : note.index[i];
+        const int key = in_order ? note.base + i : note.index[Note<kVariant, kShape.keys>::index_place(i)];
         copy_async_4(shared_address(&note.key_bias[Note<kVariant, kShape.keys>::bias_place(i)]), bias + max(key, 0), key >= 0);
       }
     }
@@ -137,9 +151,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (!in_order) {
       const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
       if (flags & (kSpans | kBits)) {
-        gather_rows<kDim, kShape.keys, true>(tile, note.index, from, row_bytes, width);
+        gather_rows<kDim, kShape.keys, true, kUnroll>(tile, note.index, from, row_bytes, width);
       } else {
-        gather_rows<kDim, kShape.keys, false>(tile, note.index, from, row_bytes, width);
+        gather_rows<kDim, kShape.keys, false, kUnroll>(tile, note.index, from, row_bytes, width);
       }
       if (thread == 0) barrier_arrive(full.at(n));
     } else if (thread == 0) {
@@ -167,7 +181,15 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (kIsKeys && flags & kFirst) {
       if (thread == 0) {
         query_empty.wait_empty(tiles);
-        shared.tiles[tiles % kTileNotes] = {batch, note.head, note.first_query};
+        const int query_length = static_cast<int>(p.query_length);
+        shared.tiles[tiles % kTileNotes] = {
+            batch,
+            note.head,
+            note.first_query,
+            query_length - note.first_query,
+            query_length,
+            work.pack_shift,
+            static_cast<float*>(p.lse) + (batch * p.heads + note.head) * p.query_length + note.first_query};
         barrier_expect(query_full.at(tiles), kRows * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
@@ -177,8 +199,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       }
       ++tiles;
     }
-    if (!is_single) __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(note_empty.at(n));
+    barrier_arrive(note_empty.at(n));
   }
 }
 

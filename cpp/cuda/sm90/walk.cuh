@@ -39,10 +39,12 @@ struct Note {
   static __device__ __forceinline__ constexpr int bias_place(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
+  // Where the key of a row lies: those of every eighth row lie together.
+  static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
   uint32_t flags;
   int base;
   int batch, head, first_query;      // of the tile: the first head of those packed in it
-  alignas(16) int32_t index[kKeys];  // not in order: the key, -1 for none
+  alignas(16) int32_t index[kKeys];  // by index_place; not in order: the key, -1 for none
   alignas(16) Seen span[kKeys];
   alignas(16) float key_bias[kKeys];                // base 2 in the general variant
   uint32_t bits[kHasBits ? kRows : 1][kKeys / 32];  // by query of the tile
@@ -79,8 +81,7 @@ template <Variant kVariant>
 struct WalkQueues {
   static constexpr int kRing = kVariant == Variant::kPlain ? 1 : 1024;
   int32_t whole[kRing];    // keys that every query of the tile sees
-  int32_t partial[kRing];  // places in the plan of keys that some see
-  uint32_t live_blocks[(1 << 20) / kPlanBlock / 32];
+  int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][4];
   uint32_t seen[4][4];  // [warp][word]
   uint32_t item;
@@ -256,7 +257,7 @@ class Walk {
       touches = span.touches(low_, high_);
       covers = span.covers(low_, high_);
       note.span[thread_] = Seen::of(span);
-      note.index[thread_] = touches ? base + thread_ : -1;
+      note.index[Stage::index_place(thread_)] = touches ? base + thread_ : -1;
     }
     if (!any(touches)) return 0;
     const bool is_whole = !any(!covers);
@@ -282,7 +283,7 @@ class Walk {
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) seen |= queues_.seen[warp][thread_ / 32];
       is_seen = seen >> thread_ % 32 & 1;
-      if (!is_seen) note.index[thread_] = -1;
+      if (!is_seen) note.index[Stage::index_place(thread_)] = -1;
     }
     return any(is_seen) ? static_cast<uint32_t>(kBits) : 0;
   }
@@ -292,12 +293,13 @@ class Walk {
   __device__ __forceinline__ void walk_plan() {
     const Plan& plan = call_.plan;
     const int64_t row = batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);
-    index_ = plan.index + row * plan.capacity;
-    first_ = plan.first + row * plan.capacity;
-    last_ = plan.last + row * plan.capacity;
-    const int blocks = static_cast<int>(plan.capacity / kPlanBlock);
-    find_live_blocks(reinterpret_cast<const int2*>(plan.summary) + row * blocks, blocks, plan.count + row);
-    word_ = 0, left_ = 0;
+    const int2 list = reinterpret_cast<const int2*>(plan.lists)[row * plan.most_lists + (first_query_ >> plan.shift[row])];
+    const int64_t begin = row * plan.capacity + list.x;
+    index_ = plan.index + begin;
+    first_ = plan.first + begin;
+    last_ = plan.last + begin;
+    listed_ = list.y;
+    at_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch();
     for (;;) {
@@ -309,31 +311,12 @@ class Walk {
     }
   }
 
-  // One bit per block of the plan: does the tile see any of its keys? Summaries beyond the live keys are read but not looked at.
-  __device__ __forceinline__ void find_live_blocks(const int2* summary, int blocks, const int32_t* count) {
-    live_keys_ = *count;
-    words_ = (blocks + 31) / 32;
-    for (int block = thread_; block < words_ * 32; block += kWarpgroup) {
-      const int2 ends = block < blocks ? summary[block] : int2{0, 0};
-      const bool is_live = block * kPlanBlock < live_keys_ && Span{ends.x, ends.y}.touches(low_, high_);
-      const uint32_t live = __ballot_sync(0xffffffffu, is_live);
-      if (thread_ % 32 == 0) queues_.live_blocks[block / 32] = live;
-    }
-    sync();
-  }
-
-  // Starts reading the next live block of the plan, one block ahead, so that the latency is hidden.
+  // Starts reading the next keys of the list, a refill ahead, so that the latency is hidden.
   __device__ __forceinline__ void fetch() {
-    has_fetched_ = false;
-    while (left_ == 0) {
-      if (word_ >= words_) return;
-      left_ = queues_.live_blocks[word_++];
-    }
-    has_fetched_ = true;
+    has_fetched_ = at_ < listed_;
     // A warp takes its share in one piece, so that the queues keep the order of the keys.
-    fetched_at_ =
-        ((word_ - 1) * 32 + __ffs(static_cast<int>(left_)) - 1) * kPlanBlock + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
-    left_ &= left_ - 1;
+    fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
+    at_ += kPlanBlock;
     if (kReadsAhead) read();
   }
 
@@ -341,12 +324,12 @@ class Walk {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = fetched_at_ + i * 32;
-      fetched_[i] = at < live_keys_ ? Span{first_[at], last_[at]} : Span::empty();
-      fetched_key_[i] = at < live_keys_ ? index_[at] : 0;
+      fetched_[i] = at < listed_ ? Span{first_[at], last_[at]} : Span::empty();
+      fetched_key_[i] = at < listed_ ? index_[at] : 0;
     }
   }
 
-  // Puts the block that was read into the queues and starts on the next.
+  // Puts the keys that were read into the queues and starts on the next.
   __device__ __forceinline__ void refill() {
     if (!kReadsAhead) read();
     const int warp = thread_ / 32, block_at = fetched_at_;
@@ -414,7 +397,7 @@ class Walk {
       }
     }
     if (thread_ < kKeys) {
-      note.index[thread_] = key;
+      note.index[Stage::index_place(thread_)] = key;
       if (!is_whole) note.span[thread_] = Seen::of(span);
       if (kVariant == Variant::kGeneral)
         note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
@@ -443,8 +426,7 @@ class Walk {
   int fetched_key_[kPerThread], fetched_at_ = 0;
   bool has_fetched_ = false;
   const int32_t *index_ = nullptr, *first_ = nullptr, *last_ = nullptr;
-  int live_keys_ = 0, words_ = 0, word_ = 0, turn_ = 0;
-  uint32_t left_ = 0;
+  int listed_ = 0, at_ = 0, turn_ = 0;
   int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
 };
 
