@@ -84,8 +84,8 @@ struct OnlineSoftmax {
   // row).
   __device__ __forceinline__ void finish(int m, int r, float& log_sum, float& factor) const {
     const float total = sum_over_quad(sum[m][r]);
-    log_sum = total == 0.0f ? negative_infinity() : (maximum[m][r] + __log2f(total)) * kLn2;
-    factor = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+    log_sum = total == 0.0f ? negative_infinity() : maximum[m][r] * kLn2 + logf(total);
+    factor = total == 0.0f ? 0.0f : 1.0f / total;
   }
 };
 

@@ -121,7 +121,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
     commit_products();
   };
-  auto begin_sums = [&](uint32_t stage, bool adds) {
+  auto begin_sums = [&](uint32_t stage) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
     const uint32_t b = value_tiles + stage * kStageStep;
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
       for (int part = 0; part < kDim; part += kPart) {
         Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
-                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)), adds || k > 0);
+                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)));
       }
     }
     commit_products();
@@ -143,6 +143,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         weights[k][i] = Element<T>::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
     }
+  };
+  auto clear_out = [&] {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
   };
 
   using Softmax = OnlineSoftmaxInParts;
@@ -201,25 +205,35 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
   };
 
-  // The sums of a tile, known before its output is: writes lse, gives the factors that normalise the rows.
-  float scales[2];
-  auto finish = [&](const Softmax& sums, uint32_t tile_number) {
-    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int head = row + 8 * r & (1 << tile.pack_shift) - 1, query = row + 8 * r >> tile.pack_shift;
-      float log_sum;
-      sums.finish(0, r, log_sum, scales[r]);
-      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, tile.head + head).keep_scale;
-      if (query < tile.queries && lane % 4 == 0) tile.lse[head * tile.query_length + query] = log_sum;
-    }
-  };
-
   // Normalises and writes a tile. Where there is a second tile of queries, by way of the shared memory of the first: a warp's
   // rows of the output take the place of its rows of the queries, and a tensor copy writes them out.
   constexpr bool kByCopy = kShape.query_tiles > 1;
-  auto store = [&](uint32_t tile_number) {
-    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
+  auto store = [&](const Softmax& sums, uint32_t tile_number) {
+    const TileNote tile = shared.tiles[tile_number % kTileNotes];
+    float scales[2], log_sums[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+      sums.finish(0, r, log_sums[r], scales[r]);
+      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, head).keep_scale;
+      if constexpr (!kByCopy) {
+        const bool is_row = query < p.query_length;
+        T* const to =
+            static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
+#pragma unroll
+        for (int i = 0; i < kOut; i += 4) {
+          uint32_t piece[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
+          }
+          transpose_quad(piece);
+          const int at = (i + lane % 4) * 8;
+          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+        }
+      }
+    }
     if constexpr (kByCopy) {
       const int first_row = group * 64 + warp * 16;
       const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
@@ -237,30 +251,18 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       if (lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << tile.pack_shift) - 1,
-                    tile.first_query + (first_row >> tile.pack_shift), tile.head >> tile.pack_shift, tile.batch);
+          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << work.pack_shift) - 1,
+                    tile.first_query + (first_row >> work.pack_shift), tile.head >> work.pack_shift, tile.batch);
         }
         commit_stores();
       }
-    } else {
+    }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
-        const bool is_row = query < p.query_length;
-        T* const to =
-            static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
-#pragma unroll
-        for (int i = 0; i < kOut; i += 4) {
-          uint32_t piece[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
-          }
-          transpose_quad(piece);
-          const int at = (i + lane % 4) * 8;
-          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
-        }
+    for (int r = 0; r < 2; ++r) {  // after the fence, which waits for stores
+      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+      if (query < p.query_length && lane % 4 == 0) {
+        static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sums[r];
       }
     }
   };
@@ -278,6 +280,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   uint32_t flags = shared.notes[0].flags;
   if (flags & kEnd) return;
   query_full.wait_full(0);
+  clear_out();
   read_bias(shared.notes[0]);
   pin(x[0]);
   begin_products();
@@ -292,7 +295,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
   // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
   bool is_first = false;  // chunk n belongs to the next tile
-  bool adds = false;      // chunk n - 1 is not the first of its tile
   auto look_ahead = [&] {
     is_first = flags & kLast;
     ++n;
@@ -313,8 +315,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     begin_products();
     begin_scores(tile + is_first, n % kShape.stages);
     value_full.wait_full(n - 1);
-    begin_sums((n - 1) % kShape.stages, adds);
-    adds = !is_first;
+    begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
     wait_products<1>();
     pin(x[0]);
@@ -332,9 +333,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     pin(out[0]);
     barrier_arrive(value_empty.at(n - 2));
     if (ends_tile) {
-      finish(ended, tile);
-      store(tile++);
+      store(ended, tile++);
       is_storing = kByCopy;
+      clear_out();
     } else if (moves) {
       Softmax::rescale(out[0], factor);
     }
@@ -343,12 +344,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   value_full.wait_full(n - 1);
   pin(out[0]);
   begin_products();
-  begin_sums((n - 1) % kShape.stages, adds);
-  if (is_storing) free_queries(tile - 1);
+  begin_sums((n - 1) % kShape.stages);
   wait_products<0>();
   pin(out[0]);
-  finish(softmax, tile);
-  store(tile);
+  if (is_storing) free_queries(tile - 1);
+  store(softmax, tile);
   if (kByCopy && lane == 0) wait_stores_read();
 }
 

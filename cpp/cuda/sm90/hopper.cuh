@@ -170,12 +170,11 @@ struct Product;
                    : DMATTN_D##TILES(0)                                                                                         \
                    : "l"(a), "l"(b), "r"(accumulate));                                                                          \
     }                                                                                                                           \
-    static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b,          \
-                                                          int accumulate) {                                                     \
+    static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b) {        \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
                    " {" DMATTN_LIST##REGISTERS "}, {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", p, 1, 1, 1; }"                     \
                    : DMATTN_D##TILES(0)                                                                                         \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(1));                                               \
     }                                                                                                                           \
   };
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")

@@ -16,13 +16,9 @@ struct Maps {
   CUtensorMap out;    // as query: Dv, packed heads, Sq, packs, B
 };
 
-// The tile whose queries are in shared memory, and all that writing its results takes: arguments of the kernel are far away for
-// those who look at them once a tile.
+// The tile whose queries are in shared memory.
 struct TileNote {
   int batch, head, first_query;
-  int queries;  // from first_query to the last there is
-  int query_length, pack_shift;
-  float* lse;  // of the first query of the first head
 };
 
 template <int kDim, Variant kVariant>
@@ -181,15 +177,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (kIsKeys && flags & kFirst) {
       if (thread == 0) {
         query_empty.wait_empty(tiles);
-        const int query_length = static_cast<int>(p.query_length);
-        shared.tiles[tiles % kTileNotes] = {
-            batch,
-            note.head,
-            note.first_query,
-            query_length - note.first_query,
-            query_length,
-            work.pack_shift,
-            static_cast<float*>(p.lse) + (batch * p.heads + note.head) * p.query_length + note.first_query};
+        shared.tiles[tiles % kTileNotes] = {batch, note.head, note.first_query};
         barrier_expect(query_full.at(tiles), kRows * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
