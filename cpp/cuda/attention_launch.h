@@ -25,7 +25,8 @@ inline constexpr int kPlanEntries = 6;  // of a row of the plan, for each key: t
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
 struct Plan {
-  int32_t* index = nullptr;   // [rows, capacity]: the live keys, then the lists; null: no plan, keys are taken in order
+  int32_t* index =
+      nullptr;  // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, keys are taken in order
   int32_t* first = nullptr;   // [rows, capacity]: the key's span of positions, causality included
   int32_t* last = nullptr;    // [rows, capacity]
   int32_t* count = nullptr;   // [rows]: live keys
@@ -35,7 +36,7 @@ struct Plan {
   int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
   int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
   bool keeps_live = false;    // is the list of the live keys wanted?
-  int64_t capacity = 0;       // kPlanEntries * Sk
+  int64_t capacity = 0;       // kPlanEntries * Sk, for one segment just Sk; even
   int64_t most_lists = 0;     // that a row may have
   int64_t parts = 0;          // of kPlanPart keys
   int64_t batch_stride = 0;   // 0 or plan_heads, in rows

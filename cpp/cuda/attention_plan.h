@@ -96,8 +96,9 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   if (!start.data && !end.data) return {};
   Plan plan;
   plan.keeps_live = needs.live_keys;
-  plan.capacity = kPlanEntries * p.key_length;
   const int64_t segments = ceil_div(p.query_length, int64_t{1} << kShortestSegment);
+  // A single segment has no list but that of the live keys. Even, so that lists are aligned to 8 bytes.
+  plan.capacity = segments > 1 ? kPlanEntries * p.key_length : (p.key_length + 1) / 2 * 2;
   plan.most_lists = segments + ceil_div(segments, int64_t{1} << kCoarseShift);
   plan.parts = ceil_div(p.key_length, kPlanPart);
   plan.head_divisor = p.heads;

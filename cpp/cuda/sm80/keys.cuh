@@ -285,9 +285,7 @@ class KeyWalk {
     const int first = queues_.cursor + static_cast<int>(threadIdx.x);
     if (queues_.cursor >= sources().listed) return false;
 
-    constexpr int kPerThread = kPlanBlock / kThreads;
-    const int warp = threadIdx.x / 32;
-    const uint32_t before = lanes_before();
+    constexpr int kPerThread = kPlanBlock / kThreads;  // what can be had anew is not kept: registers are short
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
@@ -301,14 +299,14 @@ class KeyWalk {
       partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
       counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
     }
-    if (threadIdx.x % 32 == 0) queues_.warp_counts[warp] = counts;
+    if (threadIdx.x % 32 == 0) queues_.warp_counts[threadIdx.x / 32] = counts;
     __syncthreads();
     if (threadIdx.x == 0) queues_.cursor = first + kPlanBlock;
     int place = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) {
       const int other = queues_.warp_counts[w];
-      place += w < warp ? other : 0;
+      place += w < static_cast<int>(threadIdx.x) / 32 ? other : 0;
       total += other;
     }
     int whole_place = rings.whole_head + rings.whole_count + (place & 0xffff),
@@ -316,8 +314,10 @@ class KeyWalk {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = first + i * kThreads;
-      if (whole[i] >> threadIdx.x % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % Queues::kRing] = key[i];
-      if (partial[i] >> threadIdx.x % 32 & 1) queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = at;
+      if (whole[i] >> threadIdx.x % 32 & 1)
+        queues_.whole[(whole_place + __popc(whole[i] & lanes_before())) % Queues::kRing] = key[i];
+      if (partial[i] >> threadIdx.x % 32 & 1)
+        queues_.partial[(partial_place + __popc(partial[i] & lanes_before())) % Queues::kRing] = at;
       whole_place += __popc(whole[i]);
       partial_place += __popc(partial[i]);
     }

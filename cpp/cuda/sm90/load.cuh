@@ -1,8 +1,8 @@
 // What the warpgroups of a block share, and the warpgroup that loads: keys, values and queries into shared memory, as the notes
 // say.
 //
-// The one surprise is that a gathered chunk is announced a chunk late: its rows come by ordinary copies, which have to land and
-// be fenced before the tensor cores may read them, and until then the copies of the next chunk are started.
+// The one surprise is that a gathered chunk is announced late: its rows come by ordinary copies, which have to land and be fenced
+// before the tensor cores may read them, and until then the copies of the next chunk are started, if that can be done at once.
 #pragma once
 
 #include "walk.cuh"
@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const int width = static_cast<int>(kIsKeys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   // Copied rows have to be fenced before the tensor cores read them. So a chunk is announced when it has landed, which is looked
-  // at after the copies of the next one have been started.
+  // at after the copies of the next one have been started, or before that has to wait.
   bool is_due = false;
   auto announce = [&](uint32_t n) {
     fence_async();

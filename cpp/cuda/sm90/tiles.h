@@ -45,7 +45,7 @@ template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
 // Chunks of keys in order have to fill the tiles of a block mask; gathered ones are free. The walk holds a note back until the
-// next is begun, and a chunk is announced after the next is loaded: fewer notes or stages would wait for each other for ever.
+// next is begun, and a chunk is computed beside the one before it: fewer notes or stages would wait for each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
