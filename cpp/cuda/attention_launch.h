@@ -17,16 +17,15 @@ inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads a
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kShortestSegment = 9, kMostSegments = 2048;  // a segment is 2^9 queries or more
-inline constexpr int kCoarseShift =
-    3;  // as many segments, in powers of 2, are listed together first, which makes their lists cheap
+inline constexpr int kCoarseShift = 3;  // lists are made for 2^3 segments together first, and theirs from those
 inline constexpr int kPlanPart = 4096;  // keys that a block of the plan's kernels looks at
 inline constexpr int kPlanEntries = 6;  // of a row of the plan, for each key: the live keys, and room for lists
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
 struct Plan {
-  int32_t* index =
-      nullptr;  // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, keys are taken in order
+  int32_t* index = nullptr;   // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, all keys
+                              // are taken in order
   int32_t* first = nullptr;   // [rows, capacity]: the key's span of positions, causality included
   int32_t* last = nullptr;    // [rows, capacity]
   int32_t* count = nullptr;   // [rows]: live keys
@@ -35,7 +34,7 @@ struct Plan {
                               // of coarse segments, which nobody but the plan reads
   int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
   int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  bool keeps_live = false;    // is the list of the live keys wanted?
+  bool keeps_live = false;    // are the live keys written, even where no list is made of them?
   int64_t capacity = 0;       // kPlanEntries * Sk, for one segment just Sk; even
   int64_t most_lists = 0;     // that a row may have
   int64_t parts = 0;          // of kPlanPart keys
