@@ -103,7 +103,10 @@ def test_a_second_device_while_the_first_is_current(side):
 
 def long_spans(kind, heads, queries, keys):
     """Starts and ends that make the plan's lists short, long, many, or not worth it."""
-    draw = lambda low, high: torch.randint(low, high, (2, heads, keys), device="cuda", dtype=torch.int32)  # noqa: E731
+
+    def draw(low, high):
+        return torch.randint(low, high, (2, heads, keys), device="cuda", dtype=torch.int32)
+
     always = torch.zeros(2, heads, keys, device="cuda", dtype=torch.int32)  # what is causal begins with its key
     if kind == "window":
         return always, (torch.arange(keys, device="cuda", dtype=torch.int32) + keys // 8).expand(2, heads, keys).contiguous()

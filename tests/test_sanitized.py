@@ -35,7 +35,7 @@ def check(case, on_gpu):
 
 def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     """A case on the CPU and its mask on the GPU."""
-    # Long enough that every ring of buffers in the kernels comes round, and gathered ones with lists of several segments.
+    # Long enough that the rings of keys and values come round; gathered: more than one segment of queries in the plan.
     queries, keys = {"plain": (150, 1333), "gathered": (600, 700)}.get(kind, (200, 500))
     query = tensor((1, 2, queries, size), 0, dtype)
     key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)
