@@ -1,7 +1,9 @@
 // Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
 //
-// The one surprise is the choice: without a mask the key-major kernel adds up grad_query in fp32; with live keys gathered or a
-// block mask the query-major kernel adds up rows of grad_key and grad_value; deterministic runs both, each without its adds.
+// The one surprise is the choice. On Hopper one kernel that walks keys adds up grad_query in fp32, and rows of grad_key and grad_value
+// where live keys are gathered. What it does not take is the portable family's: without a mask the key-major kernel adds up
+// grad_query; with live keys gathered or a block mask the query-major kernel adds up rows of grad_key and grad_value;
+// deterministic runs both, each without its adds.
 #include "attention_plan.h"
 
 namespace dmattn::cuda {
@@ -26,6 +28,60 @@ void take_in_turn(BackwardCall& call, const PerHead& grad) {
   if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_in_turn = p.kv_heads;
 }
 
+bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Plan& plan,
+                       [[maybe_unused]] bool deterministic) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::has_backward(p, plan, deterministic);
+#else
+  return false;
+#endif
+}
+
+cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unused]] int* ticket,
+                          [[maybe_unused]] const Device& device) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::backward(call, ticket, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
+#else
+  return cudaErrorNotSupported;
+#endif
+}
+
+// Rows of fp32 sums that belong to the keys, those that some query sees cleared.
+Tensor make_key_sums(BackwardCall& call, const Tensor& like, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t width = sum_width(p.head_dim, true) + sum_width(p.value_dim, true);
+  const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * width}, ScalarType::Float);
+  call.key_sums = static_cast<float*>(sums.data_ptr());
+  DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+  return sums;
+}
+
+// The same for the queries.
+Tensor make_query_sums(BackwardCall& call, const Tensor& like) {
+  const AttentionParams& p = call.b.forward;
+  const Tensor sums = zeros_on(like, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim, true)}, ScalarType::Float);
+  call.query_sums = static_cast<float*>(sums.data_ptr());
+  return sums;
+}
+
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call.
+bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
+  const Tensor query_sums = make_query_sums(call, like);
+  std::optional<Tensor> key_sums, own_ticket;
+  if (call.plan.index) key_sums = make_key_sums(call, like, device.stream());
+  int* ticket = call.plan.ticket;
+  if (!ticket) {
+    own_ticket = empty_on(like, {1}, ScalarType::Int);
+    ticket = static_cast<int*>(own_ticket->data_ptr());
+  }
+  const cudaError_t status = sm90_backward(call, ticket, device);
+  if (status == cudaErrorNotSupported) return false;
+  check_cuda(status, "attention kernel");
+  DMATTN_CUDA_CHECK(launch_store_query_sums(call, device.stream()));
+  if (call.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(call, device.stream()));
+  return true;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
@@ -43,7 +99,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
   check_cuda_support(p);
-  choose_family(device.index());  // an impossible wish is an error here, too; backward has the sm80 kernels alone
+  const Family family = choose_family(device.index());
   const auto results = [&] {
     return std::tuple{checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
   };
@@ -63,6 +119,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   // The plan and the terms of each query.
   PlanNeeds needs;
   needs.live_keys = deterministic;
+  needs.order = family == Family::kSm80 || !sm90_has_backward(p, {}, deterministic);
   const OwnedPlan plan = make_plan(p, query, stream, needs);
   call.plan = plan.plan;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
@@ -73,9 +130,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.delta = call.lse2 + terms;
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
+  call.sums_are_in_mma_order = true;
+  if (family != Family::kSm80 && sm90_has_backward(p, call.plan, deterministic) && run_sm90(call, query, device)) return results();
+
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
   const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
-  call.sums_are_in_mma_order = true;
   const bool is_sparse = call.plan.index || p.mask.tiles.data;
   if (deterministic) {
     BackwardCall by_keys = call, by_queries = call;
@@ -90,16 +149,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     check_launch(sm80::query_major(by_queries, room, stream), p);
   } else if (is_sparse) {
-    const int64_t width = sum_width(p.head_dim, true) + sum_width(p.value_dim, true);
-    const Tensor sums = empty_on(query, {(p.batch * p.kv_heads * p.key_length + 1) * width}, ScalarType::Float);
-    call.key_sums = static_cast<float*>(sums.data_ptr());
-    DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+    const Tensor sums = make_key_sums(call, query, stream);
     check_launch(sm80::query_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const Tensor sums =
-        zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim, true)}, ScalarType::Float);
-    call.query_sums = static_cast<float*>(sums.data_ptr());
+    const Tensor sums = make_query_sums(call, query);
     check_launch(sm80::key_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
   }

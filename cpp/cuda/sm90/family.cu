@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "backward.cuh"
 #include "family.h"
 #include "forward.cuh"
 #include "sm90_instances.h"
@@ -13,7 +14,7 @@
 namespace dmattn::cuda::sm90 {
 namespace {
 
-struct Instance {
+struct ForwardInstance {
   DType dtype;
   int dim;
   Variant variant;
@@ -21,15 +22,29 @@ struct Instance {
   int keys;
 };
 
+struct BackwardInstance {
+  DType dtype;
+  int dim;
+  Variant variant;
+  cudaError_t (*launch)(const BackwardCall&, const BackwardWork&, const BackwardMaps&, int, cudaStream_t);
+  int queries;
+};
+
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
   {DType::DTYPE, DIM, Variant::VARIANT, launch_forward<TYPE, DIM, Variant::VARIANT>, kForwardShape<DIM, Variant::VARIANT>.keys},
-constexpr Instance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
+constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
+#undef DMATTN_ROW
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM>.queries},
+constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 
-const Instance* find_instance(const AttentionParams& p, Variant variant) {
+// The smallest head size that is large enough, then the special variant before the general one.
+template <class Instance, size_t kCount>
+const Instance* find_instance(const Instance (&instances)[kCount], const AttentionParams& p, Variant variant) {
   const int64_t width = std::max(p.head_dim, p.value_dim);
   const Instance* best = nullptr;
-  for (const Instance& instance : kForward) {
+  for (const Instance& instance : instances) {
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
     if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
     if (best && instance.dim == best->dim && best->variant == variant) continue;
@@ -82,12 +97,24 @@ int find_pack_shift(const AttentionParams& p) {
   return shift;
 }
 
+// [B, heads, S, width] in boxes of `rows` rows.
+bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t length, int64_t heads, int64_t batch, int box) {
+  return encode<4>(map, rows.data, {width, length, heads, batch}, {1, rows.row_stride, rows.head_stride, rows.batch_stride},
+                   {64, box, 1, 1});
+}
+
+constexpr int64_t kSectionBytes = 32 << 20;  // of L2
+
+// Packs of heads that fit into L2 together, each with so many bytes.
+uint32_t packs_in_section(int64_t packs, int64_t pack_bytes) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pack_bytes, 1), 1, packs));
+}
+
 }  // namespace
 
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream) {
-  constexpr int64_t kSectionBytes = 32 << 20;  // of L2
   const AttentionParams& p = call.p;
-  const Instance* const instance = find_instance(p, variant_of(p, call.plan));
+  const ForwardInstance* const instance = find_instance(kForward, p, variant_of(p, call.plan));
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
 
   WorkPlan work;
@@ -97,8 +124,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   work.packs = static_cast<uint32_t>(packs);
   const int64_t pack_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * pack * p.kv_heads / p.heads;
   const bool is_local = call.plan.index != nullptr;  // tiles of few keys
-  work.section_packs =
-      static_cast<uint32_t>(is_local ? packs : std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pack_bytes, 1), 1, packs));
+  work.section_packs = is_local ? work.packs : packs_in_section(packs, pack_bytes);
   const int64_t items = work.tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
@@ -110,15 +136,61 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
       encode<5>(&maps.query, p.query.data, {p.head_dim, pack, p.query_length, p.heads / pack, p.batch},
                 {1, p.query.head_stride, p.query.row_stride, p.query.head_stride * pack, p.query.batch_stride},
                 {64, static_cast<int>(pack), static_cast<int>(queries), 1, 1}) &&
-      encode<4>(&maps.key, p.key.data, {p.head_dim, p.key_length, p.kv_heads, p.batch},
-                {1, p.key.row_stride, p.key.head_stride, p.key.batch_stride}, {64, keys, 1, 1}) &&
-      encode<4>(&maps.value, p.value.data, {p.value_dim, p.key_length, p.kv_heads, p.batch},
-                {1, p.value.row_stride, p.value.head_stride, p.value.batch_stride}, {64, keys, 1, 1}) &&
+      encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, keys) &&
+      encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, keys) &&
       encode<5>(&maps.out, p.out.data, {p.value_dim, pack, p.query_length, p.heads / pack, p.batch},
                 {1, p.out.head_stride, p.out.row_stride, p.out.head_stride * pack, p.out.batch_stride},
                 {64, warp_pack, 16 / warp_pack, 1, 1});  // a warp's 16 rows
   if (!is_encoded) return cudaErrorNotSupported;
   if (work.ticket && !call.plan.index) {
+    const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
+    if (status != cudaSuccess) return status;
+  }
+  return instance->launch(call, work, maps, blocks, stream);
+}
+
+bool has_backward(const AttentionParams& p, const Plan& plan, bool deterministic) {
+  // Intervals beside a block mask are the portable family's.
+  const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
+  return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 && find_instance(kBackward, p, variant_of(p, plan));
+}
+
+cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const Variant variant = variant_of(p, call.plan);
+  const BackwardInstance* const instance = find_instance(kBackward, p, variant);
+  if (!instance) return cudaErrorNotSupported;
+
+  BackwardWork work;
+  const int64_t group = p.heads / p.kv_heads;
+  int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
+  work.heads = static_cast<int>(group);
+  work.parts = 1;
+  if (variant == Variant::kGathered) {
+    constexpr int kParts = 4;  // so that no block has much more to do than the others
+    work.heads = static_cast<int>(std::min(group, call.plan.head_divisor));
+    work.parts = kParts;
+    tiles = (p.query_length + (1 << kShortestSegment) - 1 >> kShortestSegment) * kParts;
+  }
+  const int64_t packs = p.batch * p.heads / work.heads, items = tiles * packs;
+  if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
+  work.tiles = static_cast<int>(tiles);
+  work.packs = static_cast<uint32_t>(packs);
+  work.items = static_cast<uint32_t>(items);
+  // What the keys of a head all meet: its queries, their gradients and their sums.
+  const int64_t pack_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
+  work.section_packs = packs_in_section(packs, pack_bytes);
+  const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
+  work.ticket = items > blocks ? ticket : nullptr;
+
+  BackwardMaps maps;
+  const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, instance->queries) &&
+                          encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch,
+                                      instance->queries) &&
+                          encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
+                          encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
+  if (!is_encoded) return cudaErrorNotSupported;
+  if (work.ticket && !call.plan.ticket) {
     const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }

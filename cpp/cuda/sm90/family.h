@@ -1,4 +1,4 @@
-// The sm90 family as the host sees it: forward on Hopper.
+// The sm90 family as the host sees it: forward and backward on Hopper.
 //
 // The one surprise is the miss: cudaErrorNotSupported for what has no kernel here, which another family then takes.
 #pragma once
@@ -9,5 +9,11 @@ namespace dmattn::cuda::sm90 {
 
 // call.plan.ticket: one int of scratch, which a plan has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
+
+// Whether there is a backward kernel for the call at all, before its sums have been allocated: it wants query_sums, and key_sums too
+// where live keys are gathered, both in the order of mma.sync.
+bool has_backward(const AttentionParams& p, const Plan& plan, bool deterministic);
+// ticket: as above.
+cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);
 
 }  // namespace dmattn::cuda::sm90

@@ -12,26 +12,6 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Four lanes hold a row's columns in pairs; afterwards lane i holds the eight columns 8i..8i+7 of 32.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const uint32_t give = upper ? x[i] : x[i + step];
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, give, step);
-      if (upper) {
-        x[i] = got;
-      } else {
-        x[i + step] = got;
-      }
-    }
-  }
-}
-
 // Hides what the note hides: x becomes -inf there. `positions` are those of the thread's two rows.
 template <int kN, class Chunk>
 __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint32_t flags, bool is_causal, int column,

@@ -96,6 +96,13 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// Consecutive bytes, a multiple of 16, as are both addresses.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // The other way: a box in shared memory to the tensor. What lies outside the tensor is not written.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
@@ -109,6 +116,26 @@ __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk
 __device__ __forceinline__ void store_matrix(uint32_t to, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
+}
+
+// Four lanes hold a row's columns in pairs; afterwards lane i holds the eight columns 8i..8i+7 of 32.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t give = upper ? x[i] : x[i + step];
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, give, step);
+      if (upper) {
+        x[i] = got;
+      } else {
+        x[i + step] = got;
+      }
+    }
+  }
 }
 
 // ---- warpgroup products ----
@@ -140,7 +167,8 @@ __device__ __forceinline__ void pin(float (&d)[kN][4]) {
 
 // One step of 16 in the inner dimension; d[n][0..3] are the elements of mma.sync's m16n8 layout, 64 rows over the warpgroup.
 // from_shared: a and b by description, both rows of the inner dimension. from_registers: a in mma.sync's layout, b by
-// description, inner dimension over its rows.
+// description, inner dimension over its rows. from_columns: a and b by description, inner dimension over the rows of both, 64 of
+// a's columns.
 template <class T, int kN>
 struct Product;
 
@@ -171,6 +199,12 @@ struct Product;
                    " {" DMATTN_LIST##REGISTERS "}, {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", p, 1, 1, 1; }"                     \
                    : DMATTN_D##TILES(0)                                                                                         \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(1));                                               \
+    }                                                                                                                           \
+    static __device__ __forceinline__ void from_columns(float (&d)[SIZE / 8][4], uint64_t a, uint64_t b, int accumulate) {      \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
+                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, 1, 1; }"                                            \
+                   : DMATTN_D##TILES(0)                                                                                         \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                                          \
     }                                                                                                                           \
   };
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")

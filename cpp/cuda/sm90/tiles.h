@@ -55,4 +55,29 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
          (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
 }
 
+// Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads.
+struct BackwardShape {
+  int queries;                    // of a chunk
+  int query_stages, key_stages;   // chunks of queries, and tiles of keys, in flight
+  int computing_registers, loading_registers;  // per thread
+};
+inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
+
+template <int kDim>
+inline constexpr BackwardShape kBackwardShape = {};
+template <>
+inline constexpr BackwardShape kBackwardShape<64> = {64, 3, 2, 224, 56};
+template <>
+inline constexpr BackwardShape kBackwardShape<128> = {64, 2, 2, 224, 56};
+
+constexpr bool is_valid(BackwardShape s) {
+  for (const int registers : {s.computing_registers, s.loading_registers}) {
+    if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
+  }
+  // At the start every thread has as many registers as divide evenly, in steps of 8.
+  constexpr int kPool = 65536 / kBackwardThreads / 8 * 8 * kBackwardThreads;
+  return s.queries == 64 && s.query_stages >= 2 && s.key_stages >= 1 &&
+         (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
+}
+
 }  // namespace dmattn::cuda::sm90

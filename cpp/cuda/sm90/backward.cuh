@@ -1,0 +1,357 @@
+// Attention backward for Hopper: persistent blocks of three warpgroups. One loads, two compute 64 keys of a tile each and walk the
+// queries that see it; grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
+//
+// The one surprise is that scores are kept transposed, keys by queries: probabilities and score gradients are then operands of
+// their products straight from registers, and only the score gradients go through shared memory, for grad_query.
+#pragma once
+
+#include "backward_load.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+template <class T, int kDim, Variant kVariant>
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, const BackwardWork& work, BackwardShared<kDim>& shared) {
+  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
+  constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
+  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  const AttentionParams& p = call.b.forward;
+  // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its other
+  // key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
+  struct Place {
+    int lane, column, row, first_row, first_column;
+    __device__ __forceinline__ Place() {
+      const int thread = static_cast<int>(thread_index());
+      lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
+      first_column = thread / kWarpgroup * kPart;
+    }
+  };
+
+  const Ring<kShape.key_stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)};
+  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const Ring<1> score_full{shared_address(&shared.score_full)}, score_empty{shared_address(&shared.score_empty)};
+  constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
+  constexpr uint32_t kKeyStep = kBackwardKeys * kDim * 2 >> 4, kQueryStep = kQueries * kDim * 2 >> 4;  // in units of a description
+  const uint32_t uniform_group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
+  const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
+  const uint32_t my_keys = keys + uniform_group * (64 * 128 >> 4);
+  const uint32_t my_columns = keys + (uniform_group * kPart / 64 * kKeyPanel + uniform_group * kPart % 64 * 2 >> 4);
+  constexpr uint32_t kToValues = (offsetof(BackwardShared<kDim>, value) - offsetof(BackwardShared<kDim>, key)) >> 4;
+  const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
+  constexpr uint32_t kToGradOuts = (offsetof(BackwardShared<kDim>, grad_out) - offsetof(BackwardShared<kDim>, query)) >> 4;
+  const uint32_t grad_scores = describe_panels(shared_address(shared.grad_score), kKeyPanel);
+
+  float grad_key[kOut][4], grad_value[kOut][4];
+
+  // Products of rows: to = keys * queries^T, or values * grad_out^T.
+  auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      Product<T, kQueries>::from_shared(to, complete(a + (k / 4 * kKeyPanel + k % 4 * 32 >> 4)),
+                                        complete(b + (k / 4 * kQueryPanel + k % 4 * 32 >> 4)), k > 0);
+    }
+    commit_products();
+  };
+  // Sums over queries: to += scores * queries, or * grad_out.
+  auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&scores)[kSteps][4], uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, scores[k], complete(b + (k * (16 * 128) >> 4)));
+    commit_products();
+  };
+  // The sum over keys: this warpgroup's columns of grad_query.
+  auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < kBackwardKeys / 16; ++k) {
+      Product<T, kPart>::from_columns(to, complete(grad_scores + (k * (16 * 128) >> 4)),
+                                      complete(b + (k * (16 * 128) >> 4)), k > 0);
+    }
+    commit_products();
+  };
+  auto pack = [&](uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto& four = from[2 * k + i / 2];
+        to[k][i] = Element<T>::pack(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+      }
+    }
+  };
+
+  // Adds what a chunk gave grad_query.
+  auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
+    const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+    const Place place;
+    const int query_length = static_cast<int>(p.query_length), width = static_cast<int>(sum_width(p.head_dim, true));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = note.first_query + place.row % 64 + 8 * r;
+      const int64_t at = query < query_length ? (batch * p.heads + note.head) * query_length + query : p.batch * p.heads * p.query_length;
+      float* const to = call.query_sums + at * width + place.first_column + place.lane % 4 * 4;
+#pragma unroll
+      for (int i = 0; i < kPart / 8; i += 2) {
+        if (place.first_column + i * 8 < width) {
+          add_4(to + i * 8, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
+        }
+      }
+    }
+  };
+
+  // Of the thread's two keys.
+  float bias_2[2] = {}, bias_sum[2] = {};
+  int head = -1;
+  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[Note<Variant::kGathered, kBackwardKeys>::index_place(row)]; };
+  auto flush_bias = [&](const KeyNote& tile) {  // the gradient of key_bias, of one head
+    if constexpr (kIsGathered) {
+      if (!call.grad_key_bias.data || head < 0) return;
+      const Place place;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = bias_sum[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const int key = key_at(tile, place.row + 8 * r);
+        if (place.lane % 4 == 0 && key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, tile.batch, head) + key, sum);
+        bias_sum[r] = 0.0f;
+      }
+    }
+  };
+
+  uint32_t n = 0;  // notes of queries
+  for (uint32_t turn = 0;; ++turn) {
+    const uint32_t key_stage = turn % kShape.key_stages;
+    key_full.wait_full(turn);
+    const KeyNote& tile = shared.key_notes[key_stage];
+    if (tile.head < 0) return;
+    head = -1;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
+    }
+
+    float grad_query[kPart / 8][4];
+    bool is_adding = false;
+    for (;; ++n) {
+      const uint32_t chunk = n - turn;  // notes that ended a turn do not count
+      float x[kN][4], y[kN][4];
+      uint32_t weights[kSteps][4], gradients[kSteps][4];
+      const uint32_t stage = n % kShape.query_stages;
+      query_full.wait_full(n);
+      const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+      if (note.ends_turn) {
+        barrier_arrive(query_empty.at(n));
+        break;
+      }
+      pin(x);
+      begin_products();
+      begin_rows(x, my_keys + key_stage * kKeyStep, queries + stage * kQueryStep);
+      wait_products<0>();
+      pin(grad_query);
+      pin(x);
+      if (is_adding) {
+        barrier_arrive(score_empty.at(n - turn - 1));
+        add_grad_query(grad_query, n - 1, tile.batch);
+      }
+      pin(y);
+      begin_products();
+      begin_rows(y, my_keys + kToValues + key_stage * kKeyStep, queries + kToGradOuts + stage * kQueryStep);
+      if (kIsGathered && note.head != head) {
+        flush_bias(tile);
+        const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int key = key_at(tile, Place().row + 8 * r);
+          bias_2[r] = bias && key >= 0 ? bias[key] * kLog2e : 0.0f;
+        }
+      }
+      head = note.head;
+
+      // Scores to probabilities.
+      if (note.needs_test) {
+        const Place place;
+        const int position = note.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
+        const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            if (!span[e / 2].by(position + 8 * i + e % 2)) x[i][e] = negative_infinity();
+          }
+        }
+      }
+      if (!kIsGathered && note.bits) {
+        const int words = static_cast<int>(p.mask.tile_k) / 32;
+        const Place place;
+        const uint32_t* const bits = note.bits + place.column * words + place.row / 32;
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const uint32_t word = bits[(8 * i + e) * words] >> place.row % 32;
+            if (!(word & 1)) x[i][e] = negative_infinity();
+            if (!(word & 256)) x[i][2 + e] = negative_infinity();
+          }
+        }
+      }
+      const int column = Place().column;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const float2 lse2 = *reinterpret_cast<const float2*>(&shared.lse2[stage][column + 8 * i]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float shift_2 = (kIsGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
+          x[i][e] = exp2_approx(fmaf(x[i][e], call.scale_2, shift_2));
+        }
+      }
+      pack(weights, x);
+      pin(grad_value);
+      begin_products();
+      begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
+
+      // Gradients of the scores, from the probabilities as the product before has them: both copies would not fit into registers.
+      wait_products<1>();
+      pin(y);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 pair = Element<T>::unpack(weights[i / 2][i % 2 * 2 + e / 2]);
+          y[i][e] = (e % 2 == 0 ? pair.x * (y[i][e] - delta.x) : pair.y * (y[i][e] - delta.y));
+          if (kIsGathered) bias_sum[e / 2] += y[i][e];
+        }
+      }
+      pack(gradients, y);
+      pin(grad_key);
+      begin_products();
+      begin_sums(grad_key, gradients, queries + stage * kQueryStep);
+      score_empty.wait_empty(chunk);
+      {
+        const Place place;
+        const int tile_row = place.first_row + place.lane % 16;
+        const uint32_t to = shared_address(shared.grad_score) + tile_row * 128, swizzle = (place.lane / 16 ^ tile_row % 8) * 16;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
+        }
+      }
+      fence_async();
+      barrier_arrive(score_full.at(chunk));
+      score_full.wait_full(chunk);
+      pin(grad_query);
+      begin_products();
+      begin_grad_query(grad_query, my_columns + key_stage * kKeyStep);
+      is_adding = true;
+      wait_products<1>();
+      pin(grad_value);
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n));
+    }
+
+    // The end of the turn: the last part of grad_query, then the keys' own sums.
+    wait_products<0>();
+    pin(grad_query);
+    flush_bias(tile);
+    const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_key;
+    const int keys_of_rows[2] = {key_at(tile, Place().row), key_at(tile, Place().row + 8)};
+    barrier_arrive(key_empty.at(turn));
+    if (is_adding) {
+      barrier_arrive(score_empty.at(n - turn - 1));
+      add_grad_query(grad_query, n - 1, batch);
+    }
+    ++n;
+    if constexpr (kIsGathered) {
+      if (head < 0) continue;  // nothing was added
+      const int64_t key_width = sum_width(p.head_dim, true), both = key_width + sum_width(p.value_dim, true);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int key = keys_of_rows[r];
+        const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
+        float* const to = call.key_sums + at * both + Place().lane % 4 * 4;
+#pragma unroll
+        for (int i = 0; i < kOut; i += 2) {
+          if (i * 8 < key_width) {
+            add_4(to + i * 8, grad_key[i][2 * r], grad_key[i][2 * r + 1], grad_key[i + 1][2 * r], grad_key[i + 1][2 * r + 1]);
+          }
+          if (i * 8 < both - key_width) {
+            add_4(to + key_width + i * 8, grad_value[i][2 * r], grad_value[i][2 * r + 1], grad_value[i + 1][2 * r],
+                  grad_value[i + 1][2 * r + 1]);
+          }
+        }
+      }
+    } else {
+      const auto store = [&](const Rows& rows, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
+        asm volatile("" ::: "memory");  // one after the other: registers are short here
+        const Place place;
+        const int key = first_key + place.row + 8 * r;
+        T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + kv_head * rows.head_stride + key * rows.row_stride;
+#pragma unroll
+        for (int i = 0; i < kOut; i += 4) {
+          uint32_t piece[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) piece[j] = Element<T>::pack(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
+          transpose_quad(piece);
+          const int at = (i + place.lane % 4) * 8;
+          if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+        }
+      };
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        store(call.b.grad_key, p.head_dim, grad_key, call.scale, r);
+        store(call.b.grad_value, p.value_dim, grad_value, 1.0f, r);
+      }
+    }
+  }
+}
+
+template <class T, int kDim, Variant kVariant>
+__global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
+                                                                       const __grid_constant__ BackwardWork work,
+                                                                       const __grid_constant__ BackwardMaps maps) {
+  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardShared<kDim>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    constexpr int kComputing = kConsumers * kWarpgroup;
+    for (int i = 0; i < kShape.key_stages; ++i) {
+      barrier_init(shared_address(&shared.note_full[i]), kLoaders);
+      barrier_init(shared_address(&shared.key_full[i]), kLoaders);
+      barrier_init(shared_address(&shared.key_empty[i]), kComputing + 1);
+    }
+    for (int i = 0; i < kShape.query_stages; ++i) {
+      barrier_init(shared_address(&shared.query_full[i]), 1);
+      barrier_init(shared_address(&shared.query_empty[i]), kComputing);
+    }
+    barrier_init(shared_address(&shared.score_full), kComputing);
+    barrier_init(shared_address(&shared.score_empty), kComputing);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x < kConsumers * kWarpgroup) {
+    take_registers<kShape.computing_registers>();
+    compute_gradients<T, kDim, kVariant>(call, work, shared);
+  } else {
+    give_registers<kShape.loading_registers>();
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    if (thread < kLoaders) {
+      load_keys<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread == kLoaders) {
+      load_queries<kDim>(call, work, maps, shared);
+    }
+  }
+}
+
+template <class T, int kDim, Variant kVariant>
+cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
+                            cudaStream_t stream) {
+  constexpr int kBytes = sizeof(BackwardShared<kDim>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim>));
+  const auto kernel = backward_kernel<T, kDim, kVariant>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, kBytes, stream>>>(call, work, maps);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm90
