@@ -75,20 +75,18 @@ struct BackwardCall {
   PerHead grad_key_bias;               // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
   PerHead grad_bias;                   // float [B|1, H|Hkv|1, Sq, Sk]
   // fp32 sums in global memory, null: not accumulated there. Both have one more row, to which rows that do not exist are added.
-  float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of width(D): grad_query of the key-major kernel, zeroed
-  float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of width(D) + width(Dv): grad_key | grad_value, query-major kernel
-  bool sums_are_in_mma_order = false;  // sum_place() says where an element of a row is
+  float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
+  float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
+  bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
   // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
   // turn.
   int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
 };
 
-// Floats in a row of sums of `dim` elements, and where element i is. In the order of mma.sync a lane's two pairs of columns of 16
-// are neighbours: it adds 16 bytes at once.
-constexpr int64_t sum_width(int64_t dim, bool in_mma_order) { return in_mma_order ? (dim + 15) / 16 * 16 : dim; }
-constexpr int64_t sum_place(int64_t i, bool in_mma_order) {
-  return in_mma_order ? i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2 : i;
-}
+// Floats in a row of sums of `dim` elements, and where element i is, `step` floats from one 16 columns to the next. A lane of
+// mma.sync holds two pairs of columns of 16: they are neighbours here, so that it adds 16 bytes at once.
+constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
+constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
 
 // Common kernels.
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);

@@ -49,7 +49,7 @@ cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unu
 // Rows of fp32 sums that belong to the keys, those that some query sees cleared.
 Tensor make_key_sums(BackwardCall& call, const Tensor& like, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const int64_t width = sum_width(p.head_dim, true) + sum_width(p.value_dim, true);
+  const int64_t width = sum_width(p.head_dim) + sum_width(p.value_dim);
   const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * width}, ScalarType::Float);
   call.key_sums = static_cast<float*>(sums.data_ptr());
   DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
@@ -59,13 +59,15 @@ Tensor make_key_sums(BackwardCall& call, const Tensor& like, cudaStream_t stream
 // The same for the queries.
 Tensor make_query_sums(BackwardCall& call, const Tensor& like) {
   const AttentionParams& p = call.b.forward;
-  const Tensor sums = zeros_on(like, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim, true)}, ScalarType::Float);
+  const int64_t rows = call.query_sums_in_tiles ? p.batch * p.heads * call.padded_queries : p.batch * p.heads * p.query_length + 1;
+  const Tensor sums = zeros_on(like, {rows * sum_width(p.head_dim)}, ScalarType::Float);
   call.query_sums = static_cast<float*>(sums.data_ptr());
   return sums;
 }
 
 // Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call.
 bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
+  call.query_sums_in_tiles = true;
   const Tensor query_sums = make_query_sums(call, like);
   std::optional<Tensor> key_sums, own_ticket;
   if (call.plan.index) key_sums = make_key_sums(call, like, device.stream());
@@ -130,7 +132,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.delta = call.lse2 + terms;
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
-  call.sums_are_in_mma_order = true;
   if (family != Family::kSm80 && sm90_has_backward(p, call.plan, deterministic) && run_sm90(call, query, device)) return results();
 
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());

@@ -28,11 +28,11 @@ struct RowShare {
 
 // Elements 8 part to 8 part + 7 of a row of sums.
 template <class T>
-__device__ __forceinline__ void store_8(T* to, const float* row, int part, bool in_mma_order, float factor) {
+__device__ __forceinline__ void store_8(T* to, const float* row, int part, float factor, int step = 16) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 x = *reinterpret_cast<const float2*>(row + sum_place(part * 8 + i * 2, in_mma_order));
+    const float2 x = *reinterpret_cast<const float2*>(row + sum_place(part * 8 + i * 2, step));
     pairs[i] = Element<T>::pack(x.x * factor, x.y * factor);
   }
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
@@ -74,7 +74,7 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
 
 __host__ __device__ inline int64_t width_of_key_sums(const BackwardCall& call) {
   const AttentionParams& p = call.b.forward;
-  return sum_width(p.head_dim, call.sums_are_in_mma_order) + sum_width(p.value_dim, call.sums_are_in_mma_order);
+  return sum_width(p.head_dim) + sum_width(p.value_dim);
 }
 
 // Does any query head of the kv head's group see the key?
@@ -130,14 +130,14 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
                   share.key * rows.row_stride;
     for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
       if (is_live) {
-        store_8(to + part * 8, from, part, call.sums_are_in_mma_order, factor);
+        store_8(to + part * 8, from, part, factor);
       } else {
         *reinterpret_cast<uint4*>(to + part * 8) = {0, 0, 0, 0};
       }
     }
   };
   store(call.b.grad_key, static_cast<int>(p.head_dim), sums, call.scale);
-  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim, call.sums_are_in_mma_order), 1.0f);
+  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), 1.0f);
 }
 
 template <class T>
@@ -150,8 +150,13 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
                 batch = share.row / p.query_length / p.heads;
   const Rows& rows = call.b.grad_query;
   T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
-  store_8(to + share.part * 8, call.query_sums + share.row * sum_width(p.head_dim, call.sums_are_in_mma_order), share.part,
-          call.sums_are_in_mma_order, call.scale);
+  const int width = static_cast<int>(sum_width(p.head_dim));
+  if (call.query_sums_in_tiles) {
+    const int64_t row = (batch * p.heads + head) * call.padded_queries + query;
+    store_8(to + share.part * 8, call.query_sums + row / 8 * 8 * width + row % 8 * 16, share.part, call.scale, 8 * 16);
+  } else {
+    store_8(to + share.part * 8, call.query_sums + share.row * width, share.part, call.scale);
+  }
 }
 
 template <class Kernel>

@@ -393,7 +393,7 @@ __global__ __launch_bounds__(
         // The rows of grad_query are added beside the product after it.
         if (call.query_sums) {
           float grad_query[kM][kDimN][4], *rows[kM][2];
-          const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim, true));
+          const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim));
           clear(grad_query);
           accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
 #pragma unroll

@@ -82,17 +82,15 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
   auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
     const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
     const Place place;
-    const int query_length = static_cast<int>(p.query_length), width = static_cast<int>(sum_width(p.head_dim, true));
+    const int width = static_cast<int>(sum_width(p.head_dim));
+    const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
+    float* const to = call.query_sums + first_row * width + place.first_column * 8 + place.lane * 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = note.first_query + place.row % 64 + 8 * r;
-      const int64_t at = query < query_length ? (batch * p.heads + note.head) * query_length + query : p.batch * p.heads * p.query_length;
-      float* const to = call.query_sums + at * width + place.first_column + place.lane % 4 * 4;
+    for (int i = 0; i < kPart / 8; i += 2) {
+      if (place.first_column + i * 8 >= width) break;
 #pragma unroll
-      for (int i = 0; i < kPart / 8; i += 2) {
-        if (place.first_column + i * 8 < width) {
-          add_4(to + i * 8, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
-        }
+      for (int r = 0; r < 2; ++r) {
+        add_4(to + r * 8 * width + i * (8 * 8), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
       }
     }
   };
@@ -130,29 +128,24 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    float grad_query[kPart / 8][4];
-    bool is_adding = false;
-    for (;; ++n) {
-      const uint32_t chunk = n - turn;  // notes that ended a turn do not count
-      float x[kN][4], y[kN][4];
-      uint32_t weights[kSteps][4], gradients[kSteps][4];
-      const uint32_t stage = n % kShape.query_stages;
+    // The products of a chunk's scores are begun at the end of the chunk before, beside its last product. Those after the last
+    // chunk mean nothing: they keep the registers of all ways through the loop the same.
+    float x[kN][4];
+    auto begin_scores = [&] {
       query_full.wait_full(n);
-      const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
-      if (note.ends_turn) {
-        barrier_arrive(query_empty.at(n));
-        break;
-      }
       pin(x);
       begin_products();
-      begin_rows(x, my_keys + key_stage * kKeyStep, queries + stage * kQueryStep);
+      begin_rows(x, my_keys + key_stage * kKeyStep, queries + n % kShape.query_stages * kQueryStep);
+      return !shared.query_notes[n % BackwardShared<kDim>::kQueryNotes].ends_turn;
+    };
+    bool has_chunk = begin_scores();
+    while (has_chunk) {
+      const uint32_t stage = n % kShape.query_stages, chunk = n - turn;  // notes that ended a turn do not count
+      const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+      float y[kN][4], grad_query[kPart / 8][4];
+      uint32_t weights[kSteps][4], gradients[kSteps][4];
       wait_products<0>();
-      pin(grad_query);
       pin(x);
-      if (is_adding) {
-        barrier_arrive(score_empty.at(n - turn - 1));
-        add_grad_query(grad_query, n - 1, tile.batch);
-      }
       pin(y);
       begin_products();
       begin_rows(y, my_keys + kToValues + key_stage * kKeyStep, queries + kToGradOuts + stage * kQueryStep);
@@ -242,28 +235,32 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       pin(grad_query);
       begin_products();
       begin_grad_query(grad_query, my_columns + key_stage * kKeyStep);
-      is_adding = true;
       wait_products<1>();
       pin(grad_value);
       pin(grad_key);
       barrier_arrive(query_empty.at(n));
+      ++n;
+      has_chunk = begin_scores();
+      wait_products<1>();
+      pin(grad_query);
+      barrier_arrive(score_empty.at(chunk));
+#ifndef NOADD
+      add_grad_query(grad_query, n - 1, tile.batch);
+#endif
     }
-
-    // The end of the turn: the last part of grad_query, then the keys' own sums.
     wait_products<0>();
-    pin(grad_query);
+    pin(x);
+    barrier_arrive(query_empty.at(n));
+    ++n;
+
+    // The end of the turn: the keys' own sums.
     flush_bias(tile);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_key;
     const int keys_of_rows[2] = {key_at(tile, Place().row), key_at(tile, Place().row + 8)};
     barrier_arrive(key_empty.at(turn));
-    if (is_adding) {
-      barrier_arrive(score_empty.at(n - turn - 1));
-      add_grad_query(grad_query, n - 1, batch);
-    }
-    ++n;
     if constexpr (kIsGathered) {
       if (head < 0) continue;  // nothing was added
-      const int64_t key_width = sum_width(p.head_dim, true), both = key_width + sum_width(p.value_dim, true);
+      const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int key = keys_of_rows[r];

@@ -48,7 +48,7 @@ struct BackwardItem {
 // A tile of keys: whose, and who sees it.
 struct KeyNote {
   int batch, head, kv_head;            // head: the first of the pack; -1: there is no turn, the work is done
-  int first_key;                       // of keys in order
+  int first_key;                       // of keys in order; gathered: of the list
   int from, to;                        // queries of the turn
   int bounds[kLoaders / 32][4];        // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
@@ -215,7 +215,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
             keys[i] = at < list.y ? plan.index[begin + at] : -1;
             spans[i] = at < list.y ? Span{plan.first[begin + at], plan.last[begin + at]} : Span::empty();
           }
-          load(item, 0, from, to, keys, spans, true);
+          load(item, base, from, to, keys, spans, true);
         }
       }
     } else {
@@ -295,7 +295,12 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 
     for (int head = first_head; head < first_head + work.heads; ++head) {
       if (!mask.tiles.data) {
-        for (int query = from / kShape.queries * kShape.queries; query < to; query += kShape.queries) send(query, head, nullptr);
+        // Each tile begins elsewhere, so that blocks do not all add to the same rows of grad_query at the same time.
+        const int first = from / kShape.queries, chunks = (to + kShape.queries - 1) / kShape.queries - first;
+        for (int i = 0, at = chunks > 0 ? first_key / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+          send((first + at) * kShape.queries, head, nullptr);
+          if (++at == chunks) at = 0;
+        }
         continue;
       }
       const TileSource source(mask, batch, head);
