@@ -10,11 +10,12 @@
 namespace dmattn::cuda::sm90 {
 
 template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, const BackwardWork& work, BackwardShared<kDim>& shared) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, const BackwardWork& work, BackwardShared<kDim, kVariant>& shared) {
+  using Shared = BackwardShared<kDim, kVariant>;
+  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr bool kIsGathered = kVariant == Variant::kGathered, kAddsByCopy = kShape.adds_by_copy;
   const AttentionParams& p = call.b.forward;
   // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its other
   // key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
@@ -36,9 +37,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
   const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
   const uint32_t my_keys = keys + uniform_group * (64 * 128 >> 4);
   const uint32_t my_columns = keys + (uniform_group * kPart / 64 * kKeyPanel + uniform_group * kPart % 64 * 2 >> 4);
-  constexpr uint32_t kToValues = (offsetof(BackwardShared<kDim>, value) - offsetof(BackwardShared<kDim>, key)) >> 4;
+  constexpr uint32_t kToValues = (offsetof(Shared, value) - offsetof(Shared, key)) >> 4;
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
-  constexpr uint32_t kToGradOuts = (offsetof(BackwardShared<kDim>, grad_out) - offsetof(BackwardShared<kDim>, query)) >> 4;
+  constexpr uint32_t kToGradOuts = (offsetof(Shared, grad_out) - offsetof(Shared, query)) >> 4;
   const uint32_t grad_scores = describe_panels(shared_address(shared.grad_score), kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
@@ -80,17 +81,41 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
 
   // Adds what a chunk gave grad_query.
   auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
-    const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+    const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
     const Place place;
     const int width = static_cast<int>(sum_width(p.head_dim));
     const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
-    float* const to = call.query_sums + first_row * width + place.first_column * 8 + place.lane * 4;
+    float* const to = call.query_sums + first_row * width + place.first_column * 8;
+    if constexpr (kAddsByCopy) {
+      constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
+      const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
+      if (place.lane == 0) wait_stores_read();  // those of the chunk before
+      __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kPart / 8; i += 2) {
-      if (place.first_column + i * 8 >= width) break;
+      for (int i = 0; i < kPart / 8; i += 2) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        add_4(to + r * 8 * width + i * (8 * 8), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
+        for (int r = 0; r < 2; ++r) {
+          store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1],
+                          from[i + 1][2 * r], from[i + 1][2 * r + 1]);
+        }
+      }
+      fence_async();
+      __syncwarp();
+      const int bytes = min(kPart, width - place.first_column) * 8 * 4;
+      if (place.lane == 0 && bytes > 0) {
+        add_floats(to, staged, bytes);
+        add_floats(to + 8 * width, staged + kRowBytes, bytes);
+        commit_stores();
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPart / 8; i += 2) {
+        if (place.first_column + i * 8 >= width) break;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          add_4(to + r * 8 * width + i * (8 * 8) + place.lane * 4, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
+                from[i + 1][2 * r + 1]);
+        }
       }
     }
   };
@@ -120,7 +145,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
     const uint32_t key_stage = turn % kShape.key_stages;
     key_full.wait_full(turn);
     const KeyNote& tile = shared.key_notes[key_stage];
-    if (tile.head < 0) return;
+    if (tile.head < 0) break;
     head = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
@@ -136,12 +161,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       pin(x);
       begin_products();
       begin_rows(x, my_keys + key_stage * kKeyStep, queries + n % kShape.query_stages * kQueryStep);
-      return !shared.query_notes[n % BackwardShared<kDim>::kQueryNotes].ends_turn;
+      return !shared.query_notes[n % Shared::kQueryNotes].ends_turn;
     };
     bool has_chunk = begin_scores();
     while (has_chunk) {
       const uint32_t stage = n % kShape.query_stages, chunk = n - turn;  // notes that ended a turn do not count
-      const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float y[kN][4], grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       wait_products<0>();
@@ -300,15 +325,16 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       }
     }
   }
+  if (kAddsByCopy) wait_stores_read();
 }
 
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
                                                                        const __grid_constant__ BackwardMaps maps) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<BackwardShared<kDim>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<BackwardShared<kDim, kVariant>*>(shared_bytes);
   if (threadIdx.x == 0) {
     constexpr int kComputing = kConsumers * kWarpgroup;
     for (int i = 0; i < kShape.key_stages; ++i) {
@@ -334,7 +360,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
     if (thread < kLoaders) {
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
-      load_queries<kDim>(call, work, maps, shared);
+      load_queries<kDim, kVariant>(call, work, maps, shared);
     }
   }
 }
@@ -342,8 +368,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                             cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim>));
+  constexpr int kBytes = sizeof(BackwardShared<kDim, kVariant>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, kVariant>));
   const auto kernel = backward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

@@ -62,9 +62,9 @@ struct QueryNote {
   bool ends_turn, needs_test;
 };
 
-template <int kDim>
+template <int kDim, Variant kVariant>
 struct alignas(1024) BackwardShared {
-  static constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  static constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
   static constexpr int kQueryNotes = 8;  // one is read until the next chunk is begun, or the turn has ended
   static_assert(kQueryNotes > kShape.query_stages + 1);
   uint16_t key[kShape.key_stages][kBackwardKeys * kDim];
@@ -72,6 +72,8 @@ struct alignas(1024) BackwardShared {
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_score[kBackwardKeys * kShape.queries];  // keys by queries
+  // By warp, on its way to global memory: tiles of 8 queries by 16 columns.
+  float grad_query[kConsumers * 4][kShape.adds_by_copy ? 16 * (kDim / kConsumers) : 1];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   KeyNote key_notes[kShape.key_stages];
@@ -124,8 +126,8 @@ __device__ __forceinline__ void find_seen(const AttentionParams& p, const Backwa
 // Tiles of keys and values, one after the other, by half a warpgroup.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                          BackwardShared<kDim>& shared) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+                                          BackwardShared<kDim, kVariant>& shared) {
+  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
   constexpr int kEach = kBackwardKeys / kLoaders;
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
@@ -251,10 +253,10 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
 }
 
 // The chunks of queries of every turn, by one thread.
-template <int kDim>
+template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                             BackwardShared<kDim>& shared) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim>;
+                                             BackwardShared<kDim, kVariant>& shared) {
+  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
   const int query_length = static_cast<int>(p.query_length), shift = static_cast<int>(p.key_length) - query_length;
@@ -274,7 +276,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const uint32_t stage = n % kShape.query_stages;
       empty.wait_empty(n);
       const int low = first_query + shift, high = min(first_query + kShape.queries, query_length) - 1 + shift;
-      shared.query_notes[n % BackwardShared<kDim>::kQueryNotes] = {bits, first_query, head, false, !(first_whole <= low && high < last_whole)};
+      shared.query_notes[n % BackwardShared<kDim, kVariant>::kQueryNotes] = {bits, first_query, head, false, !(first_whole <= low && high < last_whole)};
       constexpr int kTileBytes = kShape.queries * kDim * 2, kTermBytes = kShape.queries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
 #pragma unroll
@@ -327,7 +329,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       }
     }
     empty.wait_empty(n);
-    shared.query_notes[n % BackwardShared<kDim>::kQueryNotes].ends_turn = true;
+    shared.query_notes[n % BackwardShared<kDim, kVariant>::kQueryNotes].ends_turn = true;
     barrier_arrive(full.at(n));
     ++n;
     barrier_arrive(key_empty.at(turn));

@@ -59,16 +59,21 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
 struct BackwardShape {
   int queries;                    // of a chunk
   int query_stages, key_stages;   // chunks of queries, and tiles of keys, in flight
+  bool adds_by_copy;              // grad_query is added by bulk copies, which takes room for a chunk of it
   int computing_registers, loading_registers;  // per thread
 };
 inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
 
-template <int kDim>
+template <int kDim, Variant kVariant>
 inline constexpr BackwardShape kBackwardShape = {};
 template <>
-inline constexpr BackwardShape kBackwardShape<64> = {64, 3, 2, 224, 56};
+inline constexpr BackwardShape kBackwardShape<64, Variant::kPlain> = {64, 3, 2, true, 224, 56};
 template <>
-inline constexpr BackwardShape kBackwardShape<128> = {64, 2, 2, 224, 56};
+inline constexpr BackwardShape kBackwardShape<64, Variant::kGathered> = {64, 3, 2, true, 224, 56};
+template <>
+inline constexpr BackwardShape kBackwardShape<128, Variant::kPlain> = {64, 2, 1, true, 224, 56};
+template <>
+inline constexpr BackwardShape kBackwardShape<128, Variant::kGathered> = {64, 2, 2, false, 224, 56};
 
 constexpr bool is_valid(BackwardShape s) {
   for (const int registers : {s.computing_registers, s.loading_registers}) {
