@@ -10,9 +10,9 @@
 namespace dmattn::cuda::sm90 {
 
 template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, const BackwardWork& work, BackwardShared<kDim, kVariant>& shared) {
-  using Shared = BackwardShared<kDim, kVariant>;
-  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
+  using Shared = BackwardShared<kDim>;
+  constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered, kAddsByCopy = kShape.adds_by_copy;
@@ -28,15 +28,17 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
     }
   };
 
-  const Ring<kShape.key_stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)};
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
   const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const Ring<1> score_full{shared_address(&shared.score_full)}, score_empty{shared_address(&shared.score_empty)};
+  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
   constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
-  constexpr uint32_t kKeyStep = kBackwardKeys * kDim * 2 >> 4, kQueryStep = kQueries * kDim * 2 >> 4;  // in units of a description
-  const uint32_t uniform_group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
+  constexpr uint32_t kQueryStep = kQueries * kDim * 2 >> 4, kScoreStep = kBackwardKeys * kQueries * 2 >> 4;  // of descriptions
+  const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
   const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
-  const uint32_t my_keys = keys + uniform_group * (64 * 128 >> 4);
-  const uint32_t my_columns = keys + (uniform_group * kPart / 64 * kKeyPanel + uniform_group * kPart % 64 * 2 >> 4);
+  const uint32_t my_keys = keys + group * (64 * 128 >> 4);
+  const uint32_t my_columns = keys + (group * kPart / 64 * kKeyPanel + group * kPart % 64 * 2 >> 4);
   constexpr uint32_t kToValues = (offsetof(Shared, value) - offsetof(Shared, key)) >> 4;
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
   constexpr uint32_t kToGradOuts = (offsetof(Shared, grad_out) - offsetof(Shared, query)) >> 4;
@@ -60,11 +62,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
     commit_products();
   };
   // The sum over keys: this warpgroup's columns of grad_query.
-  auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t b) {
+  auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
+    const uint32_t a = grad_scores + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
-      Product<T, kPart>::from_columns(to, complete(grad_scores + (k * (16 * 128) >> 4)),
-                                      complete(b + (k * (16 * 128) >> 4)), k > 0);
+      Product<T, kPart>::from_columns(to, complete(a + (k * (16 * 128) >> 4)), complete(my_columns + (k * (16 * 128) >> 4)),
+                                      k > 0);
     }
     commit_products();
   };
@@ -123,7 +126,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
   // Of the thread's two keys.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
-  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[Note<Variant::kGathered, kBackwardKeys>::index_place(row)]; };
+  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[KeyNote::index_place(row)]; };
   auto flush_bias = [&](const KeyNote& tile) {  // the gradient of key_bias, of one head
     if constexpr (kIsGathered) {
       if (!call.grad_key_bias.data || head < 0) return;
@@ -142,9 +145,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
 
   uint32_t n = 0;  // notes of queries
   for (uint32_t turn = 0;; ++turn) {
-    const uint32_t key_stage = turn % kShape.key_stages;
-    key_full.wait_full(turn);
-    const KeyNote& tile = shared.key_notes[key_stage];
+    note_full.wait_full(turn);
+    const KeyNote& tile = shared.key_notes[turn % Shared::kKeyNotes];
     if (tile.head < 0) break;
     head = -1;
 #pragma unroll
@@ -153,19 +155,23 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The products of a chunk's scores are begun at the end of the chunk before, beside its last product. Those after the last
-    // chunk mean nothing: they keep the registers of all ways through the loop the same.
+    // The tensor cores always have a product to do beside what the threads do: scores are begun at the end of the chunk before, and
+    // grad_query is computed a chunk late, from score gradients that wait in shared memory. A turn's first chunk computes a
+    // grad_query and its last begins scores that mean nothing, so that registers are the same on all ways through the loop.
+    const uint32_t first_chunk = n - turn;  // notes that ended a turn do not count
     float x[kN][4];
     auto begin_scores = [&] {
       query_full.wait_full(n);
       pin(x);
       begin_products();
-      begin_rows(x, my_keys + key_stage * kKeyStep, queries + n % kShape.query_stages * kQueryStep);
+      begin_rows(x, my_keys, queries + n % kShape.query_stages * kQueryStep);
       return !shared.query_notes[n % Shared::kQueryNotes].ends_turn;
     };
+    key_full.wait_full(turn);
     bool has_chunk = begin_scores();
+    value_full.wait_full(turn);
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - turn;  // notes that ended a turn do not count
+      const uint32_t stage = n % kShape.query_stages, chunk = n - turn;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float y[kN][4], grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
@@ -173,7 +179,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       pin(x);
       pin(y);
       begin_products();
-      begin_rows(y, my_keys + kToValues + key_stage * kKeyStep, queries + kToGradOuts + stage * kQueryStep);
+      begin_rows(y, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
       if (kIsGathered && note.head != head) {
         flush_bias(tile);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
@@ -241,14 +247,18 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
         }
       }
       pack(gradients, y);
+      if (chunk > first_chunk) score_full.wait_full(chunk - 1);
+      pin(grad_query);
       pin(grad_key);
       begin_products();
+      begin_grad_query(grad_query, chunk - 1);
       begin_sums(grad_key, gradients, queries + stage * kQueryStep);
       score_empty.wait_empty(chunk);
       {
         const Place place;
         const int tile_row = place.first_row + place.lane % 16;
-        const uint32_t to = shared_address(shared.grad_score) + tile_row * 128, swizzle = (place.lane / 16 ^ tile_row % 8) * 16;
+        const uint32_t to = shared_address(shared.grad_score[chunk % 2]) + tile_row * 128;
+        const uint32_t swizzle = (place.lane / 16 ^ tile_row % 8) * 16;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
@@ -256,35 +266,43 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, cons
       }
       fence_async();
       barrier_arrive(score_full.at(chunk));
-      score_full.wait_full(chunk);
-      pin(grad_query);
-      begin_products();
-      begin_grad_query(grad_query, my_columns + key_stage * kKeyStep);
-      wait_products<1>();
-      pin(grad_value);
-      pin(grad_key);
-      barrier_arrive(query_empty.at(n));
       ++n;
-      has_chunk = begin_scores();
-      wait_products<1>();
+      wait_products<0>();
+      pin(grad_value);
       pin(grad_query);
-      barrier_arrive(score_empty.at(chunk));
-#ifndef NOADD
-      add_grad_query(grad_query, n - 1, tile.batch);
-#endif
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n - 1));
+      has_chunk = begin_scores();
+      if (chunk > first_chunk) {
+        barrier_arrive(score_empty.at(chunk - 1));
+        add_grad_query(grad_query, n - 2, tile.batch);
+      }
     }
+
+    // The end of the turn: the last chunk's grad_query, then the keys' own sums.
+    const uint32_t chunks = n - turn;
     wait_products<0>();
     pin(x);
+    if (chunks > first_chunk) score_full.wait_full(chunks - 1);
+    float grad_query[kPart / 8][4];
+    pin(grad_query);
+    begin_products();
+    begin_grad_query(grad_query, chunks - 1);
+    wait_products<0>();
+    pin(grad_query);
+    barrier_arrive(tile_empty.at(turn));
     barrier_arrive(query_empty.at(n));
-    ++n;
-
-    // The end of the turn: the keys' own sums.
     flush_bias(tile);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_key;
     const int keys_of_rows[2] = {key_at(tile, Place().row), key_at(tile, Place().row + 8)};
-    barrier_arrive(key_empty.at(turn));
+    if (chunks > first_chunk) {
+      barrier_arrive(score_empty.at(chunks - 1));
+      add_grad_query(grad_query, n - 1, batch);
+    }
+    barrier_arrive(note_empty.at(turn));
+    ++n;
     if constexpr (kIsGathered) {
-      if (head < 0) continue;  // nothing was added
+      if (chunks == first_chunk) continue;  // nothing was added
       const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -332,35 +350,40 @@ template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
                                                                        const __grid_constant__ BackwardMaps maps) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
+  using Shared = BackwardShared<kDim>;
+  constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<BackwardShared<kDim, kVariant>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   if (threadIdx.x == 0) {
     constexpr int kComputing = kConsumers * kWarpgroup;
-    for (int i = 0; i < kShape.key_stages; ++i) {
+    for (int i = 0; i < Shared::kKeyNotes; ++i) {
       barrier_init(shared_address(&shared.note_full[i]), kLoaders);
-      barrier_init(shared_address(&shared.key_full[i]), kLoaders);
-      barrier_init(shared_address(&shared.key_empty[i]), kComputing + 1);
+      barrier_init(shared_address(&shared.note_empty[i]), kComputing + 1);
     }
+    barrier_init(shared_address(&shared.key_full), kLoaders);
+    barrier_init(shared_address(&shared.value_full), kLoaders);
+    barrier_init(shared_address(&shared.tile_empty), kComputing);
     for (int i = 0; i < kShape.query_stages; ++i) {
       barrier_init(shared_address(&shared.query_full[i]), 1);
       barrier_init(shared_address(&shared.query_empty[i]), kComputing);
     }
-    barrier_init(shared_address(&shared.score_full), kComputing);
-    barrier_init(shared_address(&shared.score_empty), kComputing);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&shared.score_full[i]), kComputing);
+      barrier_init(shared_address(&shared.score_empty[i]), kComputing);
+    }
     fence_barrier_init();
   }
   __syncthreads();
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
-    compute_gradients<T, kDim, kVariant>(call, work, shared);
+    compute_gradients<T, kDim, kVariant>(call, shared);
   } else {
     give_registers<kShape.loading_registers>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread < kLoaders) {
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
-      load_queries<kDim, kVariant>(call, work, maps, shared);
+      load_queries<kDim>(call, work, maps, shared);
     }
   }
 }
@@ -368,8 +391,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                             cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim, kVariant>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, kVariant>));
+  constexpr int kBytes = sizeof(BackwardShared<kDim>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim>));
   const auto kernel = backward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

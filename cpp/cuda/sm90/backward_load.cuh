@@ -47,12 +47,16 @@ struct BackwardItem {
 
 // A tile of keys: whose, and who sees it.
 struct KeyNote {
-  int batch, head, kv_head;            // head: the first of the pack; -1: there is no turn, the work is done
-  int first_key;                       // of keys in order; gathered: of the list
-  int from, to;                        // queries of the turn
-  int bounds[kLoaders / 32][4];        // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
+  int batch, head, kv_head;           // head: the first of the pack; -1: there is no turn, the work is done
+  int first_key;                      // of keys in order; gathered: of the list
+  int from, to;                       // queries of the turn
+  int bounds[kLoaders / 32][4];       // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
+
+  static __device__ __forceinline__ constexpr int index_place(int row) {
+    return Note<Variant::kGathered, kBackwardKeys>::index_place(row);
+  }
 };
 
 // A chunk of queries, or the end of a turn.
@@ -62,133 +66,133 @@ struct QueryNote {
   bool ends_turn, needs_test;
 };
 
-template <int kDim, Variant kVariant>
+template <int kDim>
 struct alignas(1024) BackwardShared {
-  static constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
-  static constexpr int kQueryNotes = 8;  // one is read until the next chunk is begun, or the turn has ended
-  static_assert(kQueryNotes > kShape.query_stages + 1);
-  uint16_t key[kShape.key_stages][kBackwardKeys * kDim];
-  uint16_t value[kShape.key_stages][kBackwardKeys * kDim];
+  static constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  static constexpr int kKeyNotes = 2;    // the next turn's queries come before this turn has ended
+  static constexpr int kQueryNotes = 8;  // a note is read until the chunk after it has been computed
+  static_assert(kQueryNotes > kShape.query_stages + 2);
+  uint16_t key[kBackwardKeys * kDim];
+  uint16_t value[kBackwardKeys * kDim];
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
-  uint16_t grad_score[kBackwardKeys * kShape.queries];  // keys by queries
+  uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // keys by queries
   // By warp, on its way to global memory: tiles of 8 queries by 16 columns.
-  float grad_query[kConsumers * 4][kShape.adds_by_copy ? 16 * (kDim / kConsumers) : 1];
+  float grad_query[kConsumers * 4][kShape.adds_by_copy ? 16 * (kDim / kConsumers) : 4];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
-  KeyNote key_notes[kShape.key_stages];
+  KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
   uint32_t item;
-  uint64_t note_full[kShape.key_stages];  // a tile's note, before the tile has come
-  uint64_t key_full[kShape.key_stages], key_empty[kShape.key_stages];
+  uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
+  uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
-  uint64_t score_full, score_empty;
+  uint64_t score_full[2], score_empty[2];
 };
 
 inline constexpr int kLoadBarrier = 1;  // 0 is the whole block's
 
-// Which keys of a tile under a block mask does some query see? By half a warpgroup, each thread for its keys.
-template <int kEach>
-__device__ __forceinline__ void find_seen(const AttentionParams& p, const BackwardItem& item, int heads, int first_key,
-                                          const Span (&spans)[kEach], bool (&is_seen)[kEach]) {
+// Is the key, of a tile under a block mask, seen by some query? By half a warpgroup, until all its threads know.
+__device__ __forceinline__ bool find_seen(const AttentionParams& p, const BackwardItem& item, int heads, int first_key, int key) {
   const MaskParams& mask = p.mask;
-  const int tile_q = static_cast<int>(mask.tile_q), words = static_cast<int>(mask.tile_k) / 32;
-  const int tiles_q = static_cast<int>(mask.tiles_q), query_length = static_cast<int>(p.query_length);
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, shift = static_cast<int>(p.key_length) - query_length;
-  const int tile_column = first_key / static_cast<int>(mask.tile_k), first_bit = first_key % static_cast<int>(mask.tile_k);
+  const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
+  const int shift = static_cast<int>(p.key_length - p.query_length), at = key % static_cast<int>(mask.tile_k);
+  const int tile_column = first_key / static_cast<int>(mask.tile_k);
+  bool is_seen = key >= p.key_length;  // nothing to find out
   for (int head = item.head; head < item.head + heads; ++head) {
     const TileSource source(mask, item.batch, head);
-    const int32_t* const list = source.columns + tile_column * (tiles_q + 1) + 1;
-    const int entries = min(max(list[-1], 0), tiles_q);
-    for (int entry = 0; entry < entries; ++entry) {
+    const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
+    for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
       const int row = list[entry];
       const int state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
       if (!is_live_tile(mask, state)) continue;
-      const uint32_t* const bits = bits_of_tile(mask, state);
-      const int rows = min(tile_q, query_length - row * tile_q), low = row * tile_q + shift;
-      bool misses = false;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int at = first_bit + thread + i * kLoaders;
-        if (!bits) {
-          is_seen[i] |= spans[i].touches(low, low + rows - 1);
-        } else {
-#pragma unroll 4
-          for (int r = 0; r < rows; ++r) is_seen[i] |= (bits[r * words + at / 32] >> at % 32 & 1) && spans[i].sees(low + r);
-        }
-        misses |= !is_seen[i] && spans[i].first < spans[i].last;
+      const int rows = min(tile_q, static_cast<int>(p.query_length) - row * tile_q);
+      const int first = mask.is_causal ? max(0, key - shift - row * tile_q) : 0;  // of the rows that causality lets see the key
+      if (const uint32_t* bits = bits_of_tile(mask, state)) {
+        const int words = static_cast<int>(mask.tile_k) / 32;
+        bits += at / 32;
+        for (int r = first; r < rows && !is_seen; ++r) is_seen = bits[r * words] >> at % 32 & 1;
+      } else {
+        is_seen |= first < rows;
       }
-      if (!group_any(kLoadBarrier, kLoaders, misses)) return;
+      if (!group_any(kLoadBarrier, kLoaders, !is_seen)) return true;
     }
   }
+  return is_seen;
 }
 
 // Tiles of keys and values, one after the other, by half a warpgroup.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                          BackwardShared<kDim, kVariant>& shared) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
-  constexpr int kEach = kBackwardKeys / kLoaders;
+                                          BackwardShared<kDim>& shared) {
+  using Shared = BackwardShared<kDim>;
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, warp = thread / 32;
-  const Ring<kShape.key_stages> note_full{shared_address(shared.note_full)}, full{shared_address(shared.key_full)},
-      empty{shared_address(shared.key_empty)};
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders;
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
   uint32_t turn = 0;
 
-  // One turn: leaves the note, then brings the tile. With gaps, or gathered, row by row.
-  auto load = [&](const BackwardItem& item, int first_key, int from, int to, const int (&keys)[kEach], const Span (&spans)[kEach],
-                  bool by_rows) {
-    const uint32_t stage = turn % kShape.key_stages;
-    empty.wait_empty(turn);
-    KeyNote& note = shared.key_notes[stage];
+  // One turn: leaves the note, then brings the tile. key_of(row) and span_of(row, key) tell what it is; a tile
+  // without gaps comes in one piece.
+  auto load = [&](const BackwardItem& item, int first_key, int from, int to, auto key_of, auto span_of) {
+    note_empty.wait_empty(turn);
+    KeyNote& note = shared.key_notes[turn % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = thread + i * kLoaders;
-      const bool is_key = spans[i].first < spans[i].last;
-      note.index[Note<Variant::kGathered, kBackwardKeys>::index_place(row)] = keys[i];
-      note.span[row] = Seen::of(spans[i]);
-      bounds[0] = min(bounds[0], is_key ? spans[i].first : kLastPosition);
-      bounds[1] = max(bounds[1], is_key ? spans[i].first : kLastPosition);
-      bounds[2] = min(bounds[2], is_key ? spans[i].last : kFirstPosition);
-      bounds[3] = max(bounds[3], is_key ? spans[i].last : kFirstPosition);
+    bool has_gaps = kIsGathered;
+#pragma unroll 1
+    for (int row = thread; row < kBackwardKeys; row += kLoaders) {
+      const int key = key_of(row);
+      const Span span = key >= 0 ? span_of(row, key) : Span::empty();
+      const bool is_key = span.first < span.last;
+      has_gaps |= key < 0;
+      note.index[KeyNote::index_place(row)] = key < p.key_length ? key : -1;
+      note.span[row] = Seen::of(span);
+      bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
+      bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
+      bounds[2] = min(bounds[2], is_key ? span.last : kFirstPosition);
+      bounds[3] = max(bounds[3], is_key ? span.last : kFirstPosition);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int bound = i % 2 == 0 ? __reduce_min_sync(0xffffffffu, bounds[i]) : __reduce_max_sync(0xffffffffu, bounds[i]);
-      if (thread % 32 == 0) note.bounds[warp][i] = bound;
+      if (thread % 32 == 0) note.bounds[thread / 32][i] = bound;
     }
     if (thread == 0) {
       note.batch = item.batch, note.head = item.head, note.kv_head = item.kv_head;
       note.first_key = first_key, note.from = from, note.to = to;
     }
     barrier_arrive(note_full.at(turn));
-    const uint32_t key_tile = shared_address(shared.key[stage]), value_tile = shared_address(shared.value[stage]);
-    if (by_rows) {
-      group_sync(kLoadBarrier, kLoaders);  // everyone's index
-      const auto gather = [&](uint32_t tile, const Rows& rows, int64_t width) {
+    has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // everyone's index is there, too
+    tile_empty.wait_empty(turn);
+    const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const Rows& rows, int64_t width, uint32_t full) {
+      const uint32_t tile = shared_address(to);
+      if (has_gaps) {
         const char* const data =
             static_cast<const char*>(rows.data) + (item.batch * rows.batch_stride + item.kv_head * rows.head_stride) * 2;
         gather_rows<kDim, kBackwardKeys, true, 1>(tile, note.index, data, static_cast<uint32_t>(rows.row_stride * 2),
                                                   static_cast<int>(width));
-      };
-      gather(key_tile, p.key, p.head_dim);
-      gather(value_tile, p.value, p.value_dim);
-      copy_async_commit();
+        copy_async_commit();
+      } else if (thread == 0) {
+        barrier_expect(full, kBackwardKeys * kDim * 2);
+#pragma unroll
+        for (int panel = 0; panel < kDim / 64; ++panel) {
+          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_key, item.kv_head, item.batch);
+        }
+      } else {
+        barrier_arrive(full);
+      }
+    };
+    bring(shared.key, &maps.key, p.key, p.head_dim, key_full.at(0));
+    bring(shared.value, &maps.value, p.value, p.value_dim, value_full.at(0));
+    if (has_gaps) {  // rows that were copied have to be fenced before the tensor cores read them
+      copy_async_wait<1>();
+      fence_async();
+      barrier_arrive(key_full.at(0));
       copy_async_wait<0>();
       fence_async();
-      barrier_arrive(full.at(turn));
-    } else if (thread == 0) {
-      barrier_expect(full.at(turn), 2 * kBackwardKeys * kDim * 2);
-#pragma unroll
-      for (int panel = 0; panel < kDim / 64; ++panel) {
-        const int at = panel * (kBackwardKeys * 128);
-        copy_box(key_tile + at, &maps.key, full.at(turn), panel * 64, first_key, item.kv_head, item.batch);
-        copy_box(value_tile + at, &maps.value, full.at(turn), panel * 64, first_key, item.kv_head, item.batch);
-      }
-    } else {
-      barrier_arrive(full.at(turn));
+      barrier_arrive(value_full.at(0));
     }
     ++turn;
   };
@@ -198,141 +202,120 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     uint32_t next = work.items;
     if (work.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1));
     const BackwardItem item(p, work, number);
-    const int query_length = static_cast<int>(p.query_length), key_length = static_cast<int>(p.key_length);
-    int keys[kEach];
-    Span spans[kEach];
+    const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
       const Plan& plan = call.plan;
-      const int64_t row = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
-      const int shift = plan.shift[row], segment = work.tiles / work.parts - 1 - item.tile / work.parts;
+      const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
+      const int shift = plan.shift[row_of_plan], segment = work.tiles / work.parts - 1 - item.tile / work.parts;
       if (segment <= query_length - 1 >> shift) {
-        const int2 list = reinterpret_cast<const int2*>(plan.lists)[row * plan.most_lists + segment];
-        const int64_t begin = row * plan.capacity + list.x;
-        const int from = segment << shift;
+        const int2 list = reinterpret_cast<const int2*>(plan.lists)[row_of_plan * plan.most_lists + segment];
+        const int64_t begin = row_of_plan * plan.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, static_cast<int64_t>(segment + 1) << shift));
         for (int base = item.tile % work.parts * kBackwardKeys; base < list.y; base += work.parts * kBackwardKeys) {
-#pragma unroll
-          for (int i = 0; i < kEach; ++i) {
-            const int at = base + thread + i * kLoaders;
-            keys[i] = at < list.y ? plan.index[begin + at] : -1;
-            spans[i] = at < list.y ? Span{plan.first[begin + at], plan.last[begin + at]} : Span::empty();
-          }
-          load(item, base, from, to, keys, spans, true);
+          load(
+              item, base, segment << shift, to,
+              [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },
+              [&](int row, int) { return Span{plan.first[begin + base + row], plan.last[begin + base + row]}; });
         }
       }
     } else {
       const int first_key = item.tile * kBackwardKeys;
-      const SpanSource source(p.mask, key_length, item.batch, item.head);
-      bool has_gaps = false;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        keys[i] = first_key + thread + i * kLoaders;
-        spans[i] = source.of_key(keys[i]);
-      }
-      if (p.mask.tiles.data) {
-        bool is_seen[kEach] = {};
-        find_seen(p, item, work.heads, first_key, spans, is_seen);
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          has_gaps |= !is_seen[i] && keys[i] < key_length;
-          if (!is_seen[i]) keys[i] = -1, spans[i] = Span::empty();
-        }
-        has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);
-      }
-      load(item, first_key, 0, query_length, keys, spans, has_gaps);
+      load(
+          item, first_key, 0, query_length,
+          [&](int row) {
+            const bool is_seen = !p.mask.tiles.data || find_seen(p, item, work.heads, first_key, first_key + row);
+            return is_seen ? first_key + row : -1;
+          },
+          [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
     if (thread == 0) shared.item = next;
     group_sync(kLoadBarrier, kLoaders);
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
   }
-  empty.wait_empty(turn);
-  if (thread == 0) shared.key_notes[turn % kShape.key_stages].head = -1;
+  note_empty.wait_empty(turn);
+  if (thread == 0) shared.key_notes[turn % Shared::kKeyNotes].head = -1;
   barrier_arrive(note_full.at(turn));
-  barrier_arrive(full.at(turn));
 }
 
 // The chunks of queries of every turn, by one thread.
-template <int kDim, Variant kVariant>
+template <int kDim>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                             BackwardShared<kDim, kVariant>& shared) {
-  constexpr BackwardShape kShape = kBackwardShape<kDim, kVariant>;
+                                             BackwardShared<kDim>& shared) {
+  using Shared = BackwardShared<kDim>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kQueries = kShape.queries;
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
-  const int query_length = static_cast<int>(p.query_length), shift = static_cast<int>(p.key_length) - query_length;
-  const Ring<kShape.key_stages> note_full{shared_address(shared.note_full)}, key_empty{shared_address(shared.key_empty)};
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
   uint32_t n = 0;
   for (uint32_t turn = 0;; ++turn) {
     note_full.wait_full(turn);
-    const KeyNote& note = shared.key_notes[turn % kShape.key_stages];
+    const KeyNote& note = shared.key_notes[turn % Shared::kKeyNotes];
     if (note.head < 0) return;
-    const int first_whole = max(note.bounds[0][1], note.bounds[1][1]), last_whole = min(note.bounds[0][2], note.bounds[1][2]);
-    const int from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift);
+    const int shift = static_cast<int>(p.key_length - p.query_length);
+    const int from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift) / kQueries * kQueries;
     const int to = min(note.to, max(note.bounds[0][3], note.bounds[1][3]) - shift);
-    const int batch = note.batch, first_head = note.head, first_key = note.first_key;
 
     auto send = [&](int first_query, int head, const uint32_t* bits) {
       const uint32_t stage = n % kShape.query_stages;
       empty.wait_empty(n);
-      const int low = first_query + shift, high = min(first_query + kShape.queries, query_length) - 1 + shift;
-      shared.query_notes[n % BackwardShared<kDim, kVariant>::kQueryNotes] = {bits, first_query, head, false, !(first_whole <= low && high < last_whole)};
-      constexpr int kTileBytes = kShape.queries * kDim * 2, kTermBytes = kShape.queries * 4;
+      const int low = first_query + shift;
+      const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
+      const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
+      shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
+      constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
-        copy_box(shared_address(shared.query[stage]) + panel * (kShape.queries * 128), &maps.query, full.at(n), panel * 64,
-                 first_query, head, batch);
+        copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
+                 head, note.batch);
       }
-      const int64_t terms = (batch * p.heads + head) * call.padded_queries + first_query;
+      const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
       copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
-        copy_box(shared_address(shared.grad_out[stage]) + panel * (kShape.queries * 128), &maps.grad_out, full.at(n), panel * 64,
-                 first_query, head, batch);
+        copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, full.at(n), panel * 64,
+                 first_query, head, note.batch);
       }
       copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
       ++n;
     };
 
-    for (int head = first_head; head < first_head + work.heads; ++head) {
+    for (int head = note.head; head < note.head + work.heads; ++head) {
       if (!mask.tiles.data) {
         // Each tile begins elsewhere, so that blocks do not all add to the same rows of grad_query at the same time.
-        const int first = from / kShape.queries, chunks = (to + kShape.queries - 1) / kShape.queries - first;
-        for (int i = 0, at = chunks > 0 ? first_key / kBackwardKeys % chunks : 0; i < chunks; ++i) {
-          send((first + at) * kShape.queries, head, nullptr);
+        const int chunks = (to - from + kQueries - 1) / kQueries;
+        for (int i = 0, at = chunks > 0 ? note.first_key / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+          send(from + at * kQueries, head, nullptr);
           if (++at == chunks) at = 0;
         }
         continue;
       }
-      const TileSource source(mask, batch, head);
-      const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
-      const int tiles_q = static_cast<int>(mask.tiles_q), tiles_k = static_cast<int>(mask.tiles_k);
-      const int tile_column = first_key / tile_k;
-      const int32_t *const list = source.columns + tile_column * (tiles_q + 1) + 1, *const states = source.tiles + tile_column;
-      const int entries = min(max(list[-1], 0), tiles_q);
-      int coming = 0, coming_state = kTileEmpty;
-      auto fetch = [&](int entry) {  // one entry ahead, so that its latency is hidden
-        coming = entry < entries ? list[entry] : -1;
-        coming_state = coming >= 0 && coming < tiles_q ? states[coming * tiles_k] : kTileEmpty;
-      };
-      fetch(0);
-      for (int entry = 0; entry < entries; ++entry) {
-        const int first = coming * tile_q, state = coming_state;
-        fetch(entry + 1);
+      const TileSource source(mask, note.batch, head);
+      const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
+      const int tile_column = note.first_key / static_cast<int>(mask.tile_k);
+      const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
+      for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
+        const int row = list[entry];
+        const int state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
         if (!is_live_tile(mask, state)) continue;
-        const uint32_t* const bits = bits_of_tile(mask, state);
-        const int begin = max(first, from / kShape.queries * kShape.queries), end = min(first + tile_q, to);
-        for (int query = begin; query < end; query += kShape.queries) {
-          send(query, head, bits ? bits + (query - first) * (tile_k / 32) + first_key % tile_k / 32 : nullptr);
+        const int words = static_cast<int>(mask.tile_k) / 32, stop = min(row * tile_q + tile_q, to);
+        int query = max(row * tile_q, from);
+        const uint32_t* bits = bits_of_tile(mask, state);
+        if (bits) bits += (query - row * tile_q) * words + note.first_key / 32 % words;
+        for (; query < stop; query += kQueries) {
+          send(query, head, bits);
+          if (bits) bits += kQueries * words;
         }
       }
     }
     empty.wait_empty(n);
-    shared.query_notes[n % BackwardShared<kDim, kVariant>::kQueryNotes].ends_turn = true;
+    shared.query_notes[n % Shared::kQueryNotes].ends_turn = true;
     barrier_arrive(full.at(n));
     ++n;
-    barrier_arrive(key_empty.at(turn));
+    barrier_arrive(note_empty.at(turn));
   }
 }
 

@@ -35,7 +35,7 @@ struct BackwardInstance {
 constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM, Variant::VARIANT>.queries},
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM>.queries},
 constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 

@@ -57,23 +57,19 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
 
 // Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads.
 struct BackwardShape {
-  int queries;                    // of a chunk
-  int query_stages, key_stages;   // chunks of queries, and tiles of keys, in flight
-  bool adds_by_copy;              // grad_query is added by bulk copies, which takes room for a chunk of it
+  int queries;        // of a chunk
+  int query_stages;   // chunks of queries in flight
+  bool adds_by_copy;  // grad_query is added by bulk copies, which takes room for a chunk of it; otherwise by the threads
   int computing_registers, loading_registers;  // per thread
 };
 inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
 
-template <int kDim, Variant kVariant>
+template <int kDim>
 inline constexpr BackwardShape kBackwardShape = {};
 template <>
-inline constexpr BackwardShape kBackwardShape<64, Variant::kPlain> = {64, 3, 2, true, 224, 56};
+inline constexpr BackwardShape kBackwardShape<64> = {64, 3, true, 224, 56};
 template <>
-inline constexpr BackwardShape kBackwardShape<64, Variant::kGathered> = {64, 3, 2, true, 224, 56};
-template <>
-inline constexpr BackwardShape kBackwardShape<128, Variant::kPlain> = {64, 2, 1, true, 224, 56};
-template <>
-inline constexpr BackwardShape kBackwardShape<128, Variant::kGathered> = {64, 2, 2, false, 224, 56};
+inline constexpr BackwardShape kBackwardShape<128> = {64, 2, true, 224, 56};
 
 constexpr bool is_valid(BackwardShape s) {
   for (const int registers : {s.computing_registers, s.loading_registers}) {
@@ -81,7 +77,7 @@ constexpr bool is_valid(BackwardShape s) {
   }
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   constexpr int kPool = 65536 / kBackwardThreads / 8 * 8 * kBackwardThreads;
-  return s.queries == 64 && s.query_stages >= 2 && s.key_stages >= 1 &&
+  return s.queries == 64 && s.query_stages >= 2 &&
          (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
 }
 
