@@ -16,7 +16,7 @@ namespace dmattn::cuda {
 inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads at once
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
-inline constexpr int kShortestSegment = 9, kMostSegments = 2048;  // a segment is 2^9 queries or more
+inline constexpr int kMostSegments = 2048;  // of the queries
 inline constexpr int kCoarseShift = 3;  // lists are made for 2^3 segments together first, and theirs from those
 inline constexpr int kPlanPart = 4096;  // keys that a block of the plan's kernels looks at
 inline constexpr int kPlanEntries = 6;  // of a row of the plan, for each key: the live keys, and room for lists
@@ -30,6 +30,7 @@ struct Plan {
   int32_t* last = nullptr;    // [rows, capacity]
   int32_t* count = nullptr;   // [rows]: live keys
   int32_t* shift = nullptr;   // [rows]: a segment is 2^shift queries
+  int shortest = 9;           // shift of the shortest segments
   int32_t* lists = nullptr;   // [rows, most_lists, 2]: where in the row the list of a segment begins, and its length; then those
                               // of coarse segments, which nobody but the plan reads
   int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
@@ -52,12 +53,18 @@ enum class Variant : int32_t {
   kGeneral,   // both, and bias, softcap, dropout, any scale
 };
 
+// Does a call gather live keys by a plan? With a block mask keys come in order, intervals or not.
+inline bool gathers(const AttentionParams& p) {
+  return (p.mask.start.data || p.mask.end.data) && !p.mask.tiles.data && p.query_length > 0 && p.key_length > 0;
+}
+
 // The variant that just suffices.
-inline Variant variant_of(const AttentionParams& p, const Plan& plan) {
+inline Variant variant_of(const AttentionParams& p, bool is_gathered) {
   const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
-  if (is_simple && plan.index) return Variant::kGathered;
+  if (is_simple && is_gathered) return Variant::kGathered;
   return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
 }
+inline Variant variant_of(const AttentionParams& p, const Plan& plan) { return variant_of(p, plan.index != nullptr); }
 
 struct ForwardCall {
   AttentionParams p;
@@ -78,6 +85,9 @@ struct BackwardCall {
   float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
+  // With a block mask, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
+  uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
+  int seen_words = 0;        // 4 for each 128 keys
   // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
   // turn.
   int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
@@ -92,6 +102,7 @@ constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
+cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen, without intervals
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query
 // key_sums -> grad_key and grad_value, zeros for keys nobody sees; without key_sums only those zeros.

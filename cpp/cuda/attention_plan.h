@@ -87,16 +87,18 @@ inline OwnedPlan make_order(const AttentionParams& p, const Tensor& like, cudaSt
 struct PlanNeeds {
   bool order = true;       // for a family that starts tiles in a fixed order
   bool live_keys = false;  // for kernels that walk keys, not queries
+  int shortest = 9;        // a segment is 2^shortest queries or more
 };
 
 inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream, PlanNeeds needs) {
   const PerHead &start = p.mask.start, &end = p.mask.end;
-  if (p.key_length == 0 || p.query_length == 0) return {};
-  if (p.mask.tiles.data) return needs.order ? make_order(p, like, stream) : OwnedPlan{};
-  if (!start.data && !end.data) return {};
+  if (p.mask.tiles.data && needs.order && p.query_length > 0 && p.key_length > 0) return make_order(p, like, stream);
+  if (!gathers(p)) return {};
   Plan plan;
   plan.keeps_live = needs.live_keys;
-  const int64_t segments = ceil_div(p.query_length, int64_t{1} << kShortestSegment);
+  plan.shortest = needs.shortest;
+  while (((p.query_length - 1) >> plan.shortest) >= kMostSegments) ++plan.shortest;
+  const int64_t segments = ceil_div(p.query_length, int64_t{1} << plan.shortest);
   // A single segment has no list but that of the live keys. Even, so that lists are aligned to 8 bytes.
   plan.capacity = segments > 1 ? kPlanEntries * p.key_length : (p.key_length + 1) / 2 * 2;
   plan.most_lists = segments + ceil_div(segments, int64_t{1} << kCoarseShift);

@@ -4,6 +4,8 @@
 // where live keys are gathered. What it does not take is the portable family's: without a mask the key-major kernel adds up
 // grad_query; with live keys gathered or a block mask the query-major kernel adds up rows of grad_key and grad_value;
 // deterministic runs both, each without its adds.
+#include <algorithm>
+
 #include "attention_plan.h"
 
 namespace dmattn::cuda {
@@ -28,10 +30,9 @@ void take_in_turn(BackwardCall& call, const PerHead& grad) {
   if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_in_turn = p.kv_heads;
 }
 
-bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Plan& plan,
-                       [[maybe_unused]] bool deterministic) {
+bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::has_backward(p, plan, deterministic);
+  return sm90::has_backward(p, deterministic);
 #else
   return false;
 #endif
@@ -46,41 +47,75 @@ cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unu
 #endif
 }
 
-// Rows of fp32 sums that belong to the keys, those that some query sees cleared.
-Tensor make_key_sums(BackwardCall& call, const Tensor& like, cudaStream_t stream) {
-  const AttentionParams& p = call.b.forward;
-  const int64_t width = sum_width(p.head_dim) + sum_width(p.value_dim);
-  const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * width}, ScalarType::Float);
-  call.key_sums = static_cast<float*>(sums.data_ptr());
-  DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-  return sums;
-}
+// Floats of the sums that belong to a row of the queries, and of the keys.
+int64_t query_sum_width(const AttentionParams& p) { return sum_width(p.head_dim); }
+int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }
 
-// The same for the queries.
-Tensor make_query_sums(BackwardCall& call, const Tensor& like) {
-  const AttentionParams& p = call.b.forward;
-  const int64_t rows = call.query_sums_in_tiles ? p.batch * p.heads * call.padded_queries : p.batch * p.heads * p.query_length + 1;
-  const Tensor sums = zeros_on(like, {rows * sum_width(p.head_dim)}, ScalarType::Float);
-  call.query_sums = static_cast<float*>(sums.data_ptr());
-  return sums;
-}
-
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call.
-bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
-  call.query_sums_in_tiles = true;
-  const Tensor query_sums = make_query_sums(call, like);
-  std::optional<Tensor> key_sums, own_ticket;
-  if (call.plan.index) key_sums = make_key_sums(call, like, device.stream());
-  int* ticket = call.plan.ticket;
-  if (!ticket) {
-    own_ticket = empty_on(like, {1}, ScalarType::Int);
-    ticket = static_cast<int*>(own_ticket->data_ptr());
+// The call for some kv heads of one batch alone.
+BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t kv_head, int64_t kv_heads) {
+  BackwardCall part = call;
+  AttentionParams& p = part.b.forward;
+  const int64_t group = p.heads / p.kv_heads, head = kv_head * group;
+  const auto move = [&](Rows& rows, int64_t first) {
+    rows.data = static_cast<char*>(rows.data) + (batch * rows.batch_stride + first * rows.head_stride) * 2;
+  };
+  for (Rows* rows : {&p.query, &p.out, &part.b.grad_out, &part.b.grad_query}) move(*rows, head);
+  for (Rows* rows : {&p.key, &p.value, &part.b.grad_key, &part.b.grad_value}) move(*rows, kv_head);
+  for (PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
+    if (row->data) row->data = static_cast<char*>(row->data) + row->offset(batch, head) * 4;
   }
-  const cudaError_t status = sm90_backward(call, ticket, device);
-  if (status == cudaErrorNotSupported) return false;
-  check_cuda(status, "attention kernel");
-  DMATTN_CUDA_CHECK(launch_store_query_sums(call, device.stream()));
-  if (call.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(call, device.stream()));
+  Plan& plan = part.plan;
+  if (plan.index) {
+    const int64_t row = batch * plan.batch_stride + head / plan.head_divisor;
+    for (int32_t** entries : {&plan.index, &plan.first, &plan.last}) *entries += row * plan.capacity;
+    plan.count += row, plan.shift += row, plan.lists += row * 2 * plan.most_lists;
+  }
+  const int64_t terms = (batch * p.heads + head) * call.padded_queries;
+  part.lse2 += terms, part.delta += terms;
+  if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
+  p.batch = 1, p.heads = kv_heads * group, p.kv_heads = kv_heads;
+  return part;
+}
+
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums of all heads
+// would take much memory, some heads after the others, each time with the same sums.
+bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
+  constexpr int64_t kMostFloats = int64_t{1} << 28;
+  const AttentionParams& p = call.b.forward;
+  const cudaStream_t stream = device.stream();
+  const bool is_gathered = call.plan.index;
+  const int64_t query_floats = p.heads / p.kv_heads * call.padded_queries * query_sum_width(p);
+  const int64_t key_floats = is_gathered ? p.key_length * key_sum_width(p) : 0;
+  const bool at_once = p.batch * p.kv_heads * (query_floats + key_floats) <= kMostFloats;
+  const int64_t parts = at_once ? 1 : ceil_div(p.kv_heads * (query_floats + key_floats), kMostFloats);
+  const int64_t heads = at_once ? p.batch * p.kv_heads : ceil_div(p.kv_heads, std::min(parts, p.kv_heads));
+
+  std::optional<Tensor> seen;
+  if (p.mask.tiles.data) {
+    call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
+    seen = empty_on(like, {p.batch * p.kv_heads * call.seen_words}, ScalarType::Int);
+    call.seen = static_cast<uint32_t*>(seen->data_ptr());
+    DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
+  }
+  const Tensor query_sums = empty_on(like, {heads * query_floats}, ScalarType::Float);
+  const Tensor key_sums = empty_on(like, {is_gathered ? heads * key_floats + key_sum_width(p) : 0}, ScalarType::Float);
+  const Tensor ticket = empty_on(like, {1}, ScalarType::Int);
+  call.query_sums_in_tiles = true;
+  call.query_sums = static_cast<float*>(query_sums.data_ptr());
+  if (is_gathered) call.key_sums = static_cast<float*>(key_sums.data_ptr());
+  for (int64_t batch = 0; batch < (at_once ? 1 : p.batch); ++batch) {
+    for (int64_t kv_head = 0; kv_head < (at_once ? 1 : p.kv_heads); kv_head += heads) {
+      const BackwardCall part = at_once ? call : part_of(call, batch, kv_head, std::min(heads, p.kv_heads - kv_head));
+      const int64_t floats = part.b.forward.batch * part.b.forward.kv_heads * query_floats;
+      DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
+      if (is_gathered) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
+      const cudaError_t status = sm90_backward(part, static_cast<int*>(ticket.data_ptr()), device);
+      if (status == cudaErrorNotSupported) return false;
+      check_cuda(status, "attention kernel");
+      DMATTN_CUDA_CHECK(launch_store_query_sums(part, stream));
+      if (is_gathered) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
+    }
+  }
   return true;
 }
 
@@ -121,7 +156,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   // The plan and the terms of each query.
   PlanNeeds needs;
   needs.live_keys = deterministic;
-  needs.order = family == Family::kSm80 || !sm90_has_backward(p, {}, deterministic);
+  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, deterministic);
+  needs.order = !is_sm90;
+  if (is_sm90 && p.query_length >= 32768) needs.shortest = 10;  // what a tile of keys costs once is a smaller part then
   const OwnedPlan plan = make_plan(p, query, stream, needs);
   call.plan = plan.plan;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
@@ -132,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.delta = call.lse2 + terms;
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
-  if (family != Family::kSm80 && sm90_has_backward(p, call.plan, deterministic) && run_sm90(call, query, device)) return results();
+  if (is_sm90 && run_sm90(call, query, device)) return results();
 
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
   const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
@@ -150,11 +187,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     check_launch(sm80::query_major(by_queries, room, stream), p);
   } else if (is_sparse) {
-    const Tensor sums = make_key_sums(call, query, stream);
+    const Tensor sums = empty_on(query, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);
+    call.key_sums = static_cast<float*>(sums.data_ptr());
+    DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
     check_launch(sm80::query_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const Tensor sums = make_query_sums(call, query);
+    const Tensor sums = zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * query_sum_width(p)}, ScalarType::Float);
+    call.query_sums = static_cast<float*>(sums.data_ptr());
     check_launch(sm80::key_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
   }

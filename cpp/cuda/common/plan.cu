@@ -28,7 +28,7 @@ struct PlanRow {
   int32_t *index, *first, *last;
   int2* lists;
   int low, queries;       // the position of the first query
-  int segments;           // of the shortest kind
+  int shortest, segments;  // the shortest segments, and how many they are
   const int32_t* counts;  // [parts, 2, segments]
 
   __device__ __forceinline__ PlanRow(const AttentionParams& p, const Plan& plan, int64_t row)
@@ -38,7 +38,8 @@ struct PlanRow {
         lists(reinterpret_cast<int2*>(plan.lists) + row * plan.most_lists),
         low(static_cast<int>(p.key_length - p.query_length)),
         queries(static_cast<int>(p.query_length)),
-        segments(segments_at(queries, kShortestSegment)),
+        shortest(plan.shortest),
+        segments(segments_at(queries, shortest)),
         counts(plan.counts + row * plan.parts * 2 * segments) {}
 
   __device__ __forceinline__ void write(int at, const Entry& entry) const {
@@ -49,8 +50,8 @@ struct PlanRow {
 };
 
 // How many keys a segment of 2^shift queries sees, by prefix sums over segments of the shortest kind.
-__device__ __forceinline__ int length_of(const int* begun, const int* ended, int segments, int segment, int shift) {
-  const int from = segment << shift - kShortestSegment, to = min(segment + 1 << shift - kShortestSegment, segments);
+__device__ __forceinline__ int length_of(const int* begun, const int* ended, const PlanRow& row, int segment, int shift) {
+  const int from = segment << shift - row.shortest, to = min(segment + 1 << shift - row.shortest, row.segments);
   return begun[to - 1] - (from > 0 ? ended[from - 1] : 0);
 }
 
@@ -93,8 +94,8 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
   for (int i = 0; i < kKeysPerLane; ++i) {
     const Span span = keys.entry[i].span;
     const bool is_live = span.touches(row.low, high);
-    const int first = max(span.first - row.low, 0) >> kShortestSegment;
-    const int last = min(span.last - 1 - row.low, row.queries - 1) >> kShortestSegment;
+    const int first = max(span.first - row.low, 0) >> row.shortest;
+    const int last = min(span.last - 1 - row.low, row.queries - 1) >> row.shortest;
     // Neighbouring keys mostly begin together, and end with them or never.
     const int common = __shfl_sync(0xffffffffu, first, 0);
     add_one(begun, first, common, is_live);
@@ -144,7 +145,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
   const auto entries_at = [&](int shift) {  // a single segment's list is that of the live keys
     const int count = segments_at(row.queries, shift);
     int64_t mine = 0;
-    for (int i = thread; i < count && count > 1; i += kThreads) mine += length_of(begun, ended, row.segments, i, shift);
+    for (int i = thread; i < count && count > 1; i += kThreads) mine += length_of(begun, ended, row, i, shift);
     const int64_t all = Sum(scratch.sum).Sum(mine);
     if (thread == 0) needed = all;
     __syncthreads();
@@ -152,7 +153,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
     __syncthreads();
     return result;
   };
-  int shift = kShortestSegment;
+  int shift = row.shortest;
   while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
   if (thread == 0) plan.shift[blockIdx.x] = shift, plan.count[blockIdx.x] = live;
 
@@ -163,7 +164,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
     int lengths[kItems], places[kItems], total;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      lengths[i] = thread * kItems + i < count ? length_of(begun, ended, row.segments, thread * kItems + i, which) : 0;
+      lengths[i] = thread * kItems + i < count ? length_of(begun, ended, row, thread * kItems + i, which) : 0;
     }
     Scan(scratch.scan).ExclusiveSum(lengths, places, total);
     __syncthreads();
@@ -188,7 +189,7 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
   const int shift = plan.shift[keys.row] + kCoarseShift, count = segments_at(row.queries, shift);
   const auto counts_of = [&](int part, int segment) {
     const int32_t* const counts = row.counts + part * 2 * row.segments;
-    return length_of(counts, counts + row.segments, row.segments, segment, shift);
+    return length_of(counts, counts + row.segments, row, segment, shift);
   };
   for (int i = thread; i < count; i += kThreads) {
     places[i] = row.lists[row.segments + i].x;
@@ -235,7 +236,7 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
   constexpr int kRound = kListWarps * 32 * kKeysPerLane;
   __shared__ int warp_counts[2][kListWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int segments = segments_at(static_cast<int>(p.query_length), kShortestSegment);
+  const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   const int64_t row_number = blockIdx.x / segments;
   const int segment = static_cast<int>(blockIdx.x % segments), shift = plan.shift[row_number];
   const PlanRow row(p, plan, row_number);
@@ -339,7 +340,7 @@ cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_
 
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
   const unsigned rows = static_cast<unsigned>(plan.batches * plan.heads), parts = static_cast<unsigned>(plan.parts);
-  const int segments = segments_at(static_cast<int>(p.query_length), kShortestSegment);
+  const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   count_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
   choose_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
   spread_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);

@@ -159,6 +159,40 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   }
 }
 
+// A block for 128 keys: by the tiles and bits of a block mask, and causality, does any query see them?
+constexpr int kSeenKeys = 128;
+__global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
+  const AttentionParams& p = call.b.forward;
+  const MaskParams& mask = p.mask;
+  const int blocks = call.seen_words / (kSeenKeys / 32), pair = static_cast<int>(blockIdx.x / blocks);
+  const int batch = pair / static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
+  const int first_head = pair % static_cast<int>(p.kv_heads) * group, key = blockIdx.x % blocks * kSeenKeys + threadIdx.x;
+  const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
+  const int words = static_cast<int>(mask.tile_k) / 32, at = key % static_cast<int>(mask.tile_k);
+  const int column = key / static_cast<int>(mask.tile_k), shift = static_cast<int>(p.key_length - p.query_length);
+  bool is_seen = key >= p.key_length, is_done = false;  // a key that does not exist is no gap
+  for (int head = first_head; head < first_head + group && !is_done; ++head) {
+    const TileSource source(mask, batch, head);
+    const int32_t* const list = source.columns + static_cast<int64_t>(column) * (tiles_q + 1);
+    const int entries = min(list[0], tiles_q);
+    for (int entry = 1; entry <= entries && !is_done; ++entry) {
+      const int row = list[entry];
+      const int state = row >= 0 && row < tiles_q ? source.tiles[row * mask.tiles_k + column] : kTileEmpty;
+      if (!is_live_tile(mask, state)) continue;
+      const int rows = min(tile_q, static_cast<int>(p.query_length) - row * tile_q);
+      const int first = mask.is_causal ? max(0, key - shift - row * tile_q) : 0;  // of the rows that causality lets see the key
+      if (const uint32_t* const bits = bits_of_tile(mask, state)) {
+        for (int r = first; r < rows && !is_seen; ++r) is_seen = bits[r * words + at / 32] >> at % 32 & 1;
+      } else {
+        is_seen = is_seen || first < rows;
+      }
+      is_done = __syncthreads_and(is_seen);
+    }
+  }
+  const unsigned word = __ballot_sync(0xffffffffu, is_seen);
+  if (threadIdx.x % 32 == 0) call.seen[pair * call.seen_words + key / 32] = word;
+}
+
 template <class Kernel>
 cudaError_t launch_rows(Kernel kernel, const BackwardCall& call, int64_t rows, int lanes, cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
@@ -184,6 +218,14 @@ cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   return launch_rows(is_bfloat16(call) ? row_terms_kernel<__nv_bfloat16> : row_terms_kernel<__half>, call,
                      p.batch * p.heads * call.padded_queries, lanes_of(p.value_dim), stream);
+}
+
+cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const int64_t blocks = p.batch * p.kv_heads * (call.seen_words / (kSeenKeys / 32));
+  if (blocks == 0) return cudaSuccess;
+  find_seen_kernel<<<static_cast<unsigned>(blocks), kSeenKeys, 0, stream>>>(call);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream) {

@@ -383,7 +383,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
     if (thread < kLoaders) {
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
-      load_queries<kDim>(call, work, maps, shared);
+      load_queries<kDim, kVariant>(call, work, maps, shared);
     }
   }
 }

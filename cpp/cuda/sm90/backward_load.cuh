@@ -92,35 +92,6 @@ struct alignas(1024) BackwardShared {
 
 inline constexpr int kLoadBarrier = 1;  // 0 is the whole block's
 
-// Is the key, of a tile under a block mask, seen by some query? By half a warpgroup, until all its threads know.
-__device__ __forceinline__ bool find_seen(const AttentionParams& p, const BackwardItem& item, int heads, int first_key, int key) {
-  const MaskParams& mask = p.mask;
-  const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-  const int shift = static_cast<int>(p.key_length - p.query_length), at = key % static_cast<int>(mask.tile_k);
-  const int tile_column = first_key / static_cast<int>(mask.tile_k);
-  bool is_seen = key >= p.key_length;  // nothing to find out
-  for (int head = item.head; head < item.head + heads; ++head) {
-    const TileSource source(mask, item.batch, head);
-    const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
-    for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
-      const int row = list[entry];
-      const int state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
-      if (!is_live_tile(mask, state)) continue;
-      const int rows = min(tile_q, static_cast<int>(p.query_length) - row * tile_q);
-      const int first = mask.is_causal ? max(0, key - shift - row * tile_q) : 0;  // of the rows that causality lets see the key
-      if (const uint32_t* bits = bits_of_tile(mask, state)) {
-        const int words = static_cast<int>(mask.tile_k) / 32;
-        bits += at / 32;
-        for (int r = first; r < rows && !is_seen; ++r) is_seen = bits[r * words] >> at % 32 & 1;
-      } else {
-        is_seen |= first < rows;
-      }
-      if (!group_any(kLoadBarrier, kLoaders, !is_seen)) return true;
-    }
-  }
-  return is_seen;
-}
-
 // Tiles of keys and values, one after the other, by half a warpgroup.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
@@ -223,8 +194,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       load(
           item, first_key, 0, query_length,
           [&](int row) {
-            const bool is_seen = !p.mask.tiles.data || find_seen(p, item, work.heads, first_key, first_key + row);
-            return is_seen ? first_key + row : -1;
+            const int word = (item.batch * static_cast<int>(p.kv_heads) + item.kv_head) * call.seen_words + (first_key + row) / 32;
+            return !call.seen || call.seen[word] >> row % 32 & 1 ? first_key + row : -1;
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
@@ -239,7 +210,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
 }
 
 // The chunks of queries of every turn, by one thread.
-template <int kDim>
+template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                              BackwardShared<kDim>& shared) {
   using Shared = BackwardShared<kDim>;
@@ -258,12 +229,15 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     const int from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift) / kQueries * kQueries;
     const int to = min(note.to, max(note.bounds[0][3], note.bounds[1][3]) - shift);
 
-    auto send = [&](int first_query, int head, const uint32_t* bits) {
+    auto send = [&](int first_query, int head, int state, int row_in_tile) {
       const uint32_t stage = n % kShape.query_stages;
       empty.wait_empty(n);
       const int low = first_query + shift;
       const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
+      const uint32_t* bits = bits_of_tile(mask, state);
+      const int words = static_cast<int>(mask.tile_k) / 32;
+      if (bits) bits += row_in_tile * words + note.first_key / 32 % words;
       shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
@@ -284,11 +258,11 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     };
 
     for (int head = note.head; head < note.head + work.heads; ++head) {
-      if (!mask.tiles.data) {
+      if (kVariant == Variant::kGathered || !mask.tiles.data) {
         // Each tile begins elsewhere, so that blocks do not all add to the same rows of grad_query at the same time.
         const int chunks = (to - from + kQueries - 1) / kQueries;
         for (int i = 0, at = chunks > 0 ? note.first_key / kBackwardKeys % chunks : 0; i < chunks; ++i) {
-          send(from + at * kQueries, head, nullptr);
+          send(from + at * kQueries, head, kTileFull, 0);
           if (++at == chunks) at = 0;
         }
         continue;
@@ -301,14 +275,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         const int row = list[entry];
         const int state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
         if (!is_live_tile(mask, state)) continue;
-        const int words = static_cast<int>(mask.tile_k) / 32, stop = min(row * tile_q + tile_q, to);
-        int query = max(row * tile_q, from);
-        const uint32_t* bits = bits_of_tile(mask, state);
-        if (bits) bits += (query - row * tile_q) * words + note.first_key / 32 % words;
-        for (; query < stop; query += kQueries) {
-          send(query, head, bits);
-          if (bits) bits += kQueries * words;
-        }
+        const int first = row * tile_q, stop = min(first + tile_q, to);
+        for (int query = max(first, from); query < stop; query += kQueries) send(query, head, state, query - first);
       }
     }
     empty.wait_empty(n);

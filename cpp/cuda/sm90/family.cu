@@ -149,10 +149,11 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   return instance->launch(call, work, maps, blocks, stream);
 }
 
-bool has_backward(const AttentionParams& p, const Plan& plan, bool deterministic) {
+bool has_backward(const AttentionParams& p, bool deterministic) {
   // Intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
-  return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 && find_instance(kBackward, p, variant_of(p, plan));
+  return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 &&
+         find_instance(kBackward, p, variant_of(p, gathers(p)));
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
@@ -170,7 +171,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
     constexpr int kParts = 4;  // so that no block has much more to do than the others
     work.heads = static_cast<int>(std::min(group, call.plan.head_divisor));
     work.parts = kParts;
-    tiles = (p.query_length + (1 << kShortestSegment) - 1 >> kShortestSegment) * kParts;
+    tiles = ((p.query_length - 1 >> call.plan.shortest) + 1) * kParts;
   }
   const int64_t packs = p.batch * p.heads / work.heads, items = tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
@@ -190,11 +191,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
                           encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
                           encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
   if (!is_encoded) return cudaErrorNotSupported;
-  if (work.ticket && !call.plan.ticket) {
-    const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
-    if (status != cudaSuccess) return status;
-  }
-  return instance->launch(call, work, maps, blocks, stream);
+  const cudaError_t status = work.ticket ? cudaMemsetAsync(work.ticket, 0, sizeof(int), stream) : cudaSuccess;
+  return status == cudaSuccess ? instance->launch(call, work, maps, blocks, stream) : status;
 }
 
 }  // namespace dmattn::cuda::sm90
