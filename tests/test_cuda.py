@@ -149,6 +149,70 @@ def test_lists_of_long_problems(kind, lengths):
     torch.testing.assert_close(out[:, :, rows].double(), expected, rtol=2e-2, atol=4e-3)
 
 
+def relative_distance(a, b):
+    return (torch.linalg.vector_norm(a.double() - b.double()) / torch.linalg.vector_norm(b.double())).item()
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("kind", "lengths"), [(k, n) for k, n in LONG_KINDS if 4096 < sum(n) < 20000], ids=str)
+def test_gradients_of_long_problems(kind, lengths, size):
+    """The kernels that add beside those with a fixed order of sums: they share neither walk nor sums."""
+    queries, keys = lengths
+    torch.manual_seed(0)
+    shapes = (4, queries, size), (2, keys, size), (2, keys, size), (2, keys)
+    q, k, v, key_bias = (torch.randn(2, *shape, device="cuda") for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q.bfloat16(), k.bfloat16(), v.bfloat16(), key_bias)]
+    grad_out = torch.randn_like(leaves[0])
+    start, end = long_spans(kind, 2, queries, keys)
+    if queries > keys:
+        start = start - 100000  # far below the first position, too
+
+    def gradients(deterministic):
+        out = dmattn.attention(
+            *leaves[:3], dmattn.IntervalMask(start, end), key_bias=leaves[3], is_causal=kind in ("window", "top_k", "most"),
+            deterministic=deterministic,
+        )  # fmt: skip
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    for got, expected in zip(gradients(False), gradients(True), strict=True):
+        assert relative_distance(got, expected) < 6e-3
+
+
+def test_gradients_of_heads_in_parts():
+    """So many floats of sums that backward takes some heads after the others."""
+    q, k, v, scores, grad_out = inputs(70000, 8, 4, 128)
+    together = step_of_heads(q, k, v, scores, grad_out)
+    for batch, head in ((0, 0), (0, 2), (1, 3)):
+        one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        at, heads = slice(batch, batch + 1), (pair, one, one, one)
+        alone = step_of_heads(*(x[at, h] for x, h in zip((q, k, v, scores), heads, strict=True)), grad_out[at, pair])
+        for got, expected, h in zip(together, alone, heads, strict=True):
+            assert relative_distance(got[at, h], expected) < 1e-3
+
+
+def step_of_heads(q, k, v, scores, grad_out):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, scores)]
+    return torch.autograd.grad(dmattn.dynamic_mask_attention(*leaves, 512), leaves, grad_out)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_keys_that_a_block_mask_hides_from_all(bad):
+    """In a tile that comes in one piece otherwise."""
+    q, k, v, _, grad_out = inputs(500, 2, 2, 128, batch=1)
+    visible = torch.rand(1, 2, 500, 500, device="cuda") < 0.5
+    visible[:, :, :, 3::7] = visible[:, :, 200:, 128:256] = False
+    hidden = ~visible.any(-2)
+
+    def gradients(fill):
+        leaves = [x.masked_fill(hidden[..., None], fill).requires_grad_() for x in (k, v)]
+        out = dmattn.attention(q, *leaves, dmattn.BlockMask.from_bool(visible))
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    for got, expected in zip(gradients(bad), gradients(0.0), strict=True):
+        assert relative_distance(got, expected) < 1e-3
+        assert not got[hidden].any()
+
+
 @pytest.mark.parametrize("sparse", [True, False])
 def test_deterministic_gradients_are_equal_over_twenty_runs(sparse):
     q, k, v, scores, grad_out = inputs(length=1500)

@@ -17,9 +17,9 @@ inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads a
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kMostSegments = 2048;  // of the queries
-inline constexpr int kCoarseShift = 3;  // lists are made for 2^3 segments together first, and theirs from those
-inline constexpr int kPlanPart = 4096;  // keys that a block of the plan's kernels looks at
-inline constexpr int kPlanEntries = 6;  // of a row of the plan, for each key: the live keys, and room for lists
+inline constexpr int kCoarseShift = 3;      // lists are made for 2^3 segments together first, and theirs from those
+inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
+inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
@@ -82,8 +82,8 @@ struct BackwardCall {
   PerHead grad_key_bias;               // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
   PerHead grad_bias;                   // float [B|1, H|Hkv|1, Sq, Sk]
   // fp32 sums in global memory, null: not accumulated there. Both have one more row, to which rows that do not exist are added.
-  float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
-  float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
+  float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
+  float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
   // With a block mask, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys

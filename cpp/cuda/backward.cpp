@@ -1,8 +1,8 @@
 // Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
 //
-// The one surprise is the choice. On Hopper one kernel that walks keys adds up grad_query in fp32, and rows of grad_key and grad_value
-// where live keys are gathered. What it does not take is the portable family's: without a mask the key-major kernel adds up
-// grad_query; with live keys gathered or a block mask the query-major kernel adds up rows of grad_key and grad_value;
+// The one surprise is the choice. On Hopper one kernel that walks keys adds up grad_query in fp32, and rows of grad_key and
+// grad_value where live keys are gathered. What it does not take is the portable family's: without a mask the key-major kernel
+// adds up grad_query; with live keys gathered or a block mask the query-major kernel adds up rows of grad_key and grad_value;
 // deterministic runs both, each without its adds.
 #include <algorithm>
 
@@ -61,7 +61,8 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t kv_head, i
   };
   for (Rows* rows : {&p.query, &p.out, &part.b.grad_out, &part.b.grad_query}) move(*rows, head);
   for (Rows* rows : {&p.key, &p.value, &part.b.grad_key, &part.b.grad_value}) move(*rows, kv_head);
-  for (PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
+  for (PerHead* row :
+       {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
     if (row->data) row->data = static_cast<char*>(row->data) + row->offset(batch, head) * 4;
   }
   Plan& plan = part.plan;
@@ -77,8 +78,8 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t kv_head, i
   return part;
 }
 
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums of all heads
-// would take much memory, some heads after the others, each time with the same sums.
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums of all
+// heads would take much memory, some heads after the others, each time with the same sums.
 bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
   constexpr int64_t kMostFloats = int64_t{1} << 28;
   const AttentionParams& p = call.b.forward;

@@ -27,9 +27,9 @@ struct Entry {
 struct PlanRow {
   int32_t *index, *first, *last;
   int2* lists;
-  int low, queries;       // the position of the first query
+  int low, queries;        // the position of the first query
   int shortest, segments;  // the shortest segments, and how many they are
-  const int32_t* counts;  // [parts, 2, segments]
+  const int32_t* counts;   // [parts, 2, segments]
 
   __device__ __forceinline__ PlanRow(const AttentionParams& p, const Plan& plan, int64_t row)
       : index(plan.index + row * plan.capacity),

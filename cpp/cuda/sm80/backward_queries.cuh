@@ -82,8 +82,7 @@ __global__ __launch_bounds__(
   }
   float grad_query[kM][kDimN][4];
   clear(grad_query);
-  const int key_width = static_cast<int>(sum_width(p.head_dim)),
-            value_width = static_cast<int>(sum_width(p.value_dim));
+  const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
   float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {

@@ -1,5 +1,5 @@
-// Attention backward for Hopper: persistent blocks of three warpgroups. One loads, two compute 64 keys of a tile each and walk the
-// queries that see it; grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
+// Attention backward for Hopper: persistent blocks of three warpgroups. One loads, two compute 64 keys of a tile each and walk
+// the queries that see it; grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
 //
 // The one surprise is that scores are kept transposed, keys by queries: probabilities and score gradients are then operands of
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
@@ -17,8 +17,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered, kAddsByCopy = kShape.adds_by_copy;
   const AttentionParams& p = call.b.forward;
-  // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its other
-  // key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
+  // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its
+  // other key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
   struct Place {
     int lane, column, row, first_row, first_column;
     __device__ __forceinline__ Place() {
@@ -155,8 +155,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The tensor cores always have a product to do beside what the threads do: scores are begun at the end of the chunk before, and
-    // grad_query is computed a chunk late, from score gradients that wait in shared memory. A turn's first chunk computes a
+    // The tensor cores always have a product to do beside what the threads do: scores are begun at the end of the chunk before,
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A turn's first chunk computes a
     // grad_query and its last begins scores that mean nothing, so that registers are the same on all ways through the loop.
     const uint32_t first_chunk = n - turn;  // notes that ended a turn do not count
     float x[kN][4];

@@ -1,8 +1,8 @@
-// What the warpgroups of a backward block share, and the warpgroup that loads: half of it tiles of keys and values, one thread of the
-// other half the chunks of queries that see them.
+// What the warpgroups of a backward block share, and the warpgroup that loads: half of it tiles of keys and values, one thread of
+// the other half the chunks of queries that see them.
 //
-// The one surprise is the turn: a tile of keys is kept for one turn, which is all the queries that see it, or, where live keys are
-// gathered, those of one segment. A turn ends with a note that brings no queries.
+// The one surprise is the turn: a tile of keys is kept for one turn, which is all the queries that see it, or, where live keys
+// are gathered, those of one segment. A turn ends with a note that brings no queries.
 #pragma once
 
 #include "load.cuh"
@@ -28,7 +28,8 @@ struct BackwardWork {
   int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
 };
 
-// An item: packs in sections, early tiles of keys first because causality makes them long, late segments first for the same reason.
+// An item: packs in sections, early tiles of keys first because causality makes them long, late segments first for the same
+// reason.
 struct BackwardItem {
   int batch, head, kv_head, tile;
 
@@ -47,10 +48,10 @@ struct BackwardItem {
 
 // A tile of keys: whose, and who sees it.
 struct KeyNote {
-  int batch, head, kv_head;           // head: the first of the pack; -1: there is no turn, the work is done
-  int first_key;                      // of keys in order; gathered: of the list
-  int from, to;                       // queries of the turn
-  int bounds[kLoaders / 32][4];       // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
+  int batch, head, kv_head;      // head: the first of the pack; -1: there is no turn, the work is done
+  int first_key;                 // of keys in order; gathered: of the list
+  int from, to;                  // queries of the turn
+  int bounds[kLoaders / 32][4];  // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
 
@@ -194,7 +195,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       load(
           item, first_key, 0, query_length,
           [&](int row) {
-            const int word = (item.batch * static_cast<int>(p.kv_heads) + item.kv_head) * call.seen_words + (first_key + row) / 32;
+            const int word =
+                (item.batch * static_cast<int>(p.kv_heads) + item.kv_head) * call.seen_words + (first_key + row) / 32;
             return !call.seen || call.seen[word] >> row % 32 & 1 ? first_key + row : -1;
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
@@ -273,7 +275,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
       for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
         const int row = list[entry];
-        const int state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
+        const int state =
+            row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
         if (!is_live_tile(mask, state)) continue;
         const int first = row * tile_q, stop = min(first + tile_q, to);
         for (int query = max(first, from); query < stop; query += kQueries) send(query, head, state, query - first);

@@ -185,11 +185,11 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.ticket = items > blocks ? ticket : nullptr;
 
   BackwardMaps maps;
-  const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, instance->queries) &&
-                          encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch,
-                                      instance->queries) &&
-                          encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
-                          encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
+  const bool is_encoded =
+      encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, instance->queries) &&
+      encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch, instance->queries) &&
+      encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
+      encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
   if (!is_encoded) return cudaErrorNotSupported;
   const cudaError_t status = work.ticket ? cudaMemsetAsync(work.ticket, 0, sizeof(int), stream) : cudaSuccess;
   return status == cudaSuccess ? instance->launch(call, work, maps, blocks, stream) : status;

@@ -10,8 +10,8 @@ namespace dmattn::cuda::sm90 {
 // call.plan.ticket: one int of scratch, which a plan has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
-// Is there a backward kernel for the call? It wants query_sums, in tiles, and key_sums too where live keys are gathered; with a block
-// mask, `seen`.
+// Is there a backward kernel for the call? It wants query_sums, in tiles, and key_sums too where live keys are gathered; with a
+// block mask, `seen`.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // ticket: one int of scratch.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);
