@@ -6,6 +6,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../attention_launch.h"
+#include "device.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -79,16 +80,10 @@ __device__ __forceinline__ void add_one(int* counts, int which, int common, bool
   if (is_wanted && which != common) atomicAdd(&counts[which], 1);
 }
 
-// One block per part of a row: how many of its keys each segment is the first, or the last, to see; prefix sums of both.
-__global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
-                                                         const __grid_constant__ Plan plan) {
-  __shared__ Scan::TempStorage scratch;
-  __shared__ int begun[kMostSegments], ended[kMostSegments];
-  const int thread = threadIdx.x;
-  const PartKeys keys(p, plan);
-  const PlanRow row(p, plan, keys.row);
+// How many of a block's keys each segment is the first, or the last, to see.
+__device__ __forceinline__ void count_keys(const PartKeys& keys, const PlanRow& row, int* begun, int* ended) {
   const int high = row.low + row.queries - 1;
-  for (int i = thread; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
+  for (int i = threadIdx.x; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) {
@@ -103,6 +98,88 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
     add_one(ended, last, row.segments - 1, is_live && last == row.segments - 1);
   }
   __syncthreads();
+}
+
+// Writes those of a block's keys that positions [low, high] see from `place` on, in order; `turn` changes with every call.
+__device__ __forceinline__ void write_seen(const PartKeys& keys, const PlanRow& row, int low, int high, int place, int turn,
+                                           int (&warp_counts)[2][kWarps]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  unsigned seen[kKeysPerLane];
+  int in_warp = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
+    in_warp += __popc(seen[i]);
+  }
+  if (lane == 0) warp_counts[turn % 2][warp] = in_warp;
+  __syncthreads();
+  place += __reduce_add_sync(0xffffffffu, lane < warp ? warp_counts[turn % 2][lane] : 0);
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    if (seen[i] >> lane & 1) row.write(place + __popc(seen[i] & lanes_before()), keys.entry[i]);
+    place += __popc(seen[i]);
+  }
+}
+
+// The whole plan of a row by one block, where its keys are one part and its segments no more than a warp's lanes. Lists are made
+// from the keys at once, so there are no coarse ones.
+constexpr int kFewSegments = 32;
+__global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_constant__ AttentionParams p,
+                                                              const __grid_constant__ Plan plan) {
+  __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
+  __shared__ int chosen_shift;
+  const int lane = threadIdx.x % 32;
+  const PartKeys keys(p, plan);
+  const PlanRow row(p, plan, keys.row);
+  count_keys(keys, row, begun, ended);
+  if (threadIdx.x < 32) {
+    const auto sum_before = [&](int x, bool with_own) {
+      int sum = x;
+      for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += left;
+      }
+      return with_own ? sum : sum - x;
+    };
+    const int begun_by = sum_before(lane < row.segments ? begun[lane] : 0, true);
+    const int ended_by = sum_before(lane < row.segments ? ended[lane] : 0, true);
+    begun[lane] = begun_by, ended[lane] = ended_by;
+    __syncwarp();
+    const int live = begun[row.segments - 1];
+    int shift = row.shortest, count = 0, length = 0;
+    for (;; ++shift) {
+      count = segments_at(row.queries, shift);
+      length = lane < count && count > 1 ? length_of(begun, ended, row, lane, shift) : 0;
+      if (__reduce_add_sync(0xffffffffu, length) <= plan.capacity - p.key_length) break;
+    }
+    places[lane] = count > 1 ? static_cast<int>(p.key_length) + sum_before(length, false) : 0;
+    if (lane < count) row.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
+    if (lane == 0) {
+      plan.shift[keys.row] = chosen_shift = shift, plan.count[keys.row] = live;
+      if (keys.row == 0) *plan.ticket = 0;
+    }
+  }
+  __syncthreads();
+  const int shift = chosen_shift, count = segments_at(row.queries, shift);
+  int turn = 0;
+  for (int i = 0; i < count && count > 1; ++i) {
+    const int low = row.low + (i << shift), high = row.low + min((i + 1) << shift, row.queries) - 1;
+    write_seen(keys, row, low, high, places[i], turn++, warp_counts);
+  }
+  if (count == 1 || plan.keeps_live) {
+    write_seen(keys, row, row.low, row.low + row.queries - 1, 0, turn, warp_counts);
+  }
+}
+
+// One block per part of a row: how many of its keys each segment is the first, or the last, to see; prefix sums of both.
+__global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
+                                                         const __grid_constant__ Plan plan) {
+  __shared__ Scan::TempStorage scratch;
+  __shared__ int begun[kMostSegments], ended[kMostSegments];
+  const int thread = threadIdx.x;
+  const PartKeys keys(p, plan);
+  const PlanRow row(p, plan, keys.row);
+  count_keys(keys, row, begun, ended);
   int32_t* to = plan.counts + static_cast<int64_t>(blockIdx.x) * 2 * row.segments;
   for (const int* counts : {begun, ended}) {
     int items[kItems];
@@ -183,7 +260,7 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
                                                           const __grid_constant__ Plan plan) {
   __shared__ int warp_counts[2][kWarps];
   __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int thread = threadIdx.x;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
   const int shift = plan.shift[keys.row] + kCoarseShift, count = segments_at(row.queries, shift);
@@ -200,33 +277,16 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
   __syncthreads();
 
   int turn = 0;
-  const auto write = [&](int low, int high, int place) {
-    unsigned seen[kKeysPerLane];
-    int in_warp = 0;
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
-      in_warp += __popc(seen[i]);
-    }
-    turn ^= 1;
-    if (lane == 0) warp_counts[turn][warp] = in_warp;
-    __syncthreads();
-    place += __reduce_add_sync(0xffffffffu, lane < warp ? warp_counts[turn][lane] : 0);
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      if (seen[i] >> lane & 1) row.write(place + __popc(seen[i] & ((1u << lane) - 1)), keys.entry[i]);
-      place += __popc(seen[i]);
-    }
-  };
   if (count > 1) {
     for (int i = 0; i < count; ++i) {
-      if (lengths[i] > 0) write(row.low + (i << shift), row.low + min((i + 1) << shift, row.queries) - 1, places[i]);
+      const int low = row.low + (i << shift), high = row.low + min((i + 1) << shift, row.queries) - 1;
+      if (lengths[i] > 0) write_seen(keys, row, low, high, places[i], turn++, warp_counts);
     }
   }
   if (count == 1 || plan.keeps_live) {
     int place = 0;
     for (int part = 0; part < keys.part; ++part) place += row.counts[(part * 2 + 1) * row.segments - 1];
-    write(row.low, row.low + row.queries - 1, place);
+    write_seen(keys, row, row.low, row.low + row.queries - 1, place, turn, warp_counts);
   }
 }
 
@@ -273,7 +333,7 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
     place += __reduce_add_sync(0xffffffffu, of_lane);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & ((1u << lane) - 1)), entry[i]);
+      if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & lanes_before()), entry[i]);
       at += __popc(seen[i]);
     }
   }
@@ -326,7 +386,7 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
       place += w < warp ? warp_counts[turn][w] : 0;
       kept += warp_counts[turn][w];
     }
-    if (keeps) plan.order[place + __popc(keepers & ((1u << lane) - 1))] = item;
+    if (keeps) plan.order[place + __popc(keepers & lanes_before())] = item;
     if (!keeps && item < items) plan.order[atomicAdd(&places[length], 1)] = item;
   }
 }
@@ -341,6 +401,10 @@ cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
   const unsigned rows = static_cast<unsigned>(plan.batches * plan.heads), parts = static_cast<unsigned>(plan.parts);
   const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
+  if (parts == 1 && segments <= kFewSegments) {
+    small_plan_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
+    return cudaGetLastError();
+  }
   count_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
   choose_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
   spread_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);

@@ -15,7 +15,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = kVariant == Variant::kGathered, kAddsByCopy = kShape.adds_by_copy;
+  constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
   // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its
   // other key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
@@ -82,44 +82,32 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
   };
 
-  // Adds what a chunk gave grad_query.
+  // Adds what a chunk gave grad_query, each warp its part, by bulk copies: adds by the threads would hold them up.
   auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
     const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
     const Place place;
     const int width = static_cast<int>(sum_width(p.head_dim));
     const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
     float* const to = call.query_sums + first_row * width + place.first_column * 8;
-    if constexpr (kAddsByCopy) {
-      constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
-      const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
-      if (place.lane == 0) wait_stores_read();  // those of the chunk before
-      __syncwarp();
+    constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
+    const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
+    if (place.lane == 0) wait_stores_read();  // those of the chunk before
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kPart / 8; i += 2) {
+    for (int i = 0; i < kPart / 8; i += 2) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1],
-                          from[i + 1][2 * r], from[i + 1][2 * r + 1]);
-        }
+      for (int r = 0; r < 2; ++r) {
+        store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1],
+                        from[i + 1][2 * r], from[i + 1][2 * r + 1]);
       }
-      fence_async();
-      __syncwarp();
-      const int bytes = min(kPart, width - place.first_column) * 8 * 4;
-      if (place.lane == 0 && bytes > 0) {
-        add_floats(to, staged, bytes);
-        add_floats(to + 8 * width, staged + kRowBytes, bytes);
-        commit_stores();
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPart / 8; i += 2) {
-        if (place.first_column + i * 8 >= width) break;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          add_4(to + r * 8 * width + i * (8 * 8) + place.lane * 4, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
-                from[i + 1][2 * r + 1]);
-        }
-      }
+    }
+    fence_async();
+    __syncwarp();
+    const int bytes = min(kPart, width - place.first_column) * 8 * 4;
+    if (place.lane == 0 && bytes > 0) {
+      add_floats(to, staged, bytes);
+      add_floats(to + 8 * width, staged + kRowBytes, bytes);
+      commit_stores();
     }
   };
 
@@ -343,7 +331,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
     }
   }
-  if (kAddsByCopy) wait_stores_read();
+  wait_stores_read();
 }
 
 template <class T, int kDim, Variant kVariant>

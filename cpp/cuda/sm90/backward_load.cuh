@@ -79,7 +79,7 @@ struct alignas(1024) BackwardShared {
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // keys by queries
   // By warp, on its way to global memory: tiles of 8 queries by 16 columns.
-  float grad_query[kConsumers * 4][kShape.adds_by_copy ? 16 * (kDim / kConsumers) : 4];
+  float grad_query[kConsumers * 4][16 * (kDim / kConsumers)];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   KeyNote key_notes[kKeyNotes];

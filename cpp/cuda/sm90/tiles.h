@@ -57,9 +57,8 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
 
 // Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads.
 struct BackwardShape {
-  int queries;        // of a chunk
-  int query_stages;   // chunks of queries in flight
-  bool adds_by_copy;  // grad_query is added by bulk copies, which takes room for a chunk of it; otherwise by the threads
+  int queries;                                 // of a chunk
+  int query_stages;                            // chunks of queries in flight
   int computing_registers, loading_registers;  // per thread
 };
 inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
@@ -67,9 +66,9 @@ inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsu
 template <int kDim>
 inline constexpr BackwardShape kBackwardShape = {};
 template <>
-inline constexpr BackwardShape kBackwardShape<64> = {64, 3, true, 224, 56};
+inline constexpr BackwardShape kBackwardShape<64> = {64, 3, 224, 56};
 template <>
-inline constexpr BackwardShape kBackwardShape<128> = {64, 2, true, 224, 56};
+inline constexpr BackwardShape kBackwardShape<128> = {64, 2, 224, 56};
 
 constexpr bool is_valid(BackwardShape s) {
   for (const int registers : {s.computing_registers, s.loading_registers}) {
