@@ -121,8 +121,8 @@ __device__ __forceinline__ void write_seen(const PartKeys& keys, const PlanRow& 
   }
 }
 
-// The whole plan of a row by one block, where its keys are one part and its segments no more than a warp's lanes. Lists are made
-// from the keys at once, so there are no coarse ones.
+// The whole plan where the keys of a row are one part and its segments no more than a warp's lanes: a block per row and segment
+// counts for itself and makes that list from the keys, so there are no coarse ones.
 constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_constant__ AttentionParams p,
                                                               const __grid_constant__ Plan plan) {
@@ -153,21 +153,22 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
       if (__reduce_add_sync(0xffffffffu, length) <= plan.capacity - p.key_length) break;
     }
     places[lane] = count > 1 ? static_cast<int>(p.key_length) + sum_before(length, false) : 0;
-    if (lane < count) row.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
-    if (lane == 0) {
-      plan.shift[keys.row] = chosen_shift = shift, plan.count[keys.row] = live;
-      if (keys.row == 0) *plan.ticket = 0;
+    if (lane == 0) chosen_shift = shift;
+    if (blockIdx.y == 0) {
+      if (lane < count) row.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
+      if (lane == 0) plan.shift[keys.row] = shift, plan.count[keys.row] = live;
+      if (lane == 0 && keys.row == 0) *plan.ticket = 0;
     }
   }
   __syncthreads();
   const int shift = chosen_shift, count = segments_at(row.queries, shift);
-  int turn = 0;
-  for (int i = 0; i < count && count > 1; ++i) {
-    const int low = row.low + (i << shift), high = row.low + min((i + 1) << shift, row.queries) - 1;
-    write_seen(keys, row, low, high, places[i], turn++, warp_counts);
+  const int segment = static_cast<int>(blockIdx.y);
+  if (count > 1 && segment < count) {
+    const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
+    write_seen(keys, row, low, high, places[segment], 0, warp_counts);
   }
-  if (count == 1 || plan.keeps_live) {
-    write_seen(keys, row, row.low, row.low + row.queries - 1, 0, turn, warp_counts);
+  if (segment == 0 && (count == 1 || plan.keeps_live)) {
+    write_seen(keys, row, row.low, row.low + row.queries - 1, 0, 1, warp_counts);
   }
 }
 
@@ -402,7 +403,7 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
   const unsigned rows = static_cast<unsigned>(plan.batches * plan.heads), parts = static_cast<unsigned>(plan.parts);
   const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   if (parts == 1 && segments <= kFewSegments) {
-    small_plan_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
+    small_plan_kernel<<<dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream>>>(p, plan);
     return cudaGetLastError();
   }
   count_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
