@@ -67,8 +67,8 @@ function(dmattn_sm80_instances out_sources out_include)
   set(${out_include} ${folder} PARENT_SCOPE)
 endfunction()
 
-# The same for the sm90 family: kernel|size|variants, one .cu per (kernel, type, size, variant). A size or variant that is left out is served
-# by a larger size, or by the sm80 family.
+# The same for the sm90 family: kernel|size|variants, one .cu per (kernel, type, size, variant). A size that is left out is served by a
+# larger one, a variant by kGeneral; what has neither, by the sm80 family.
 set(DMATTN_SM90_ROWS
   "forward|64|kPlain,kGathered,kGeneral"
   "forward|128|kPlain,kGathered,kGeneral"

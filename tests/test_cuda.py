@@ -178,11 +178,12 @@ def test_gradients_of_long_problems(kind, lengths, size):
         assert relative_distance(got, expected) < 6e-3
 
 
-def test_gradients_of_heads_in_parts():
-    """So many floats of sums that backward takes some heads after the others."""
-    q, k, v, scores, grad_out = inputs(70000, 8, 4, 128)
+@pytest.mark.parametrize(("batches", "kv_heads", "length"), [(1, 5, 130000), (3, 2, 90000)])
+def test_gradients_of_heads_in_parts(batches, kv_heads, length):
+    """So many floats of sums that backward takes some heads, or batches, after the others."""
+    q, k, v, scores, grad_out = inputs(length, 2 * kv_heads, kv_heads, 128, batch=batches)
     together = step_of_heads(q, k, v, scores, grad_out)
-    for batch, head in ((0, 0), (0, 2), (1, 3)):
+    for batch, head in ((0, 0), (0, 1), (batches - 1, kv_heads - 1)):
         one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
         at, heads = slice(batch, batch + 1), (pair, one, one, one)
         alone = step_of_heads(*(x[at, h] for x, h in zip((q, k, v, scores), heads, strict=True)), grad_out[at, pair])
@@ -193,6 +194,40 @@ def test_gradients_of_heads_in_parts():
 def step_of_heads(q, k, v, scores, grad_out):
     leaves = [x.detach().requires_grad_() for x in (q, k, v, scores)]
     return torch.autograd.grad(dmattn.dynamic_mask_attention(*leaves, 512), leaves, grad_out)
+
+
+def test_block_mask_gradients_of_heads_in_parts():
+    q, k, v, _, grad_out = inputs(20000, 120, 60, 128, batch=1)
+    table = torch.rand(1, 60, 157, 157, device="cuda") < 0.02
+
+    def gradients(heads, kv_heads):
+        leaves = [x[:, h].detach().requires_grad_() for x, h in ((q, heads), (k, kv_heads), (v, kv_heads))]
+        out = dmattn.attention(*leaves, dmattn.BlockMask.from_blocks(table[:, kv_heads], 128))
+        return torch.autograd.grad(out, leaves, grad_out[:, heads])
+
+    together = gradients(slice(None), slice(None))
+    for head in (0, 31, 59):
+        one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        for got, expected, h in zip(together, gradients(pair, one), (pair, one, one), strict=True):
+            assert relative_distance(got[:, h], expected) < 1e-3
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["interval", "causal"])
+def test_queries_that_see_nothing_beside_bad_keys(kind, deterministic, bad):
+    """The first 250 of 600, in tiles with queries that see bad keys."""
+    keys = 600 if kind == "interval" else 350
+    q, k, v, _, grad_out = inputs(600, 2, 2, 128, batch=1)
+    k, v = k[:, :, :keys].contiguous(), v[:, :, :keys].contiguous()
+    k[:, :, 3], v[:, :, 5] = bad, bad
+    mask = dmattn.IntervalMask(torch.full((1, 1, keys), 250, dtype=torch.int32, device="cuda")) if kind == "interval" else None
+    leaf = q.requires_grad_()
+    out, lse = dmattn.attention(leaf, k, v, mask, is_causal=kind == "causal", return_lse=True, deterministic=deterministic)
+    (grad,) = torch.autograd.grad(out, leaf, grad_out)
+    assert torch.isneginf(lse[:, :, :250]).all()
+    assert not out[:, :, :250].any()
+    assert not grad[:, :, :250].any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -6,6 +6,7 @@ The reference runs on the CPU, so that the GPU runs little but the kernels in qu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import dmattn
@@ -35,14 +36,15 @@ def check(case, on_gpu):
 
 def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     """A case on the CPU and its mask on the GPU."""
-    # Long enough that the rings of keys and values come round; gathered: more than one segment of queries in the plan.
-    queries, keys = {"plain": (150, 1333), "gathered": (600, 700)}.get(kind, (200, 500))
+    # Long enough that the rings of keys and values come round; gathered: more than one segment of queries in the plan; long: more
+    # keys than one block of the plan looks at.
+    queries, keys = {"plain": (150, 1333), "gathered": (600, 700), "long": (1100, 4500)}.get(kind, (200, 500))
     query = tensor((1, 2, queries, size), 0, dtype)
     key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)
     case = AttentionCase(query, key, value, is_causal=True, scale=0.1, deterministic=deterministic, description=kind)
     if kind == "plain":
         return case, None
-    if kind == "gathered":
+    if kind in ("gathered", "long"):
         mask = IntervalMask.top_k(tensor((1, 1, keys), 3), WINDOW)
         case = dataclasses.replace(case, key_bias=tensor((1, 1, keys), 3), visible=mask.to_bool(queries, keys))
         return case, IntervalMask(mask.start.cuda(), mask.end.cuda())
@@ -59,8 +61,14 @@ def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (40, 96), (256, 256)], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "gathered", "blocks", "general"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *itertools.product(["plain", "gathered", "blocks", "general"], [(64, 64), (128, 128), (40, 96), (256, 256)]),
+        ("long", (64, 64)),
+    ],
+    ids=str,
+)
 def test_attention(kind, sizes, deterministic):
     case, mask = problem(kind, *sizes, deterministic)
     on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)

@@ -98,6 +98,9 @@ struct BackwardCall {
 constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
 
+// Floats of a row of key_sums.
+constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }
+
 // Common kernels.
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream);

@@ -27,7 +27,7 @@ inline void check_cuda_support(const AttentionParams& p) {
   }
 }
 
-// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels. kAuto: those of sm90 where they fit.
+// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels. kAuto: those of sm90 where they fit. Backward takes kSm90 as kAuto.
 enum class Family { kAuto, kSm80, kSm90 };
 
 inline Family choose_family(int32_t device) {
@@ -97,7 +97,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   Plan plan;
   plan.keeps_live = needs.live_keys;
   plan.shortest = needs.shortest;
-  while (((p.query_length - 1) >> plan.shortest) >= kMostSegments) ++plan.shortest;
+  check(((p.query_length - 1) >> plan.shortest) < kMostSegments, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = ceil_div(p.query_length, int64_t{1} << plan.shortest);
   // A single segment has no list but that of the live keys. Even, so that lists are aligned to 8 bytes.
   plan.capacity = segments > 1 ? kPlanEntries * p.key_length : (p.key_length + 1) / 2 * 2;

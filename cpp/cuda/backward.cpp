@@ -47,12 +47,8 @@ cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unu
 #endif
 }
 
-// Floats of the sums that belong to a row of the queries, and of the keys.
-int64_t query_sum_width(const AttentionParams& p) { return sum_width(p.head_dim); }
-int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }
-
-// The call for some kv heads of one batch alone.
-BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t kv_head, int64_t kv_heads) {
+// The call for some batches alone, or for some kv heads of one batch.
+BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, int64_t kv_head, int64_t kv_heads) {
   BackwardCall part = call;
   AttentionParams& p = part.b.forward;
   const int64_t group = p.heads / p.kv_heads, head = kv_head * group;
@@ -74,22 +70,25 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t kv_head, i
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
   if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
-  p.batch = 1, p.heads = kv_heads * group, p.kv_heads = kv_heads;
+  p.batch = batches, p.heads = kv_heads * group, p.kv_heads = kv_heads;
   return part;
 }
 
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums of all
-// heads would take much memory, some heads after the others, each time with the same sums.
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums would take
+// more than kMostFloats, some batches or heads after the others, each time with the same sums. A kv head's group stays together:
+// where its sums alone are too large, gathered calls are left to the portable kernels, which need none for queries.
 bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
-  constexpr int64_t kMostFloats = int64_t{1} << 28;
+  constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
   const bool is_gathered = call.plan.index;
-  const int64_t query_floats = p.heads / p.kv_heads * call.padded_queries * query_sum_width(p);
-  const int64_t key_floats = is_gathered ? p.key_length * key_sum_width(p) : 0;
-  const bool at_once = p.batch * p.kv_heads * (query_floats + key_floats) <= kMostFloats;
-  const int64_t parts = at_once ? 1 : ceil_div(p.kv_heads * (query_floats + key_floats), kMostFloats);
-  const int64_t heads = at_once ? p.batch * p.kv_heads : ceil_div(p.kv_heads, std::min(parts, p.kv_heads));
+  const int64_t query_floats = p.heads / p.kv_heads * call.padded_queries * sum_width(p.head_dim);
+  const int64_t key_floats = is_gathered ? p.key_length * key_sum_width(p) : 0, floats = query_floats + key_floats;
+  if (is_gathered && floats > kTooMany) return false;
+  const int64_t batch_parts = std::min(ceil_div(p.batch * p.kv_heads * floats, kMostFloats), p.batch);
+  const int64_t batches = ceil_div(p.batch, batch_parts);
+  const int64_t head_parts = batches > 1 ? 1 : std::min(ceil_div(p.kv_heads * floats, kMostFloats), p.kv_heads);
+  const int64_t heads = ceil_div(p.kv_heads, head_parts);
 
   std::optional<Tensor> seen;
   if (p.mask.tiles.data) {
@@ -98,17 +97,18 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
     call.seen = static_cast<uint32_t*>(seen->data_ptr());
     DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   }
-  const Tensor query_sums = empty_on(like, {heads * query_floats}, ScalarType::Float);
-  const Tensor key_sums = empty_on(like, {is_gathered ? heads * key_floats + key_sum_width(p) : 0}, ScalarType::Float);
+  const Tensor query_sums = empty_on(like, {batches * heads * query_floats}, ScalarType::Float);
+  const Tensor key_sums = empty_on(like, {is_gathered ? batches * heads * key_floats + key_sum_width(p) : 0}, ScalarType::Float);
   const Tensor ticket = empty_on(like, {1}, ScalarType::Int);
   call.query_sums_in_tiles = true;
   call.query_sums = static_cast<float*>(query_sums.data_ptr());
   if (is_gathered) call.key_sums = static_cast<float*>(key_sums.data_ptr());
-  for (int64_t batch = 0; batch < (at_once ? 1 : p.batch); ++batch) {
-    for (int64_t kv_head = 0; kv_head < (at_once ? 1 : p.kv_heads); kv_head += heads) {
-      const BackwardCall part = at_once ? call : part_of(call, batch, kv_head, std::min(heads, p.kv_heads - kv_head));
-      const int64_t floats = part.b.forward.batch * part.b.forward.kv_heads * query_floats;
-      DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
+  for (int64_t batch = 0; batch < p.batch; batch += batches) {
+    for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head += heads) {
+      const BackwardCall part =
+          part_of(call, batch, std::min(batches, p.batch - batch), kv_head, std::min(heads, p.kv_heads - kv_head));
+      const int64_t rows = part.b.forward.batch * part.b.forward.kv_heads;
+      DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(rows * query_floats) * sizeof(float), stream));
       if (is_gathered) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
       const cudaError_t status = sm90_backward(part, static_cast<int*>(ticket.data_ptr()), device);
       if (status == cudaErrorNotSupported) return false;
@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     check_launch(sm80::query_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const Tensor sums = zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * query_sum_width(p)}, ScalarType::Float);
+    const Tensor sums = zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim)}, ScalarType::Float);
     call.query_sums = static_cast<float*>(sums.data_ptr());
     check_launch(sm80::key_major(call, room, stream), p);
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));

@@ -1,4 +1,4 @@
-// The row-wise kernels around attention backward: per-query terms before it, fp32 sums to gradients after it.
+// The small kernels around attention backward: per-query terms and keys nobody sees before it, fp32 sums to gradients after it.
 //
 // The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen,
 // and the sums of the rest would be most of the memory traffic.
@@ -72,11 +72,6 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   call.delta[share.row] = is_empty ? 0.0f : sum - grad_lse;
 }
 
-__host__ __device__ inline int64_t width_of_key_sums(const BackwardCall& call) {
-  const AttentionParams& p = call.b.forward;
-  return sum_width(p.head_dim) + sum_width(p.value_dim);
-}
-
 // Does any query head of the kv head's group see the key?
 __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch, int kv_head, int key) {
   const int group = static_cast<int>(p.heads) / static_cast<int>(p.kv_heads);
@@ -108,7 +103,7 @@ struct KeyShare {
 __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const KeyShare share(p);
-  const int width = static_cast<int>(width_of_key_sums(call));
+  const int width = static_cast<int>(key_sum_width(call.b.forward));
   const auto clear = [&](int64_t row, int lane, int lanes) {
     float* const sums = call.key_sums + row * width;
     for (int i = lane * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -124,7 +119,7 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
   if (share.key >= p.key_length) return;
   const bool is_live = is_live_key(p, share.batch, share.head, share.key);
   if (is_live && !call.key_sums) return;
-  const float* const sums = call.key_sums + share.row * width_of_key_sums(call);
+  const float* const sums = call.key_sums + share.row * key_sum_width(call.b.forward);
   const auto store = [&](const Rows& rows, int dim, const float* from, float factor) {
     T* const to = static_cast<T*>(rows.data) + share.batch * rows.batch_stride + share.head * rows.head_stride +
                   share.key * rows.row_stride;
@@ -151,26 +146,33 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   const Rows& rows = call.b.grad_query;
   T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
   const int width = static_cast<int>(sum_width(p.head_dim));
-  if (call.query_sums_in_tiles) {
-    const int64_t row = (batch * p.heads + head) * call.padded_queries + query;
+  const int64_t row = (batch * p.heads + head) * call.padded_queries + query;
+  if (call.lse2[row] == -negative_infinity()) {  // sees nothing: no NaN of its neighbours' keys
+    *reinterpret_cast<uint4*>(to + share.part * 8) = {0, 0, 0, 0};
+  } else if (call.query_sums_in_tiles) {
     store_8(to + share.part * 8, call.query_sums + row / 8 * 8 * width + row % 8 * 16, share.part, call.scale, 8 * 16);
   } else {
     store_8(to + share.part * 8, call.query_sums + share.row * width, share.part, call.scale);
   }
 }
 
-// A block for 128 keys: by the tiles and bits of a block mask, and causality, does any query see them?
-constexpr int kSeenKeys = 128;
+// A block for 128 keys, four words: by the tiles and bits of a block mask, and causality, does any query see them?
+constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
 __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
+  __shared__ uint32_t seen[kSeenWords];
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
-  const int blocks = call.seen_words / (kSeenKeys / 32), pair = static_cast<int>(blockIdx.x / blocks);
+  const int blocks = call.seen_words / kSeenWords, pair = static_cast<int>(blockIdx.x / blocks);
   const int batch = pair / static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
-  const int first_head = pair % static_cast<int>(p.kv_heads) * group, key = blockIdx.x % blocks * kSeenKeys + threadIdx.x;
+  const int first_head = pair % static_cast<int>(p.kv_heads) * group, first_key = blockIdx.x % blocks * kSeenKeys;
   const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-  const int words = static_cast<int>(mask.tile_k) / 32, at = key % static_cast<int>(mask.tile_k);
-  const int column = key / static_cast<int>(mask.tile_k), shift = static_cast<int>(p.key_length - p.query_length);
-  bool is_seen = key >= p.key_length, is_done = false;  // a key that does not exist is no gap
+  const int words = static_cast<int>(mask.tile_k) / 32, column = first_key / static_cast<int>(mask.tile_k);
+  const int shift = static_cast<int>(p.key_length - p.query_length), thread = threadIdx.x;
+  const auto first_bits = [](int count) { return count >= 32 ? 0xffffffffu : count > 0 ? (1u << count) - 1 : 0u; };
+  // Keys that do not exist are no gaps.
+  if (thread < kSeenWords) seen[thread] = ~first_bits(static_cast<int>(p.key_length) - first_key - thread * 32);
+  __syncthreads();
+  bool is_done = false;
   for (int head = first_head; head < first_head + group && !is_done; ++head) {
     const TileSource source(mask, batch, head);
     const int32_t* const list = source.columns + static_cast<int64_t>(column) * (tiles_q + 1);
@@ -179,18 +181,26 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
       const int row = list[entry];
       const int state = row >= 0 && row < tiles_q ? source.tiles[row * mask.tiles_k + column] : kTileEmpty;
       if (!is_live_tile(mask, state)) continue;
+      const uint32_t* const bits = bits_of_tile(mask, state);
       const int rows = min(tile_q, static_cast<int>(p.query_length) - row * tile_q);
-      const int first = mask.is_causal ? max(0, key - shift - row * tile_q) : 0;  // of the rows that causality lets see the key
-      if (const uint32_t* const bits = bits_of_tile(mask, state)) {
-        for (int r = first; r < rows && !is_seen; ++r) is_seen = bits[r * words + at / 32] >> at % 32 & 1;
-      } else {
-        is_seen = is_seen || first < rows;
+      uint32_t mine[kSeenWords] = {};
+      for (int r = thread; r < rows; r += kSeenKeys) {
+        const uint32_t* const of_row = bits ? bits + r * words + first_key / 32 % words : nullptr;
+        const int visible = mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;  // of these keys, by causality
+#pragma unroll
+        for (int w = 0; w < kSeenWords; ++w) mine[w] |= (of_row ? of_row[w] : 0xffffffffu) & first_bits(visible - w * 32);
       }
-      is_done = __syncthreads_and(is_seen);
+#pragma unroll
+      for (int w = 0; w < kSeenWords; ++w) {
+        const uint32_t of_warp = __reduce_or_sync(0xffffffffu, mine[w]);
+        if (thread % 32 == 0 && of_warp) atomicOr(&seen[w], of_warp);
+      }
+      __syncthreads();
+      is_done = (seen[0] & seen[1] & seen[2] & seen[3]) == 0xffffffffu;
+      __syncthreads();
     }
   }
-  const unsigned word = __ballot_sync(0xffffffffu, is_seen);
-  if (threadIdx.x % 32 == 0) call.seen[pair * call.seen_words + key / 32] = word;
+  if (thread < kSeenWords) call.seen[pair * call.seen_words + first_key / 32 + thread] = seen[thread];
 }
 
 template <class Kernel>
@@ -222,7 +232,7 @@ cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream) {
 
 cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const int64_t blocks = p.batch * p.kv_heads * (call.seen_words / (kSeenKeys / 32));
+  const int64_t blocks = p.batch * p.kv_heads * (call.seen_words / kSeenWords);
   if (blocks == 0) return cudaSuccess;
   find_seen_kernel<<<static_cast<unsigned>(blocks), kSeenKeys, 0, stream>>>(call);
   return cudaGetLastError();

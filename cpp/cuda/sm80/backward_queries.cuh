@@ -170,7 +170,8 @@ __global__ __launch_bounds__(
 
   copy_async_wait<0>();
   __syncthreads();
-  put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8, [&](int, int) { return call.scale; });
+  put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8,
+                    [&](int m, int r) { return lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;

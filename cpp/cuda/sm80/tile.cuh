@@ -182,7 +182,9 @@ __device__ __forceinline__ void put_tile(uint32_t tile, const float (&x)[kM][kN]
       const float f = factor(m, r);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        store_shared_4(place.at(m, r, n), Element<T>::pack(x[m][n][2 * r] * f, x[m][n][2 * r + 1] * f));
+        // A row that sees nothing has factor 0, and NaN from its neighbours' keys must not survive that.
+        const float left = f == 0.0f ? 0.0f : x[m][n][2 * r] * f, right = f == 0.0f ? 0.0f : x[m][n][2 * r + 1] * f;
+        store_shared_4(place.at(m, r, n), Element<T>::pack(left, right));
       }
     }
   }

@@ -17,14 +17,14 @@ struct BackwardMaps {
 };
 
 // How the turns of a call are numbered: `heads` query heads that share their keys and their mask make a pack; a pack has `tiles`
-// items, each a tile of keys in order, or a part of the list of a segment of the queries.
+// items, each a tile of keys in order, or a share of the list of a segment of the queries.
 struct BackwardWork {
   uint32_t items;
   int tiles;
   uint32_t packs;          // batches x packs of heads
   uint32_t section_packs;  // packs whose queries and sums fit into L2 together
   int heads;
-  int parts;    // items that share the list of a segment
+  int shares;   // items that share the list of a segment
   int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
 };
 
@@ -178,12 +178,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     if constexpr (kIsGathered) {
       const Plan& plan = call.plan;
       const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
-      const int shift = plan.shift[row_of_plan], segment = work.tiles / work.parts - 1 - item.tile / work.parts;
+      const int shift = plan.shift[row_of_plan], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
       if (segment <= query_length - 1 >> shift) {
         const int2 list = reinterpret_cast<const int2*>(plan.lists)[row_of_plan * plan.most_lists + segment];
         const int64_t begin = row_of_plan * plan.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, static_cast<int64_t>(segment + 1) << shift));
-        for (int base = item.tile % work.parts * kBackwardKeys; base < list.y; base += work.parts * kBackwardKeys) {
+        for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
               item, base, segment << shift, to,
               [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },

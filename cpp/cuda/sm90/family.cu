@@ -166,12 +166,14 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int64_t group = p.heads / p.kv_heads;
   int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
   work.heads = static_cast<int>(group);
-  work.parts = 1;
+  work.shares = 1;
   if (variant == Variant::kGathered) {
-    constexpr int kParts = 4;  // so that no block has much more to do than the others
     work.heads = static_cast<int>(std::min(group, call.plan.head_divisor));
-    work.parts = kParts;
-    tiles = ((p.query_length - 1 >> call.plan.shortest) + 1) * kParts;
+    // So many that no block has much more to do than the others, if there are only a few segments as well.
+    const int64_t packs = p.batch * p.heads / work.heads, segments = ((p.query_length - 1) >> call.plan.shortest) + 1;
+    const int64_t few = packs * std::min<int64_t>(segments, 4);
+    work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
+    tiles = segments * work.shares;
   }
   const int64_t packs = p.batch * p.heads / work.heads, items = tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;

@@ -193,12 +193,23 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     float scales[2], log_sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
       sums.finish(0, r, log_sums[r], scales[r]);
-      if constexpr (kVariant == Variant::kGeneral) scales[r] *= Dropout(p, tile.batch, head).keep_scale;
-      if constexpr (!kByCopy) {
-        const bool is_row = query < p.query_length;
+      if constexpr (kVariant == Variant::kGeneral) {
+        scales[r] *= Dropout(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1)).keep_scale;
+      }
+    }
+    if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {  // empty rows: no NaN of their neighbours' keys
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[0][i][e] = scales[e / 2] == 0.0f ? 0.0f : out[0][i][e];
+      }
+    }
+    if constexpr (!kByCopy) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
+        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
         T* const to =
             static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
 #pragma unroll
@@ -210,7 +221,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
           }
           transpose_quad(piece);
           const int at = (i + lane % 4) * 8;
-          if (is_row && at < p.value_dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+          if (query < p.query_length && at < p.value_dim) {
+            *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+          }
         }
       }
     }
