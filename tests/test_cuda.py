@@ -221,7 +221,8 @@ def test_queries_that_see_nothing_beside_bad_keys(kind, deterministic, bad):
     q, k, v, _, grad_out = inputs(600, 2, 2, 128, batch=1)
     k, v = k[:, :, :keys].contiguous(), v[:, :, :keys].contiguous()
     k[:, :, 3], v[:, :, 5] = bad, bad
-    mask = dmattn.IntervalMask(torch.full((1, 1, keys), 250, dtype=torch.int32, device="cuda")) if kind == "interval" else None
+    start = torch.full((1, 1, keys), 250, dtype=torch.int32, device="cuda")
+    mask = dmattn.IntervalMask(start, start + 1000) if kind == "interval" else None
     leaf = q.requires_grad_()
     out, lse = dmattn.attention(leaf, k, v, mask, is_causal=kind == "causal", return_lse=True, deterministic=deterministic)
     (grad,) = torch.autograd.grad(out, leaf, grad_out)
