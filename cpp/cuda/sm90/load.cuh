@@ -140,13 +140,18 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (has_bias) {
       for (int i = thread; i < kShape.keys; i += kLoaders) {
         const int key = in_order ? note.base + i : note.index[Note<kVariant, kShape.keys>::index_place(i)];
-        copy_async_4(shared_address(&note.key_bias[Note<kVariant, kShape.keys>::bias_place(i)]), bias + max(key, 0), key >= 0);
+        float* const to = &note.key_bias[Note<kVariant, kShape.keys>::bias_place(i)];
+        if (key >= 0) {
+          copy_async_4(shared_address(to), bias + key, true);
+        } else {
+          *to = negative_infinity();
+        }
       }
     }
     const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
     if (!in_order) {
       const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
-      if (flags & (kSpans | kBits)) {
+      if (flags & (kSpans | kBits | kGaps)) {
         gather_rows<kDim, kShape.keys, true, kUnroll>(tile, note.index, from, row_bytes, width);
       } else {
         gather_rows<kDim, kShape.keys, false, kUnroll>(tile, note.index, from, row_bytes, width);

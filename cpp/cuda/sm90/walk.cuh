@@ -20,6 +20,7 @@ enum Flag : uint32_t {
   kLimit = 16,   // needs a test against the first key and causality; in order only
   kSpans = 32,   // needs a test of spans; gathered, rows may be missing
   kBits = 64,    // needs a test of bits; the same
+  kGaps = 128,   // gathered, rows are missing, needs no test: key_bias hides them
 };
 
 // A span as first position and length: one comparison tells.
@@ -388,6 +389,7 @@ class Walk {
       span = {kFirstPosition, kLastPosition};
     }
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
+    if (kVariant == Variant::kGathered && !is_whole && from_partial == 0 && call_.p.key_bias.data) flags = kGaps;
     Stage& note = begin_chunk();
     if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
       const int first = queues_.whole[whole_head_ % Queues::kRing];
