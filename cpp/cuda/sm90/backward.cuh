@@ -66,8 +66,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const uint32_t a = grad_scores + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
-      Product<T, kPart>::from_columns(to, complete(a + (k * (16 * 128) >> 4)), complete(my_columns + (k * (16 * 128) >> 4)),
-                                      k > 0);
+      Product<T, kPart>::template from_shared<true>(to, complete(a + (k * (16 * 128) >> 4)),
+                                                    complete(my_columns + (k * (16 * 128) >> 4)), k > 0);
     }
     commit_products();
   };

@@ -163,19 +163,19 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   if (!instance) return cudaErrorNotSupported;
 
   BackwardWork work;
+  const bool is_gathered = variant == Variant::kGathered;
   const int64_t group = p.heads / p.kv_heads;
+  work.heads = static_cast<int>(is_gathered ? std::min(group, call.plan.head_divisor) : group);
+  const int64_t packs = p.batch * p.heads / work.heads;
   int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
-  work.heads = static_cast<int>(group);
   work.shares = 1;
-  if (variant == Variant::kGathered) {
-    work.heads = static_cast<int>(std::min(group, call.plan.head_divisor));
+  if (is_gathered) {
     // So many that no block has much more to do than the others, if there are only a few segments as well.
-    const int64_t packs = p.batch * p.heads / work.heads, segments = ((p.query_length - 1) >> call.plan.shortest) + 1;
-    const int64_t few = packs * std::min<int64_t>(segments, 4);
+    const int64_t segments = ((p.query_length - 1) >> call.plan.shortest) + 1, few = packs * std::min<int64_t>(segments, 4);
     work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
     tiles = segments * work.shares;
   }
-  const int64_t packs = p.batch * p.heads / work.heads, items = tiles * packs;
+  const int64_t items = tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   work.tiles = static_cast<int>(tiles);
   work.packs = static_cast<uint32_t>(packs);

@@ -171,9 +171,8 @@ __device__ __forceinline__ void pin(float (&d)[kN][4]) {
 }
 
 // One step of 16 in the inner dimension; d[n][0..3] are the elements of mma.sync's m16n8 layout, 64 rows over the warpgroup.
-// from_shared: a and b by description, both rows of the inner dimension. from_registers: a in mma.sync's layout, b by
-// description, inner dimension over its rows. from_columns: a and b by description, inner dimension over the rows of both, 64 of
-// a's columns.
+// from_shared: a and b by description, the inner dimension along the rows of both; kByRows: over their rows, and of a 64 columns.
+// from_registers: a in mma.sync's layout, b by description, inner dimension over its rows.
 template <class T, int kN>
 struct Product;
 
@@ -193,23 +192,18 @@ struct Product;
 #define DMATTN_PRODUCT(TYPE, NAME, SIZE, TILES, REGISTERS, R0, R1, R2, R3, R4, R5)                                              \
   template <>                                                                                                                   \
   struct Product<TYPE, SIZE> {                                                                                                  \
+    template <bool kByRows = false>                                                                                             \
     static __device__ __forceinline__ void from_shared(float (&d)[SIZE / 8][4], uint64_t a, uint64_t b, int accumulate) {       \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
-                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, 0, 0; }"                                            \
+                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, " R3 ", " R3 "; }"                                  \
                    : DMATTN_D##TILES(0)                                                                                         \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                                          \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kByRows)));                                          \
     }                                                                                                                           \
     static __device__ __forceinline__ void from_registers(float (&d)[SIZE / 8][4], const uint32_t (&a)[4], uint64_t b) {        \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " R5 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
                    " {" DMATTN_LIST##REGISTERS "}, {" R0 ", " R1 ", " R2 ", " R3 "}, " R4 ", p, 1, 1, 1; }"                     \
                    : DMATTN_D##TILES(0)                                                                                         \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(1));                                               \
-    }                                                                                                                           \
-    static __device__ __forceinline__ void from_columns(float (&d)[SIZE / 8][4], uint64_t a, uint64_t b, int accumulate) {      \
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, " R2 ", 0; wgmma.mma_async.sync.aligned.m64n" #SIZE "k16.f32." NAME "." NAME \
-                   " {" DMATTN_LIST##REGISTERS "}, " R0 ", " R1 ", p, 1, 1, 1, 1; }"                                            \
-                   : DMATTN_D##TILES(0)                                                                                         \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                                          \
     }                                                                                                                           \
   };
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 32, 4, 16, "%16", "%17", "%18", "%19", "%20", "%21")
