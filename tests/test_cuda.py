@@ -132,21 +132,54 @@ def test_lists_of_long_problems(kind, lengths):
     start, end = long_spans(kind, 2, queries, keys)
     causal = kind in ("window", "top_k", "most")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
-    # Some of the queries, in float64.
+    check_some_rows(out, lse, q, k, v, start, end, causal)
+
+
+def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):
+    """Some of the queries, in float64; start, end and key_bias for each head of the keys, or of the queries."""
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     rows = torch.randint(0, queries, (200,), device="cuda")
     rows[0], rows[1] = 0, queries - 1
     positions = (rows + keys - queries)[:, None]
-    visible = torch.ones(2, 4, 200, keys, dtype=torch.bool, device="cuda")
-    visible &= start.repeat_interleave(2, 1)[:, :, None] <= positions
-    visible &= end.repeat_interleave(2, 1)[:, :, None] > positions
+
+    def of_heads(x):
+        return x.repeat_interleave(heads // x.shape[1], 1)
+
+    visible = torch.ones(q.shape[0], heads, 200, keys, dtype=torch.bool, device="cuda")
+    visible &= of_heads(start)[:, :, None] <= positions
+    visible &= of_heads(end)[:, :, None] > positions
     if causal:
         visible &= torch.arange(keys, device="cuda") <= positions
-    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
-    logits = (q[:, :, rows].double() @ k.mT * 64**-0.5).masked_fill(~visible, -torch.inf)
+    k, v = (of_heads(x.double()) for x in (k, v))
+    logits = q[:, :, rows].double() @ k.mT * q.shape[3] ** -0.5
+    if key_bias is not None:
+        logits = logits + of_heads(key_bias)[:, :, None]
+    logits = logits.masked_fill(~visible, -torch.inf)
     assert torch.equal(torch.isfinite(lse[:, :, rows]), visible.any(-1))
     torch.testing.assert_close(lse[:, :, rows].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
     expected = logits.softmax(-1).nan_to_num(0.0) @ v
     torch.testing.assert_close(out[:, :, rows].double(), expected, rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.parametrize("kind", ["all queries see them", "some leave", "more than are packed", "none in one head"])
+@pytest.mark.parametrize(("heads", "mask_heads", "bias_heads"), [(2, 2, 2), (2, 1, None), (6, 2, 2), (6, 6, 6), (6, 2, 6)])
+@pytest.mark.parametrize(("size", "lengths"), [(64, (9000, 3001)), (128, (8192, 5000)), (256, (8200, 2000)), (72, (3000, 9000))])
+def test_one_list_of_keys_for_all_queries(kind, heads, mask_heads, bias_heads, size, lengths):
+    """Without causality: long enough for packed rows where the live keys are the same for all queries."""
+    queries, keys = lengths
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, h, n, size, device="cuda").bfloat16() for h, n in ((heads, queries), (2, keys), (2, keys)))
+    key_bias = None if bias_heads is None else torch.randn(2, bias_heads, keys, device="cuda")
+    window = keys // 2 if kind == "more than are packed" else keys // 5
+    end = torch.ops.dmattn.select(torch.randn(2, mask_heads, keys, device="cuda"), None, window, False)
+    if kind == "some leave":
+        inside = torch.randint(keys - queries, keys, end.shape, device="cuda", dtype=torch.int32)
+        end = torch.where((end > 0) & (torch.rand(end.shape, device="cuda") < 0.1), inside, end)
+    if kind == "none in one head":
+        end[1, 0] = -(2**31)
+    start = torch.full_like(end, -(2**31))
+    out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), key_bias=key_bias, return_lse=True)
+    check_some_rows(out, lse, q, k, v, start, end, False, key_bias)
 
 
 def relative_distance(a, b):

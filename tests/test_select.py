@@ -50,6 +50,22 @@ def test_signed_zeros_tie(mask_device):
     assert IntervalMask.top_k(scores, 1).end.tolist() == [[[1, 2, 3, torch.iinfo(torch.int32).max]]]
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing"])
+@pytest.mark.parametrize("length", [1, 1023, 1025, 5000, 20_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dtype):
+    scores = strategies.make_scores((2, 3, length), kind, length, dtype, mask_device)
+    scores[:, 1, ::3] = -torch.inf
+    scores[:, 1, 1::3] = torch.nan
+    for window in {1, length // 20 + 1, length // 2 + 1, length}:
+        end = torch.ops.dmattn.select(scores, None, window, False)
+        known = scores.cpu().double().nan_to_num(nan=-torch.inf, neginf=-torch.inf, posinf=torch.inf)
+        # The later of equal scores is better: a stable sort of the keys from the last to the first.
+        best = length - 1 - known.flip(2).sort(dim=2, descending=True, stable=True).indices[:, :, :window]
+        expected = torch.zeros(2, 3, length, dtype=torch.bool).scatter(2, best, True) & (known > -torch.inf)
+        assert torch.equal(end.cpu() > 0, expected), window
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_nan_and_minus_inf_are_never_selected(mask_device, bad, causal):

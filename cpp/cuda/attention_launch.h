@@ -20,6 +20,7 @@ inline constexpr int kMostSegments = 2048;  // of the queries
 inline constexpr int kCoarseShift = 3;      // lists are made for 2^3 segments together first, and theirs from those
 inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
 inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
+inline constexpr int kOneSegment = 24;      // a shift that makes all queries one segment
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
@@ -36,6 +37,7 @@ struct Plan {
   int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
   int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
   bool keeps_live = false;    // are the live keys written, even where no list is made of them?
+  bool joins = false;         // are all queries one segment when every segment sees all live keys?
   int64_t capacity = 0;       // kPlanEntries * Sk, for one segment just Sk; even
   int64_t most_lists = 0;     // that a row may have
   int64_t parts = 0;          // of kPlanPart keys
@@ -66,10 +68,19 @@ inline Variant variant_of(const AttentionParams& p, bool is_gathered) {
 }
 inline Variant variant_of(const AttentionParams& p, const Plan& plan) { return variant_of(p, plan.index != nullptr); }
 
+// Copies of the live keys and values in the order of their list, for kernels that copy rows in order faster than gathered ones.
+// Made on the device where all queries are one segment and `capacity` is enough: not for every head, nor known here.
+struct PackedRows {
+  void *key = nullptr, *value = nullptr;  // [B, Hkv, capacity, D or Dv]; null: no copies
+  float* key_bias = nullptr;              // [B, Hkv, capacity]; null: there is none
+  int64_t capacity = 0;
+};
+
 struct ForwardCall {
   AttentionParams p;
   Plan plan;
   float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale * log2(e), 1 / scale
+  PackedRows packed;
 };
 
 struct BackwardCall {
@@ -104,6 +115,7 @@ constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.h
 // Common kernels.
 cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_pack_rows(const ForwardCall& call, cudaStream_t stream);
 cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
 cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen, without intervals
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees

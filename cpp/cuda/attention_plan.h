@@ -87,6 +87,7 @@ inline OwnedPlan make_order(const AttentionParams& p, const Tensor& like, cudaSt
 struct PlanNeeds {
   bool order = true;       // for a family that starts tiles in a fixed order
   bool live_keys = false;  // for kernels that walk keys, not queries
+  bool joined = false;     // for kernels to which one long list is as good as many short ones
   int shortest = 9;        // a segment is 2^shortest queries or more
 };
 
@@ -95,7 +96,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   if (p.mask.tiles.data && needs.order && p.query_length > 0 && p.key_length > 0) return make_order(p, like, stream);
   if (!gathers(p)) return {};
   Plan plan;
-  plan.keeps_live = needs.live_keys;
+  plan.keeps_live = needs.live_keys, plan.joins = needs.joined;
   plan.shortest = needs.shortest;
   check(((p.query_length - 1) >> plan.shortest) < kMostSegments, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = ceil_div(p.query_length, int64_t{1} << plan.shortest);

@@ -12,6 +12,33 @@ cudaError_t sm90_forward([[maybe_unused]] const ForwardCall& call, [[maybe_unuse
 #endif
 }
 
+// Can packed rows help, and can they stand for the gathered ones? Without causality the live keys are often the same for all
+// queries; few queries are not worth the copies. All heads of a group have to share mask and key_bias.
+bool may_pack(const AttentionParams& p, Family family) {
+  constexpr int64_t kFewQueries = 8192;
+  const int64_t group = p.heads / p.kv_heads;
+  if (family == Family::kSm80 || !gathers(p) || p.mask.is_causal || variant_of(p, true) != Variant::kGathered) return false;
+  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.key_bias}) {
+    if (row->data && row->head_divisor % group != 0) return false;
+  }
+  return p.query_length * group >= kFewQueries;
+}
+
+// Room for a quarter of the keys: more are not gathered much faster than all of them are taken.
+Tensor pack_rows(ForwardCall& call, const Tensor& like, cudaStream_t stream) {
+  const AttentionParams& p = call.p;
+  PackedRows& packed = call.packed;
+  packed.capacity = ceil_div(p.key_length, 4);
+  const int64_t rows = p.batch * p.kv_heads * packed.capacity;
+  const int64_t key_bytes = rows * p.head_dim * 2, value_bytes = rows * p.value_dim * 2;
+  const Tensor memory = empty_on(like, {key_bytes + value_bytes + (p.key_bias.data ? rows * 4 : 0)}, ScalarType::Byte);
+  packed.key = memory.data_ptr();
+  packed.value = static_cast<char*>(packed.key) + key_bytes;
+  if (p.key_bias.data) packed.key_bias = reinterpret_cast<float*>(static_cast<char*>(packed.value) + value_bytes);
+  DMATTN_CUDA_CHECK(launch_pack_rows(call, stream));
+  return memory;
+}
+
 std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                                       std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
                                       std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
@@ -28,11 +55,13 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   align_inputs(checked.inputs);
   PlanNeeds needs;
   needs.order = family == Family::kSm80;
+  needs.joined = may_pack(p, family);
   const OwnedPlan plan = make_plan(p, query, device.stream(), needs);
   ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE),
-                   static_cast<float>(1.0 / p.scale)};
+                   static_cast<float>(1.0 / p.scale), {}};
   if (family != Family::kSm80 && p.key_length > 0) {  // without keys there is nothing to choose between
-    std::optional<Tensor> ticket;
+    std::optional<Tensor> ticket, packed;
+    if (needs.joined) packed = pack_rows(call, query, device.stream());
     if (!call.plan.ticket) {
       ticket = empty_on(query, {1}, ScalarType::Int);
       call.plan.ticket = static_cast<int32_t*>(ticket->data_ptr());

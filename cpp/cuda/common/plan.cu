@@ -7,6 +7,7 @@
 
 #include "../attention_launch.h"
 #include "device.cuh"
+#include "packed.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -150,7 +151,12 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     for (;; ++shift) {
       count = segments_at(row.queries, shift);
       length = lane < count && count > 1 ? length_of(begun, ended, row, lane, shift) : 0;
-      if (__reduce_add_sync(0xffffffffu, length) <= plan.capacity - p.key_length) break;
+      const int entries = __reduce_add_sync(0xffffffffu, length);
+      if (plan.joins && count > 1 && entries == live * count) {
+        shift = kOneSegment - 1;
+      } else if (entries <= plan.capacity - p.key_length) {
+        break;
+      }
     }
     places[lane] = count > 1 ? static_cast<int>(p.key_length) + sum_before(length, false) : 0;
     if (lane == 0) chosen_shift = shift;
@@ -232,6 +238,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
     return result;
   };
   int shift = row.shortest;
+  if (plan.joins && entries_at(shift) == int64_t{live} * row.segments) shift = kOneSegment;
   while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
   if (thread == 0) plan.shift[blockIdx.x] = shift, plan.count[blockIdx.x] = live;
 
@@ -340,6 +347,32 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
   }
 }
 
+// One block per kv head and kPackedPlaces places of its list: copies of their keys and values.
+constexpr int kPackedPlaces = 16, kPackThreads = 256;
+__global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_constant__ ForwardCall call) {
+  const AttentionParams& p = call.p;
+  const Plan& plan = call.plan;
+  const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
+  const int64_t head = kv_head * (p.heads / kv_heads), row = batch * plan.batch_stride + head / plan.head_divisor;
+  const int first = static_cast<int>(blockIdx.y) * kPackedPlaces;
+  if (!is_packed(call, row) || first >= plan.count[row]) return;
+  const int places = min(kPackedPlaces, plan.count[row] - first);
+  const int32_t* const keys = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists * 2] + first;
+  const int64_t packed_row = blockIdx.x * call.packed.capacity + first;
+  const auto copy = [&](const Rows& rows, int64_t width, void* to) {
+    const int pieces = static_cast<int>(width) / 8;  // of 16 bytes
+    const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
+    uint4* const target = static_cast<uint4*>(to) + packed_row * pieces;
+    for (int i = static_cast<int>(threadIdx.x); i < places * pieces; i += kPackThreads) {
+      target[i] = *reinterpret_cast<const uint4*>(from + keys[i / pieces] * rows.row_stride * 2 + i % pieces * 16);
+    }
+  };
+  copy(p.key, p.head_dim, call.packed.key);
+  copy(p.value, p.value_dim, call.packed.value);
+  const float* const bias = row_of<const float>(p.key_bias, static_cast<int>(batch), static_cast<int>(head));
+  if (bias && threadIdx.x < places) call.packed.key_bias[packed_row + threadIdx.x] = bias[keys[threadIdx.x]];
+}
+
 // One block puts the quarter of the query tiles with the shortest lists last, longest first, so that all SMs finish together. The
 // others stay as they are, head by head, so that their keys stay in L2.
 __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__ AttentionParams p,
@@ -393,6 +426,13 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
 }
 
 }  // namespace
+
+cudaError_t launch_pack_rows(const ForwardCall& call, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(call.p.batch * call.p.kv_heads),
+                  static_cast<unsigned>((call.packed.capacity + kPackedPlaces - 1) / kPackedPlaces));
+  pack_rows_kernel<<<grid, kPackThreads, 0, stream>>>(call);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
   order_kernel<<<1, kThreads, 0, stream>>>(p, plan);

@@ -16,10 +16,11 @@
 // O(N log N) operations whatever the scores are, in about log2(N / 4608) + 5 launches (4608 keys are sorted by one block, 2304 if
 // wide), with 25 bytes of workspace per key (41 for float64 or documents, and 4 for each of a table of N/4608 x N/1024 counts).
 // Documents are the leading digits of the sort key: the keys of a later document beat all earlier ones, whose deaths then count
-// as the end of their document. Not causal: the order alone decides.
+// as the end of their document. Not causal: the order alone decides; without documents not even that is needed (select_best.cuh).
 #include <cub/block/block_scan.cuh>
 
 #include "../launch.h"
+#include "select_best.cuh"
 #include "select_groups.cuh"
 #include "select_keys.cuh"
 #include "select_sort.cuh"
@@ -283,7 +284,7 @@ size_t plan(const SelectParams& p, char* memory, Work& work) {
     if (memory != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + used);
     used += (static_cast<size_t>(count) * bytes + 255) / 256 * 256;
   };
-  if (keeps_all(p)) return 0;
+  if (keeps_all(p) || has_one_set(p)) return 0;
   if (p.segment_end.data != nullptr) {
     work.group_batches = static_cast<int32_t>(p.segment_end.batch_stride == 0 ? 1 : p.batch);
     work.group_heads = static_cast<int32_t>(p.segment_end.head_stride == 0 ? 1 : p.heads);
@@ -350,6 +351,10 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
   if (keeps_all(p)) {
     keep_all<<<simple_grid, 256, 0, stream>>>(p, work, keys);
+    return cudaGetLastError();
+  }
+  if (has_one_set(p)) {
+    keep_best_of_row<<<static_cast<unsigned>(rows), kBestThreads, 0, stream>>>(p, work.window);
     return cudaGetLastError();
   }
   if (work.groups != nullptr) {

@@ -103,6 +103,12 @@ bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t leng
                    {64, box, 1, 1});
 }
 
+bool encode_packed(CUtensorMap* map, const PackedRows& packed, const void* data, const AttentionParams& p, int64_t width, int box) {
+  const int64_t capacity = packed.capacity;
+  return encode<4>(map, data, {width, capacity, p.kv_heads, p.batch},
+                   {1, width, width * capacity, width * capacity * p.kv_heads}, {64, box, 1, 1});
+}
+
 constexpr int64_t kSectionBytes = 32 << 20;  // of L2
 
 // Packs of heads that fit into L2 together, each with so many bytes.
@@ -140,7 +146,9 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
       encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, keys) &&
       encode<5>(&maps.out, p.out.data, {p.value_dim, pack, p.query_length, p.heads / pack, p.batch},
                 {1, p.out.head_stride, p.out.row_stride, p.out.head_stride * pack, p.out.batch_stride},
-                {64, warp_pack, 16 / warp_pack, 1, 1});  // a warp's 16 rows
+                {64, warp_pack, 16 / warp_pack, 1, 1}) &&  // a warp's 16 rows
+      (!call.packed.key || (encode_packed(&maps.packed_key, call.packed, call.packed.key, p, p.head_dim, keys) &&
+                            encode_packed(&maps.packed_value, call.packed, call.packed.value, p, p.value_dim, keys)));
   if (!is_encoded) return cudaErrorNotSupported;
   if (work.ticket && !call.plan.index) {
     const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);

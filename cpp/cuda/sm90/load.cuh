@@ -14,6 +14,7 @@ struct Maps {
   CUtensorMap key;    // D, Sk, Hkv, B
   CUtensorMap value;  // Dv, Sk, Hkv, B
   CUtensorMap out;    // as query: Dv, packed heads, Sq, packs, B
+  CUtensorMap packed_key, packed_value;  // D or Dv, capacity, Hkv, B
 };
 
 // The tile whose queries are in shared memory.
@@ -92,7 +93,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const Ring<kShape.stages> full{shared_address(kIsKeys ? shared.key_full : shared.value_full)},
       empty{shared_address(kIsKeys ? shared.key_empty : shared.value_empty)};
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const CUtensorMap& map = kIsKeys ? maps.key : maps.value;
+  const CUtensorMap* map = kIsKeys ? &maps.key : &maps.value;
   const Rows& rows = kIsKeys ? p.key : p.value;
   const int width = static_cast<int>(kIsKeys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
@@ -135,6 +136,13 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
       if (kCanHaveBias) bias = row_of<const float>(p.key_bias, batch, note.head);
+      if constexpr (kVariant == Variant::kGathered) {
+        const bool is_from_packed = flags & kPacked;
+        map = kIsKeys ? is_from_packed ? &maps.packed_key : &maps.key : is_from_packed ? &maps.packed_value : &maps.value;
+        if (kCanHaveBias && bias && is_from_packed) {
+          bias = call.packed.key_bias + (batch * p.kv_heads + kv_head) * call.packed.capacity;
+        }
+      }
     }
     const bool has_bias = kCanHaveBias && bias, in_order = flags & kInOrder;
     if (has_bias) {
@@ -161,7 +169,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       barrier_expect(full.at(n), kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * (kShape.keys * 128), &map, full.at(n), panel * 64, note.base, kv_head, batch);
+        copy_box(tile + panel * (kShape.keys * 128), map, full.at(n), panel * 64, note.base, kv_head, batch);
       }
     }
     if (!is_single) {

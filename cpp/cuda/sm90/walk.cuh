@@ -5,6 +5,7 @@
 // tensor copies.
 #pragma once
 
+#include "../common/packed.cuh"
 #include "../common/visibility.cuh"
 #include "hopper.cuh"
 #include "tiles.h"
@@ -21,6 +22,7 @@ enum Flag : uint32_t {
   kSpans = 32,   // needs a test of spans; gathered, rows may be missing
   kBits = 64,    // needs a test of bits; the same
   kGaps = 128,   // gathered, rows are missing, needs no test: key_bias hides them
+  kPacked = 256,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
 };
 
 // A span as first position and length: one comparison tells.
@@ -300,6 +302,10 @@ class Walk {
     first_ = plan.first + begin;
     last_ = plan.last + begin;
     listed_ = list.y;
+    if (kVariant == Variant::kGathered && is_packed(call_, row)) {
+      walk_packed();
+      return;
+    }
     at_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch();
@@ -309,6 +315,24 @@ class Walk {
       if (whole_count_ + partial_count_ == 0) break;
       take_chunk();
       if (whole_count_ + partial_count_ > 0) publish(0);
+    }
+  }
+
+  // The list is packed: in order, and backwards as all keys are, so that no place behind its end is read.
+  __device__ __forceinline__ void walk_packed() {
+    for (int end = listed_; end > 0; end -= kKeys) {
+      const int place = end - kKeys + thread_;
+      bool covers = true;
+      Span span = Span::empty();
+      if (thread_ < kKeys) {
+        if (place >= 0) span = {first_[place], last_[place]};
+        covers = place < 0 ? call_.p.key_bias.data != nullptr : span.covers(low_, high_);  // key_bias hides what is not there
+      }
+      Stage& note = begin_chunk();
+      const bool is_whole = !any(!covers);
+      if (thread_ == 0) note.base = end - kKeys;
+      if (!is_whole && thread_ < kKeys) note.span[thread_] = Seen::of(span);
+      accept(kInOrder | kPacked | (is_whole ? 0 : kSpans));
     }
   }
 

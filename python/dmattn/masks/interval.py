@@ -164,7 +164,9 @@ class IntervalMask:
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
         checks.positive_int("window", window)
         start, end = select_interval(scores, window, causal, base)
-        if start is None:
+        if start is None and not causal and base is None:
+            start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
+        elif start is None:
             start = _keys(scores.shape[2], scores.device)
         return cls(start, end)
 
@@ -206,7 +208,7 @@ class IntervalMask:
 
 
 def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMask | None) -> tuple[Tensor | None, Tensor]:
-    """The interval of each key under top-k selection; start None means: from the key's own position on."""
+    """The interval of each key under top-k selection; start None means: from the key's own position on, or, without causality, always."""
     segment_end = None
     if base is not None:
         if not isinstance(base, IntervalMask):
@@ -225,10 +227,7 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
             )
         causal = causal or base.segment_is_causal
     end = autograd.select(scores, segment_end, window, causal)
-    if causal:
-        return None, end
-    start = base.start if base is not None else torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
-    return start, end
+    return (None if causal or base is None else base.start), end
 
 
 def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
