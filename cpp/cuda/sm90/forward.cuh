@@ -31,9 +31,10 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
         keep(i, r, key >= 0 && key <= last, key + 1 >= 0 && key + 1 <= last);
       }
     }
-  } else if (flags & kSpans) {
+  } else if (flags & (kSpans | kFew)) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
+      if (!Chunk::kHasBits && i == kFewRows / 8 && !(flags & kSpans)) break;
       const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
       const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
 #pragma unroll
@@ -49,6 +50,16 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
 #pragma unroll
         for (int i = 0; i < 4; ++i) keep(4 * w + i, r, bits >> 8 * i & 1, bits >> 8 * i & 2);
         asm volatile("" ::: "memory");
+      }
+    }
+  }
+  if constexpr (!Chunk::kHasBits) {
+    if (flags & kGaps) {
+      const int there = note.base - column;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) keep(i, r, 8 * i < there, 8 * i + 1 < there);
       }
     }
   }
@@ -159,7 +170,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         }
       }
     }
-    if (flags & (kLimit | kSpans | kBits)) {
+    if (has_bias) flags &= ~kGaps;
+    if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
       const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
       const int queries[2] = {row >> work.pack_shift, row + 8 >> work.pack_shift};
       hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);

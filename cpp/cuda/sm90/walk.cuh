@@ -19,11 +19,14 @@ enum Flag : uint32_t {
   kEnd = 4,      // no chunk at all: the work is done
   kInOrder = 8,  // keys base, base + 1, ...; otherwise those of `index`
   kLimit = 16,   // needs a test against the first key and causality; in order only
-  kSpans = 32,   // needs a test of spans; gathered, rows may be missing
+  kSpans = 32,   // needs a test of spans; where it is gathered, rows may be missing
   kBits = 64,    // needs a test of bits; the same
-  kGaps = 128,   // gathered, rows are missing, needs no test: key_bias hides them
-  kPacked = 256,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
+  kFew = 128,    // gathered variant only: the first kFewRows rows need a test of spans
+  kGaps = 256,   // the same: rows from `base` on are missing; key_bias hides them, or a test
+  kPacked = 512,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
 };
+
+constexpr int kFewRows = 32;
 
 // A span as first position and length: one comparison tells.
 struct Seen {
@@ -401,20 +404,23 @@ class Walk {
   __device__ __forceinline__ void take_chunk() {
     const bool is_whole = whole_count_ >= kKeys;
     const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
-    const int from_whole = min(whole_count_, kKeys - from_partial);
+    const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
     int key = -1;
     Span span = Span::empty();
     if (thread_ < from_partial) {
       const int at = queues_.partial[(partial_head_ + thread_) % Queues::kRing];
       key = index_[at];
       span = {first_[at], last_[at]};
-    } else if (thread_ < from_partial + from_whole) {
+    } else if (thread_ < taken) {
       key = queues_.whole[(whole_head_ + thread_ - from_partial) % Queues::kRing];
       span = {kFirstPosition, kLastPosition};
     }
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
-    if (kVariant == Variant::kGathered && !is_whole && from_partial == 0 && call_.p.key_bias.data) flags = kGaps;
     Stage& note = begin_chunk();
+    if (kVariant == Variant::kGathered && !is_whole && from_partial <= kFewRows) {
+      flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
+      if (thread_ == 0) note.base = taken;
+    }
     if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
       const int first = queues_.whole[whole_head_ % Queues::kRing];
       if (queues_.whole[(whole_head_ + kKeys - 1) % Queues::kRing] - first == kKeys - 1) {
