@@ -53,6 +53,7 @@ enum class Variant : int32_t {
   kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
   kGathered,  // live keys of the plan, key_bias
   kGeneral,   // both, and bias, softcap, dropout, any scale
+  kDense,     // all keys, or causal ones, and nothing else; only where a family has more for them than kPlain
 };
 
 // Does a call gather live keys by a plan? With a block mask keys come in order, intervals or not.

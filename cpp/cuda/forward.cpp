@@ -57,8 +57,8 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   needs.order = family == Family::kSm80;
   needs.joined = may_pack(p, family);
   const OwnedPlan plan = make_plan(p, query, device.stream(), needs);
-  ForwardCall call{p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE),
-                   static_cast<float>(1.0 / p.scale), {}};
+  ForwardCall call{
+      p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), static_cast<float>(1.0 / p.scale), {}};
   if (family != Family::kSm80 && p.key_length > 0) {  // without keys there is nothing to choose between
     std::optional<Tensor> ticket, packed;
     if (needs.joined) packed = pack_rows(call, query, device.stream());

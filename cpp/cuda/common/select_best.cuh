@@ -11,7 +11,7 @@
 namespace dmattn::cuda::selection {
 
 constexpr int kBestThreads = 1024, kDigitBits = 11, kBins = 1 << kDigitBits;
-constexpr int kAtOnce = 4;           // keys that a thread reads at once
+constexpr int kAtOnce = 4;          // keys that a thread reads at once
 constexpr int kMostBest = 1 << 17;  // keys of a row; one block looks at all of them, so a longer one is better sorted
 
 inline bool has_one_set(const SelectParams& p) {
@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const bool is_there = base + i * kBestThreads + thread < length;
-        if (is_there && uint64_t{codes[i]} >> shift + width == decided) atomicAdd(&counts[codes[i] >> shift & (1U << width) - 1], 1);
+        if (is_there && uint64_t{codes[i]} >> shift + width == decided)
+          atomicAdd(&counts[codes[i] >> shift & (1U << width) - 1], 1);
       }
     }
     __syncthreads();

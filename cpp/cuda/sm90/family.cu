@@ -103,10 +103,11 @@ bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t leng
                    {64, box, 1, 1});
 }
 
-bool encode_packed(CUtensorMap* map, const PackedRows& packed, const void* data, const AttentionParams& p, int64_t width, int box) {
+bool encode_packed(CUtensorMap* map, const PackedRows& packed, const void* data, const AttentionParams& p, int64_t width,
+                   int box) {
   const int64_t capacity = packed.capacity;
-  return encode<4>(map, data, {width, capacity, p.kv_heads, p.batch},
-                   {1, width, width * capacity, width * capacity * p.kv_heads}, {64, box, 1, 1});
+  return encode<4>(map, data, {width, capacity, p.kv_heads, p.batch}, {1, width, width * capacity, width * capacity * p.kv_heads},
+                   {64, box, 1, 1});
 }
 
 constexpr int64_t kSectionBytes = 32 << 20;  // of L2
@@ -120,7 +121,10 @@ uint32_t packs_in_section(int64_t packs, int64_t pack_bytes) {
 
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream) {
   const AttentionParams& p = call.p;
-  const ForwardInstance* const instance = find_instance(kForward, p, variant_of(p, call.plan));
+  const Variant variant = variant_of(p, call.plan);
+  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
+  const ForwardInstance* instance = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
+  if (!instance || instance->variant != Variant::kDense) instance = find_instance(kForward, p, variant);
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
 
   WorkPlan work;

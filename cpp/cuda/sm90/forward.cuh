@@ -20,7 +20,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
     if (!left) x[i][2 * r] = negative_infinity();
     if (!right) x[i][2 * r + 1] = negative_infinity();
   };
-  if (flags & kLimit) {
+  if (Chunk::kIsDense || flags & kLimit) {
     const int base = note.base + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -365,7 +365,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single = !call.plan.index && !call.p.mask.tiles.data;
+  const bool is_single = kVariant == Variant::kDense || (!call.plan.index && !call.p.mask.tiles.data);
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
     constexpr int kComputing = kConsumers * kWarpgroup;

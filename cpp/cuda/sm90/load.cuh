@@ -10,10 +10,10 @@
 namespace dmattn::cuda::sm90 {
 
 struct Maps {
-  CUtensorMap query;  // D, packed heads, Sq, packs, B
-  CUtensorMap key;    // D, Sk, Hkv, B
-  CUtensorMap value;  // Dv, Sk, Hkv, B
-  CUtensorMap out;    // as query: Dv, packed heads, Sq, packs, B
+  CUtensorMap query;                     // D, packed heads, Sq, packs, B
+  CUtensorMap key;                       // D, Sk, Hkv, B
+  CUtensorMap value;                     // Dv, Sk, Hkv, B
+  CUtensorMap out;                       // as query: Dv, packed heads, Sq, packs, B
   CUtensorMap packed_key, packed_value;  // D or Dv, capacity, Hkv, B
 };
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       }
     }
     const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
-    if (!in_order) {
+    if (kVariant != Variant::kDense && !in_order) {
       const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
       if (flags & (kSpans | kBits | kGaps)) {
         gather_rows<kDim, kShape.keys, true, kUnroll>(tile, note.index, from, row_bytes, width);

@@ -26,6 +26,10 @@ struct ForwardShape {
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <>
+inline constexpr ForwardShape kForwardShape<64, Variant::kDense> = {192, 2, 2, 4, 216, 40, 40};
+template <>
+inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {160, 2, 2, 4, 216, 40, 40};
+template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 48, 80};
@@ -38,20 +42,24 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
 template <>
+inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {80, 2, 1, 4, 216, 40, 40};
+template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 56, 72};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
-// Chunks of keys in order have to fill the tiles of a block mask; gathered ones are free. The walk holds a note back until the
-// next is begun, and a chunk is computed beside the one before it: fewer notes or stages would wait for each other for ever.
+// Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key. The walk holds
+// a note back until the next is begun, and a chunk is computed beside the one before it: fewer notes or stages would wait for
+// each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
-  return s.keys % 32 == 0 && s.keys <= kWarpgroup && (128 % s.keys == 0 || variant == Variant::kGathered) && s.stages >= 2 &&
-         s.notes >= 3 && (s.query_tiles == 1 || s.query_tiles == 2) &&
+  const bool is_dense = variant == Variant::kDense, has_blocks = !is_dense && variant != Variant::kGathered;
+  return s.keys % (is_dense ? 16 : 32) == 0 && (s.keys <= kWarpgroup || is_dense) && (128 % s.keys == 0 || !has_blocks) &&
+         s.stages >= 2 && s.notes >= 3 && (s.query_tiles == 1 || s.query_tiles == 2) &&
          (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
 }
 

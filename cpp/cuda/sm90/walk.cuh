@@ -14,15 +14,15 @@ namespace dmattn::cuda::sm90 {
 
 // What a note says of its chunk.
 enum Flag : uint32_t {
-  kFirst = 1,    // of a tile
-  kLast = 2,     // of a tile
-  kEnd = 4,      // no chunk at all: the work is done
-  kInOrder = 8,  // keys base, base + 1, ...; otherwise those of `index`
-  kLimit = 16,   // needs a test against the first key and causality; in order only
-  kSpans = 32,   // needs a test of spans; where it is gathered, rows may be missing
-  kBits = 64,    // needs a test of bits; the same
-  kFew = 128,    // gathered variant only: the first kFewRows rows need a test of spans
-  kGaps = 256,   // the same: rows from `base` on are missing; key_bias hides them, or a test
+  kFirst = 1,     // of a tile
+  kLast = 2,      // of a tile
+  kEnd = 4,       // no chunk at all: the work is done
+  kInOrder = 8,   // keys base, base + 1, ...; otherwise those of `index`
+  kLimit = 16,    // needs a test against the first key and causality; in order only
+  kSpans = 32,    // needs a test of spans; where it is gathered, rows may be missing
+  kBits = 64,     // needs a test of bits; the same
+  kFew = 128,     // gathered variant only: the first kFewRows rows need a test of spans
+  kGaps = 256,    // the same: rows from `base` on are missing; key_bias hides them, or a test
   kPacked = 512,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
 };
 
@@ -40,7 +40,9 @@ struct Seen {
 
 template <Variant kVariant, int kKeys>
 struct Note {
-  static constexpr bool kHasBits = kVariant != Variant::kGathered;  // the plan has none
+  static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
+  static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
+  static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
   // Where the key_bias of a column lies: what a thread of a product holds of two tiles of 8 columns lies together.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
@@ -49,11 +51,11 @@ struct Note {
   static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
   uint32_t flags;
   int base;
-  int batch, head, first_query;      // of the tile: the first head of those packed in it
-  alignas(16) int32_t index[kKeys];  // by index_place; not in order: the key, -1 for none
-  alignas(16) Seen span[kKeys];
-  alignas(16) float key_bias[kKeys];                // base 2 in the general variant
-  uint32_t bits[kHasBits ? kRows : 1][kKeys / 32];  // by query of the tile
+  int batch, head, first_query;          // of the tile: the first head of those packed in it
+  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
+  alignas(16) Seen span[kRowNotes];
+  alignas(16) float key_bias[kRowNotes];                           // base 2 in the general variant
+  uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
 };
 
 // How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
@@ -85,7 +87,8 @@ struct WorkTile {
 // What the walk keeps in shared memory; the plain variant has no plan to walk.
 template <Variant kVariant>
 struct WalkQueues {
-  static constexpr int kRing = kVariant == Variant::kPlain ? 1 : 1024;
+  static constexpr bool kHasPlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+  static constexpr int kRing = kHasPlan ? 1024 : 1;
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][4];
@@ -97,7 +100,7 @@ template <Variant kVariant, int kKeys, int kNotes>
 class Walk {
  public:
   using Queues = WalkQueues<kVariant>;
-  static_assert(kVariant == Variant::kPlain || Queues::kRing >= kPlanBlock + 2 * kKeys);
+  static_assert(!Queues::kHasPlan || Queues::kRing >= kPlanBlock + 2 * kKeys);
 
   __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, Queues& queues, Note<kVariant, kKeys>* notes,
                                   uint32_t note_full, uint32_t note_empty)
@@ -134,9 +137,7 @@ class Walk {
   __device__ __forceinline__ void sync() const { group_sync(kBarrier, kWarpgroup); }
   __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kWarpgroup, mine); }
 
-  __device__ __forceinline__ bool gathered() const {
-    return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : call_.plan.index != nullptr;
-  }
+  __device__ __forceinline__ bool gathered() const { return kVariant == Variant::kGathered ? true : call_.plan.index != nullptr; }
 
   __device__ __forceinline__ void walk_tile(uint32_t item) {
     const AttentionParams& p = call_.p;
@@ -147,7 +148,9 @@ class Walk {
     high_ = min(tile.first_query + (kRows >> work_.pack_shift), static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
-    if (kVariant != Variant::kPlain && gathered()) {
+    if constexpr (kVariant == Variant::kDense) {
+      walk_in_order();
+    } else if (Queues::kHasPlan && gathered()) {
       walk_plan();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
