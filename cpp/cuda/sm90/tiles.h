@@ -46,7 +46,7 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {80, 2, 1, 4
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {32, 4, 1, 4, 192, 56, 72};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
 
