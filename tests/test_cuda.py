@@ -161,9 +161,15 @@ def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):
     torch.testing.assert_close(out[:, :, rows].double(), expected, rtol=2e-2, atol=4e-3)
 
 
-@pytest.mark.parametrize("kind", ["all queries see them", "some leave", "more than are packed", "none in one head"])
-@pytest.mark.parametrize(("heads", "mask_heads", "bias_heads"), [(2, 2, 2), (2, 1, None), (6, 2, 2), (6, 6, 6), (6, 2, 6)])
-@pytest.mark.parametrize(("size", "lengths"), [(64, (9000, 3001)), (128, (8192, 5000)), (256, (8200, 2000)), (72, (3000, 9000))])
+@pytest.mark.parametrize(
+    "kind", ["all queries see them", "some leave", "some come late", "more than are packed", "none in one head"]
+)
+@pytest.mark.parametrize(
+    ("heads", "mask_heads", "bias_heads"), [(2, 2, 2), (2, 1, None), (6, 2, 2), (6, 6, 6), (6, 2, 6), (32, 2, 2)]
+)
+@pytest.mark.parametrize(
+    ("size", "lengths"), [(64, (9000, 3001)), (128, (8192, 5000)), (256, (8200, 2000)), (72, (3000, 9000)), (64, (512, 4096))]
+)
 def test_one_list_of_keys_for_all_queries(kind, heads, mask_heads, bias_heads, size, lengths):
     """Without causality: long enough for packed rows where the live keys are the same for all queries."""
     queries, keys = lengths
@@ -178,6 +184,8 @@ def test_one_list_of_keys_for_all_queries(kind, heads, mask_heads, bias_heads, s
     if kind == "none in one head":
         end[1, 0] = -(2**31)
     start = torch.full_like(end, -(2**31))
+    if kind == "some come late":  # within the first 512 queries
+        start[:, :, ::5] = keys - queries + 200
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), key_bias=key_bias, return_lse=True)
     check_some_rows(out, lse, q, k, v, start, end, False, key_bias)
 
@@ -247,21 +255,37 @@ def test_block_mask_gradients_of_heads_in_parts():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["interval", "causal"])
+@pytest.mark.parametrize("kind", ["interval", "causal", "few keys"])
 def test_queries_that_see_nothing_beside_bad_keys(kind, deterministic, bad):
-    """The first 250 of 600, in tiles with queries that see bad keys."""
-    keys = 600 if kind == "interval" else 350
-    q, k, v, _, grad_out = inputs(600, 2, 2, 128, batch=1)
+    """The first 250 of 600, in tiles with queries that see bad keys; some of them are bad themselves."""
+    keys = {"interval": 600, "causal": 350, "few keys": 20}[kind]
+    q, k, v, scores, grad_out = inputs(600, 2, 2, 128, batch=1)
     k, v = k[:, :, :keys].contiguous(), v[:, :, :keys].contiguous()
     k[:, :, 3], v[:, :, 5] = bad, bad
+    q[:, :, 200] = bad
+    key_bias = scores[:, :, :keys].float().contiguous() if kind == "few keys" else None
     start = torch.full((1, 1, keys), 250, dtype=torch.int32, device="cuda")
-    mask = dmattn.IntervalMask(start, start + 1000) if kind == "interval" else None
+    mask = None if kind == "causal" else dmattn.IntervalMask(start, start + 1000)
     leaf = q.requires_grad_()
-    out, lse = dmattn.attention(leaf, k, v, mask, is_causal=kind == "causal", return_lse=True, deterministic=deterministic)
+    out, lse = dmattn.attention(
+        leaf, k, v, mask, key_bias=key_bias, is_causal=kind == "causal", return_lse=True, deterministic=deterministic
+    )
     (grad,) = torch.autograd.grad(out, leaf, grad_out)
     assert torch.isneginf(lse[:, :, :250]).all()
     assert not out[:, :, :250].any()
     assert not grad[:, :, :250].any()
+
+
+def test_a_bad_value_stays_among_queries_near_those_that_see_it():
+    """Keys that all queries see beside one that only the last ones see."""
+    q, k, v, scores, _ = inputs(9000, 2, 2, 64, batch=1)
+    end = torch.ops.dmattn.select(scores.float(), None, 500, False)
+    start = torch.full_like(end, -(2**31))
+    end[:, :, 7], start[:, :, 7] = 2**31 - 1, 8800
+    v[:, :, 7] = torch.nan
+    out = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end))
+    assert torch.isfinite(out[:, :, :8576]).all()  # two tiles of 128 before the first that sees it
+    assert torch.isnan(out[:, :, 8800:]).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -20,7 +20,7 @@ inline constexpr int kMostSegments = 2048;  // of the queries
 inline constexpr int kCoarseShift = 3;      // lists are made for 2^3 segments together first, and theirs from those
 inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
 inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
-inline constexpr int kOneSegment = 24;      // a shift that makes all queries one segment
+inline constexpr int kOneSegment = 24;      // the shift that says so: all queries see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
@@ -37,7 +37,7 @@ struct Plan {
   int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
   int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
   bool keeps_live = false;    // are the live keys written, even where no list is made of them?
-  bool joins = false;         // are all queries one segment when every segment sees all live keys?
+  bool joins = false;         // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
   int64_t capacity = 0;       // kPlanEntries * Sk, for one segment just Sk; even
   int64_t most_lists = 0;     // that a row may have
   int64_t parts = 0;          // of kPlanPart keys

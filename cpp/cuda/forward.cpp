@@ -1,4 +1,6 @@
 // Attention forward on CUDA: the host side. Nothing here waits for the device, so the op can be captured in a graph.
+#include <algorithm>
+
 #include "attention_plan.h"
 
 namespace dmattn::cuda {
@@ -24,11 +26,13 @@ bool may_pack(const AttentionParams& p, Family family) {
   return p.query_length * group >= kFewQueries;
 }
 
-// Room for a quarter of the keys: more are not gathered much faster than all of them are taken.
+// Room for a quarter of the keys, and for so many that it stays small beside key and value: where more are live, they are
+// gathered.
 Tensor pack_rows(ForwardCall& call, const Tensor& like, cudaStream_t stream) {
   const AttentionParams& p = call.p;
   PackedRows& packed = call.packed;
-  packed.capacity = ceil_div(p.key_length, 4);
+  constexpr int64_t kMostPacked = 8192;
+  packed.capacity = std::min(ceil_div(p.key_length, 4), kMostPacked);
   const int64_t rows = p.batch * p.kv_heads * packed.capacity;
   const int64_t key_bytes = rows * p.head_dim * 2, value_bytes = rows * p.value_dim * 2;
   const Tensor memory = empty_on(like, {key_bytes + value_bytes + (p.key_bias.data ? rows * 4 : 0)}, ScalarType::Byte);
@@ -55,13 +59,14 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   align_inputs(checked.inputs);
   PlanNeeds needs;
   needs.order = family == Family::kSm80;
-  needs.joined = may_pack(p, family);
+  const bool packs = may_pack(p, family);
+  needs.joined = packs;
   const OwnedPlan plan = make_plan(p, query, device.stream(), needs);
   ForwardCall call{
       p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), static_cast<float>(1.0 / p.scale), {}};
   if (family != Family::kSm80 && p.key_length > 0) {  // without keys there is nothing to choose between
     std::optional<Tensor> ticket, packed;
-    if (needs.joined) packed = pack_rows(call, query, device.stream());
+    if (packs) packed = pack_rows(call, query, device.stream());
     if (!call.plan.ticket) {
       ticket = empty_on(query, {1}, ScalarType::Int);
       call.plan.ticket = static_cast<int32_t*>(ticket->data_ptr());

@@ -6,8 +6,7 @@
 namespace dmattn::cuda {
 
 __device__ __forceinline__ bool is_packed(const ForwardCall& call, int64_t row) {
-  return call.packed.key && (call.p.query_length - 1) >> call.plan.shift[row] == 0 &&
-         call.plan.count[row] <= call.packed.capacity;
+  return call.packed.key && call.plan.shift[row] == kOneSegment && call.plan.count[row] <= call.packed.capacity;
 }
 
 }  // namespace dmattn::cuda

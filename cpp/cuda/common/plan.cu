@@ -18,6 +18,7 @@ constexpr int kItems = kMostSegments / kThreads;
 static_assert(kThreads * kKeysPerLane == kPlanPart);
 using Scan = cub::BlockScan<int, kThreads>;
 
+static_assert(kOneSegment + kCoarseShift < 31);
 constexpr int segments_at(int queries, int shift) { return (queries + (1 << shift) - 1) >> shift; }
 
 struct Entry {
@@ -81,15 +82,18 @@ __device__ __forceinline__ void add_one(int* counts, int which, int common, bool
   if (is_wanted && which != common) atomicAdd(&counts[which], 1);
 }
 
-// How many of a block's keys each segment is the first, or the last, to see.
-__device__ __forceinline__ void count_keys(const PartKeys& keys, const PlanRow& row, int* begun, int* ended) {
+// How many of a block's keys each segment is the first, or the last, to see. True when some of them are seen by a part of the
+// queries only.
+__device__ __forceinline__ bool count_keys(const PartKeys& keys, const PlanRow& row, int* begun, int* ended) {
   const int high = row.low + row.queries - 1;
   for (int i = threadIdx.x; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
   __syncthreads();
+  bool has_partial = false;
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) {
     const Span span = keys.entry[i].span;
     const bool is_live = span.touches(row.low, high);
+    has_partial |= is_live && !span.covers(row.low, high);
     const int first = max(span.first - row.low, 0) >> row.shortest;
     const int last = min(span.last - 1 - row.low, row.queries - 1) >> row.shortest;
     // Neighbouring keys mostly begin together, and end with them or never.
@@ -98,7 +102,7 @@ __device__ __forceinline__ void count_keys(const PartKeys& keys, const PlanRow& 
     add_one(ended, last, common, is_live && last < row.segments - 1);
     add_one(ended, last, row.segments - 1, is_live && last == row.segments - 1);
   }
-  __syncthreads();
+  return __syncthreads_or(has_partial);
 }
 
 // Writes those of a block's keys that positions [low, high] see from `place` on, in order; `turn` changes with every call.
@@ -132,7 +136,7 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
   const int lane = threadIdx.x % 32;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
-  count_keys(keys, row, begun, ended);
+  const bool is_one = !count_keys(keys, row, begun, ended) && plan.joins;
   if (threadIdx.x < 32) {
     const auto sum_before = [&](int x, bool with_own) {
       int sum = x;
@@ -147,16 +151,11 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     begun[lane] = begun_by, ended[lane] = ended_by;
     __syncwarp();
     const int live = begun[row.segments - 1];
-    int shift = row.shortest, count = 0, length = 0;
+    int shift = is_one ? kOneSegment : row.shortest, count = 0, length = 0;
     for (;; ++shift) {
       count = segments_at(row.queries, shift);
       length = lane < count && count > 1 ? length_of(begun, ended, row, lane, shift) : 0;
-      const int entries = __reduce_add_sync(0xffffffffu, length);
-      if (plan.joins && count > 1 && entries == live * count) {
-        shift = kOneSegment - 1;
-      } else if (entries <= plan.capacity - p.key_length) {
-        break;
-      }
+      if (__reduce_add_sync(0xffffffffu, length) <= plan.capacity - p.key_length) break;
     }
     places[lane] = count > 1 ? static_cast<int>(p.key_length) + sum_before(length, false) : 0;
     if (lane == 0) chosen_shift = shift;
@@ -186,7 +185,8 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
   const int thread = threadIdx.x;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
-  count_keys(keys, row, begun, ended);
+  const bool has_partial = count_keys(keys, row, begun, ended);
+  if (thread == 0) row.index[keys.part] = has_partial;  // for choose_kernel; the list comes later
   int32_t* to = plan.counts + static_cast<int64_t>(blockIdx.x) * 2 * row.segments;
   for (const int* counts : {begun, ended}) {
     int items[kItems];
@@ -237,8 +237,9 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
     __syncthreads();
     return result;
   };
-  int shift = row.shortest;
-  if (plan.joins && entries_at(shift) == int64_t{live} * row.segments) shift = kOneSegment;
+  bool has_partial = false;
+  for (int part = thread; part < plan.parts; part += kThreads) has_partial |= row.index[part] != 0;
+  int shift = !__syncthreads_or(has_partial) && plan.joins ? kOneSegment : row.shortest;
   while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
   if (thread == 0) plan.shift[blockIdx.x] = shift, plan.count[blockIdx.x] = live;
 
@@ -347,30 +348,32 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
   }
 }
 
-// One block per kv head and kPackedPlaces places of its list: copies of their keys and values.
-constexpr int kPackedPlaces = 16, kPackThreads = 256;
+// Copies the keys and values of a kv head's list, kPackedPlaces at a time; few blocks, because often there is nothing to do.
+constexpr int kPackedPlaces = 16, kPackBlocks = 64, kPackThreads = 256;
 __global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_constant__ ForwardCall call) {
   const AttentionParams& p = call.p;
   const Plan& plan = call.plan;
   const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
   const int64_t head = kv_head * (p.heads / kv_heads), row = batch * plan.batch_stride + head / plan.head_divisor;
-  const int first = static_cast<int>(blockIdx.y) * kPackedPlaces;
-  if (!is_packed(call, row) || first >= plan.count[row]) return;
-  const int places = min(kPackedPlaces, plan.count[row] - first);
-  const int32_t* const keys = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists * 2] + first;
-  const int64_t packed_row = blockIdx.x * call.packed.capacity + first;
-  const auto copy = [&](const Rows& rows, int64_t width, void* to) {
-    const int pieces = static_cast<int>(width) / 8;  // of 16 bytes
-    const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
-    uint4* const target = static_cast<uint4*>(to) + packed_row * pieces;
-    for (int i = static_cast<int>(threadIdx.x); i < places * pieces; i += kPackThreads) {
-      target[i] = *reinterpret_cast<const uint4*>(from + keys[i / pieces] * rows.row_stride * 2 + i % pieces * 16);
-    }
-  };
-  copy(p.key, p.head_dim, call.packed.key);
-  copy(p.value, p.value_dim, call.packed.value);
+  if (!is_packed(call, row)) return;
+  const int32_t* const list = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists * 2];
   const float* const bias = row_of<const float>(p.key_bias, static_cast<int>(batch), static_cast<int>(head));
-  if (bias && threadIdx.x < places) call.packed.key_bias[packed_row + threadIdx.x] = bias[keys[threadIdx.x]];
+  for (int first = static_cast<int>(blockIdx.y) * kPackedPlaces; first < plan.count[row]; first += kPackBlocks * kPackedPlaces) {
+    const int places = min(kPackedPlaces, plan.count[row] - first);
+    const int32_t* const keys = list + first;
+    const int64_t packed_row = blockIdx.x * call.packed.capacity + first;
+    const auto copy = [&](const Rows& rows, int64_t width, void* to) {
+      const int pieces = static_cast<int>(width) / 8;  // of 16 bytes
+      const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
+      uint4* const target = static_cast<uint4*>(to) + packed_row * pieces;
+      for (int i = static_cast<int>(threadIdx.x); i < places * pieces; i += kPackThreads) {
+        target[i] = *reinterpret_cast<const uint4*>(from + keys[i / pieces] * rows.row_stride * 2 + i % pieces * 16);
+      }
+    };
+    copy(p.key, p.head_dim, call.packed.key);
+    copy(p.value, p.value_dim, call.packed.value);
+    if (bias && threadIdx.x < places) call.packed.key_bias[packed_row + threadIdx.x] = bias[keys[threadIdx.x]];
+  }
 }
 
 // One block puts the quarter of the query tiles with the shortest lists last, longest first, so that all SMs finish together. The
@@ -428,8 +431,7 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
 }  // namespace
 
 cudaError_t launch_pack_rows(const ForwardCall& call, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(call.p.batch * call.p.kv_heads),
-                  static_cast<unsigned>((call.packed.capacity + kPackedPlaces - 1) / kPackedPlaces));
+  const dim3 grid(static_cast<unsigned>(call.p.batch * call.p.kv_heads), kPackBlocks);
   pack_rows_kernel<<<grid, kPackThreads, 0, stream>>>(call);
   return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// Key selection kernels: scores to the end of each key's lifetime, by one sort and no sequential pass.
+// Key selection kernels: scores to the end of each key's lifetime, by at most one sort and no sequential pass.
 //
 // The one surprise is how lifetimes become parallel. Let T(i) be the `window`-th best key among positions 0..i. It only rises,
 // and a key dies where T passes it. All keys are sorted, best first, and positions are cut into chunks of 1024. Then:

@@ -1,7 +1,7 @@
 // Selection where one set of keys serves all queries and there are no documents: the threshold is found digit by digit, no sort.
 //
-// The one surprise is the end: among equal scores later keys are better, but a row counts those at its threshold in order only if
-// it has more of them than it needs.
+// The one surprise is the end: among equal scores later keys are better. If more keys tie at the threshold than are needed, one
+// ordered pass counts them from the last; otherwise no order matters.
 #pragma once
 
 #include <cub/block/block_scan.cuh>

@@ -34,7 +34,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
   } else if (flags & (kSpans | kFew)) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      if (!Chunk::kHasBits && i == kFewRows / 8 && !(flags & kSpans)) break;
+      if (Chunk::kHasGaps && i == kFewRows / 8 && !(flags & kSpans)) break;
       const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
       const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
 #pragma unroll
@@ -53,7 +53,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
       }
     }
   }
-  if constexpr (!Chunk::kHasBits) {
+  if constexpr (Chunk::kHasGaps) {
     if (flags & kGaps) {
       const int there = note.base - column;
 #pragma unroll

@@ -58,7 +58,7 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
   const bool is_dense = variant == Variant::kDense, has_blocks = !is_dense && variant != Variant::kGathered;
-  return s.keys % (is_dense ? 16 : 32) == 0 && (s.keys <= kWarpgroup || is_dense) && (128 % s.keys == 0 || !has_blocks) &&
+  return s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (is_dense ? 256 : kWarpgroup) && (128 % s.keys == 0 || !has_blocks) &&
          s.stages >= 2 && s.notes >= 3 && (s.query_tiles == 1 || s.query_tiles == 2) &&
          (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
 }

@@ -1,8 +1,8 @@
 // Which keys a tile meets, chunk by chunk: one warpgroup walks ahead of those that load and compute, and leaves notes for them.
 //
-// The one surprise is that keys in order, where no mask names them, are walked backwards from the last one the tile sees: chunks
-// then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first are zeros by the rules of
-// tensor copies.
+// The one surprise is that keys in order, where no mask names them, and packed ones are walked backwards from the last one the
+// tile sees: chunks then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first are zeros
+// by the rules of tensor copies.
 #pragma once
 
 #include "../common/packed.cuh"
@@ -42,6 +42,7 @@ template <Variant kVariant, int kKeys>
 struct Note {
   static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
+  static constexpr bool kHasGaps = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
   // Where the key_bias of a column lies: what a thread of a product holds of two tiles of 8 columns lies together.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
@@ -50,7 +51,7 @@ struct Note {
   // Where the key of a row lies: those of every eighth row lie together.
   static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
   uint32_t flags;
-  int base;
+  int base;                              // kInOrder: the first key, or place; kGaps: how many rows are there
   int batch, head, first_query;          // of the tile: the first head of those packed in it
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
   alignas(16) Seen span[kRowNotes];
@@ -84,7 +85,7 @@ struct WorkTile {
   }
 };
 
-// What the walk keeps in shared memory; the plain variant has no plan to walk.
+// What the walk keeps in shared memory; the plain and dense variants have no plan to walk.
 template <Variant kVariant>
 struct WalkQueues {
   static constexpr bool kHasPlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
@@ -324,21 +325,12 @@ class Walk {
     }
   }
 
-  // The list is packed: in order, and backwards as all keys are, so that no place behind its end is read.
+  // The list is packed, and every query sees all of it: in order, from its end, so that no place behind it is read.
   __device__ __forceinline__ void walk_packed() {
     for (int end = listed_; end > 0; end -= kKeys) {
-      const int place = end - kKeys + thread_;
-      bool covers = true;
-      Span span = Span::empty();
-      if (thread_ < kKeys) {
-        if (place >= 0) span = {first_[place], last_[place]};
-        covers = place < 0 ? call_.p.key_bias.data != nullptr : span.covers(low_, high_);  // key_bias hides what is not there
-      }
       Stage& note = begin_chunk();
-      const bool is_whole = !any(!covers);
       if (thread_ == 0) note.base = end - kKeys;
-      if (!is_whole && thread_ < kKeys) note.span[thread_] = Seen::of(span);
-      accept(kInOrder | kPacked | (is_whole ? 0 : kSpans));
+      accept(kInOrder | kPacked | (end < kKeys ? kLimit : 0));
     }
   }
 
@@ -420,7 +412,9 @@ class Walk {
     }
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
     Stage& note = begin_chunk();
-    if (kVariant == Variant::kGathered && !is_whole && from_partial <= kFewRows) {
+    // Without a key that all queries see there may be a query that sees none: then every row is tested, so that whatever the
+    // query holds its row stays empty.
+    if (kVariant == Variant::kGathered && !is_whole && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
       if (thread_ == 0) note.base = taken;
     }
