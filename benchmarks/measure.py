@@ -20,6 +20,7 @@ L2_FLUSH_BYTES = 256 << 20
 GATE_LENGTH = 200  # not a multiple of any tile
 SECONDS_A_CASE = 3.0  # of timed turns; a case that takes longer gets fewer of them, but never less than FEWEST_TURNS
 FEWEST_TURNS = 3
+WARM_UP_SECONDS = 0.2  # at least; and at least one turn
 Runs = Mapping[str, Callable[[], object]]
 
 
@@ -46,10 +47,16 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def by_turns(runs: Runs, device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run, the runs taking turns, after one turn of warm-up that is thrown away."""
+    """Seconds of every run, the runs taking turns, after a warm-up that is thrown away."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
+    begin = time.perf_counter()
+    while True:
+        for run in runs.values():
+            run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        if not runs or time.perf_counter() - begin > WARM_UP_SECONDS:
+            break
     for turn in range(repeats):
         if turn >= FEWEST_TURNS and sum(map(sum, samples.values())) > SECONDS_A_CASE:
             break
