@@ -16,7 +16,7 @@
 // O(N log N) operations whatever the scores are, in about log2(N / 4608) + 5 launches (4608 keys are sorted by one block, 2304 if
 // wide), with 25 bytes of workspace per key (41 for float64 or documents, and 4 for each of a table of N/4608 x N/1024 counts).
 // Documents are the leading digits of the sort key: the keys of a later document beat all earlier ones, whose deaths then count
-// as the end of their document. Not causal: the order alone decides; without documents not even that is needed (select_best.cuh).
+// as the end of their document. Not causal: the order alone decides, and mostly not even that is needed (select_best.cuh).
 #include <cub/block/block_scan.cuh>
 
 #include "../launch.h"
