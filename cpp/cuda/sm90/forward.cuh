@@ -145,7 +145,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   Softmax softmax;
   float factor[2];
   bool moves = false;
-  auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
+  auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
     float to_base_2 = call.scale_2;
     const int32_t* const indices = &note.index[Chunk::index_place(column)];
@@ -177,6 +177,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
     }
     moves = softmax.move_maximum(x[0], to_base_2, factor);
+    between();
     softmax.exponentiate(x[0], to_base_2);
     if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
@@ -294,7 +295,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   pin(x[0]);
   barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
-  weigh(shared.notes[0], flags, 0);
+  weigh(shared.notes[0], flags, 0, [] {});
   barrier_arrive(note_empty.at(0));
   pack_weights();
 
@@ -328,7 +329,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     if (!kByCopy && flags & kLast) free_queries(tile + is_first);
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax();
-    weigh(shared.notes[n % kShape.notes], flags, tile + is_first);
+    weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
+      if constexpr (kVariant == Variant::kGathered) {
+        wait_products<0>();
+        pin(out[0]);
+        barrier_arrive(value_empty.at(n - 1));
+      }
+    });
     // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
     // wait, where no product hides them.
     barrier_arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
@@ -336,7 +343,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     look_ahead();
     wait_products<0>();
     pin(out[0]);
-    barrier_arrive(value_empty.at(n - 2));
+    if constexpr (kVariant != Variant::kGathered) barrier_arrive(value_empty.at(n - 2));
     if (ends_tile) {
       store(ended, tile++);
       is_storing = kByCopy;
@@ -393,11 +400,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
     compute_tiles<T, kDim, kVariant>(call, work, maps, shared);
   } else if (role == kConsumers) {
     give_registers<kShape.loading_registers>();
-    if (threadIdx.x % kWarpgroup < kLoaders) {
-      load_tiles<true, kDim, kVariant>(call, work, maps, shared, is_single);
-    } else {
-      load_tiles<false, kDim, kVariant>(call, work, maps, shared, is_single);
-    }
+    load_tiles<kDim, kVariant>(call, work, maps, shared, is_single);
   } else {
     give_registers<kShape.walking_registers>();
     Walk<kVariant, kShape.keys, kShape.notes>(call, work, shared.queues, shared.notes, shared_address(shared.note_full),

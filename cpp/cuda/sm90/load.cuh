@@ -50,144 +50,159 @@ struct Ring {
   __device__ __forceinline__ bool is_empty(uint32_t n) const { return barrier_test(at(n), (n / kCount & 1) ^ 1); }
 };
 
+// The address of a row, by one instruction.
+__device__ __forceinline__ const char* at_row(const char* from, int row, uint32_t row_bytes) {
+  const char* to;
+  asm volatile("{ .reg .b64 offset; mul.wide.u32 offset, %1, %2; add.s64 %0, offset, %3; }"
+               : "=l"(to)
+               : "r"(row), "r"(row_bytes), "l"(from));
+  return to;
+}
+
 // Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with gaps, rows without a key become zeros. A
-// thread copies every eighth row, where the swizzle is the same.
-template <int kDim, int kKeys, bool kHasGaps, int kUnroll>
-__device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes,
-                                            int width) {
-  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks;
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks;
+// thread copies every eighth row, where the swizzle is the same. `early` is called when a few copies have been started.
+template <int kDim, int kKeys, bool kHasGaps, int kUnroll, class Early>
+__device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes, int width,
+                                            const Early& early) {
+  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kFours = kKeys / 32;
+  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
   const char* from = rows + (in_row ? chunk * 16 : 0);
-  asm volatile("" : "+l"(from));  // one multiplication and addition gives a row's address
+  asm volatile("" : "+l"(from), "+r"(row_bytes));  // in registers, one multiplication and addition gives a row's address
 #pragma unroll kUnroll
-  for (int residue = thread / kChunks; residue < 8; residue += kGroups) {
+  for (int residue = first; residue < 8; residue += kGroups) {
     const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + (chunk % 8 ^ residue) * 16;
     const int4* const keys_of_residue = reinterpret_cast<const int4*>(&index[residue * (kKeys / 8)]);  // index_place
+    constexpr int kAtOnce = kFours % 2 == 0 ? 2 : 1;
 #pragma unroll
-    for (int i = 0; i < kKeys / 8; i += 4) {
-      const int4 four = keys_of_residue[i / 4];
-      const int keys[4] = {four.x, four.y, four.z, four.w};
-      const char* rows_from[4];  // all of them first: a copy holds its registers until it has read them
+    for (int i = 0; i < kFours; i += kAtOnce) {
+      int4 four[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        rows_from[j] = from + static_cast<uint64_t>(static_cast<uint32_t>(kHasGaps ? max(keys[j], 0) : keys[j])) * row_bytes;
+      for (int j = 0; j < kAtOnce; ++j) four[j] = keys_of_residue[i + j];
+      const char* rows_from[4 * kAtOnce];  // all of them first: a copy holds its registers until it has read them
+      bool there[4 * kAtOnce];
+#pragma unroll
+      for (int j = 0; j < 4 * kAtOnce; ++j) {
+        const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
+        there[j] = (!kHasGaps || key >= 0) && in_row;
+        rows_from[j] = at_row(from, kHasGaps ? max(key, 0) : key, row_bytes);
       }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], (!kHasGaps || keys[j] >= 0) && in_row);
+      for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (4 * i + j) * 1024, rows_from[j], there[j]);
+      if (i == 0 && residue == first) early();
     }
   }
 }
 
-// Loads what the notes say: one half of the warpgroup keys and queries, the other values. Without gathering, one thread of each
-// does.
-template <bool kIsKeys, int kDim, Variant kVariant>
+__device__ const float kHiddenBias = -INFINITY;
+
+// Loads what the notes say: one half of the warpgroup keys and queries, the other values, by the same code. Without gathering,
+// one thread of each does.
+template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
                                            ForwardShared<kDim, kVariant>& shared, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  using Chunk = Note<kVariant, kShape.keys>;
   constexpr int kPanels = kDim / 64, kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
   const int thread = static_cast<int>(threadIdx.x) % kLoaders;
+  const bool is_keys = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup < kLoaders, 0);  // known to be the same in all lanes
   if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
-  const Ring<kShape.stages> full{shared_address(kIsKeys ? shared.key_full : shared.value_full)},
-      empty{shared_address(kIsKeys ? shared.key_empty : shared.value_empty)};
+  const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
+  const uint32_t empty = shared_address(is_keys ? shared.key_empty : shared.value_empty);
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const CUtensorMap* map = kIsKeys ? &maps.key : &maps.value;
-  const Rows& rows = kIsKeys ? p.key : p.value;
-  const int width = static_cast<int>(kIsKeys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
+  const CUtensorMap* map = is_keys ? &maps.key : &maps.value;
+  const Rows& rows = is_keys ? p.key : p.value;
+  const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
+  const uint32_t tiles_from = shared_address(is_keys ? shared.key : shared.value);
+  const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   // Copied rows have to be fenced before the tensor cores read them. So a chunk is announced when it has landed, which is looked
   // at after the copies of the next one have been started, or before that has to wait.
-  bool is_due = false;
-  auto announce = [&](uint32_t n) {
+  uint32_t due = 0;  // its barrier
+  // Before we wait for something else, or what that waits for would wait with us.
+  auto settle = [&] {
+    if (!due) return;
+    copy_async_wait<0>();
     fence_async();
-    barrier_arrive(full.at(n));
+    barrier_arrive(due);
+    due = 0;
   };
-  constexpr int kUnroll = kVariant == Variant::kGathered ? 8 : 1;  // the others have no registers to spare, nor much to gather
-  constexpr bool kCanHaveBias = kIsKeys && kVariant == Variant::kGathered;
+  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr int kUnroll = kIsGathered ? 8 : 1;  // the others have no registers to spare, nor much to gather
   // Of the tile.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
-  // Before waiting for something else, or what waits for that chunk would wait with us.
-  auto announce_due = [&](uint32_t n, bool is_ready) {
-    if (!is_due || __all_sync(0xffffffffu, is_ready)) return;
-    copy_async_wait<0>();
-    announce(n - 1);
-    is_due = false;
-  };
+  int stage = 0;
+  uint32_t parity = 1;  // of the phase in which the stage was filled before
   for (uint32_t n = 0;; ++n) {
-    if (is_due) announce_due(n, note_full.is_full(n));
-    note_full.wait_full(n);
-    auto& note = shared.notes[n % kShape.notes];
-    const uint32_t flags = note.flags, stage = n % kShape.stages;
-    if (is_due) announce_due(n, empty.is_empty(n));
-    empty.wait_empty(n);
-    if (flags & kEnd) {
-      copy_async_wait<0>();
-      if (is_due) announce(n - 1);
-      barrier_arrive(full.at(n));
-      if (!is_single && thread == 0) barrier_arrive(full.at(n));  // as for every chunk: each thread once, the first twice
-      return;
+    if (!__all_sync(0xffffffffu, note_full.is_full(n))) {
+      settle();
+      note_full.wait_full(n);
     }
+    auto& note = shared.notes[n % kShape.notes];
+    const uint32_t flags = note.flags;
+    const bool in_order = kVariant == Variant::kDense || flags & kInOrder;
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
-      if (kCanHaveBias) bias = row_of<const float>(p.key_bias, batch, note.head);
-      if constexpr (kVariant == Variant::kGathered) {
+      if constexpr (kIsGathered) {
+        bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
         const bool is_from_packed = flags & kPacked;
-        map = kIsKeys ? is_from_packed ? &maps.packed_key : &maps.key : is_from_packed ? &maps.packed_value : &maps.value;
-        if (kCanHaveBias && bias && is_from_packed) {
+        map = is_keys ? is_from_packed ? &maps.packed_key : &maps.key : is_from_packed ? &maps.packed_value : &maps.value;
+        if (bias && is_from_packed) {
           bias = call.packed.key_bias + (batch * p.kv_heads + kv_head) * call.packed.capacity;
         }
       }
     }
-    const bool has_bias = kCanHaveBias && bias, in_order = flags & kInOrder;
+    const bool has_bias = kIsGathered && bias && !(flags & kEnd);
     if (has_bias) {
-      for (int i = thread; i < kShape.keys; i += kLoaders) {
-        const int key = in_order ? note.base + i : note.index[Note<kVariant, kShape.keys>::index_place(i)];
-        float* const to = &note.key_bias[Note<kVariant, kShape.keys>::bias_place(i)];
-        if (key >= 0) {
-          copy_async_4(shared_address(to), bias + key, true);
-        } else {
-          *to = negative_infinity();
-        }
+      constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
+      const int there = flags & kGaps ? note.base : kShape.keys;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[Chunk::index_place(at)];
+        copy_async_4(shared_address(&note.key_bias[Chunk::bias_place(at)]), key >= 0 && at < there ? bias + key : &kHiddenBias,
+                     true);
       }
     }
-    const uint32_t tile = shared_address(kIsKeys ? shared.key[stage] : shared.value[stage]);
+    const uint32_t stage_full = full + 8 * stage;
+    if (!__all_sync(0xffffffffu, barrier_test(empty + 8 * stage, parity))) {
+      settle();
+      barrier_wait(empty + 8 * stage, parity);
+    }
+    if (flags & kEnd) {
+      settle();
+      barrier_arrive(stage_full);
+      if (!is_single && thread == 0) barrier_arrive(stage_full);  // as for every chunk: each thread once, the first twice
+      return;
+    }
+    const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
     if (kVariant != Variant::kDense && !in_order) {
-      const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
-      if (flags & (kSpans | kBits | kGaps)) {
-        gather_rows<kDim, kShape.keys, true, kUnroll>(tile, note.index, from, row_bytes, width);
-      } else {
-        gather_rows<kDim, kShape.keys, false, kUnroll>(tile, note.index, from, row_bytes, width);
-      }
-      if (thread == 0) barrier_arrive(full.at(n));
+      // In the gathered variant a missing row repeats another.
+      gather_rows<kDim, kShape.keys, !kIsGathered, kUnroll>(tile, note.index, from, row_bytes, width, [&] { settle(); });
+      if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
-      barrier_expect(full.at(n), kShape.keys * kDim * 2);
+      barrier_expect(stage_full, kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * (kShape.keys * 128), map, full.at(n), panel * 64, note.base, kv_head, batch);
+        copy_box(tile + panel * (kShape.keys * 128), map, stage_full, panel * 64, note.base, kv_head, batch);
       }
     }
     if (!is_single) {
-      const bool has_copies = has_bias || !in_order;
+      settle();
       copy_async_commit();
-      if (is_due) {
-        copy_async_wait<1>();
-        announce(n - 1);
+      if (!has_bias && in_order) {
+        barrier_arrive(stage_full);
+      } else {
+        due = stage_full;
       }
-      is_due = has_copies;
-      if (!has_copies) barrier_arrive(full.at(n));
-      if (is_due && kIsKeys && flags & kFirst) {  // at once: what is waited for next may wait for these keys
-        copy_async_wait<0>();
-        announce(n);
-        is_due = false;
-      }
+      if (is_keys && flags & kFirst) settle();  // at once: what is waited for next may wait for these keys
     }
-    if (kIsKeys && flags & kFirst) {
+    if (is_keys && flags & kFirst) {
       if (thread == 0) {
         query_empty.wait_empty(tiles);
         shared.tiles[tiles % kTileNotes] = {batch, note.head, note.first_query};
@@ -201,6 +216,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       ++tiles;
     }
     barrier_arrive(note_empty.at(n));
+    if (++stage == kShape.stages) stage = 0, parity ^= 1;
   }
 }
 

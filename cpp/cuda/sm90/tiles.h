@@ -32,13 +32,13 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {160, 2, 2, 
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 48, 80};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 64, 64};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 48, 96};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 200, 48, 64};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 192, 64, 64};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
 template <>

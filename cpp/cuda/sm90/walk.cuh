@@ -400,16 +400,18 @@ class Walk {
     const bool is_whole = whole_count_ >= kKeys;
     const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
-    int key = -1;
-    Span span = Span::empty();
-    if (thread_ < from_partial) {
-      const int at = queues_.partial[(partial_head_ + thread_) % Queues::kRing];
+    // A missing row repeats the last one, so that every row can be loaded, and is hidden.
+    const int row = min(thread_, taken - 1);
+    int key;
+    Span span = {kFirstPosition, kLastPosition};
+    if (row < from_partial) {
+      const int at = queues_.partial[(partial_head_ + row) % Queues::kRing];
       key = index_[at];
       span = {first_[at], last_[at]};
-    } else if (thread_ < taken) {
-      key = queues_.whole[(whole_head_ + thread_ - from_partial) % Queues::kRing];
-      span = {kFirstPosition, kLastPosition};
+    } else {
+      key = queues_.whole[(whole_head_ + row - from_partial) % Queues::kRing];
     }
+    if (thread_ >= taken) span = Span::empty();
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
     Stage& note = begin_chunk();
     // Without a key that all queries see there may be a query that sees none: then every row is tested, so that whatever the
@@ -428,8 +430,7 @@ class Walk {
     if (thread_ < kKeys) {
       note.index[Stage::index_place(thread_)] = key;
       if (!is_whole) note.span[thread_] = Seen::of(span);
-      if (kVariant == Variant::kGeneral)
-        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+      if (kVariant == Variant::kGeneral) note.key_bias[Stage::bias_place(thread_)] = key_bias_ ? key_bias_[key] * kLog2e : 0.0f;
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
