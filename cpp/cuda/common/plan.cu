@@ -6,6 +6,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../attention_launch.h"
+#include "dependent_launch.cuh"
 #include "device.cuh"
 #include "packed.cuh"
 #include "visibility.cuh"
@@ -131,6 +132,7 @@ __device__ __forceinline__ void write_seen(const PartKeys& keys, const PlanRow& 
 constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_constant__ AttentionParams p,
                                                               const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
   __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
@@ -180,6 +182,7 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
 // One block per part of a row: how many of its keys each segment is the first, or the last, to see; prefix sums of both.
 __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
   __shared__ Scan::TempStorage scratch;
   __shared__ int begun[kMostSegments], ended[kMostSegments];
   const int thread = threadIdx.x;
@@ -206,6 +209,7 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
 // One block per row: the length of segments, and where the list of each goes.
 __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
   using Sum = cub::BlockReduce<int64_t, kThreads>;
   __shared__ union {
     Scan::TempStorage scan;
@@ -267,6 +271,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
 // One block per part of a row: writes its share of the coarse segments' lists, and of the live keys' where someone reads that.
 __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
   __shared__ int warp_counts[2][kWarps];
   __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
   const int thread = threadIdx.x;
@@ -302,6 +307,7 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
 // One block per segment: its list, from that of the coarse segment it lies in.
 __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
   constexpr int kRound = kListWarps * 32 * kKeysPerLane;
   __shared__ int warp_counts[2][kListWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -351,6 +357,7 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
 // Copies the keys and values of a kv head's list, kPackedPlaces at a time; few blocks, because often there is nothing to do.
 constexpr int kPackedPlaces = 16, kPackBlocks = 64, kPackThreads = 256;
 __global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_constant__ ForwardCall call) {
+  wait_for_kernel_before();
   const AttentionParams& p = call.p;
   const Plan& plan = call.plan;
   const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
@@ -432,8 +439,7 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
 
 cudaError_t launch_pack_rows(const ForwardCall& call, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(call.p.batch * call.p.kv_heads), kPackBlocks);
-  pack_rows_kernel<<<grid, kPackThreads, 0, stream>>>(call);
-  return cudaGetLastError();
+  return launch_dependent(pack_rows_kernel, grid, kPackThreads, 0, stream, call);
 }
 
 cudaError_t launch_order(const AttentionParams& p, const Plan& plan, cudaStream_t stream) {
@@ -445,14 +451,15 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
   const unsigned rows = static_cast<unsigned>(plan.batches * plan.heads), parts = static_cast<unsigned>(plan.parts);
   const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   if (parts == 1 && segments <= kFewSegments) {
-    small_plan_kernel<<<dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream>>>(p, plan);
-    return cudaGetLastError();
+    return launch_dependent(small_plan_kernel, dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream, p, plan);
   }
-  count_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
-  choose_kernel<<<rows, kThreads, 0, stream>>>(p, plan);
-  spread_kernel<<<rows * parts, kThreads, 0, stream>>>(p, plan);
-  if (segments > 1) list_kernel<<<rows * segments, kListWarps * 32, 0, stream>>>(p, plan);
-  return cudaGetLastError();
+  cudaError_t status = launch_dependent(count_kernel, rows * parts, kThreads, 0, stream, p, plan);
+  if (status == cudaSuccess) status = launch_dependent(choose_kernel, rows, kThreads, 0, stream, p, plan);
+  if (status == cudaSuccess) status = launch_dependent(spread_kernel, rows * parts, kThreads, 0, stream, p, plan);
+  if (status == cudaSuccess && segments > 1) {
+    status = launch_dependent(list_kernel, rows * segments, kListWarps * 32, 0, stream, p, plan);
+  }
+  return status;
 }
 
 }  // namespace dmattn::cuda

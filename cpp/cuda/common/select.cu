@@ -20,6 +20,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../launch.h"
+#include "dependent_launch.cuh"
 #include "select_best.cuh"
 #include "select_groups.cuh"
 #include "select_keys.cuh"
@@ -38,6 +39,7 @@ __device__ int32_t lasting_end(const Head& head, int32_t index, int32_t length) 
 
 // The window is not smaller than the length: nothing dies.
 __global__ void __launch_bounds__(256) keep_all(const SelectParams p, const Work work, int64_t keys) {
+  wait_for_kernel_before();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const Head head(p, work, i / work.length);
     const int32_t index = static_cast<int32_t>(i % work.length);
@@ -49,6 +51,7 @@ __global__ void __launch_bounds__(256) keep_all(const SelectParams p, const Work
 // Not causal: the best `window` keys of a group live until its end. Groups lie one after the other in the order, the last one
 // first.
 __global__ void __launch_bounds__(256) keep_best(const SelectParams p, const Work work, int64_t keys) {
+  wait_for_kernel_before();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const int64_t row = i / work.length;
     const Head head(p, work, row);
@@ -63,6 +66,7 @@ __global__ void __launch_bounds__(256) keep_best(const SelectParams p, const Wor
 // A block per head and chunk c: bounds[c + 1], and the counts of column c (in this tile) become those of all tiles before.
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
+  wait_for_kernel_before();
   constexpr int kTilesEach = 2;  // of at most 2^20 / (kBlock * kItems) tiles
   static_assert((1 << kIndexBits) <= kTilesEach * kBlock * kBlock * kItems);
   using Scan = cub::BlockScan<int32_t, kBlock>;
@@ -110,6 +114,7 @@ __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
 // A block per head and tile of the order: each key either lives on, was never alive, or goes to the list of the chunk it dies in.
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock) distribute(const SelectParams p, const Work work) {
+  wait_for_kernel_before();
   constexpr int kKeys = kBlock * kItems;
   using Scan = cub::BlockScan<int32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
@@ -172,6 +177,7 @@ __device__ int32_t rank_among_groups(uint32_t flags, const uint32_t* group_flags
 }
 
 __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p, const Work work) {
+  wait_for_kernel_before();
   static_assert(kChunk == 32 * 32, "one lane per group of 32 keys");
   constexpr int kArrivalFlags = 2;
   __shared__ uint32_t group_flags[3][32];
@@ -304,34 +310,30 @@ size_t plan(const SelectParams& p, char* memory, Work& work) {
 }
 
 template <class Key>
-void launch_sort(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
+cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
   const unsigned blocks = rows * static_cast<unsigned>(work.tiles);
-  if (work.tiles == 1) {
-    sort_tiles<Key, true><<<blocks, kThreads<Key>, 0, stream>>>(p, work);
-    return;
-  }
-  sort_tiles<Key, false><<<blocks, kThreads<Key>, 0, stream>>>(p, work);
+  const auto sort = work.tiles == 1 ? sort_tiles<Key, true> : sort_tiles<Key, false>;
+  cudaError_t status = launch_dependent(sort, blocks, kThreads<Key>, 0, stream, p, work);
   Key* from = static_cast<Key*>(work.keys[0]);
   Key* to = static_cast<Key*>(work.keys[1]);
-  for (int32_t run = kTile<Key>; run < work.length; run *= 2) {
-    if (2 * run < work.length) {
-      merge_runs<Key, false><<<blocks, kThreads<Key>, 0, stream>>>(work, from, to, run);
-    } else {
-      merge_runs<Key, true><<<blocks, kThreads<Key>, 0, stream>>>(work, from, to, run);
-    }
+  for (int32_t run = kTile<Key>; status == cudaSuccess && run < work.length; run *= 2) {
+    const auto merge = 2 * run < work.length ? merge_runs<Key, false> : merge_runs<Key, true>;
+    status = launch_dependent(merge, blocks, kThreads<Key>, 0, stream, work, from, to, run);
     Key* previous = from;
     from = to, to = previous;
   }
+  return status;
 }
 
 template <class Key>
-void launch_all(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
-  launch_sort<Key>(p, work, rows, stream);
-  if (!p.is_causal) return;
-  const unsigned chunks = rows * static_cast<unsigned>(work.chunks);
-  find_thresholds<kThreads<Key>><<<chunks, kThreads<Key>, 0, stream>>>(work);
-  distribute<kThreads<Key>><<<rows* static_cast<unsigned>(work.tiles), kThreads<Key>, 0, stream>>>(p, work);
-  resolve<<<chunks, kResolveThreads, 0, stream>>>(p, work);
+cudaError_t launch_all(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
+  cudaError_t status = launch_sort<Key>(p, work, rows, stream);
+  if (status != cudaSuccess || !p.is_causal) return status;
+  const unsigned chunks = rows * static_cast<unsigned>(work.chunks), tiles = rows * static_cast<unsigned>(work.tiles);
+  status = launch_dependent(find_thresholds<kThreads<Key>>, chunks, kThreads<Key>, 0, stream, work);
+  if (status == cudaSuccess) status = launch_dependent(distribute<kThreads<Key>>, tiles, kThreads<Key>, 0, stream, p, work);
+  if (status == cudaSuccess) status = launch_dependent(resolve, chunks, kResolveThreads, 0, stream, p, work);
+  return status;
 }
 
 }  // namespace
@@ -349,25 +351,22 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   Work work;
   plan(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
-  if (keeps_all(p)) {
-    keep_all<<<simple_grid, 256, 0, stream>>>(p, work, keys);
-    return cudaGetLastError();
-  }
+  if (keeps_all(p)) return launch_dependent(keep_all, simple_grid, 256, 0, stream, p, work, keys);
   if (has_one_set(p)) {
-    keep_best_of_row<<<static_cast<unsigned>(rows), kBestThreads, 0, stream>>>(p, work.window);
-    return cudaGetLastError();
+    return launch_dependent(keep_best_of_row, static_cast<unsigned>(rows), kBestThreads, 0, stream, p, work.window);
   }
+  cudaError_t status = cudaSuccess;
   if (work.groups != nullptr) {
     const auto group_rows = static_cast<unsigned>(work.group_batches * work.group_heads);
-    (p.is_causal ? find_causal_groups : find_chained_groups)<<<group_rows, kGroupThreads, 0, stream>>>(p, work);
+    status =
+        launch_dependent(p.is_causal ? find_causal_groups : find_chained_groups, group_rows, kGroupThreads, 0, stream, p, work);
   }
-  if (needs_wide_keys(p)) {
-    launch_all<WideKey>(p, work, static_cast<unsigned>(rows), stream);
-  } else {
-    launch_all<NarrowKey>(p, work, static_cast<unsigned>(rows), stream);
+  if (status == cudaSuccess) {
+    const auto launch = needs_wide_keys(p) ? launch_all<WideKey> : launch_all<NarrowKey>;
+    status = launch(p, work, static_cast<unsigned>(rows), stream);
   }
-  if (!p.is_causal) keep_best<<<simple_grid, 256, 0, stream>>>(p, work, keys);
-  return cudaGetLastError();
+  if (status == cudaSuccess && !p.is_causal) status = launch_dependent(keep_best, simple_grid, 256, 0, stream, p, work, keys);
+  return status;
 }
 
 }  // namespace dmattn::cuda

@@ -8,6 +8,7 @@
 
 #include <cub/block/block_scan.cuh>
 
+#include "dependent_launch.cuh"
 #include "select_keys.cuh"
 
 namespace dmattn::cuda::selection {
@@ -33,6 +34,7 @@ __device__ inline void write_groups(int32_t (&starts)[kGroupItems], int32_t& cur
 }
 
 static __global__ void __launch_bounds__(kGroupThreads) find_causal_groups(const SelectParams p, const Work work) {
+  wait_for_kernel_before();
   __shared__ GroupScan::TempStorage storage;
   const int32_t* segments = segments_of(p, blockIdx.x / work.group_heads, blockIdx.x % work.group_heads);
   int32_t* groups = work.groups + static_cast<int64_t>(blockIdx.x) * work.length;
@@ -64,6 +66,7 @@ __device__ inline int32_t group_end(const int32_t* segments, int32_t first, int3
 
 // Group starts are a chain: each knows the next. Within a tile the keys on it are found by doubling the length of the jumps.
 static __global__ void __launch_bounds__(kGroupThreads) find_chained_groups(const SelectParams p, const Work work) {
+  wait_for_kernel_before();
   __shared__ GroupScan::TempStorage storage;
   __shared__ int32_t jumps[kGroupTile + 1];  // kGroupTile: beyond the tile
   __shared__ uint8_t on_chain[kGroupTile + 1];

@@ -7,6 +7,7 @@
 #include <cub/block/block_merge_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
+#include "dependent_launch.cuh"
 #include "select_keys.cuh"
 
 namespace dmattn::cuda::selection {
@@ -76,6 +77,7 @@ struct Preferred {
 
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p, const Work work) {
+  wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
   const int64_t row = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
@@ -114,6 +116,7 @@ __device__ int32_t merge_split(const Key* a, int32_t a_count, const Key* b, int3
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>)
     merge_runs(const Work work, const Key* __restrict__ from, Key* __restrict__ to, int32_t run) {
+  wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
   __shared__ int32_t splits[2];
   const int64_t row = blockIdx.x / work.tiles;

@@ -6,6 +6,7 @@
 // the rows came by tensor copy, were gathered one by one, or belong to the next tile.
 #pragma once
 
+#include "../common/dependent_launch.cuh"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
 #include "load.cuh"
@@ -91,15 +92,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   float out[1][kOut][4], x[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // The gathered variant's key_bias, over the scale, is what the scores are added to.
+  // The gathered variant's key_bias is what the scores are added to.
   const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
   auto read_bias = [&](const Chunk& note) {
     if (!has_bias) return;
 #pragma unroll
-    for (int i = 0; i < kN; i += 2) {  // bias_place, for even i
-      const float4 pairs = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 8 * i]);
-      x[0][i][0] = x[0][i][2] = pairs.x * call.over_scale, x[0][i][1] = x[0][i][3] = pairs.y * call.over_scale;
-      x[0][i + 1][0] = x[0][i + 1][2] = pairs.z * call.over_scale, x[0][i + 1][1] = x[0][i + 1][3] = pairs.w * call.over_scale;
+    for (int i = 0; i < kN; ++i) {
+      const float4 sums = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 16 * i]);  // bias_place
+      x[0][i][0] = sums.x, x[0][i][1] = sums.y, x[0][i][2] = sums.z, x[0][i][3] = sums.w;
     }
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage) {
@@ -394,6 +394,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
     fence_barrier_init();
   }
   __syncthreads();
+  wait_for_kernel_before();
   const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (role < kConsumers) {
     take_registers<kShape.computing_registers>();
@@ -416,8 +417,7 @@ cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const 
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(call, work, maps);
-  return cudaGetLastError();
+  return launch_dependent(kernel, static_cast<unsigned>(blocks), kThreads, kBytes, stream, call, work, maps);
 }
 
 }  // namespace dmattn::cuda::sm90

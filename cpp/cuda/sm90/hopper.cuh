@@ -60,6 +60,14 @@ __device__ __forceinline__ bool group_any(int id, int threads, bool mine) {
                : "memory");
   return any != 0;
 }
+__device__ __forceinline__ int group_count(int id, int threads, bool mine) {
+  int count;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; barrier.red.popc.u32 %0, %1, %2, p; }"
+               : "=r"(count)
+               : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
+               : "memory");
+  return count;
+}
 
 // What ordinary stores and copies wrote to shared memory becomes visible to products and tensor copies.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

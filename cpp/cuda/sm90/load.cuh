@@ -94,8 +94,6 @@ __device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index,
   }
 }
 
-__device__ const float kHiddenBias = -INFINITY;
-
 // Loads what the notes say: one half of the warpgroup keys and queries, the other values, by the same code. Without gathering,
 // one thread of each does.
 template <int kDim, Variant kVariant>
@@ -159,14 +157,14 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       }
     }
     const bool has_bias = kIsGathered && bias && !(flags & kEnd);
-    if (has_bias) {
-      constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
+    constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
+    float bias_of[kEach];
+    if (has_bias) {  // read now, written when the copies are under way
       const int there = flags & kGaps ? note.base : kShape.keys;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[Chunk::index_place(at)];
-        copy_async_4(shared_address(&note.key_bias[Chunk::bias_place(at)]), key >= 0 && at < there ? bias + key : &kHiddenBias,
-                     true);
+        bias_of[i] = key >= 0 && at < there ? __ldg(bias + key) : negative_infinity();
       }
     }
     const uint32_t stage_full = full + 8 * stage;
@@ -192,12 +190,19 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
         copy_box(tile + panel * (kShape.keys * 128), map, stage_full, panel * 64, note.base, kv_head, batch);
       }
     }
+    if (has_bias) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        float* const to = &note.key_bias[Chunk::bias_place(thread + i * kLoaders)];
+        to[0] = to[2] = bias_of[i] * call.over_scale;
+      }
+    }
     if (!is_single) {
       settle();
-      copy_async_commit();
-      if (!has_bias && in_order) {
+      if (in_order) {
         barrier_arrive(stage_full);
       } else {
+        copy_async_commit();
         due = stage_full;
       }
       if (is_keys && flags & kFirst) settle();  // at once: what is waited for next may wait for these keys

@@ -30,13 +30,13 @@ inline constexpr ForwardShape kForwardShape<64, Variant::kDense> = {192, 2, 2, 4
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {160, 2, 2, 4, 216, 40, 40};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 40, 72};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 64, 64};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 48, 96};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 48, 64};
+inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 40, 72};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 192, 64, 64};
 template <>
@@ -44,7 +44,7 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2,
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {80, 2, 1, 4, 216, 40, 40};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 56, 72};
+inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 48, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
 template <>

@@ -44,8 +44,10 @@ struct Note {
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
   static constexpr bool kHasGaps = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
-  // Where the key_bias of a column lies: what a thread of a product holds of two tiles of 8 columns lies together.
+  // Where the key_bias of a column lies. In the gathered variant a thread of a product finds its four sums together, two columns
+  // of two rows, so there is a copy two places on; in the others what it holds of two tiles of 8 columns lies together.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
+    if (kHasGaps) return column / 2 * 4 + column % 2;
     return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
   // Where the key of a row lies: those of every eighth row lie together.
@@ -55,7 +57,8 @@ struct Note {
   int batch, head, first_query;          // of the tile: the first head of those packed in it
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
   alignas(16) Seen span[kRowNotes];
-  alignas(16) float key_bias[kRowNotes];                           // base 2 in the general variant
+  // The general variant: base 2. The gathered one: over the scale, as products hold what they add to, so twice.
+  alignas(16) float key_bias[kHasGaps ? 2 * kRowNotes : kRowNotes];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
 };
 
@@ -95,6 +98,11 @@ struct WalkQueues {
   int warp_counts[2][4];
   uint32_t seen[4][4];  // [warp][word]
   uint32_t item;
+  // With a block mask, by thread: which of its tiles are short, and how many of the threads before it are; of all, 0: no order.
+  static constexpr bool kHasOrder = kVariant == Variant::kPlain;
+  uint32_t is_short[kHasOrder ? kWarpgroup : 1];
+  uint16_t short_before[kHasOrder ? kWarpgroup : 1];
+  int short_tiles;
 };
 
 template <Variant kVariant, int kKeys, int kNotes>
@@ -117,14 +125,25 @@ class Walk {
   __device__ __forceinline__ void run() {
     const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.packs;
     for (uint32_t item = blockIdx.x; item < items;) {
-      // Drawn now and looked at later, so that its latency is hidden.
+      // Drawn now and looked at later, so that its latency is hidden; where registers are short, consumers hide it.
       uint32_t next = items;
-      if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
+      auto draw = [&] {
+        if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
+      };
+      if (!Queues::kHasOrder) draw();
       walk_tile(item);
+      if (Queues::kHasOrder) draw();
+      const bool is_first = item == blockIdx.x;
       if (thread_ == 0) queues_.item = next;
       sync();
       item = queues_.item;
       sync();
+      if constexpr (Queues::kHasOrder) {
+        const MaskParams& mask = call_.p.mask;
+        if (item >= items || !mask.tiles.data || mask.is_causal || items - gridDim.x > kMostOrdered) continue;
+        if (is_first) find_short_tiles(items);
+        if (queues_.short_tiles > 0) item = long_first(item - gridDim.x, items);
+      }
     }
     begin_chunk();
     accept(kEnd);
@@ -139,6 +158,71 @@ class Walk {
   __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kWarpgroup, mine); }
 
   __device__ __forceinline__ bool gathered() const { return kVariant == Variant::kGathered ? true : call_.plan.index != nullptr; }
+
+  // ---- which tiles come last ----
+
+  // With a block mask tiles are as long as the mask says. The shortest quarter comes last, so that the blocks finish together:
+  // every block finds them for itself, beyond the first tile of each block, while its own first tile is computed.
+  static constexpr uint32_t kMostOrdered = 32 * kWarpgroup;  // a thread keeps 32 tiles in mind
+
+  __device__ __forceinline__ void find_short_tiles(uint32_t items) {
+    const int others = static_cast<int>(items - gridDim.x), each = (others + kWarpgroup - 1) / kWarpgroup;
+    // So few entries that no more than a quarter of some tiles have fewer.
+    const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kWarpgroup));
+    int few = 0;
+    for (int step = 1 << 31 - __clz(static_cast<int>(call_.p.mask.tiles_k)); step > 0; step /= 2) {
+      if (group_count(kBarrier, kWarpgroup, sample < few + step) <= kWarpgroup / 4) few += step;
+    }
+    uint32_t is_short = 0;
+    if (any(sample < few)) {  // otherwise they are alike
+      for (int i = 0; i < each && thread_ * each + i < others; ++i) {
+        if (entries_of(gridDim.x + static_cast<uint32_t>(thread_ * each + i)) < few) is_short |= 1u << i;
+      }
+    }
+    const int mine = __popc(is_short);
+    int up_to = mine;
+    for (int step = 1; step < 32; step *= 2) {
+      const int left = __shfl_up_sync(0xffffffffu, up_to, step);
+      if (thread_ % 32 >= step) up_to += left;
+    }
+    if (thread_ % 32 == 31) queues_.warp_counts[0][thread_ / 32] = up_to;
+    sync();
+    int before = up_to - mine, all = 0;
+    for (int w = 0; w < 4; ++w) {
+      const int other = queues_.warp_counts[0][w];
+      before += w < thread_ / 32 ? other : 0;
+      all += other;
+    }
+    queues_.is_short[thread_] = is_short;
+    queues_.short_before[thread_] = static_cast<uint16_t>(before);
+    if (thread_ == 0) queues_.short_tiles = all;
+    sync();
+  }
+
+  // The tile that is `at`-th in that order; the thread that has it in mind tells.
+  __device__ __forceinline__ uint32_t long_first(uint32_t at, uint32_t items) {
+    const int others = static_cast<int>(items - gridDim.x), each = (others + kWarpgroup - 1) / kWarpgroup;
+    const int first = thread_ * each, mine = max(0, min(each, others - first));
+    const int long_tiles = others - queues_.short_tiles, short_before = queues_.short_before[thread_];
+    const bool is_short = static_cast<int>(at) >= long_tiles;
+    const int rank = static_cast<int>(at) - (is_short ? long_tiles + short_before : first - short_before);
+    const uint32_t tiles = queues_.is_short[thread_] ^ (is_short ? 0u : 0xffffffffu);
+    uint32_t candidates = mine == 32 ? tiles : tiles & (1u << mine) - 1;
+    if (rank >= 0 && rank < __popc(candidates)) {
+      for (int i = 0; i < rank; ++i) candidates &= candidates - 1;
+      queues_.item = gridDim.x + static_cast<uint32_t>(first + __ffs(static_cast<int>(candidates)) - 1);
+    }
+    sync();
+    const uint32_t item = queues_.item;
+    sync();
+    return item;
+  }
+
+  __device__ __forceinline__ int entries_of(uint32_t item) const {
+    const WorkTile tile(call_, work_, item);
+    const MaskParams& mask = call_.p.mask;
+    return TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
+  }
 
   __device__ __forceinline__ void walk_tile(uint32_t item) {
     const AttentionParams& p = call_.p;
