@@ -133,6 +133,7 @@ constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_constant__ AttentionParams p,
                                                               const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
@@ -183,6 +184,7 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
 __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   __shared__ Scan::TempStorage scratch;
   __shared__ int begun[kMostSegments], ended[kMostSegments];
   const int thread = threadIdx.x;
@@ -272,6 +274,7 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
 __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   __shared__ int warp_counts[2][kWarps];
   __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
   const int thread = threadIdx.x;
@@ -308,6 +311,7 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
 __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   constexpr int kRound = kListWarps * 32 * kKeysPerLane;
   __shared__ int warp_counts[2][kListWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -358,6 +362,7 @@ __global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_cons
 constexpr int kPackedPlaces = 16, kPackBlocks = 64, kPackThreads = 256;
 __global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_constant__ ForwardCall call) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   const AttentionParams& p = call.p;
   const Plan& plan = call.plan;
   const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;

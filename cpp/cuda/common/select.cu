@@ -178,6 +178,7 @@ __device__ int32_t rank_among_groups(uint32_t flags, const uint32_t* group_flags
 
 __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p, const Work work) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   static_assert(kChunk == 32 * 32, "one lane per group of 32 keys");
   constexpr int kArrivalFlags = 2;
   __shared__ uint32_t group_flags[3][32];

@@ -22,6 +22,7 @@ inline bool has_one_set(const SelectParams& p) {
 // A block per row: the best `window` keys, fewer than there are, get kForever, the others kNever.
 __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectParams p, int32_t window) {
   wait_for_kernel_before();
+  let_kernel_after_come();
   static_assert(kBins == 2 * kBestThreads && 32 > 2 * kDigitBits);
   using Scan = cub::BlockScan<int32_t, kBestThreads>;
   __shared__ typename Scan::TempStorage storage;

@@ -33,14 +33,31 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
       }
     }
   } else if (flags & (kSpans | kFew)) {
+    if constexpr (Chunk::kHasGaps) {
+      const int warp = static_cast<int>(threadIdx.x) / 32;
+      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(column)]);
+      const uint32_t row = 1u << threadIdx.x % 32 / 4;  // and 8 rows, or a column, on
 #pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      if (Chunk::kHasGaps && i == kFewRows / 8 && !(flags & kSpans)) break;
-      const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
-      const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
+      for (int i = 0; i < kN; i += 4) {
+        if (i == kFewRows / 8 && !(flags & kSpans)) break;
+        const uint4 four = seen[i / 4];
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) keep(i, r, left.by(positions[r]), right.by(positions[r]));
-      if (i % 4 == 3) asm volatile("" ::: "memory");  // a few loads at a time: registers are short here
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) keep(i + j, r, words[j] & row << 8 * r, words[j] & row << 16 + 8 * r);
+        }
+        asm volatile("" ::: "memory");  // not all loads at once: registers are short here
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
+        const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) keep(i, r, left.by(positions[r]), right.by(positions[r]));
+        if (i % 4 == 3) asm volatile("" ::: "memory");
+      }
     }
   } else if constexpr (Chunk::kHasBits) {
 #pragma unroll

@@ -38,7 +38,7 @@ inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 40, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 192, 64, 64};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 200, 56, 56};
 template <>
 inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
 template <>

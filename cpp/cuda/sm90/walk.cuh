@@ -52,11 +52,17 @@ struct Note {
   }
   // Where the key of a row lies: those of every eighth row lie together.
   static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
+  // What a thread of a product has to know of its columns lies together, two neighbours in a word.
+  static __device__ __forceinline__ constexpr int seen_place(int column) {
+    return column % 8 / 2 * (kKeys / 4) + column / 8 * 2 + column % 2;
+  }
   uint32_t flags;
   int base;                              // kInOrder: the first key, or place; kGaps: how many rows are there
   int batch, head, first_query;          // of the tile: the first head of those packed in it
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
-  alignas(16) Seen span[kRowNotes];
+  alignas(16) Seen span[kHasGaps ? 1 : kRowNotes];
+  // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
+  alignas(16) uint16_t seen[kHasGaps ? kRows / 16 : 1][kHasGaps ? kRowNotes : 1];
   // The general variant: base 2. The gathered one: over the scale, as products hold what they add to, so twice.
   alignas(16) float key_bias[kHasGaps ? 2 * kRowNotes : kRowNotes];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
@@ -157,8 +163,6 @@ class Walk {
   __device__ __forceinline__ void sync() const { group_sync(kBarrier, kWarpgroup); }
   __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kWarpgroup, mine); }
 
-  __device__ __forceinline__ bool gathered() const { return kVariant == Variant::kGathered ? true : call_.plan.index != nullptr; }
-
   // ---- which tiles come last ----
 
   // With a block mask tiles are as long as the mask says. The shortest quarter comes last, so that the blocks finish together:
@@ -235,7 +239,9 @@ class Walk {
     position_flag_ = kFirst;
     if constexpr (kVariant == Variant::kDense) {
       walk_in_order();
-    } else if (Queues::kHasPlan && gathered()) {
+    } else if constexpr (kVariant == Variant::kGathered) {
+      walk_plan();
+    } else if (Queues::kHasPlan && call_.plan.index) {
       walk_plan();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
@@ -513,12 +519,27 @@ class Walk {
     }
     if (thread_ < kKeys) {
       note.index[Stage::index_place(thread_)] = key;
-      if (!is_whole) note.span[thread_] = Seen::of(span);
+      if (!is_whole) note_seen(note, span);
       if (kVariant == Variant::kGeneral) note.key_bias[Stage::bias_place(thread_)] = key_bias_ ? key_bias_[key] * kLog2e : 0.0f;
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
     accept(flags);
+  }
+
+  // Which queries see the key of this thread's row.
+  __device__ __forceinline__ void note_seen(Stage& note, Span span) const {
+    if constexpr (Stage::kHasGaps) {
+      const int shift = work_.pack_shift;  // a query is 2^shift rows
+      const int first = min(max(span.first - low_, 0), kRows) << shift, last = min(max(span.last - low_, 0), kRows) << shift;
+#pragma unroll
+      for (int warp = 0; warp < kRows / 16; ++warp) {
+        const int from = min(max(first - 16 * warp, 0), 16), to = min(max(last - 16 * warp, 0), 16);
+        note.seen[warp][Stage::seen_place(thread_)] = static_cast<uint16_t>((1u << to) - 1 & ~((1u << from) - 1));
+      }
+    } else {
+      note.span[thread_] = Seen::of(span);
+    }
   }
 
   static constexpr int kPerThread = kPlanBlock / kWarpgroup;
