@@ -115,8 +115,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     if (!has_bias) return;
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const float4 sums = *reinterpret_cast<const float4*>(&note.key_bias[2 * column + 16 * i]);  // bias_place
-      x[0][i][0] = sums.x, x[0][i][1] = sums.y, x[0][i][2] = sums.z, x[0][i][3] = sums.w;
+      const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+      x[0][i][0] = x[0][i][2] = pair.x, x[0][i][1] = x[0][i][3] = pair.y;
     }
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage) {

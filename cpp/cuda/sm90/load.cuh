@@ -193,8 +193,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (has_bias) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        float* const to = &note.key_bias[Chunk::bias_place(thread + i * kLoaders)];
-        to[0] = to[2] = bias_of[i] * call.over_scale;
+        note.key_bias[Chunk::bias_place(thread + i * kLoaders)] = bias_of[i] * call.over_scale;
       }
     }
     if (!is_single) {

@@ -44,11 +44,10 @@ struct Note {
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
   static constexpr bool kHasGaps = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
-  // Where the key_bias of a column lies. In the gathered variant a thread of a product finds its four sums together, two columns
-  // of two rows, so there is a copy two places on; in the others what it holds of two tiles of 8 columns lies together.
+  // Where the key_bias of a column lies. In the general variant what a thread of a product holds of two tiles of 8 columns lies
+  // together; in the gathered one it reads neighbours into where it adds to them.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
-    if (kHasGaps) return column / 2 * 4 + column % 2;
-    return column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+    return kHasGaps ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
   // Where the key of a row lies: those of every eighth row lie together.
   static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
@@ -61,11 +60,10 @@ struct Note {
   int batch, head, first_query;          // of the tile: the first head of those packed in it
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
   alignas(16) Seen span[kHasGaps ? 1 : kRowNotes];
-  // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
-  alignas(16) uint16_t seen[kHasGaps ? kRows / 16 : 1][kHasGaps ? kRowNotes : 1];
-  // The general variant: base 2. The gathered one: over the scale, as products hold what they add to, so twice.
-  alignas(16) float key_bias[kHasGaps ? 2 * kRowNotes : kRowNotes];
+  alignas(16) float key_bias[kRowNotes];  // the general variant: base 2; the gathered one: over the scale
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
+  // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
+  alignas(kHasGaps ? 16 : 2) uint16_t seen[kHasGaps ? kRows / 16 : 1][kHasGaps ? kRowNotes : 1];
 };
 
 // How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
