@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cub/block/block_merge_sort.cuh>
+#include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "dependent_launch.cuh"
@@ -15,7 +16,9 @@ namespace dmattn::cuda::selection {
 template <class Key>
 struct SortStorage {
   static constexpr int kChunksPerThread = kMaxChunks / kThreads<Key>;
-  using Sort = cub::BlockMergeSort<Key, kThreads<Key>, kItems>;
+  // Narrow keys are sorted by their codes alone, digit by digit; equal ones keep their order.
+  using Sort = std::conditional_t<kIsWide<Key>, cub::BlockMergeSort<Key, kThreads<Key>, kItems>,
+                                  cub::BlockRadixSort<uint32_t, kThreads<Key>, kItems, uint16_t>>;
   using Scan = cub::BlockScan<int32_t, kThreads<Key>>;
   struct Finish {
     uint32_t words[kTile<Key>];
@@ -82,20 +85,39 @@ __global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p
   const int64_t row = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
   const Head head(p, work, row);
-  Key keys[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int32_t index = first + i * kThreads<Key> + static_cast<int32_t>(threadIdx.x);
-    keys[i] = ~Key{0};
-    if (index >= work.length) continue;
-    keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? __ldg(head.groups + index) : 0, index);
-    if (p.is_causal) {
+  const int32_t valid = min(kTile<Key>, work.length - first), thread = static_cast<int32_t>(threadIdx.x);
+  if (p.is_causal) {
+    for (int32_t index = first + thread; index < first + valid; index += kThreads<Key>) {
       p.end[row * work.length + index] = index;  // what most keys end with; the later kernels write the others
       work.arrives[row * work.length + index] = 0;
     }
   }
-  typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
-  write_tile<Key, kLast>(work, row, tile, min(kTile<Key>, work.length - first), keys, static_cast<Key*>(work.keys[0]), storage);
+  Key keys[kItems];
+  if constexpr (kIsWide<Key>) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t index = first + i * kThreads<Key> + thread;
+      keys[i] = ~Key{0};
+      if (index >= work.length) continue;
+      keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? __ldg(head.groups + index) : 0, index);
+    }
+    typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
+  } else {
+    uint32_t codes[kItems];  // complements: the best first, then the latest, then what is beyond the tile
+    uint16_t offsets[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int32_t offset = valid - 1 - (thread * kItems + i);
+      codes[i] = offset >= 0 ? ~code_of<Key>(p, head, first + offset, work.length) : 0xffffffffU;
+      offsets[i] = static_cast<uint16_t>(offset);
+    }
+    typename SortStorage<Key>::Sort(storage.sort).Sort(codes, offsets);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      keys[i] = thread * kItems + i < valid ? make_key<Key>(~codes[i], 0, first + offsets[i]) : ~Key{0};
+    }
+  }
+  write_tile<Key, kLast>(work, row, tile, valid, keys, static_cast<Key*>(work.keys[0]), storage);
 }
 
 // How many of the first `outputs` merged keys come from a. A whole warp asks, 32 places at a time.
