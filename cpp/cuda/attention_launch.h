@@ -25,23 +25,24 @@ inline constexpr int kOneSegment = 24;      // the shift that says so: all queri
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
 struct Plan {
-  int32_t* index = nullptr;   // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, all keys
-                              // are taken in order
-  int32_t* first = nullptr;   // [rows, capacity]: the key's span of positions, causality included
-  int32_t* last = nullptr;    // [rows, capacity]
-  int32_t* count = nullptr;   // [rows]: live keys
-  int32_t* shift = nullptr;   // [rows]: a segment is 2^shift queries
-  int shortest = 9;           // shift of the shortest segments
-  int32_t* lists = nullptr;   // [rows, most_lists, 2]: where in the row the list of a segment begins, and its length; then those
-                              // of coarse segments, which nobody but the plan reads
-  int32_t* counts = nullptr;  // [rows, parts, 2, segments]: the plan's own
-  int32_t* ticket = nullptr;  // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  bool keeps_live = false;    // are the live keys written, even where no list is made of them?
-  bool joins = false;         // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
-  int64_t capacity = 0;       // kPlanEntries * Sk, for one segment just Sk; even
-  int64_t most_lists = 0;     // that a row may have
-  int64_t parts = 0;          // of kPlanPart keys
-  int64_t batch_stride = 0;   // 0 or plan_heads, in rows
+  int32_t* index = nullptr;    // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, all keys
+                               // are taken in order
+  int32_t* first = nullptr;    // [rows, capacity]: the key's span of positions, causality included
+  int32_t* last = nullptr;     // [rows, capacity]
+  int32_t* count = nullptr;    // [rows]: live keys
+  int32_t* shift = nullptr;    // [rows]: a segment is 2^shift queries
+  int shortest = 9;            // shift of the shortest segments
+  int32_t* lists = nullptr;    // [rows, most_lists, 2]: where in the row the list of a segment begins, and its length; then those
+                               // of coarse segments, which nobody but the plan reads
+  int32_t* counts = nullptr;   // [rows, parts, 2, segments]: the plan's own; the next as well
+  int32_t* partial = nullptr;  // [rows, parts]: are some of the part's keys seen by a part of the queries only?
+  int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
+  bool keeps_live = false;     // are the live keys written, even where no list is made of them?
+  bool joins = false;          // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
+  int64_t capacity = 0;        // kPlanEntries * Sk, for one segment just Sk; even
+  int64_t most_lists = 0;      // that a row may have
+  int64_t parts = 0;           // of kPlanPart keys
+  int64_t batch_stride = 0;    // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.

@@ -113,7 +113,8 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.batch_stride = plan.batches > 1 ? plan.heads : 0;
   const int64_t rows = plan.batches * plan.heads;
   const int64_t counts = plan.parts * 2 * segments;
-  const Tensor memory = empty_on(like, {rows * (3 * plan.capacity + 2 * plan.most_lists + counts + 2) + 1}, ScalarType::Int);
+  const Tensor memory =
+      empty_on(like, {rows * (3 * plan.capacity + 2 * plan.most_lists + counts + plan.parts + 2) + 1}, ScalarType::Int);
   plan.index = static_cast<int32_t*>(memory.data_ptr());
   plan.first = plan.index + rows * plan.capacity;
   plan.last = plan.first + rows * plan.capacity;
@@ -121,7 +122,8 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.shift = plan.count + rows;
   plan.lists = plan.shift + rows;
   plan.counts = plan.lists + rows * 2 * plan.most_lists;
-  plan.ticket = plan.counts + rows * counts;
+  plan.partial = plan.counts + rows * counts;
+  plan.ticket = plan.partial + rows * plan.parts;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

@@ -191,7 +191,7 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
   const bool has_partial = count_keys(keys, row, begun, ended);
-  if (thread == 0) row.index[keys.part] = has_partial;  // for choose_kernel; the list comes later
+  if (thread == 0) plan.partial[keys.row * plan.parts + keys.part] = has_partial;
   int32_t* to = plan.counts + static_cast<int64_t>(blockIdx.x) * 2 * row.segments;
   for (const int* counts : {begun, ended}) {
     int items[kItems];
@@ -208,20 +208,24 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
   if (blockIdx.x == 0 && thread == 0) *plan.ticket = 0;
 }
 
-// One block per row: the length of segments, and where the list of each goes.
-__global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
-                                                          const __grid_constant__ Plan plan) {
-  wait_for_kernel_before();
+struct ChoiceStorage {
   using Sum = cub::BlockReduce<int64_t, kThreads>;
-  __shared__ union {
+  union {
     Scan::TempStorage scan;
     Sum::TempStorage sum;
   } scratch;
-  __shared__ int begun[kMostSegments], ended[kMostSegments];  // keys whose first / last segment is this or one before
-  __shared__ int64_t needed;
-  const int thread = threadIdx.x, key_length = static_cast<int>(p.key_length);
-  const PlanRow row(p, plan, blockIdx.x);
+  int begun[kMostSegments], ended[kMostSegments];  // keys whose first / last segment is this or one before
+  int64_t needed;
+};
 
+// The length of a row's segments, as a shift, and where the list of each goes. Every block of a row finds out for itself, and one
+// of them writes it down for the kernels to come.
+__device__ __forceinline__ int choose_lists(const AttentionParams& p, const Plan& plan, const PlanRow& row, int64_t row_number,
+                                            bool writes, ChoiceStorage& storage, int* coarse_places) {
+  using Sum = ChoiceStorage::Sum;
+  auto& scratch = storage.scratch;
+  int *const begun = storage.begun, *const ended = storage.ended;
+  const int thread = threadIdx.x, key_length = static_cast<int>(p.key_length);
   for (int i = thread; i < row.segments; i += kThreads) {
     int begun_here = 0, ended_here = 0;
     for (int part = 0; part < plan.parts; ++part) {
@@ -237,17 +241,17 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
     int64_t mine = 0;
     for (int i = thread; i < count && count > 1; i += kThreads) mine += length_of(begun, ended, row, i, shift);
     const int64_t all = Sum(scratch.sum).Sum(mine);
-    if (thread == 0) needed = all;
+    if (thread == 0) storage.needed = all;
     __syncthreads();
-    const int64_t result = needed;
+    const int64_t result = storage.needed;
     __syncthreads();
     return result;
   };
   bool has_partial = false;
-  for (int part = thread; part < plan.parts; part += kThreads) has_partial |= row.index[part] != 0;
+  for (int part = thread; part < plan.parts; part += kThreads) has_partial |= plan.partial[row_number * plan.parts + part] != 0;
   int shift = !__syncthreads_or(has_partial) && plan.joins ? kOneSegment : row.shortest;
   while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
-  if (thread == 0) plan.shift[blockIdx.x] = shift, plan.count[blockIdx.x] = live;
+  if (writes && thread == 0) plan.shift[row_number] = shift, plan.count[row_number] = live;
 
   int2* lists = row.lists;
   int begin = key_length;
@@ -263,11 +267,14 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int segment = thread * kItems + i;
-      if (segment < count) lists[segment] = count == 1 ? int2{0, live} : int2{begin + places[i], lengths[i]};
+      if (segment >= count) continue;
+      if (writes) lists[segment] = count == 1 ? int2{0, live} : int2{begin + places[i], lengths[i]};
+      if (which != shift) coarse_places[segment] = begin + places[i];
     }
     begin += count == 1 ? 0 : total;
     lists += row.segments;
   }
+  return shift;
 }
 
 // One block per part of a row: writes its share of the coarse segments' lists, and of the live keys' where someone reads that.
@@ -275,20 +282,19 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
                                                           const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
   let_kernel_after_come();
+  __shared__ ChoiceStorage storage;
   __shared__ int warp_counts[2][kWarps];
   __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
   const int thread = threadIdx.x;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
-  const int shift = plan.shift[keys.row] + kCoarseShift, count = segments_at(row.queries, shift);
+  const int shift = choose_lists(p, plan, row, keys.row, keys.part == 0, storage, places) + kCoarseShift;
+  const int count = segments_at(row.queries, shift);
   const auto counts_of = [&](int part, int segment) {
     const int32_t* const counts = row.counts + part * 2 * row.segments;
     return length_of(counts, counts + row.segments, row, segment, shift);
   };
-  for (int i = thread; i < count; i += kThreads) {
-    places[i] = row.lists[row.segments + i].x;
-    lengths[i] = counts_of(keys.part, i);
-  }
+  for (int i = thread; i < count; i += kThreads) lengths[i] = counts_of(keys.part, i);
   __syncthreads();
   for (int i = thread; i < keys.part * count; i += kThreads) atomicAdd(&places[i % count], counts_of(i / count, i % count));
   __syncthreads();
@@ -459,7 +465,6 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
     return launch_dependent(small_plan_kernel, dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream, p, plan);
   }
   cudaError_t status = launch_dependent(count_kernel, rows * parts, kThreads, 0, stream, p, plan);
-  if (status == cudaSuccess) status = launch_dependent(choose_kernel, rows, kThreads, 0, stream, p, plan);
   if (status == cudaSuccess) status = launch_dependent(spread_kernel, rows * parts, kThreads, 0, stream, p, plan);
   if (status == cudaSuccess && segments > 1) {
     status = launch_dependent(list_kernel, rows * segments, kListWarps * 32, 0, stream, p, plan);
