@@ -253,6 +253,23 @@ def test_block_mask_gradients_of_heads_in_parts():
             assert relative_distance(got[:, h], expected) < 1e-3
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("density", ["uneven", "even"])
+@pytest.mark.parametrize(("heads", "length"), [(24, 2000), (40, 15000)], ids=str)
+def test_block_masks_with_more_tiles_than_blocks(heads, length, density, is_causal):
+    """Whatever tile comes first, and however uneven they are: what a head gets when it is alone, bit for bit."""
+    q, k, v, _, _ = inputs(length, heads, heads, 64, batch=1)
+    tiles = -(-length // 128)
+    share = torch.rand(1, heads, tiles, 1, device="cuda") ** 3 if density == "uneven" else 1.0
+    table = torch.rand(1, heads, tiles, tiles, device="cuda") < share
+    table[:, 1, :3] = False
+    out = dmattn.attention(q, k, v, dmattn.BlockMask.from_blocks(table, 128), is_causal=is_causal)
+    for head in range(heads):
+        one = slice(head, head + 1)
+        alone = dmattn.BlockMask.from_blocks(table[:, one], 128)
+        assert torch.equal(out[:, one], dmattn.attention(q[:, one], k[:, one], v[:, one], alone, is_causal=is_causal))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["interval", "causal", "few keys"])

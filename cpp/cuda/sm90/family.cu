@@ -103,11 +103,11 @@ bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t leng
                    {64, box, 1, 1});
 }
 
-bool encode_packed(CUtensorMap* map, const PackedRows& packed, const void* data, const AttentionParams& p, int64_t width,
-                   int box) {
-  const int64_t capacity = packed.capacity;
-  return encode<4>(map, data, {width, capacity, p.kv_heads, p.batch}, {1, width, width * capacity, width * capacity * p.kv_heads},
-                   {64, box, 1, 1});
+bool encode_packed(CUtensorMap* map, const PackedRows& packed, void* data, const AttentionParams& p, int64_t width, int box) {
+  Rows rows;
+  rows.data = data;
+  rows.row_stride = width, rows.head_stride = width * packed.capacity, rows.batch_stride = rows.head_stride * p.kv_heads;
+  return encode_rows(map, rows, width, packed.capacity, p.kv_heads, p.batch, box);
 }
 
 constexpr int64_t kSectionBytes = 32 << 20;  // of L2

@@ -102,6 +102,9 @@ struct WalkQueues {
   int warp_counts[2][4];
   uint32_t seen[4][4];  // [warp][word]
   uint32_t item;
+  // With a block mask: entries of its row, and their states.
+  static constexpr bool kHasEntries = kVariant == Variant::kPlain || kVariant == Variant::kGeneral;
+  int32_t entries[kHasEntries ? kWarpgroup : 1], states[kHasEntries ? kWarpgroup : 1];
   // With a block mask, by thread: which of its tiles are short, and how many of the threads before it are; of all, 0: no order.
   static constexpr bool kHasOrder = kVariant == Variant::kPlain;
   uint32_t is_short[kHasOrder ? kWarpgroup : 1];
@@ -129,14 +132,10 @@ class Walk {
   __device__ __forceinline__ void run() {
     const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.packs;
     for (uint32_t item = blockIdx.x; item < items;) {
-      // Drawn now and looked at later, so that its latency is hidden; where registers are short, consumers hide it.
-      uint32_t next = items;
-      auto draw = [&] {
-        if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
-      };
-      if (!Queues::kHasOrder) draw();
       walk_tile(item);
-      if (Queues::kHasOrder) draw();
+      // Drawn as late as consumers leave time for, so that no block has tiles in store while others have none.
+      uint32_t next = items;
+      if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
       const bool is_first = item == blockIdx.x;
       if (thread_ == 0) queues_.item = next;
       sync();
@@ -316,15 +315,16 @@ class Walk {
     const int tile_row = first_query_ / tile_q;
     const int32_t *const list = source.rows + tile_row * (tiles_k + 1) + 1, *const states = source.tiles + tile_row * tiles_k;
     const int entries = min(max(list[-1], 0), tiles_k);
-    int coming = 0, coming_state = kTileEmpty;
-    auto fetch = [&](int entry) {  // one entry ahead, so that its latency is hidden
-      coming = entry < entries ? list[entry] : 0;
-      coming_state = entry < entries && coming >= 0 && coming < tiles_k ? states[coming] : kTileEmpty;
-    };
-    fetch(0);
     for (int entry = 0; entry < entries; ++entry) {
-      const int first = coming * tile_k, state = coming_state;
-      fetch(entry + 1);
+      const int place = entry % kWarpgroup;
+      if (place == 0) {  // as many entries at once as there are threads, so that their latencies are one
+        sync();
+        const int tile = entry + thread_ < entries ? list[entry + thread_] : -1;
+        queues_.entries[thread_] = tile;
+        queues_.states[thread_] = tile >= 0 && tile < tiles_k ? states[tile] : kTileEmpty;
+        sync();
+      }
+      const int first = queues_.entries[place] * tile_k, state = queues_.states[place];
       if (!is_live_tile(mask, state)) continue;
       const uint32_t* bits = bits_of_tile(mask, state);
       if (bits) bits += first_query_ % tile_q * (tile_k / 32);

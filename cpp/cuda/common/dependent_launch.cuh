@@ -1,0 +1,61 @@
+// Kernels that follow each other closely: on compute capability 9.0 the blocks of a kernel come onto the SMs while those of the
+// one before leave, and wait there ("programmatic dependent launch", CUDA programming guide).
+//
+// The one surprise is that nobody else waits: a kernel launched by launch_dependent calls wait_for_kernel_before in every thread,
+// before it reads or writes anything global. As every kernel of a chain waits, the end of the last is the end of all.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+
+namespace dmattn::cuda {
+
+// The end of the kernel before, and all it wrote.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may come onto the SMs from now on. Not where they are about as few as this kernel's: they would crowd
+// on the SMs that have none of these, and leave others idle afterwards.
+__device__ __forceinline__ void let_kernel_after_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Is the current device one whose code in this library waits by itself? Others run code that may have been compiled for less.
+inline bool has_dependent_launch() {
+#ifdef DMATTN_WITH_SM90
+  static std::array<std::atomic<int>, 64> majors{};  // 0: not asked yet
+  int device = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  const bool has_place = device < static_cast<int>(majors.size());
+  if (has_place) major = majors[device];
+  if (major == 0) {
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
+    if (has_place) majors[device] = major;
+  }
+  return major == 9;
+#else
+  return false;
+#endif
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream,
+                             const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = has_dependent_launch() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+}  // namespace dmattn::cuda
