@@ -255,19 +255,54 @@ def test_block_mask_gradients_of_heads_in_parts():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("density", ["uneven", "even"])
-@pytest.mark.parametrize(("heads", "length"), [(24, 2000), (40, 15000)], ids=str)
-def test_block_masks_with_more_tiles_than_blocks(heads, length, density, is_causal):
+@pytest.mark.parametrize("tiles", ["one more", "three times", "32 for each thread", "too many to order"])
+def test_block_masks_with_more_tiles_than_blocks(tiles, density, is_causal):
     """Whatever tile comes first, and however uneven they are: what a head gets when it is alone, bit for bit."""
-    q, k, v, _, _ = inputs(length, heads, heads, 64, batch=1)
-    tiles = -(-length // 128)
-    share = torch.rand(1, heads, tiles, 1, device="cuda") ** 3 if density == "uneven" else 1.0
-    table = torch.rand(1, heads, tiles, tiles, device="cuda") < share
+    blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
+    heads, rows = {
+        "one more": (blocks + 1, 1),
+        "three times": (blocks // 11 * 2, 17),
+        "32 for each thread": ((blocks + 4096) // 120, 120),
+        "too many to order": (40, 118),
+    }[tiles]
+    q, k, v, _, _ = inputs(rows * 128 - 40, heads, heads, 64, batch=1)
+    share = torch.rand(1, heads, rows, 1, device="cuda") ** 3 if density == "uneven" else 1.0
+    table = torch.rand(1, heads, rows, rows, device="cuda") < share
     table[:, 1, :3] = False
     out = dmattn.attention(q, k, v, dmattn.BlockMask.from_blocks(table, 128), is_causal=is_causal)
-    for head in range(heads):
+    for head in range(0, heads, max(1, heads // 40)):
         one = slice(head, head + 1)
         alone = dmattn.BlockMask.from_blocks(table[:, one], 128)
         assert torch.equal(out[:, one], dmattn.attention(q[:, one], k[:, one], v[:, one], alone, is_causal=is_causal))
+
+
+def test_block_masks_with_rows_of_many_entries():
+    """More of them than a walk of the keys reads at once; captured in a graph as well."""
+    q, k, v = (torch.randn(1, 70, n, 64, device="cuda").bfloat16() for n in (300, 20000, 20000))
+    table = torch.rand(1, 70, 3, 157, device="cuda") < 0.95
+    mask = dmattn.BlockMask.from_blocks(table, 128)
+    visible = table.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :300, :20000]
+    out = dmattn.attention(q, k, v, mask)
+    for head in (0, 33, 69):
+        scores = (q[0, head].float() @ k[0, head].float().mT / 8).masked_fill(~visible[0, head], -torch.inf)
+        assert relative_distance(out[0, head], scores.softmax(-1) @ v[0, head].float()) < 5e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = dmattn.attention(q, k, v, mask)
+    graph.replay()
+    assert torch.equal(captured, out)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_infinite_value_of_a_key_that_all_see(place):
+    """Where the keys do not fill a chunk, what stands for those missing must not turn it into NaN."""
+    q, k, v, _, _ = inputs(200, 2, 2, 64, batch=1)
+    v[:, :, place, :5] = torch.inf
+    j = torch.arange(200, device="cuda")
+    end = torch.where(j < 3, 2**31 - 1, -(2**31)).int()[None, None]
+    out = dmattn.attention(q, k, v, dmattn.IntervalMask(torch.full_like(end, -(2**31)), end))
+    assert (out[..., :5] == torch.inf).all()
+    assert torch.isfinite(out[..., 5:]).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -277,6 +277,16 @@ __device__ __forceinline__ int choose_lists(const AttentionParams& p, const Plan
   return shift;
 }
 
+// Where a row has so many parts that it pays to choose once: one block per row.
+constexpr int kManyParts = 16;
+__global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
+                                                          const __grid_constant__ Plan plan) {
+  wait_for_kernel_before();
+  __shared__ ChoiceStorage storage;
+  __shared__ int coarse_places[kMostSegments >> kCoarseShift];
+  choose_lists(p, plan, PlanRow(p, plan, blockIdx.x), blockIdx.x, true, storage, coarse_places);
+}
+
 // One block per part of a row: writes its share of the coarse segments' lists, and of the live keys' where someone reads that.
 __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ Plan plan) {
@@ -288,13 +298,18 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
   const int thread = threadIdx.x;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
-  const int shift = choose_lists(p, plan, row, keys.row, keys.part == 0, storage, places) + kCoarseShift;
+  const bool is_chosen = plan.parts > kManyParts;
+  const int shift =
+      (is_chosen ? plan.shift[keys.row] : choose_lists(p, plan, row, keys.row, keys.part == 0, storage, places)) + kCoarseShift;
   const int count = segments_at(row.queries, shift);
   const auto counts_of = [&](int part, int segment) {
     const int32_t* const counts = row.counts + part * 2 * row.segments;
     return length_of(counts, counts + row.segments, row, segment, shift);
   };
-  for (int i = thread; i < count; i += kThreads) lengths[i] = counts_of(keys.part, i);
+  for (int i = thread; i < count; i += kThreads) {
+    if (is_chosen) places[i] = row.lists[row.segments + i].x;
+    lengths[i] = counts_of(keys.part, i);
+  }
   __syncthreads();
   for (int i = thread; i < keys.part * count; i += kThreads) atomicAdd(&places[i % count], counts_of(i / count, i % count));
   __syncthreads();
@@ -465,6 +480,9 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
     return launch_dependent(small_plan_kernel, dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream, p, plan);
   }
   cudaError_t status = launch_dependent(count_kernel, rows * parts, kThreads, 0, stream, p, plan);
+  if (status == cudaSuccess && plan.parts > kManyParts) {
+    status = launch_dependent(choose_kernel, rows, kThreads, 0, stream, p, plan);
+  }
   if (status == cudaSuccess) status = launch_dependent(spread_kernel, rows * parts, kThreads, 0, stream, p, plan);
   if (status == cudaSuccess && segments > 1) {
     status = launch_dependent(list_kernel, rows * segments, kListWarps * 32, 0, stream, p, plan);

@@ -60,7 +60,7 @@ __device__ inline const int32_t* segments_of(const SelectParams& p, int64_t batc
 
 // The position a key's segment ends at; one at or before the key hides it.
 __device__ inline int32_t segment_end_of(const int32_t* segments, int32_t index, int32_t length) {
-  return segments == nullptr ? kForever : max(0, min(__ldg(segments + index), length));
+  return segments == nullptr ? kForever : max(0, min(segments[index], length));
 }
 
 __device__ inline const int32_t* groups_of(const Work& work, int64_t batch, int64_t head) {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p
       const int32_t index = first + i * kThreads<Key> + thread;
       keys[i] = ~Key{0};
       if (index >= work.length) continue;
-      keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? __ldg(head.groups + index) : 0, index);
+      keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? head.groups[index] : 0, index);
     }
     typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
   } else {
@@ -136,8 +136,7 @@ __device__ int32_t merge_split(const Key* a, int32_t a_count, const Key* b, int3
 }
 
 template <class Key, bool kLast>
-__global__ void __launch_bounds__(kThreads<Key>)
-    merge_runs(const Work work, const Key* __restrict__ from, Key* __restrict__ to, int32_t run) {
+__global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, const Key* from, Key* to, int32_t run) {
   wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
   __shared__ int32_t splits[2];

@@ -143,8 +143,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       if (has_gaps) {
         const char* const data =
             static_cast<const char*>(rows.data) + (item.batch * rows.batch_stride + item.kv_head * rows.head_stride) * 2;
-        gather_rows<kDim, kBackwardKeys, true, 1>(tile, note.index, data, static_cast<uint32_t>(rows.row_stride * 2),
-                                                  static_cast<int>(width), [] {});
+        gather_rows<kDim, kBackwardKeys, true, 1>(tile, note.index, kBackwardKeys, data,
+                                                  static_cast<uint32_t>(rows.row_stride * 2), static_cast<int>(width), [] {});
         copy_async_commit();
       } else if (thread == 0) {
         barrier_expect(full, kBackwardKeys * kDim * 2);

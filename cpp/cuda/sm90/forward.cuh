@@ -33,7 +33,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
       }
     }
   } else if (flags & (kSpans | kFew)) {
-    if constexpr (Chunk::kHasGaps) {
+    if constexpr (Chunk::kIsGathered) {
       const int warp = static_cast<int>(threadIdx.x) / 32;
       const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(column)]);
       const uint32_t row = 1u << threadIdx.x % 32 / 4;  // and 8 rows, or a column, on
@@ -71,7 +71,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
       }
     }
   }
-  if constexpr (Chunk::kHasGaps) {
+  if constexpr (Chunk::kIsGathered) {
     if (flags & kGaps) {
       const int there = note.base - column;
 #pragma unroll

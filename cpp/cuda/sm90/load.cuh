@@ -59,11 +59,12 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
   return to;
 }
 
-// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with gaps, rows without a key become zeros. A
-// thread copies every eighth row, where the swizzle is the same. `early` is called when a few copies have been started.
-template <int kDim, int kKeys, bool kHasGaps, int kUnroll, class Early>
-__device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, const char* rows, uint32_t row_bytes, int width,
-                                            const Early& early) {
+// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with holes, rows without a key and those from
+// `there` on become zeros. A thread copies every eighth row, where the swizzle is the same. `early` is called when a few copies
+// have been started.
+template <int kDim, int kKeys, bool kHasHoles, int kUnroll, class Early>
+__device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, int there, const char* rows, uint32_t row_bytes,
+                                            int width, const Early& early) {
   constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kFours = kKeys / 32;
   const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
@@ -80,15 +81,15 @@ __device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index,
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) four[j] = keys_of_residue[i + j];
       const char* rows_from[4 * kAtOnce];  // all of them first: a copy holds its registers until it has read them
-      bool there[4 * kAtOnce];
+      bool is_wanted[4 * kAtOnce];
 #pragma unroll
       for (int j = 0; j < 4 * kAtOnce; ++j) {
         const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
-        there[j] = (!kHasGaps || key >= 0) && in_row;
-        rows_from[j] = at_row(from, kHasGaps ? max(key, 0) : key, row_bytes);
+        is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (4 * i + j) < there));
+        rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
       }
 #pragma unroll
-      for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (4 * i + j) * 1024, rows_from[j], there[j]);
+      for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (4 * i + j) * 1024, rows_from[j], is_wanted[j]);
       if (i == 0 && residue == first) early();
     }
   }
@@ -128,7 +129,6 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     due = 0;
   };
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
-  constexpr int kUnroll = kIsGathered ? 8 : 1;  // the others have no registers to spare, nor much to gather
   // Of the tile.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -159,12 +159,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     const bool has_bias = kIsGathered && bias && !(flags & kEnd);
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
+    const int there = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.base : kShape.keys;
     if (has_bias) {  // read now, written when the copies are under way
-      const int there = flags & kGaps ? note.base : kShape.keys;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[Chunk::index_place(at)];
-        bias_of[i] = key >= 0 && at < there ? __ldg(bias + key) : negative_infinity();
+        bias_of[i] = key >= 0 && at < there ? bias[key] : negative_infinity();
       }
     }
     const uint32_t stage_full = full + 8 * stage;
@@ -180,8 +180,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
     if (kVariant != Variant::kDense && !in_order) {
-      // In the gathered variant a missing row repeats another.
-      gather_rows<kDim, kShape.keys, !kIsGathered, kUnroll>(tile, note.index, from, row_bytes, width, [&] { settle(); });
+      // The gathered variant has code of its own for chunks of which no row is missing.
+      if (kIsGathered && there == kShape.keys) {
+        gather_rows<kDim, kShape.keys, false, 8>(tile, note.index, there, from, row_bytes, width, settle);
+      } else {
+        gather_rows<kDim, kShape.keys, true, 1>(tile, note.index, there, from, row_bytes, width, settle);
+      }
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
       barrier_expect(stage_full, kShape.keys * kDim * 2);

@@ -19,9 +19,9 @@ enum Flag : uint32_t {
   kEnd = 4,       // no chunk at all: the work is done
   kInOrder = 8,   // keys base, base + 1, ...; otherwise those of `index`
   kLimit = 16,    // needs a test against the first key and causality; in order only
-  kSpans = 32,    // needs a test of spans; where it is gathered, rows may be missing
+  kSpans = 32,    // needs a test of spans, in the gathered variant of `seen`; where it is not in order, rows may be missing
   kBits = 64,     // needs a test of bits; the same
-  kFew = 128,     // gathered variant only: the first kFewRows rows need a test of spans
+  kFew = 128,     // gathered variant only: the first kFewRows rows need a test of `seen`
   kGaps = 256,    // the same: rows from `base` on are missing; key_bias hides them, or a test
   kPacked = 512,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
 };
@@ -42,12 +42,12 @@ template <Variant kVariant, int kKeys>
 struct Note {
   static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
-  static constexpr bool kHasGaps = kVariant == Variant::kGathered;
+  static constexpr bool kIsGathered = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
   // Where the key_bias of a column lies. In the general variant what a thread of a product holds of two tiles of 8 columns lies
   // together; in the gathered one it reads neighbours into where it adds to them.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
-    return kHasGaps ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+    return kIsGathered ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
   // Where the key of a row lies: those of every eighth row lie together.
   static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
@@ -56,14 +56,14 @@ struct Note {
     return column % 8 / 2 * (kKeys / 4) + column / 8 * 2 + column % 2;
   }
   uint32_t flags;
-  int base;                              // kInOrder: the first key, or place; kGaps: how many rows are there
-  int batch, head, first_query;          // of the tile: the first head of those packed in it
-  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key, -1 for none
-  alignas(16) Seen span[kHasGaps ? 1 : kRowNotes];
+  int base;                      // kInOrder: the first key, or place; gathered variant, not in order: how many rows are there
+  int batch, head, first_query;  // of the tile: the first head of those packed in it
+  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant anything
+  alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   alignas(16) float key_bias[kRowNotes];  // the general variant: base 2; the gathered one: over the scale
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
   // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
-  alignas(kHasGaps ? 16 : 2) uint16_t seen[kHasGaps ? kRows / 16 : 1][kHasGaps ? kRowNotes : 1];
+  alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];
 };
 
 // How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
@@ -100,7 +100,7 @@ struct WalkQueues {
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][4];
-  uint32_t seen[4][4];  // [warp][word]
+  uint32_t some_see[4][4];  // [warp][word]
   uint32_t item;
   // With a block mask: entries of its row, and their states.
   static constexpr bool kHasEntries = kVariant == Variant::kPlain || kVariant == Variant::kGeneral;
@@ -222,7 +222,9 @@ class Walk {
   __device__ __forceinline__ int entries_of(uint32_t item) const {
     const WorkTile tile(call_, work_, item);
     const MaskParams& mask = call_.p.mask;
-    return TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
+    const int count =
+        TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
+    return min(max(count, 0), static_cast<int>(mask.tiles_k));
   }
 
   __device__ __forceinline__ void walk_tile(uint32_t item) {
@@ -372,14 +374,14 @@ class Walk {
       }
       note.bits[thread_][w] = word;
       const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
-      if (thread_ % 32 == 0) queues_.seen[thread_ / 32][w] = seen;
+      if (thread_ % 32 == 0) queues_.some_see[thread_ / 32][w] = seen;
     }
     sync();
     bool is_seen = false;
     if (thread_ < kKeys) {
       uint32_t seen = 0;
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) seen |= queues_.seen[warp][thread_ / 32];
+      for (int warp = 0; warp < 4; ++warp) seen |= queues_.some_see[warp][thread_ / 32];
       is_seen = seen >> thread_ % 32 & 1;
       if (!is_seen) note.index[Stage::index_place(thread_)] = -1;
     }
@@ -488,26 +490,26 @@ class Walk {
     const bool is_whole = whole_count_ >= kKeys;
     const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
-    // A missing row repeats the last one, so that every row can be loaded, and is hidden.
-    const int row = min(thread_, taken - 1);
-    int key;
-    Span span = {kFirstPosition, kLastPosition};
-    if (row < from_partial) {
-      const int at = queues_.partial[(partial_head_ + row) % Queues::kRing];
+    int key = 0;
+    Span span = Span::empty();
+    if (thread_ < from_partial) {
+      const int at = queues_.partial[(partial_head_ + thread_) % Queues::kRing];
       key = index_[at];
       span = {first_[at], last_[at]};
-    } else {
-      key = queues_.whole[(whole_head_ + row - from_partial) % Queues::kRing];
+    } else if (thread_ < taken) {
+      key = queues_.whole[(whole_head_ + thread_ - from_partial) % Queues::kRing];
+      span = {kFirstPosition, kLastPosition};
+    } else if (!Stage::kIsGathered) {
+      key = -1;
     }
-    if (thread_ >= taken) span = Span::empty();
     uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
     Stage& note = begin_chunk();
     // Without a key that all queries see there may be a query that sees none: then every row is tested, so that whatever the
     // query holds its row stays empty.
     if (kVariant == Variant::kGathered && !is_whole && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
-      if (thread_ == 0) note.base = taken;
     }
+    if (thread_ == 0) note.base = taken;
     if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
       const int first = queues_.whole[whole_head_ % Queues::kRing];
       if (queues_.whole[(whole_head_ + kKeys - 1) % Queues::kRing] - first == kKeys - 1) {
@@ -518,7 +520,8 @@ class Walk {
     if (thread_ < kKeys) {
       note.index[Stage::index_place(thread_)] = key;
       if (!is_whole) note_seen(note, span);
-      if (kVariant == Variant::kGeneral) note.key_bias[Stage::bias_place(thread_)] = key_bias_ ? key_bias_[key] * kLog2e : 0.0f;
+      if (kVariant == Variant::kGeneral)
+        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
@@ -527,7 +530,7 @@ class Walk {
 
   // Which queries see the key of this thread's row.
   __device__ __forceinline__ void note_seen(Stage& note, Span span) const {
-    if constexpr (Stage::kHasGaps) {
+    if constexpr (Stage::kIsGathered) {
       const int shift = work_.pack_shift;  // a query is 2^shift rows
       const int first = min(max(span.first - low_, 0), kRows) << shift, last = min(max(span.last - low_, 0), kRows) << shift;
 #pragma unroll
