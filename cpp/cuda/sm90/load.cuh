@@ -47,7 +47,6 @@ struct Ring {
   __device__ __forceinline__ void wait_full(uint32_t n) const { barrier_wait(at(n), n / kCount & 1); }
   __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount & 1) ^ 1); }
   __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount & 1); }
-  __device__ __forceinline__ bool is_empty(uint32_t n) const { return barrier_test(at(n), (n / kCount & 1) ^ 1); }
 };
 
 // The address of a row, by one instruction.
