@@ -158,7 +158,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   };
 
   using Softmax = OnlineSoftmaxInParts;
-  // Products to weights: logits, what is hidden, the running maximum, exponentials, dropout.
+  // Products to weights: logits, what is hidden, the running maximum, then `between`, exponentials, dropout.
   Softmax softmax;
   float factor[2];
   bool moves = false;
@@ -347,7 +347,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax();
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
-      if constexpr (kVariant == Variant::kGathered) {
+      if constexpr (kVariant == Variant::kGathered) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
         pin(out[0]);
         barrier_arrive(value_empty.at(n - 1));

@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   // Copied rows have to be fenced before the tensor cores read them. So a chunk is announced when it has landed, which is looked
-  // at after the copies of the next one have been started, or before that has to wait.
-  uint32_t due = 0;  // its barrier
+  // at when a few copies of the next one have been started, or before that has to wait.
+  uint32_t due = 0;  // the barrier of the one that is not announced yet; 0: none
   // Before we wait for something else, or what that waits for would wait with us.
   auto settle = [&] {
     if (!due) return;

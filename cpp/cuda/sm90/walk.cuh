@@ -58,7 +58,7 @@ struct Note {
   uint32_t flags;
   int base;                      // kInOrder: the first key, or place; gathered variant, not in order: how many rows are there
   int batch, head, first_query;  // of the tile: the first head of those packed in it
-  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant anything
+  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant 0
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   alignas(16) float key_bias[kRowNotes];  // the general variant: base 2; the gathered one: over the scale
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
