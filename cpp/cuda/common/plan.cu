@@ -127,6 +127,42 @@ __device__ __forceinline__ void write_seen(const PartKeys& keys, const PlanRow& 
   }
 }
 
+// Where few of a block's keys are seen by anyone, as where most die soon, those are kept close together in `few`, in order, and
+// each list is the work of one warp. Returns how many they are; beyond kThreads there is no room for them.
+__device__ __forceinline__ int keep_few(const PartKeys& keys, const PlanRow& row, Entry (&few)[kThreads],
+                                        int (&warp_counts)[kWarps]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  unsigned live[kKeysPerLane];
+  int in_warp = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    live[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(row.low, row.low + row.queries - 1));
+    in_warp += __popc(live[i]);
+  }
+  if (lane == 0) warp_counts[warp] = in_warp;
+  __syncthreads();
+  const int of_warp = warp_counts[lane], all = __reduce_add_sync(0xffffffffu, of_warp);
+  int place = __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
+  if (all > kThreads) return all;
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    if (live[i] >> lane & 1) few[place + __popc(live[i] & lanes_before())] = keys.entry[i];
+    place += __popc(live[i]);
+  }
+  return all;
+}
+
+// By one warp: those of `few` that positions [low, high] see.
+__device__ __forceinline__ void write_few(const Entry* few, int count, const PlanRow& row, int low, int high, int place) {
+  const int lane = threadIdx.x % 32;
+  for (int base = 0; base < count; base += 32) {
+    const Entry entry = base + lane < count ? few[base + lane] : Entry{0, Span::empty()};
+    const unsigned seen = __ballot_sync(0xffffffffu, entry.span.touches(low, high));
+    if (seen >> lane & 1) row.write(place + __popc(seen & lanes_before()), entry);
+    place += __popc(seen);
+  }
+}
+
 // The whole plan where the keys of a row are one part and its segments no more than a warp's lanes: a block per row and segment
 // counts for itself and makes that list from the keys, so there are no coarse ones.
 constexpr int kFewSegments = 32;
@@ -293,11 +329,13 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
   wait_for_kernel_before();
   let_kernel_after_come();
   __shared__ ChoiceStorage storage;
-  __shared__ int warp_counts[2][kWarps];
+  __shared__ Entry few[kThreads];
+  __shared__ int live_counts[kWarps], warp_counts[2][kWarps];
   __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
   const int thread = threadIdx.x;
   const PartKeys keys(p, plan);
   const PlanRow row(p, plan, keys.row);
+  const int live = keep_few(keys, row, few, live_counts);
   const bool is_chosen = plan.parts > kManyParts;
   const int shift =
       (is_chosen ? plan.shift[keys.row] : choose_lists(p, plan, row, keys.row, keys.part == 0, storage, places)) + kCoarseShift;
@@ -314,18 +352,28 @@ __global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant_
   for (int i = thread; i < keys.part * count; i += kThreads) atomicAdd(&places[i % count], counts_of(i / count, i % count));
   __syncthreads();
 
-  int turn = 0;
-  if (count > 1) {
-    for (int i = 0; i < count; ++i) {
-      const int low = row.low + (i << shift), high = row.low + min((i + 1) << shift, row.queries) - 1;
-      if (lengths[i] > 0) write_seen(keys, row, low, high, places[i], turn++, warp_counts);
+  const int all_low = row.low, all_high = row.low + row.queries - 1;
+  const auto low_of = [&](int i) { return row.low + (i << shift); };
+  const auto high_of = [&](int i) { return row.low + min((i + 1) << shift, row.queries) - 1; };
+  const bool writes_all = count == 1 || plan.keeps_live;
+  int all_place = 0;
+  for (int part = 0; part < keys.part && writes_all; ++part) all_place += row.counts[(part * 2 + 1) * row.segments - 1];
+  if (live <= kThreads) {
+    const int first = count > 1 ? 0 : count;  // list `count` is that of all
+    for (int i = first + thread / 32; i < count + writes_all; i += kWarps) {
+      if (i == count) {
+        write_few(few, live, row, all_low, all_high, all_place);
+      } else if (lengths[i] > 0) {
+        write_few(few, live, row, low_of(i), high_of(i), places[i]);
+      }
     }
+    return;
   }
-  if (count == 1 || plan.keeps_live) {
-    int place = 0;
-    for (int part = 0; part < keys.part; ++part) place += row.counts[(part * 2 + 1) * row.segments - 1];
-    write_seen(keys, row, row.low, row.low + row.queries - 1, place, turn, warp_counts);
+  int turn = 0;
+  for (int i = 0; i < count && count > 1; ++i) {
+    if (lengths[i] > 0) write_seen(keys, row, low_of(i), high_of(i), places[i], turn++, warp_counts);
   }
+  if (writes_all) write_seen(keys, row, all_low, all_high, all_place, turn, warp_counts);
 }
 
 // One block per segment: its list, from that of the coarse segment it lies in.

@@ -227,9 +227,16 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
       items[k] = static_cast<uint32_t>(place) << 16 | static_cast<uint32_t>(since);
     }
   }
+  const bool is_idle = first_group * 32 >= steps;  // beyond the steps; where scores are random, most warps are
   for (int level = levels; level > 0; --level) {
     const int32_t size = 1 << level, half = size / 2;
     uint32_t* to = moved[level & 1];
+    if (is_idle) {
+      if (level <= 5) break;
+      __syncthreads();
+      __syncthreads();
+      continue;
+    }
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);

@@ -30,7 +30,16 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
   __shared__ int32_t chosen, still_needed;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), length = static_cast<int32_t>(p.length);
   const int64_t row = blockIdx.x, scores = Head(p, Work(), row).scores;
-  const auto code_at = [&](int32_t index) { return score_code<NarrowKey>(p, scores + index); };
+  const auto for_all = [&](const auto& use) {
+    for (int32_t base = thread; base < length; base += kBestThreads * kAtOnce) {
+      uint32_t codes[kAtOnce];
+      read_codes(p, codes, [&](int i) { return scores + min(base + i * kBestThreads, length - 1); });
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (base + i * kBestThreads < length) use(base + i * kBestThreads, codes[i]);
+      }
+    }
+  };
 
   // The code of the worst key that is kept, from the front: its digits so far, and how many keys that begin with them are kept.
   uint32_t worst = 0;
@@ -41,17 +50,9 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
     shift -= width;
     counts[thread] = counts[thread + kBestThreads] = 0;
     __syncthreads();
-    for (int32_t base = 0; base < length; base += kBestThreads * kAtOnce) {
-      uint32_t codes[kAtOnce];  // all of them first, so that their latencies are one
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) codes[i] = code_at(min(base + i * kBestThreads + thread, length - 1));
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const bool is_there = base + i * kBestThreads + thread < length;
-        if (is_there && uint64_t{codes[i]} >> shift + width == decided)
-          atomicAdd(&counts[codes[i] >> shift & (1U << width) - 1], 1);
-      }
-    }
+    for_all([&](int32_t, uint32_t code) {
+      if (uint64_t{code} >> shift + width == decided) atomicAdd(&counts[code >> shift & (1U << width) - 1], 1);
+    });
     __syncthreads();
     const int32_t bin = kBins - 1 - 2 * thread;  // the best one first
     int32_t mine[2] = {counts[bin], counts[bin - 1]}, before[2];
@@ -68,15 +69,14 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
 
   int32_t* const end = p.end + row * length;
   if (needed == all) {
-    for (int32_t index = thread; index < length; index += kBestThreads) {
-      const uint32_t code = code_at(index);
-      end[index] = code != 0 && code >= worst ? kForever : kNever;
-    }
+    for_all([&](int32_t index, uint32_t code) { end[index] = code != 0 && code >= worst ? kForever : kNever; });
     return;
   }
   for (int32_t last = length - 1; last >= 0; last -= kBestThreads) {
     const int32_t index = last - thread;
-    const uint32_t code = index >= 0 ? code_at(index) : 0;
+    uint32_t codes[1];
+    read_codes(p, codes, [&](int) { return scores + max(index, 0); });
+    const uint32_t code = index >= 0 ? codes[0] : 0;
     const int32_t is_tied = index >= 0 && code == worst;
     int32_t rank, tied;
     Scan(storage).ExclusiveSum(is_tied, rank, tied);

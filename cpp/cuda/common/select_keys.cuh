@@ -96,6 +96,25 @@ __device__ Code<Key> score_code(const SelectParams& p, int64_t at) {
   return 0;
 }
 
+// The codes of several scores, narrow and without documents, all of them read before the first is looked at: otherwise their
+// latencies add up. at(i) says where the i-th lies.
+template <int kCount, class At>
+__device__ void read_codes(const SelectParams& p, uint32_t (&codes)[kCount], const At& at) {
+  if (p.dtype == DType::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) codes[i] = static_cast<const uint32_t*>(p.scores.data)[at(i)];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) codes[i] = static_cast<const uint16_t*>(p.scores.data)[at(i)];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float as_half = __half2float(__ushort_as_half(static_cast<uint16_t>(codes[i])));
+    const uint32_t bits = p.dtype == DType::kBFloat16 ? codes[i] << 16 : codes[i];
+    codes[i] = ordered_code(p.dtype == DType::kFloat16 ? as_half : __uint_as_float(bits));
+  }
+}
+
 // One head's view of the inputs.
 struct Head {
   int64_t batch, head, scores;  // scores: offset of its first score

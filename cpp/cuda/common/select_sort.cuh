@@ -78,8 +78,11 @@ struct Preferred {
   __device__ bool operator()(const Key& a, const Key& b) const { return a < b; }
 };
 
+// The low bits of a narrow code that follow from its highest one.
+__device__ inline int silent_bits(DType dtype) { return dtype == DType::kBFloat16 ? 16 : dtype == DType::kFloat16 ? 13 : 0; }
+
 template <class Key, bool kLast>
-__global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p, const Work work) {
+__global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
   const int64_t row = blockIdx.x / work.tiles;
@@ -103,15 +106,27 @@ __global__ void __launch_bounds__(kThreads<Key>) sort_tiles(const SelectParams p
     }
     typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
   } else {
+    __shared__ uint32_t some, all;  // bits that are set in some, in all codes
+    if (thread == 0) some = 0, all = 0xffffffffU;
+    __syncthreads();
     uint32_t codes[kItems];  // complements: the best first, then the latest, then what is beyond the tile
     uint16_t offsets[kItems];
+    uint32_t mine = 0, ours = 0xffffffffU;
+    const auto offset_of = [&](int i) { return valid - 1 - (thread * kItems + i); };
+    read_codes(p, codes, [&](int i) { return head.scores + first + max(offset_of(i), 0); });
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int32_t offset = valid - 1 - (thread * kItems + i);
-      codes[i] = offset >= 0 ? ~code_of<Key>(p, head, first + offset, work.length) : 0xffffffffU;
+      const int32_t offset = offset_of(i);
+      codes[i] = offset >= 0 ? ~codes[i] : 0xffffffffU;
+      if (offset >= 0) mine |= codes[i], ours &= codes[i];
       offsets[i] = static_cast<uint16_t>(offset);
     }
-    typename SortStorage<Key>::Sort(storage.sort).Sort(codes, offsets);
+    mine = __reduce_or_sync(0xffffffffU, mine), ours = __reduce_and_sync(0xffffffffU, ours);
+    if (thread % 32 == 0) atomicOr(&some, mine), atomicAnd(&all, ours);
+    __syncthreads();
+    // Only digits that differ: integers have few, bfloat16 and float16 none below their own, which say no more than the sign.
+    const uint32_t differ = (some & ~all) >> silent_bits(p.dtype) << silent_bits(p.dtype);
+    if (differ != 0) typename SortStorage<Key>::Sort(storage.sort).Sort(codes, offsets, __ffs(differ) - 1, 32 - __clz(differ));
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       keys[i] = thread * kItems + i < valid ? make_key<Key>(~codes[i], 0, first + offsets[i]) : ~Key{0};

@@ -98,19 +98,20 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
   // only then.
   template <int kColumns>
   __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float to_base_2, float (&factor)[2]) {
-    float grown[2];  // of this thread's columns
+    float row[2][kChains];  // of this thread's columns
     bool moves = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float row[kChains];
+    for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const float pair = fmaxf(x[n][2 * r], x[n][2 * r + 1]);
-        row[n % kChains] = n < kChains ? pair : fmaxf(row[n % kChains], pair);
+      for (int e = 0; e < 4; ++e) {  // straight into the chains: a maximum of two on the way would need registers
+        float& chain = row[e / 2][(2 * n + e % 2) % kChains];
+        chain = 2 * n + e % 2 < kChains ? x[n][e] : fmaxf(chain, x[n][e]);
       }
+    }
+    float grown[2];
 #pragma unroll
-      for (int i = 1; i < kChains; ++i) row[0] = fmaxf(row[0], row[i]);
-      grown[r] = row[0] * to_base_2;
+    for (int r = 0; r < 2; ++r) {
+      grown[r] = fmaxf(fmaxf(row[r][0], row[r][1]), fmaxf(row[r][2], row[r][3])) * to_base_2;
       moves |= grown[r] > maximum[0][r] + kLag;
     }
     moves = __any_sync(0xffffffffu, moves);
