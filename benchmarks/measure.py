@@ -46,8 +46,8 @@ def seconds(run: Callable[[], object], device: str) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def by_turns(runs: Runs, device: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run, the runs taking turns, after a warm-up that is thrown away."""
+def by_turns(runs: Runs, device: str, repeats: int, settle: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of every run, the runs taking turns, after a warm-up that is thrown away; each after `settle` seconds of the same run."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     while True:
@@ -61,8 +61,17 @@ def by_turns(runs: Runs, device: str, repeats: int) -> dict[str, list[float]]:
         if turn >= FEWEST_TURNS and sum(map(sum, samples.values())) > SECONDS_A_CASE:
             break
         for name, run in runs.items():
+            keep_busy(run, settle)
             samples[name].append(seconds(run, device))
     return samples
+
+
+def keep_busy(run: Callable[[], object], duration: float) -> None:
+    """Brings a GPU to the clock that its power leaves to this run: after another one it would still have that one's."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < duration:
+        run()
+        torch.cuda.synchronize()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +85,8 @@ class Times:
     not_captured: dict[str, str]
 
 
-def times(case: Case, load: Workload, device: str, repeats: int) -> Times:
-    """Every call of a workload.
+def times(case: Case, load: Workload, device: str, repeats: int, settle: float = 0.0) -> Times:
+    """Every call of a workload; kernels each after `settle` seconds of themselves.
 
     Raises:
         WrongResultError: a peer that computes the same mask gives another result.
@@ -100,7 +109,7 @@ def times(case: Case, load: Workload, device: str, repeats: int) -> Times:
                 graphs[name] = captured(run)
             except RuntimeError as error:
                 not_captured[name] = str(error).split("\n")[0]
-        kernels = by_turns(graphs, device, repeats)
+        kernels = by_turns(graphs, device, repeats, settle)
     torch.cuda.synchronize()
     return Times(calls, kernels, not_captured)
 

@@ -66,10 +66,12 @@ def caption(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     changed = " with uncommitted changes" if result["uncommitted_changes"] else ""
     family = f"; kernels of {result['family']}" if result.get("family", "auto") != "auto" else ""
     turns = {len(row["samples"]["forward"]) for row in rows}
+    settled = f"; kernels after {result['settle'] * 1e3:.0f} ms of themselves" if result.get("settle") else ""
     median = f"median of {min(turns)}" + (f" to {max(turns)}" if len(turns) > 1 else "")
     return (
         f"{shape}{' unless named' if mixed(rows) else ''}; {hardware}; torch {result['torch']}; "
-        f"commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}{family}; {median}, by turns with the peer: {peers}."
+        f"commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}{family}; {median}, "
+        f"by turns with the peer: {peers}{settled}."
     )
 
 

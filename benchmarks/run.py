@@ -49,14 +49,20 @@ def main() -> None:
         print(line)
     family = os.environ.get("DMATTN_FAMILY", "auto")
     result = {**provenance(table.device), "family": family, "table": options.table, "groups": options.only or table.groups,
-              "quick": options.quick, "repeats": repeats, "load": busy, "rows": rows}  # fmt: skip
+              "quick": options.quick, "repeats": repeats, "settle": options.settle, "load": busy, "rows": rows}  # fmt: skip
     print("\n" + console_table(result))
     folder = options.output or (None if options.quick else HERE / "results")
     if folder is None:
         print("\nA quick run is no evidence: nothing written (--output FOLDER writes it).")
         return
     name = "-".join(
-        [options.table, *options.only, *([family] if family != "auto" else []), *(["quick"] if options.quick else [])]
+        [
+            options.table,
+            *options.only,
+            *([family] if family != "auto" else []),
+            *(["settled"] if options.settle else []),
+            *(["quick"] if options.quick else []),
+        ]
     )
     path = folder / result["machine"]["name"] / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,10 +79,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, help="turns of each case, at most (default: the table's own)")
     parser.add_argument("--quick", action="store_true", help="short lengths, few repeats: does it run, roughly how fast")
+    parser.add_argument(
+        "--settle", type=float, default=0.0, metavar="SECONDS", help="time kernels after so long of themselves (default 0; CUDA)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--output", type=Path, help="folder for the JSON (default benchmarks/results; none with --quick)")
     options = parser.parse_args()
+    if options.settle and TABLES[options.table].device == "cpu":
+        parser.error(f"--settle: expected a table of a GPU, got {options.table}; a CPU keeps its clock")
     unknown = [group for group in options.only if group not in TABLES[options.table].groups]
     if unknown:
         parser.error(
@@ -91,7 +102,7 @@ def measured(case: Case, device: str, repeats: int, options: argparse.Namespace)
     began = time.perf_counter()
     load = workload(case, device)
     try:
-        taken = times(case, load, device, repeats)
+        taken = times(case, load, device, repeats, options.settle)
     except WrongResultError as error:
         refuse(error)
     medians, kernels = ({name: median(samples) for name, samples in given.items()} for given in (taken.calls, taken.kernels))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -110,3 +111,16 @@ def test_kernel_times_come_from_a_captured_graph(modules):
     taken = measure.times(case, cases.workload(case, "cuda"), "cuda", 2)
     assert not taken.not_captured
     assert {name: len(samples) for name, samples in taken.kernels.items()} == dict.fromkeys(taken.calls, 2)
+
+
+def test_settled_times_come_after_runs_of_the_same_call(modules, monkeypatch):
+    _, measure, _ = modules
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
+    calls: list[str] = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    samples = measure.by_turns(runs, "cpu", repeats=2, settle=1e-3)
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 2, "b": 2}
+    turns = [len(list(same)) for _, same in itertools.groupby(calls)]
+    assert turns[:2] == [1, 1]  # the warm-up
+    assert len(turns) == 6 and min(turns[2:]) >= 2

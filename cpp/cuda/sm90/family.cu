@@ -110,11 +110,12 @@ bool encode_packed(CUtensorMap* map, const PackedRows& packed, void* data, const
   return encode_rows(map, rows, width, packed.capacity, p.kv_heads, p.batch, box);
 }
 
-constexpr int64_t kSectionBytes = 32 << 20;  // of L2
+// Of L2. Less where every tile meets the same keys: the more of those come from memory, the lower the clock the power leaves.
+constexpr int64_t kSectionBytes = 32 << 20, kEvenSectionBytes = 12 << 20;
 
-// Packs of heads that fit into L2 together, each with so many bytes.
-uint32_t packs_in_section(int64_t packs, int64_t pack_bytes) {
-  return static_cast<uint32_t>(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(pack_bytes, 1), 1, packs));
+// Packs of heads that fit into so much of L2 together, each with so many bytes.
+uint32_t packs_in_section(int64_t packs, int64_t pack_bytes, int64_t section_bytes) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(pack_bytes, 1), 1, packs));
 }
 
 }  // namespace
@@ -134,7 +135,8 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   work.packs = static_cast<uint32_t>(packs);
   const int64_t pack_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * pack * p.kv_heads / p.heads;
   const bool is_local = call.plan.index != nullptr;  // tiles of few keys
-  work.section_packs = is_local ? work.packs : packs_in_section(packs, pack_bytes);
+  const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kEvenSectionBytes;
+  work.section_packs = is_local ? work.packs : packs_in_section(packs, pack_bytes, section_bytes);
   const int64_t items = work.tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
@@ -194,7 +196,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.items = static_cast<uint32_t>(items);
   // What the keys of a head all meet: its queries, their gradients and their sums.
   const int64_t pack_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
-  work.section_packs = packs_in_section(packs, pack_bytes);
+  work.section_packs = packs_in_section(packs, pack_bytes, kSectionBytes);
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   work.ticket = items > blocks ? ticket : nullptr;
 

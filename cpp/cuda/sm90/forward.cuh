@@ -409,6 +409,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
       barrier_init(shared_address(&shared.note_empty[i]), kComputing + loading);
     }
     fence_barrier_init();
+    for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
   }
   __syncthreads();
   wait_for_kernel_before();

@@ -133,6 +133,20 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
+  // By one thread: the queries of the tile with that number.
+  auto load_queries = [&](int tile_batch, int head, int first_query) {
+    shared.tiles[tiles % kTileNotes] = {tile_batch, head, first_query};
+    barrier_expect(query_full.at(tiles), kRows * kDim * 2);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      copy_box(shared_address(shared.query[tiles % kShape.query_tiles]) + panel * (kRows * 128), &maps.query,
+               query_full.at(tiles), panel * 64, 0, first_query, head >> work.pack_shift, tile_batch);
+    }
+  };
+  if (is_keys && thread == 0) {  // the first tile's are known before the walk's first note
+    const WorkTile tile(call, work, blockIdx.x);
+    load_queries(tile.batch, tile.head, tile.first_query);
+  }
   int stage = 0;
   uint32_t parity = 1;  // of the phase in which the stage was filled before
   for (uint32_t n = 0;; ++n) {
@@ -207,18 +221,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
         copy_async_commit();
         due = stage_full;
       }
-      if (is_keys && flags & kFirst) settle();  // at once: what is waited for next may wait for these keys
+      if (is_keys && flags & kFirst && tiles > 0) settle();  // at once: what is waited for next may wait for these keys
     }
     if (is_keys && flags & kFirst) {
-      if (thread == 0) {
+      if (thread == 0 && tiles > 0) {
         query_empty.wait_empty(tiles);
-        shared.tiles[tiles % kTileNotes] = {batch, note.head, note.first_query};
-        barrier_expect(query_full.at(tiles), kRows * kDim * 2);
-#pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) {
-          copy_box(shared_address(shared.query[tiles % kShape.query_tiles]) + panel * (kRows * 128), &maps.query,
-                   query_full.at(tiles), panel * 64, 0, note.first_query, note.head >> work.pack_shift, batch);
-        }
+        load_queries(batch, note.head, note.first_query);
       }
       ++tiles;
     }
