@@ -113,6 +113,9 @@ bool encode_packed(CUtensorMap* map, const PackedRows& packed, void* data, const
 // Of L2. Less where every tile meets the same keys: the more of those come from memory, the lower the clock the power leaves.
 constexpr int64_t kSectionBytes = 32 << 20, kEvenSectionBytes = 12 << 20;
 
+// Where tiles meet few keys it is the keys of all tiles at work that have to fit, the fewer the heads the fewer keys.
+constexpr uint32_t kLocalSectionPacks = 4;
+
 // Packs of heads that fit into so much of L2 together, each with so many bytes.
 uint32_t packs_in_section(int64_t packs, int64_t pack_bytes, int64_t section_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(pack_bytes, 1), 1, packs));
@@ -136,7 +139,8 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   const int64_t pack_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * pack * p.kv_heads / p.heads;
   const bool is_local = call.plan.index != nullptr;  // tiles of few keys
   const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kEvenSectionBytes;
-  work.section_packs = is_local ? work.packs : packs_in_section(packs, pack_bytes, section_bytes);
+  work.section_packs = is_local ? std::min(kLocalSectionPacks, work.packs) : packs_in_section(packs, pack_bytes, section_bytes);
+  work.end_tiles = is_local ? work.tiles / 8 : 0;
   const int64_t items = work.tiles * packs;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));

@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     }
   };
   if (is_keys && thread == 0) {  // the first tile's are known before the walk's first note
-    const WorkTile tile(call, work, blockIdx.x);
+    const WorkTile<kVariant> tile(call, work, blockIdx.x);
     load_queries(tile.batch, tile.head, tile.first_query);
   }
   int stage = 0;

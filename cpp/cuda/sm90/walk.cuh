@@ -71,21 +71,27 @@ struct WorkPlan {
   int tiles;               // of queries
   uint32_t packs;          // batches x packs of heads
   uint32_t section_packs;  // packs whose keys and values fit into L2 together
+  int end_tiles;           // of queries, for all packs at the very end: the first queries, whose tiles are short
   int pack_shift;
   int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
 };
 
 // One number per tile: heads in sections whose keys fit into L2, late queries first because causality makes them long, then
-// heads.
+// heads; what comes at the very end is one section.
+template <Variant kVariant>
 struct WorkTile {
   int batch, head, first_query;
 
   __device__ __forceinline__ WorkTile(const ForwardCall& call, const WorkPlan& work, uint32_t item) {
-    const uint32_t tiles = static_cast<uint32_t>(work.tiles), section = item / (tiles * work.section_packs);
-    const uint32_t rest = item - section * tiles * work.section_packs;
-    const uint32_t packs = min(work.section_packs, work.packs - section * work.section_packs);
+    constexpr bool kHasEnd = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;  // those that may have a plan
+    const uint32_t end_tiles = kHasEnd ? static_cast<uint32_t>(work.end_tiles) : 0,
+                   tiles = static_cast<uint32_t>(work.tiles) - end_tiles;
+    const bool is_end = kHasEnd && item >= tiles * work.packs;
+    const uint32_t section = is_end ? 0 : item / (tiles * work.section_packs);
+    const uint32_t rest = item - (is_end ? tiles * work.packs : section * tiles * work.section_packs);
+    const uint32_t packs = is_end ? work.packs : min(work.section_packs, work.packs - section * work.section_packs);
     const uint32_t pack = section * work.section_packs + rest % packs;
-    first_query = static_cast<int>((tiles - 1 - rest / packs) * (kRows >> work.pack_shift));
+    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / packs) * (kRows >> work.pack_shift));
     const uint32_t packs_per_batch = static_cast<uint32_t>(call.p.heads) >> work.pack_shift;
     batch = static_cast<int>(pack / packs_per_batch);
     head = static_cast<int>(pack % packs_per_batch) << work.pack_shift;
@@ -220,7 +226,7 @@ class Walk {
   }
 
   __device__ __forceinline__ int entries_of(uint32_t item) const {
-    const WorkTile tile(call_, work_, item);
+    const WorkTile<kVariant> tile(call_, work_, item);
     const MaskParams& mask = call_.p.mask;
     const int count =
         TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
@@ -229,7 +235,7 @@ class Walk {
 
   __device__ __forceinline__ void walk_tile(uint32_t item) {
     const AttentionParams& p = call_.p;
-    const WorkTile tile(call_, work_, item);
+    const WorkTile<kVariant> tile(call_, work_, item);
     batch_ = tile.batch, head_ = tile.head, first_query_ = tile.first_query;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low_ = tile.first_query + shift;
