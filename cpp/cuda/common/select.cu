@@ -227,42 +227,35 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
       items[k] = static_cast<uint32_t>(place) << 16 | static_cast<uint32_t>(since);
     }
   }
-  const bool is_idle = first_group * 32 >= steps;  // beyond the steps; where scores are random, most warps are
   for (int level = levels; level > 0; --level) {
     const int32_t size = 1 << level, half = size / 2;
     uint32_t* to = moved[level & 1];
-    if (!is_idle) {
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);
-        flags[k] = __ballot_sync(kAllLanes, static_cast<int32_t>(items[k] & 0xffff) <= node + half);
-        if (level > 5 && lane == 0) group_flags[level & 1][first_group + k] = flags[k];
-      }
+    for (int k = 0; k < kEach; ++k) {
+      const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);
+      flags[k] = __ballot_sync(kAllLanes, static_cast<int32_t>(items[k] & 0xffff) <= node + half);
+      if (level > 5 && lane == 0) group_flags[level & 1][first_group + k] = flags[k];
     }
     if (level > 5) __syncthreads();
-    if (!is_idle) {
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);
-        const uint32_t lanes_of_node = ((1U << lane) - 1) & ~((1U << (node % 32)) - 1);
-        const int32_t earlier = level > 5 ? rank_among_groups(flags[k], group_flags[level & 1], first_group + k, size / 32)
-                                          : __popc(flags[k] & lanes_of_node);
-        const bool first_half = (flags[k] >> lane & 1) && earlier < half;
-        const int32_t place = first_half ? node + earlier : node + half + (x - node) - min(earlier, half);
-        if (x < steps) to[place] = items[k];
-      }
+    for (int k = 0; k < kEach; ++k) {
+      const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);
+      const uint32_t lanes_of_node = ((1U << lane) - 1) & ~((1U << (node % 32)) - 1);
+      const int32_t earlier = level > 5 ? rank_among_groups(flags[k], group_flags[level & 1], first_group + k, size / 32)
+                                        : __popc(flags[k] & lanes_of_node);
+      const bool first_half = (flags[k] >> lane & 1) && earlier < half;
+      const int32_t place = first_half ? node + earlier : node + half + (x - node) - min(earlier, half);
+      if (x < steps) to[place] = items[k];
     }
     if (level > 5) {
       __syncthreads();
     } else {
       __syncwarp();
     }
-    if (!is_idle) {
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int32_t x = (first_group + k) * 32 + lane;
-        if (x < steps) items[k] = to[x];
-      }
+    for (int k = 0; k < kEach; ++k) {
+      const int32_t x = (first_group + k) * 32 + lane;
+      if (x < steps) items[k] = to[x];
     }
   }
 
