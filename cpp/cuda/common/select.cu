@@ -176,6 +176,9 @@ __device__ int32_t rank_among_groups(uint32_t flags, const uint32_t* group_flags
          __popc(flags & ((1U << lane) - 1));
 }
 
+// A barrier of the first `warps` warps of a block.
+__device__ void sync_warps(int warps) { asm volatile("barrier.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
+
 __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   let_kernel_after_come();
@@ -214,6 +217,8 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
   // One step per death, numbered from 1, filled up to a power of two: a filler comes in the step it leaves in and is worse than
   // all.
   const int levels = deaths > 1 ? 32 - __clz(deaths - 1) : 0, steps = 1 << levels, fillers = steps - deaths;
+  const int busy_warps = (steps + 32 * kEach - 1) / (32 * kEach);
+  if (static_cast<int>(threadIdx.x) / 32 >= busy_warps) return;  // where scores are random that is most of them
   const uint32_t* doomed = work.doomed + row * work.length + base;
   uint32_t items[kEach];  // place in doomed << 16 | the step the key is there from
 #pragma unroll
@@ -236,7 +241,7 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
       flags[k] = __ballot_sync(kAllLanes, static_cast<int32_t>(items[k] & 0xffff) <= node + half);
       if (level > 5 && lane == 0) group_flags[level & 1][first_group + k] = flags[k];
     }
-    if (level > 5) __syncthreads();
+    if (level > 5) sync_warps(busy_warps);
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
       const int32_t x = (first_group + k) * 32 + lane, node = x & ~(size - 1);
@@ -248,7 +253,7 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
       if (x < steps) to[place] = items[k];
     }
     if (level > 5) {
-      __syncthreads();
+      sync_warps(busy_warps);
     } else {
       __syncwarp();
     }
