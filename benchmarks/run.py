@@ -86,6 +86,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--output", type=Path, help="folder for the JSON (default benchmarks/results; none with --quick)")
     options = parser.parse_args()
+    if options.settle < 0:
+        parser.error(f"--settle: expected seconds, got {options.settle:g}")
     if options.settle and TABLES[options.table].device == "cpu":
         parser.error(f"--settle: expected a table of a GPU, got {options.table}; a CPU keeps its clock")
     unknown = [group for group in options.only if group not in TABLES[options.table].groups]

@@ -128,8 +128,8 @@ LONG_KINDS = [(kind, n) for kind in ("window", "top_k", "any", "short", "most") 
 def test_lists_of_long_problems(kind, lengths):
     queries, keys = lengths
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 64, device="cuda").bfloat16() for h, n in ((4, queries), (2, keys), (2, keys)))
-    start, end = long_spans(kind, 2, queries, keys)
+    q, k, v = (torch.randn(2, h, n, 64, device="cuda").bfloat16() for h, n in ((6, queries), (3, keys), (3, keys)))
+    start, end = long_spans(kind, 3, queries, keys)
     causal = kind in ("window", "top_k", "most")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
     check_some_rows(out, lse, q, k, v, start, end, causal)

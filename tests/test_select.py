@@ -52,7 +52,7 @@ def test_signed_zeros_tie(mask_device):
 
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing"])
 @pytest.mark.parametrize("length", [1, 1023, 1025, 5000, 20_000, 140_000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dtype):
     scores = strategies.make_scores((2, 3, length), kind, length, dtype, mask_device)
     scores[:, 1, ::3] = -torch.inf
@@ -64,6 +64,18 @@ def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dty
         best = length - 1 - known.flip(2).sort(dim=2, descending=True, stable=True).indices[:, :, :window]
         expected = torch.zeros(2, 3, length, dtype=torch.bool).scatter(2, best, True) & (known > -torch.inf)
         assert torch.equal(end.cpu() > 0, expected), window
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "increasing"])
+@pytest.mark.parametrize("length", [1, 4000, 10_001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_16_bits_are_selected_as_in_float32(mask_device, kind, length, dtype):
+    scores = strategies.make_scores((1, 3, length), kind, length, dtype, mask_device)
+    scores[:, 1, ::3] = -torch.inf
+    scores[:, 2, 1::3] = torch.nan
+    for window in {1, length // 10 + 1}:
+        ends = [torch.ops.dmattn.select(of, None, window, True) for of in (scores, scores.float())]
+        assert torch.equal(*ends), window
 
 
 @pytest.mark.parametrize("causal", [True, False])

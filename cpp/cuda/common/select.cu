@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256) keep_all(const SelectParams p, const Work
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const Head head(p, work, i / work.length);
     const int32_t index = static_cast<int32_t>(i % work.length);
-    const bool eligible = code_of<WideKey>(p, head, index, work.length) != 0;
+    const bool eligible = code_of(p, head, index, work.length) != 0;
     p.end[i] = eligible ? lasting_end(head, index, work.length) : p.is_causal ? index : kNever;
   }
 }

@@ -82,18 +82,10 @@ __device__ inline uint64_t ordered_code(double score) {
   return bits >> 63 ? ~bits : bits | uint64_t{1} << 63;
 }
 
-template <class Key>
-__device__ Code<Key> score_code(const SelectParams& p, int64_t at) {
-  const void* data = p.scores.data;
-  switch (p.dtype) {
-    case DType::kFloat64:
-      if constexpr (kIsWide<Key>) return ordered_code(static_cast<const double*>(data)[at]);
-      return 0;  // the host chooses wide keys for float64
-    case DType::kFloat32: return ordered_code(static_cast<const float*>(data)[at]);
-    case DType::kBFloat16: return ordered_code(__uint_as_float(uint32_t{static_cast<const uint16_t*>(data)[at]} << 16));
-    case DType::kFloat16: return ordered_code(__half2float(static_cast<const __half*>(data)[at]));
-  }
-  return 0;
+// What the bits of a score of 32 or 16 bits are worth.
+__device__ inline float score_of_bits(DType dtype, uint32_t bits) {
+  if (dtype == DType::kFloat16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return __uint_as_float(dtype == DType::kBFloat16 ? bits << 16 : bits);
 }
 
 // The codes of several scores, narrow and without documents, all of them read before the first is looked at: otherwise their
@@ -108,11 +100,7 @@ __device__ void read_codes(const SelectParams& p, uint32_t (&codes)[kCount], con
     for (int i = 0; i < kCount; ++i) codes[i] = static_cast<const uint16_t*>(p.scores.data)[at(i)];
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float as_half = __half2float(__ushort_as_half(static_cast<uint16_t>(codes[i])));
-    const uint32_t bits = p.dtype == DType::kBFloat16 ? codes[i] << 16 : codes[i];
-    codes[i] = ordered_code(p.dtype == DType::kFloat16 ? as_half : __uint_as_float(bits));
-  }
+  for (int i = 0; i < kCount; ++i) codes[i] = ordered_code(score_of_bits(p.dtype, codes[i]));
 }
 
 // One head's view of the inputs.
@@ -129,9 +117,14 @@ struct Head {
         groups(groups_of(work, batch, head)) {}
 };
 
-template <class Key>
-__device__ Code<Key> code_of(const SelectParams& p, const Head& head, int32_t index, int32_t length) {
-  return segment_end_of(head.segments, index, length) > index ? score_code<Key>(p, head.scores + index) : 0;
+// The code of one score of any type, for wide keys.
+__device__ inline uint64_t code_of(const SelectParams& p, const Head& head, int32_t index, int32_t length) {
+  if (segment_end_of(head.segments, index, length) <= index) return 0;
+  const int64_t at = head.scores + index;
+  if (p.dtype == DType::kFloat64) return ordered_code(static_cast<const double*>(p.scores.data)[at]);
+  const uint32_t bits = p.dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.scores.data)[at]
+                                                   : static_cast<const uint16_t*>(p.scores.data)[at];
+  return ordered_code(score_of_bits(p.dtype, bits));
 }
 
 template <class Key>

@@ -78,7 +78,7 @@ struct Preferred {
   __device__ bool operator()(const Key& a, const Key& b) const { return a < b; }
 };
 
-// The low bits of a narrow code that follow from its highest one.
+// The low bits of a narrow code that follow from its highest one; not those of code 0, whose other bits no score has.
 __device__ inline int silent_bits(DType dtype) { return dtype == DType::kBFloat16 ? 16 : dtype == DType::kFloat16 ? 13 : 0; }
 
 template <class Key, bool kLast>
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParam
       const int32_t index = first + i * kThreads<Key> + thread;
       keys[i] = ~Key{0};
       if (index >= work.length) continue;
-      keys[i] = make_key<Key>(code_of<Key>(p, head, index, work.length), head.groups ? head.groups[index] : 0, index);
+      keys[i] = make_key<Key>(code_of(p, head, index, work.length), head.groups ? head.groups[index] : 0, index);
     }
     typename SortStorage<Key>::Sort(storage.sort).Sort(keys, Preferred<Key>());
   } else {

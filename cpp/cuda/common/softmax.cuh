@@ -98,6 +98,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
   // only then.
   template <int kColumns>
   __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float to_base_2, float (&factor)[2]) {
+    static_assert(kChains == 4 && kColumns >= 2);
     float row[2][kChains];  // of this thread's columns
     bool moves = false;
 #pragma unroll

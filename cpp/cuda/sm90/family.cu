@@ -110,10 +110,10 @@ bool encode_packed(CUtensorMap* map, const PackedRows& packed, void* data, const
   return encode_rows(map, rows, width, packed.capacity, p.kv_heads, p.batch, box);
 }
 
-// Of L2. Less where every tile meets the same keys: the more of those come from memory, the lower the clock the power leaves.
+// Of L2. Less where nothing is causal: the more keys come from memory, the lower the clock that the power leaves.
 constexpr int64_t kSectionBytes = 32 << 20, kEvenSectionBytes = 12 << 20;
 
-// Where tiles meet few keys it is the keys of all tiles at work that have to fit, the fewer the heads the fewer keys.
+// Where tiles meet few keys, those of all tiles at work have to fit together: the fewer packs at a time, the fewer keys.
 constexpr uint32_t kLocalSectionPacks = 4;
 
 // Packs of heads that fit into so much of L2 together, each with so many bytes.

@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
-  // By one thread: the queries of the tile with that number.
+  // By one thread: the queries of tile number `tiles` of this block.
   auto load_queries = [&](int tile_batch, int head, int first_query) {
     shared.tiles[tiles % kTileNotes] = {tile_batch, head, first_query};
     barrier_expect(query_full.at(tiles), kRows * kDim * 2);

@@ -66,12 +66,15 @@ struct Note {
   alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];
 };
 
+template <Variant kVariant>
+inline constexpr bool kMayHavePlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+
 // How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
 struct WorkPlan {
   int tiles;               // of queries
   uint32_t packs;          // batches x packs of heads
-  uint32_t section_packs;  // packs whose keys and values fit into L2 together
-  int end_tiles;           // of queries, for all packs at the very end: the first queries, whose tiles are short
+  uint32_t section_packs;  // packs whose tiles are done together, so that their keys stay in L2
+  int end_tiles;           // of queries, for all packs at the very end: the first queries, whose tiles causality makes short
   int pack_shift;
   int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
 };
@@ -83,7 +86,7 @@ struct WorkTile {
   int batch, head, first_query;
 
   __device__ __forceinline__ WorkTile(const ForwardCall& call, const WorkPlan& work, uint32_t item) {
-    constexpr bool kHasEnd = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;  // those that may have a plan
+    constexpr bool kHasEnd = kMayHavePlan<kVariant>;
     const uint32_t end_tiles = kHasEnd ? static_cast<uint32_t>(work.end_tiles) : 0,
                    tiles = static_cast<uint32_t>(work.tiles) - end_tiles;
     const bool is_end = kHasEnd && item >= tiles * work.packs;
@@ -101,7 +104,7 @@ struct WorkTile {
 // What the walk keeps in shared memory; the plain and dense variants have no plan to walk.
 template <Variant kVariant>
 struct WalkQueues {
-  static constexpr bool kHasPlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+  static constexpr bool kHasPlan = kMayHavePlan<kVariant>;
   static constexpr int kRing = kHasPlan ? 1024 : 1;
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
@@ -137,7 +140,7 @@ class Walk {
   // Walks tile after tile until there are none, then says so.
   __device__ __forceinline__ void run() {
     const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.packs;
-    for (uint32_t item = blockIdx.x; item < items;) {
+    for (uint32_t item = blockIdx.x; item < items;) {  // the first one's queries are being loaded: load_tiles counts on it
       walk_tile(item);
       // Drawn as late as consumers leave time for, so that no block has tiles in store while others have none.
       uint32_t next = items;
