@@ -111,7 +111,7 @@ bool encode_packed(CUtensorMap* map, const PackedRows& packed, void* data, const
 }
 
 // Of L2. Less where nothing is causal: the more keys come from memory, the lower the clock that the power leaves.
-constexpr int64_t kSectionBytes = 32 << 20, kEvenSectionBytes = 12 << 20;
+constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
 
 // Where tiles meet few keys, those of all tiles at work have to fit together: the fewer packs at a time, the fewer keys.
 constexpr uint32_t kLocalSectionPacks = 4;
@@ -138,7 +138,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   work.packs = static_cast<uint32_t>(packs);
   const int64_t pack_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * pack * p.kv_heads / p.heads;
   const bool is_local = call.plan.index != nullptr;  // tiles of few keys
-  const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kEvenSectionBytes;
+  const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kNonCausalSectionBytes;
   work.section_packs = is_local ? std::min(kLocalSectionPacks, work.packs) : packs_in_section(packs, pack_bytes, section_bytes);
   work.end_tiles = is_local ? work.tiles / 8 : 0;
   const int64_t items = work.tiles * packs;

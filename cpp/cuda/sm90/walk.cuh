@@ -66,6 +66,7 @@ struct Note {
   alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];
 };
 
+// The variants that walk a plan's lists; the general one only where a call has a plan.
 template <Variant kVariant>
 inline constexpr bool kMayHavePlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
 
