@@ -17,29 +17,32 @@ inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads a
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kMostSegments = 2048;  // of the queries
-inline constexpr int kCoarseShift = 3;      // lists are made for 2^3 segments together first, and theirs from those
 inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
+inline constexpr int kPlanGroups = 32;      // of a part's live keys, each as many as the part has at most over this
 inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
 inline constexpr int kOneSegment = 24;      // the shift that says so: all queries see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
 struct Plan {
-  int32_t* index = nullptr;    // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, all keys
-                               // are taken in order
-  int32_t* first = nullptr;    // [rows, capacity]: the key's span of positions, causality included
-  int32_t* last = nullptr;     // [rows, capacity]
-  int32_t* count = nullptr;    // [rows]: live keys
-  int32_t* shift = nullptr;    // [rows]: a segment is 2^shift queries
-  int shortest = 9;            // shift of the shortest segments
-  int32_t* lists = nullptr;    // [rows, most_lists, 2]: where in the row the list of a segment begins, and its length; then those
-                               // of coarse segments, which nobody but the plan reads
-  int32_t* counts = nullptr;   // [rows, parts, 2, segments]: the plan's own; the next as well
-  int32_t* partial = nullptr;  // [rows, parts]: are some of the part's keys seen by a part of the queries only?
+  int32_t* index = nullptr;  // [rows, capacity]: the live keys, where they are read, then the lists; null: no plan, all keys
+                             // are taken in order
+  int2* span = nullptr;      // [rows, capacity]: the key's span of positions, causality included
+  int32_t* count = nullptr;  // [rows]: live keys
+  int32_t* shift = nullptr;  // [rows]: a segment is 2^shift queries
+  int shortest = 9;          // shift of the shortest segments
+  int2* lists = nullptr;     // [rows, most_lists]: where in the row the list of a segment begins, and its length
+  int4* groups = nullptr;  // [rows, parts, kPlanGroups]: the plan's own: neighbouring live keys, where they begin, how many they
+                           // are, and the positions between which some see some of them
+  int64_t count_blocks = 0;    // that share the parts of a row where they are counted
+  int32_t* counts = nullptr;   // [rows, count_blocks, 2, segments]: the plan's own; the next two as well
+  int32_t* partial = nullptr;  // [rows, count_blocks]: are some of their keys seen by a part of the queries only?
+  int32_t* live = nullptr;     // [rows, parts]: how many of the part's keys are seen at all
   int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  bool keeps_live = false;     // are the live keys written, even where no list is made of them?
+  bool keeps_live = false;     // are the live keys needed, even where no list is made of them?
   bool joins = false;          // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
-  int64_t capacity = 0;        // kPlanEntries * Sk, for one segment just Sk; even
+  bool lengthens = false;      // are segments longer than they need be, where their lists are then hardly longer?
+  int64_t capacity = 0;        // kPlanEntries * Sk, for one segment just Sk
   int64_t most_lists = 0;      // that a row may have
   int64_t parts = 0;           // of kPlanPart keys
   int64_t batch_stride = 0;    // 0 or plan_heads, in rows
@@ -48,6 +51,15 @@ struct Plan {
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
+
+// So many blocks for the parts of a row that those of all rows, and the others, find place at once on most devices: a second
+// round of them would take as long as the first.
+inline int64_t blocks_per_row(int64_t parts, int64_t rows, int64_t others) {
+  constexpr int64_t kBlocks = 128;
+  const int64_t most = kBlocks - others < rows ? 1 : (kBlocks - others) / rows;
+  const int64_t each = (parts + most - 1) / most;
+  return (parts + each - 1) / each;
+}
 
 // What a kernel instance can do at compile time; everything else is a run-time flag.
 enum class Variant : int32_t {

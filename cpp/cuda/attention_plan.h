@@ -88,6 +88,7 @@ struct PlanNeeds {
   bool order = true;       // for a family that starts tiles in a fixed order
   bool live_keys = false;  // for kernels that walk keys, not queries
   bool joined = false;     // for kernels to which one long list is as good as many short ones
+  bool longer = false;     // for kernels to which lists a sixteenth longer are as good
   int shortest = 9;        // a segment is 2^shortest queries or more
 };
 
@@ -96,13 +97,12 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   if (p.mask.tiles.data && needs.order && p.query_length > 0 && p.key_length > 0) return make_order(p, like, stream);
   if (!gathers(p)) return {};
   Plan plan;
-  plan.keeps_live = needs.live_keys, plan.joins = needs.joined;
+  plan.keeps_live = needs.live_keys, plan.joins = needs.joined, plan.lengthens = needs.longer;
   plan.shortest = needs.shortest;
   check(((p.query_length - 1) >> plan.shortest) < kMostSegments, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = ceil_div(p.query_length, int64_t{1} << plan.shortest);
-  // A single segment has no list but that of the live keys. Even, so that lists are aligned to 8 bytes.
-  plan.capacity = segments > 1 ? kPlanEntries * p.key_length : (p.key_length + 1) / 2 * 2;
-  plan.most_lists = segments + ceil_div(segments, int64_t{1} << kCoarseShift);
+  plan.capacity = segments > 1 ? kPlanEntries * p.key_length : p.key_length;  // a single segment's list is that of the live keys
+  plan.most_lists = segments;
   plan.parts = ceil_div(p.key_length, kPlanPart);
   plan.head_divisor = p.heads;
   for (const PerHead* row : {&start, &end}) {
@@ -112,18 +112,21 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
   plan.batch_stride = plan.batches > 1 ? plan.heads : 0;
   const int64_t rows = plan.batches * plan.heads;
-  const int64_t counts = plan.parts * 2 * segments;
+  plan.count_blocks = blocks_per_row(plan.parts, rows, 0);
+  const int64_t row_parts = rows * plan.parts, row_blocks = rows * plan.count_blocks;
+  const int64_t for_rows = rows * (3 * plan.capacity + 2 * plan.most_lists + 2);
   const Tensor memory =
-      empty_on(like, {rows * (3 * plan.capacity + 2 * plan.most_lists + counts + plan.parts + 2) + 1}, ScalarType::Int);
-  plan.index = static_cast<int32_t*>(memory.data_ptr());
-  plan.first = plan.index + rows * plan.capacity;
-  plan.last = plan.first + rows * plan.capacity;
-  plan.count = plan.last + rows * plan.capacity;
+      empty_on(like, {row_parts * (4 * kPlanGroups + 1) + row_blocks * (2 * segments + 1) + for_rows + 1}, ScalarType::Int);
+  plan.groups = static_cast<int4*>(memory.data_ptr());  // first, because it has to be aligned to 16 bytes, the next two to 8
+  plan.span = reinterpret_cast<int2*>(plan.groups + row_parts * kPlanGroups);
+  plan.lists = plan.span + rows * plan.capacity;
+  plan.index = reinterpret_cast<int32_t*>(plan.lists + rows * plan.most_lists);
+  plan.counts = plan.index + rows * plan.capacity;
+  plan.partial = plan.counts + row_blocks * 2 * segments;
+  plan.live = plan.partial + row_blocks;
+  plan.count = plan.live + row_parts;
   plan.shift = plan.count + rows;
-  plan.lists = plan.shift + rows;
-  plan.counts = plan.lists + rows * 2 * plan.most_lists;
-  plan.partial = plan.counts + rows * counts;
-  plan.ticket = plan.partial + rows * plan.parts;
+  plan.ticket = plan.shift + rows;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

@@ -64,8 +64,8 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   Plan& plan = part.plan;
   if (plan.index) {
     const int64_t row = batch * plan.batch_stride + head / plan.head_divisor;
-    for (int32_t** entries : {&plan.index, &plan.first, &plan.last}) *entries += row * plan.capacity;
-    plan.count += row, plan.shift += row, plan.lists += row * 2 * plan.most_lists;
+    plan.index += row * plan.capacity, plan.span += row * plan.capacity;
+    plan.count += row, plan.shift += row, plan.lists += row * plan.most_lists;
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;

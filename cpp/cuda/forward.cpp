@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   PlanNeeds needs;
   needs.order = family == Family::kSm80;
   const bool packs = may_pack(p, family);
-  needs.joined = packs;
+  needs.joined = packs, needs.longer = true;
   const OwnedPlan plan = make_plan(p, query, device.stream(), needs);
   ForwardCall call{
       p, plan.plan, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), static_cast<float>(1.0 / p.scale), {}};

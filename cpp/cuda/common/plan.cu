@@ -2,7 +2,6 @@
 //
 // The one surprise is how the segments' length is found, and everything's place: prefix sums of keys by the segment that first
 // sees them and by the last that does give, part by part of the keys, the length of every list at every length of segments.
-#include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
 #include "../attention_launch.h"
@@ -14,12 +13,13 @@
 namespace dmattn::cuda {
 namespace {
 
-constexpr int kWarps = 32, kThreads = kWarps * 32, kListWarps = 16, kKeysPerLane = 4;
+constexpr int kWarps = 32, kThreads = kWarps * 32, kKeysPerLane = 4, kListThreads = 512;
 constexpr int kItems = kMostSegments / kThreads;
 static_assert(kThreads * kKeysPerLane == kPlanPart);
 using Scan = cub::BlockScan<int, kThreads>;
 
-static_assert(kOneSegment + kCoarseShift < 31);
+constexpr int kLevels = 12;  // of how much longer segments may be than the shortest, until one is all
+static_assert(kOneSegment < 31 && kMostSegments <= 1 << kLevels - 1);
 constexpr int segments_at(int queries, int shift) { return (queries + (1 << shift) - 1) >> shift; }
 
 struct Entry {
@@ -29,28 +29,26 @@ struct Entry {
 
 // A row of the plan.
 struct PlanRow {
-  int32_t *index, *first, *last;
-  int2* lists;
+  int32_t* index;
+  int2 *span, *lists;
   int low, queries;        // the position of the first query
   int shortest, segments;  // the shortest segments, and how many they are
-  const int32_t* counts;   // [parts, 2, segments]
+  const int32_t* counts;   // [count_blocks, 2, segments]
 
   __device__ __forceinline__ PlanRow(const AttentionParams& p, const Plan& plan, int64_t row)
       : index(plan.index + row * plan.capacity),
-        first(plan.first + row * plan.capacity),
-        last(plan.last + row * plan.capacity),
-        lists(reinterpret_cast<int2*>(plan.lists) + row * plan.most_lists),
+        span(plan.span + row * plan.capacity),
+        lists(plan.lists + row * plan.most_lists),
         low(static_cast<int>(p.key_length - p.query_length)),
         queries(static_cast<int>(p.query_length)),
         shortest(plan.shortest),
         segments(segments_at(queries, shortest)),
-        counts(plan.counts + row * plan.parts * 2 * segments) {}
+        counts(plan.counts + row * plan.count_blocks * 2 * segments) {}
 
   __device__ __forceinline__ void write(int at, const Entry& entry) const {
     index[at] = entry.key;
-    first[at] = entry.span.first, last[at] = entry.span.last;
+    span[at] = {entry.span.first, entry.span.last};
   }
-  __device__ __forceinline__ Entry read(int at) const { return {index[at], {first[at], last[at]}}; }
 };
 
 // How many keys a segment of 2^shift queries sees, by prefix sums over segments of the shortest kind.
@@ -59,20 +57,38 @@ __device__ __forceinline__ int length_of(const int* begun, const int* ended, con
   return begun[to - 1] - (from > 0 ? ended[from - 1] : 0);
 }
 
-// The keys of a block of kPlanPart keys, by thread.
+// The intervals of a row of the plan.
+__device__ __forceinline__ SpanSource spans_of_row(const AttentionParams& p, const Plan& plan, int row) {
+  const int heads = static_cast<int>(plan.heads), batch = row / heads;
+  return {p.mask, static_cast<int>(p.key_length), batch, (row - batch * heads) * static_cast<int>(plan.head_divisor)};
+}
+
+// The keys of a part of a row, by thread: all of them read before the first is looked at, and without a branch.
 struct PartKeys {
   Entry entry[kKeysPerLane];
-  int64_t row;
-  int part;
-  __device__ __forceinline__ PartKeys(const AttentionParams& p, const Plan& plan)
-      : row(blockIdx.x / plan.parts), part(static_cast<int>(blockIdx.x % plan.parts)) {
-    const int batch = static_cast<int>(row / plan.heads), head = static_cast<int>(row % plan.heads * plan.head_divisor);
-    const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch, head);
+  __device__ __forceinline__ PartKeys(const SpanSource& spans, int part) {
+    const int base = part * kPlanPart + threadIdx.x / 32 * (kKeysPerLane * 32) + threadIdx.x % 32,
+              last_key = spans.key_length - 1;
+    int first[kKeysPerLane], last[kKeysPerLane];
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      const int key = part * kPlanPart + (threadIdx.x / 32 * kKeysPerLane + i) * 32 + threadIdx.x % 32;
-      entry[i] = {key, spans.of_key(key)};
+      const int at = min(base + i * 32, last_key);
+      first[i] = spans.start ? spans.start[at] : kFirstPosition, last[i] = spans.end ? spans.end[at] : kLastPosition;
     }
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int key = base + i * 32;
+      entry[i] = {key, key <= last_key ? spans.span_of(key, first[i], last[i]) : Span::empty()};
+    }
+  }
+};
+
+// The parts of a row that are the work of one of `blocks` blocks.
+struct PartsOfBlock {
+  int first, last;
+  __device__ __forceinline__ PartsOfBlock(const Plan& plan, int block, int blocks) {
+    const int parts = static_cast<int>(plan.parts), each = (parts + blocks - 1) / blocks;
+    first = min(block * each, parts), last = min((block + 1) * each, parts);
   }
 };
 
@@ -83,12 +99,10 @@ __device__ __forceinline__ void add_one(int* counts, int which, int common, bool
   if (is_wanted && which != common) atomicAdd(&counts[which], 1);
 }
 
-// How many of a block's keys each segment is the first, or the last, to see. True when some of them are seen by a part of the
-// queries only.
+// Adds how many of a block's keys each segment is the first, or the last, to see. True when some of this thread's are seen by a
+// part of the queries only.
 __device__ __forceinline__ bool count_keys(const PartKeys& keys, const PlanRow& row, int* begun, int* ended) {
   const int high = row.low + row.queries - 1;
-  for (int i = threadIdx.x; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
-  __syncthreads();
   bool has_partial = false;
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) {
@@ -103,68 +117,41 @@ __device__ __forceinline__ bool count_keys(const PartKeys& keys, const PlanRow& 
     add_one(ended, last, common, is_live && last < row.segments - 1);
     add_one(ended, last, row.segments - 1, is_live && last == row.segments - 1);
   }
-  return __syncthreads_or(has_partial);
+  return has_partial;
 }
 
-// Writes those of a block's keys that positions [low, high] see from `place` on, in order; `turn` changes with every call.
-__device__ __forceinline__ void write_seen(const PartKeys& keys, const PlanRow& row, int low, int high, int place, int turn,
-                                           int (&warp_counts)[2][kWarps]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  unsigned seen[kKeysPerLane];
-  int in_warp = 0;
+// Which of a block's keys positions [low, high] see, and how many of those there are before this warp's and in all.
+struct SeenKeys {
+  unsigned seen[kKeysPerLane];  // by lanes, one word for each 32 keys of the warp
+  int before = 0, all;
+  __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int in_warp = 0;
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
-    in_warp += __popc(seen[i]);
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
+      in_warp += __popc(seen[i]);
+    }
+    if (lane == 0) warp_counts[warp] = in_warp;
+    __syncthreads();
+    const int of_warp = warp_counts[lane];
+    all = __reduce_add_sync(0xffffffffu, of_warp);
+    before = __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
   }
-  if (lane == 0) warp_counts[turn % 2][warp] = in_warp;
-  __syncthreads();
-  place += __reduce_add_sync(0xffffffffu, lane < warp ? warp_counts[turn % 2][lane] : 0);
+  // Calls use(place, entry) for those of this thread, places in the order of the keys.
+  template <class Use>
+  __device__ __forceinline__ void for_each(const PartKeys& keys, const Use& use) const {
+    int place = before;
 #pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    if (seen[i] >> lane & 1) row.write(place + __popc(seen[i] & lanes_before()), keys.entry[i]);
-    place += __popc(seen[i]);
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      if (seen[i] >> threadIdx.x % 32 & 1) use(place + __popc(seen[i] & lanes_before()), keys.entry[i]);
+      place += __popc(seen[i]);
+    }
   }
-}
-
-// Where few of a block's keys are seen by anyone, as where most die soon, those are kept close together in `few`, in order, and
-// each list is the work of one warp. Returns how many they are; beyond kThreads there is no room for them.
-__device__ __forceinline__ int keep_few(const PartKeys& keys, const PlanRow& row, Entry (&few)[kThreads],
-                                        int (&warp_counts)[kWarps]) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  unsigned live[kKeysPerLane];
-  int in_warp = 0;
-#pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    live[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(row.low, row.low + row.queries - 1));
-    in_warp += __popc(live[i]);
-  }
-  if (lane == 0) warp_counts[warp] = in_warp;
-  __syncthreads();
-  const int of_warp = warp_counts[lane], all = __reduce_add_sync(0xffffffffu, of_warp);
-  int place = __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
-  if (all > kThreads) return all;
-#pragma unroll
-  for (int i = 0; i < kKeysPerLane; ++i) {
-    if (live[i] >> lane & 1) few[place + __popc(live[i] & lanes_before())] = keys.entry[i];
-    place += __popc(live[i]);
-  }
-  return all;
-}
-
-// By one warp: those of `few` that positions [low, high] see.
-__device__ __forceinline__ void write_few(const Entry* few, int count, const PlanRow& row, int low, int high, int place) {
-  const int lane = threadIdx.x % 32;
-  for (int base = 0; base < count; base += 32) {
-    const Entry entry = base + lane < count ? few[base + lane] : Entry{0, Span::empty()};
-    const unsigned seen = __ballot_sync(0xffffffffu, entry.span.touches(low, high));
-    if (seen >> lane & 1) row.write(place + __popc(seen & lanes_before()), entry);
-    place += __popc(seen);
-  }
-}
+};
 
 // The whole plan where the keys of a row are one part and its segments no more than a warp's lanes: a block per row and segment
-// counts for itself and makes that list from the keys, so there are no coarse ones.
+// counts for itself and makes that list from the keys.
 constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_constant__ AttentionParams p,
                                                               const __grid_constant__ Plan plan) {
@@ -173,9 +160,12 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
   __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
-  const PartKeys keys(p, plan);
-  const PlanRow row(p, plan, keys.row);
-  const bool is_one = !count_keys(keys, row, begun, ended) && plan.joins;
+  const int row_number = static_cast<int>(blockIdx.x);  // its keys are one part
+  const PartKeys keys(spans_of_row(p, plan, row_number), 0);
+  const PlanRow row(p, plan, row_number);
+  if (threadIdx.x < kFewSegments) begun[threadIdx.x] = ended[threadIdx.x] = 0;
+  __syncthreads();
+  const bool is_one = !__syncthreads_or(count_keys(keys, row, begun, ended)) && plan.joins;
   if (threadIdx.x < 32) {
     const auto sum_before = [&](int x, bool with_own) {
       int sum = x;
@@ -200,34 +190,49 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     if (lane == 0) chosen_shift = shift;
     if (blockIdx.y == 0) {
       if (lane < count) row.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
-      if (lane == 0) plan.shift[keys.row] = shift, plan.count[keys.row] = live;
-      if (lane == 0 && keys.row == 0) *plan.ticket = 0;
+      if (lane == 0) plan.shift[row_number] = shift, plan.count[row_number] = live;
+      if (lane == 0 && row_number == 0) *plan.ticket = 0;
     }
   }
   __syncthreads();
   const int shift = chosen_shift, count = segments_at(row.queries, shift);
   const int segment = static_cast<int>(blockIdx.y);
+  const auto write_seen = [&](int low, int high, int place, int (&scratch)[kWarps]) {
+    SeenKeys(keys, low, high, scratch).for_each(keys, [&](int at, const Entry& entry) { row.write(place + at, entry); });
+  };
   if (count > 1 && segment < count) {
     const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
-    write_seen(keys, row, low, high, places[segment], 0, warp_counts);
+    write_seen(low, high, places[segment], warp_counts[0]);
   }
   if (segment == 0 && (count == 1 || plan.keeps_live)) {
-    write_seen(keys, row, row.low, row.low + row.queries - 1, 0, 1, warp_counts);
+    write_seen(row.low, row.low + row.queries - 1, 0, warp_counts[1]);
   }
 }
 
-// One block per part of a row: how many of its keys each segment is the first, or the last, to see; prefix sums of both.
+// Some blocks per row, each for some parts of it: how many of their keys each segment is the first, or the last, to see; prefix
+// sums of both. And how many live keys a part has.
 __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ Plan plan) {
   wait_for_kernel_before();
   let_kernel_after_come();
   __shared__ Scan::TempStorage scratch;
-  __shared__ int begun[kMostSegments], ended[kMostSegments];
+  __shared__ int begun[kMostSegments], ended[kMostSegments], warp_counts[kWarps];
   const int thread = threadIdx.x;
-  const PartKeys keys(p, plan);
-  const PlanRow row(p, plan, keys.row);
-  const bool has_partial = count_keys(keys, row, begun, ended);
-  if (thread == 0) plan.partial[keys.row * plan.parts + keys.part] = has_partial;
+  const int blocks = static_cast<int>(plan.count_blocks), block = static_cast<int>(blockIdx.x), row_number = block / blocks;
+  const PlanRow row(p, plan, row_number);
+  const SpanSource spans = spans_of_row(p, plan, row_number);
+  for (int i = thread; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
+  __syncthreads();
+  bool has_partial = false;
+  const PartsOfBlock parts(plan, block - row_number * blocks, blocks);
+  for (int part = parts.first; part < parts.last; ++part) {
+    const PartKeys keys(spans, part);
+    has_partial |= count_keys(keys, row, begun, ended);
+    const SeenKeys live(keys, row.low, row.low + row.queries - 1, warp_counts);
+    if (thread == 0) plan.live[row_number * plan.parts + part] = live.all;
+    __syncthreads();
+  }
+  has_partial = __syncthreads_or(has_partial);
   int32_t* to = plan.counts + static_cast<int64_t>(blockIdx.x) * 2 * row.segments;
   for (const int* counts : {begun, ended}) {
     int items[kItems];
@@ -241,189 +246,200 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
     to += row.segments;
     __syncthreads();
   }
+  if (thread == 0) plan.partial[blockIdx.x] = has_partial;
   if (blockIdx.x == 0 && thread == 0) *plan.ticket = 0;
 }
 
-struct ChoiceStorage {
-  using Sum = cub::BlockReduce<int64_t, kThreads>;
-  union {
-    Scan::TempStorage scan;
-    Sum::TempStorage sum;
-  } scratch;
+// What a block that chooses keeps in mind.
+struct Choice {
+  Scan::TempStorage scratch;
   int begun[kMostSegments], ended[kMostSegments];  // keys whose first / last segment is this or one before
-  int64_t needed;
+  int64_t entries[kLevels];                        // of all lists, by how much longer than the shortest segments are
 };
 
-// The length of a row's segments, as a shift, and where the list of each goes. Every block of a row finds out for itself, and one
-// of them writes it down for the kernels to come.
-__device__ __forceinline__ int choose_lists(const AttentionParams& p, const Plan& plan, const PlanRow& row, int64_t row_number,
-                                            bool writes, ChoiceStorage& storage, int* coarse_places) {
-  using Sum = ChoiceStorage::Sum;
-  auto& scratch = storage.scratch;
-  int *const begun = storage.begun, *const ended = storage.ended;
-  const int thread = threadIdx.x, key_length = static_cast<int>(p.key_length);
-  for (int i = thread; i < row.segments; i += kThreads) {
-    int begun_here = 0, ended_here = 0;
-    for (int part = 0; part < plan.parts; ++part) {
-      begun_here += row.counts[part * 2 * row.segments + i];
-      ended_here += row.counts[(part * 2 + 1) * row.segments + i];
-    }
-    begun[i] = begun_here, ended[i] = ended_here;
-  }
+// By one block: the length of a row's segments, as a shift, and where the list of each goes.
+__device__ __forceinline__ void choose_lists(const AttentionParams& p, const Plan& plan, int row_number, Choice& choice) {
+  int *const begun = choice.begun, *const ended = choice.ended;
+  const int64_t* const entries = choice.entries;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int blocks = static_cast<int>(plan.count_blocks), key_length = static_cast<int>(p.key_length);
+  const PlanRow row(p, plan, row_number);
+  for (int i = thread; i < row.segments; i += kThreads) begun[i] = ended[i] = 0;
   __syncthreads();
+  for (int item = thread; item < blocks * row.segments; item += kThreads) {
+    const int segment = item % row.segments;
+    const int32_t* const counts = row.counts + item / row.segments * 2 * row.segments + segment;
+    atomicAdd(&begun[segment], counts[0]);
+    atomicAdd(&ended[segment], counts[row.segments]);
+  }
+  bool has_partial = thread < blocks && plan.partial[row_number * blocks + thread] != 0;
+  const bool is_one = !__syncthreads_or(has_partial) && plan.joins;
   const int live = begun[row.segments - 1];
-  const auto entries_at = [&](int shift) {  // a single segment's list is that of the live keys
-    const int count = segments_at(row.queries, shift);
+  if (warp < kLevels) {
     int64_t mine = 0;
-    for (int i = thread; i < count && count > 1; i += kThreads) mine += length_of(begun, ended, row, i, shift);
-    const int64_t all = Sum(scratch.sum).Sum(mine);
-    if (thread == 0) storage.needed = all;
-    __syncthreads();
-    const int64_t result = storage.needed;
-    __syncthreads();
-    return result;
-  };
-  bool has_partial = false;
-  for (int part = thread; part < plan.parts; part += kThreads) has_partial |= plan.partial[row_number * plan.parts + part] != 0;
-  int shift = !__syncthreads_or(has_partial) && plan.joins ? kOneSegment : row.shortest;
-  while (entries_at(shift) + entries_at(shift + kCoarseShift) > plan.capacity - key_length) ++shift;
-  if (writes && thread == 0) plan.shift[row_number] = shift, plan.count[row_number] = live;
-
-  int2* lists = row.lists;
-  int begin = key_length;
-  for (const int which : {shift, shift + kCoarseShift}) {
-    const int count = segments_at(row.queries, which);
-    int lengths[kItems], places[kItems], total;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      lengths[i] = thread * kItems + i < count ? length_of(begun, ended, row, thread * kItems + i, which) : 0;
-    }
-    Scan(scratch.scan).ExclusiveSum(lengths, places, total);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int segment = thread * kItems + i;
-      if (segment >= count) continue;
-      if (writes) lists[segment] = count == 1 ? int2{0, live} : int2{begin + places[i], lengths[i]};
-      if (which != shift) coarse_places[segment] = begin + places[i];
-    }
-    begin += count == 1 ? 0 : total;
-    lists += row.segments;
-  }
-  return shift;
-}
-
-// Where a row has so many parts that it pays to choose once: one block per row.
-constexpr int kManyParts = 16;
-__global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
-                                                          const __grid_constant__ Plan plan) {
-  wait_for_kernel_before();
-  __shared__ ChoiceStorage storage;
-  __shared__ int coarse_places[kMostSegments >> kCoarseShift];
-  choose_lists(p, plan, PlanRow(p, plan, blockIdx.x), blockIdx.x, true, storage, coarse_places);
-}
-
-// One block per part of a row: writes its share of the coarse segments' lists, and of the live keys' where someone reads that.
-__global__ __launch_bounds__(kThreads) void spread_kernel(const __grid_constant__ AttentionParams p,
-                                                          const __grid_constant__ Plan plan) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
-  __shared__ ChoiceStorage storage;
-  __shared__ Entry few[kThreads];
-  __shared__ int live_counts[kWarps], warp_counts[2][kWarps];
-  __shared__ int places[kMostSegments >> kCoarseShift], lengths[kMostSegments >> kCoarseShift];
-  const int thread = threadIdx.x;
-  const PartKeys keys(p, plan);
-  const PlanRow row(p, plan, keys.row);
-  const int live = keep_few(keys, row, few, live_counts);
-  const bool is_chosen = plan.parts > kManyParts;
-  const int shift =
-      (is_chosen ? plan.shift[keys.row] : choose_lists(p, plan, row, keys.row, keys.part == 0, storage, places)) + kCoarseShift;
-  const int count = segments_at(row.queries, shift);
-  const auto counts_of = [&](int part, int segment) {
-    const int32_t* const counts = row.counts + part * 2 * row.segments;
-    return length_of(counts, counts + row.segments, row, segment, shift);
-  };
-  for (int i = thread; i < count; i += kThreads) {
-    if (is_chosen) places[i] = row.lists[row.segments + i].x;
-    lengths[i] = counts_of(keys.part, i);
+    const int shift = row.shortest + warp, count = segments_at(row.queries, shift);
+    for (int i = lane; i < count && count > 1; i += 32) mine += length_of(begun, ended, row, i, shift);
+    for (int step = 16; step > 0; step /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, step);
+    if (lane == 0) choice.entries[warp] = mine;  // a single segment's list is that of the live keys
   }
   __syncthreads();
-  for (int i = thread; i < keys.part * count; i += kThreads) atomicAdd(&places[i % count], counts_of(i / count, i % count));
-  __syncthreads();
-
-  const int all_low = row.low, all_high = row.low + row.queries - 1;
-  const auto low_of = [&](int i) { return row.low + (i << shift); };
-  const auto high_of = [&](int i) { return row.low + min((i + 1) << shift, row.queries) - 1; };
-  const bool writes_all = count == 1 || plan.keeps_live;
-  int all_place = 0;
-  for (int part = 0; part < keys.part && writes_all; ++part) all_place += row.counts[(part * 2 + 1) * row.segments - 1];
-  if (live <= kThreads) {
-    const int first = count > 1 ? 0 : count;  // list `count` is that of all
-    for (int i = first + thread / 32; i < count + writes_all; i += kWarps) {
-      if (i == count) {
-        write_few(few, live, row, all_low, all_high, all_place);
-      } else if (lengths[i] > 0) {
-        write_few(few, live, row, low_of(i), high_of(i), places[i]);
-      }
-    }
+  int longer = 0;
+  while (entries[longer] > plan.capacity - key_length) ++longer;
+  // The fewer lists, the less there is to write.
+  const auto segments_of = [&](int more) { return static_cast<int64_t>(segments_at(row.queries, row.shortest + more)); };
+  const int least = longer;
+  while (plan.lengthens && segments_of(longer) > 8 &&
+         entries[longer + 1] * segments_of(least) * 16 <= entries[least] * segments_of(longer + 1) * 17) {
+    ++longer;
+  }
+  const int shift = is_one ? kOneSegment : row.shortest + longer, count = segments_at(row.queries, shift);
+  if (thread == 0) plan.shift[row_number] = shift, plan.count[row_number] = live;
+  if (count == 1) {
+    if (thread == 0) row.lists[0] = {0, live};
     return;
   }
-  int turn = 0;
-  for (int i = 0; i < count && count > 1; ++i) {
-    if (lengths[i] > 0) write_seen(keys, row, low_of(i), high_of(i), places[i], turn++, warp_counts);
+  int lengths[kItems], places[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    lengths[i] = thread * kItems + i < count ? length_of(begun, ended, row, thread * kItems + i, shift) : 0;
   }
-  if (writes_all) write_seen(keys, row, all_low, all_high, all_place, turn, warp_counts);
+  Scan(choice.scratch).ExclusiveSum(lengths, places);
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (thread * kItems + i < count) row.lists[thread * kItems + i] = {key_length + places[i], lengths[i]};
+  }
 }
 
-// One block per segment: its list, from that of the coarse segment it lies in.
-__global__ __launch_bounds__(kListWarps * 32) void list_kernel(const __grid_constant__ AttentionParams p,
-                                                               const __grid_constant__ Plan plan) {
+// What a block that writes live keys keeps in mind.
+struct LiveKeys {
+  Span span[kPlanPart];
+  int warp_counts[kWarps], before;
+};
+
+// By one block: the live keys of some parts of a row behind those of the parts before, and what there is to know of each group of
+// them.
+__device__ __forceinline__ void write_live(const AttentionParams& p, const Plan& plan, int row_number, const PartsOfBlock& parts,
+                                           LiveKeys& live) {
+  constexpr int kGroup = kPlanPart / kPlanGroups;
+  static_assert(kPlanGroups == kWarps && kGroup % 32 == 0);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const PlanRow row(p, plan, row_number);
+  const SpanSource spans = spans_of_row(p, plan, row_number);
+  const int32_t* const live_of_part = plan.live + row_number * plan.parts;
+  if (thread == 0) live.before = 0;
+  __syncthreads();
+  int before = 0;
+  for (int part = thread; part < parts.first; part += kThreads) before += live_of_part[part];
+  if (before > 0) atomicAdd(&live.before, before);
+  __syncthreads();
+  before = live.before;
+  for (int part = parts.first; part < parts.last; ++part) {
+    const PartKeys keys(spans, part);
+    const SeenKeys seen(keys, row.low, row.low + row.queries - 1, live.warp_counts);
+    seen.for_each(keys, [&](int at, const Entry& entry) {
+      live.span[at] = entry.span;
+      row.write(before + at, entry);
+    });
+    __syncthreads();
+    const int count = min(max(seen.all - warp * kGroup, 0), kGroup);
+    int from = kLastPosition, to = kFirstPosition;
+    for (int i = lane; i < count; i += 32) {
+      const Span span = live.span[warp * kGroup + i];
+      from = min(from, span.first), to = max(to, span.last);
+    }
+    from = __reduce_min_sync(0xffffffffu, from), to = __reduce_max_sync(0xffffffffu, to);
+    if (lane == 0) plan.groups[(row_number * plan.parts + part) * kPlanGroups + warp] = {before + warp * kGroup, count, from, to};
+    before += seen.all;
+    __syncthreads();
+  }
+}
+
+// The first blocks, one per row, choose where lists go; the others write the live keys.
+__global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
+                                                          const __grid_constant__ Plan plan, int rows, int live_blocks) {
   wait_for_kernel_before();
   let_kernel_after_come();
-  constexpr int kRound = kListWarps * 32 * kKeysPerLane;
+  __shared__ union Storage {
+    __device__ Storage() {}
+    Choice choice;
+    LiveKeys live;
+  } storage;
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < rows) {
+    choose_lists(p, plan, block, storage.choice);
+  } else {
+    const int row = (block - rows) / live_blocks;
+    write_live(p, plan, row, PartsOfBlock(plan, (block - rows) % live_blocks, live_blocks), storage.live);
+  }
+}
+
+// One block per segment: its list, from the groups of live keys of which it may see some.
+__global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_constant__ AttentionParams p,
+                                                               const __grid_constant__ Plan plan) {
+  constexpr int kListWarps = kListThreads / 32, kLanes = kPlanPart / kPlanGroups / 32;
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  __shared__ int2 groups[kListThreads];  // places of live keys and how many, as far as the segment may see some
   __shared__ int warp_counts[2][kListWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   const int64_t row_number = blockIdx.x / segments;
-  const int segment = static_cast<int>(blockIdx.x % segments), shift = plan.shift[row_number];
   const PlanRow row(p, plan, row_number);
+  const int4* const all_groups = plan.groups + row_number * plan.parts * kPlanGroups;
+  const int most_groups = static_cast<int>(plan.parts) * kPlanGroups;
+  const auto group_at = [&](int which) { return which < most_groups ? all_groups[which] : int4{0, 0, 0, 0}; };
+  int4 group = group_at(thread);  // asked before it is known whether there is a list, because all of that takes its time
+  const int segment = static_cast<int>(blockIdx.x % segments), shift = plan.shift[row_number];
   const int count = segments_at(row.queries, shift);
   if (count == 1 || segment >= count) return;
-  const int2 source = row.lists[segments + (segment >> kCoarseShift)];
   const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
-
-  Entry coming[kKeysPerLane];
-  const auto fetch = [&](int base) {  // a round ahead, so that the latency is hidden
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      const int at = base + (warp * kKeysPerLane + i) * 32 + lane;
-      coming[i] = at < source.y ? row.read(source.x + at) : Entry{0, Span::empty()};
-    }
-  };
-  fetch(0);
-  int place = row.lists[segment].x;
-  for (int base = 0, turn = 0; base < source.y; base += kRound, turn ^= 1) {
-    Entry entry[kKeysPerLane];
-    unsigned seen[kKeysPerLane];
-    int in_warp = 0;
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      entry[i] = coming[i];
-      seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
-      in_warp += __popc(seen[i]);
-    }
+  int place = row.lists[segment].x, turn = 0;
+  // How many of something come before this warp's and in all.
+  const auto sum_over_warps = [&](int in_warp, int& before) {
+    turn ^= 1;
     if (lane == 0) warp_counts[turn][warp] = in_warp;
-    fetch(base + kRound);
     __syncthreads();
     const int of_lane = lane < kListWarps ? warp_counts[turn][lane] : 0;
-    int at = place + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0);
-    place += __reduce_add_sync(0xffffffffu, of_lane);
+    before = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0);
+    return __reduce_add_sync(0xffffffffu, of_lane);
+  };
+  for (int first = 0; first < most_groups; first += kListThreads) {
+    if (first > 0) group = group_at(first + thread);
+    const bool is_touched = group.y > 0 && Span{group.z, group.w}.touches(low, high);
+    const unsigned touched = __ballot_sync(0xffffffffu, is_touched);
+    int before;
+    const int touched_groups = sum_over_warps(__popc(touched), before);
+    if (is_touched) groups[before + __popc(touched & lanes_before())] = {group.x, group.y};
+    __syncthreads();
+
+    for (int base = 0; base < touched_groups; base += kListWarps) {
+      const int2 from = base + warp < touched_groups ? groups[base + warp] : int2{0, 0};
+      Entry entry[kLanes];
+      unsigned seen[kLanes];
+      int in_warp = 0;
+      const int32_t* const index = row.index + from.x + lane;
+      const int2* const span = row.span + from.x + lane;
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & lanes_before()), entry[i]);
-      at += __popc(seen[i]);
+      for (int i = 0; i < kLanes; ++i) {
+        const bool is_there = i * 32 + lane < from.y;
+        entry[i].span = is_there ? Span::of(span[i * 32]) : Span::empty();
+        entry[i].key = is_there ? index[i * 32] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
+        in_warp += __popc(seen[i]);
+      }
+      int at;
+      const int all = sum_over_warps(in_warp, at);
+      at += place, place += all;
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & lanes_before()), entry[i]);
+        at += __popc(seen[i]);
+      }
     }
+    __syncthreads();
   }
 }
 
@@ -437,7 +453,7 @@ __global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_co
   const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
   const int64_t head = kv_head * (p.heads / kv_heads), row = batch * plan.batch_stride + head / plan.head_divisor;
   if (!is_packed(call, row)) return;
-  const int32_t* const list = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists * 2];
+  const int32_t* const list = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists].x;
   const float* const bias = row_of<const float>(p.key_bias, static_cast<int>(batch), static_cast<int>(head));
   for (int first = static_cast<int>(blockIdx.y) * kPackedPlaces; first < plan.count[row]; first += kPackBlocks * kPackedPlaces) {
     const int places = min(kPackedPlaces, plan.count[row] - first);
@@ -527,13 +543,15 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
   if (parts == 1 && segments <= kFewSegments) {
     return launch_dependent(small_plan_kernel, dim3(rows, static_cast<unsigned>(segments)), kThreads, 0, stream, p, plan);
   }
-  cudaError_t status = launch_dependent(count_kernel, rows * parts, kThreads, 0, stream, p, plan);
-  if (status == cudaSuccess && plan.parts > kManyParts) {
-    status = launch_dependent(choose_kernel, rows, kThreads, 0, stream, p, plan);
+  const unsigned live_blocks = static_cast<unsigned>(blocks_per_row(plan.parts, rows, rows));
+  cudaError_t status =
+      launch_dependent(count_kernel, rows * static_cast<unsigned>(plan.count_blocks), kThreads, 0, stream, p, plan);
+  if (status == cudaSuccess) {
+    status = launch_dependent(choose_kernel, rows + rows * live_blocks, kThreads, 0, stream, p, plan, static_cast<int>(rows),
+                              static_cast<int>(live_blocks));
   }
-  if (status == cudaSuccess) status = launch_dependent(spread_kernel, rows * parts, kThreads, 0, stream, p, plan);
   if (status == cudaSuccess && segments > 1) {
-    status = launch_dependent(list_kernel, rows * segments, kListWarps * 32, 0, stream, p, plan);
+    status = launch_dependent(list_kernel, rows * static_cast<unsigned>(segments), kListThreads, 0, stream, p, plan);
   }
   return status;
 }

@@ -20,6 +20,7 @@ struct Span {
   __device__ __forceinline__ bool touches(int low, int high) const { return first <= high && low < last && first < last; }
   __device__ __forceinline__ bool covers(int low, int high) const { return first <= low && high < last; }
   static __device__ __forceinline__ Span empty() { return {0, 0}; }
+  static __device__ __forceinline__ Span of(int2 span) { return {span.x, span.y}; }  // as plans keep them
 };
 
 // The element of a PerHead tensor where the data of (batch, query head) begins.
@@ -46,9 +47,12 @@ struct SpanSource {
   __device__ __forceinline__ bool has_intervals() const { return start || end; }
   __device__ __forceinline__ Span of_key(int key) const {
     if (key < 0 || key >= key_length) return Span::empty();
-    int first = start ? max(start[key], kFirstPosition) : kFirstPosition;
-    if (is_causal) first = max(first, key);
-    const int last = end ? min(end[key], kLastPosition) : kLastPosition;
+    return span_of(key, start ? start[key] : kFirstPosition, end ? end[key] : kLastPosition);
+  }
+  // Of a key that starts and ends so.
+  __device__ __forceinline__ Span span_of(int key, int first, int last) const {
+    first = max(first, is_causal ? key : kFirstPosition);
+    last = min(last, kLastPosition);
     return first < last ? Span{first, last} : Span::empty();
   }
 };

@@ -35,7 +35,8 @@ struct KeySources {
   const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
   int entries, bits_row;
   // gathered
-  const int32_t *index, *first, *last;  // the list of the segment
+  const int32_t* index;  // the list of the segment
+  const int2* span;
   int listed;
 };
 
@@ -272,11 +273,10 @@ class KeyWalk {
 
   static __device__ __forceinline__ void find_list(KeySources& to, const Plan& plan, int batch, int head, int first_query) {
     const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
-    const int2 list = reinterpret_cast<const int2*>(plan.lists)[row * plan.most_lists + (first_query >> plan.shift[row])];
+    const int2 list = plan.lists[row * plan.most_lists + (first_query >> plan.shift[row])];
     const int64_t begin = row * plan.capacity + list.x;
     to.index = plan.index + begin;
-    to.first = plan.first + begin;
-    to.last = plan.last + begin;
+    to.span = plan.span + begin;
     to.listed = list.y;
   }
 
@@ -292,7 +292,7 @@ class KeyWalk {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = first + i * kThreads;
-      const Span span = at < sources().listed ? Span{sources().first[at], sources().last[at]} : Span::empty();
+      const Span span = at < sources().listed ? Span::of(sources().span[at]) : Span::empty();
       key[i] = at < sources().listed ? sources().index[at] : 0;
       const bool touches = span.touches(sources().low, sources().high), covers = span.covers(sources().low, sources().high);
       whole[i] = __ballot_sync(0xffffffffu, touches && covers);
@@ -343,7 +343,7 @@ class KeyWalk {
       if (thread < from_partial) {
         const int at = queues_.partial[(rings.partial_head + thread) % Queues::kRing];
         key = sources().index[at];
-        span = {sources().first[at], sources().last[at]};
+        span = Span::of(sources().span[at]);
       } else if (thread < from_partial + from_whole) {
         key = queues_.whole[(rings.whole_head + thread - from_partial) % Queues::kRing];
         span = {kFirstPosition, kLastPosition};

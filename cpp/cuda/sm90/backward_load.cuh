@@ -180,14 +180,14 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
       const int shift = plan.shift[row_of_plan], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
       if (segment <= query_length - 1 >> shift) {
-        const int2 list = reinterpret_cast<const int2*>(plan.lists)[row_of_plan * plan.most_lists + segment];
+        const int2 list = plan.lists[row_of_plan * plan.most_lists + segment];
         const int64_t begin = row_of_plan * plan.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, static_cast<int64_t>(segment + 1) << shift));
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
               item, base, segment << shift, to,
               [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },
-              [&](int row, int) { return Span{plan.first[begin + base + row], plan.last[begin + base + row]}; });
+              [&](int row, int) { return Span::of(plan.span[begin + base + row]); });
         }
       }
     } else {

@@ -107,6 +107,8 @@ template <Variant kVariant>
 struct WalkQueues {
   static constexpr bool kHasPlan = kMayHavePlan<kVariant>;
   static constexpr int kRing = kHasPlan ? 1024 : 1;
+  // The place of the n-th entry of a queue, n >= 0; a remainder of signed numbers would be four instructions.
+  static __device__ __forceinline__ int place(int n) { return n & kRing - 1; }
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][4];
@@ -403,11 +405,10 @@ class Walk {
   __device__ __forceinline__ void walk_plan() {
     const Plan& plan = call_.plan;
     const int64_t row = batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);
-    const int2 list = reinterpret_cast<const int2*>(plan.lists)[row * plan.most_lists + (first_query_ >> plan.shift[row])];
+    const int2 list = plan.lists[row * plan.most_lists + (first_query_ >> plan.shift[row])];
     const int64_t begin = row * plan.capacity + list.x;
     index_ = plan.index + begin;
-    first_ = plan.first + begin;
-    last_ = plan.last + begin;
+    span_ = plan.span + begin;
     listed_ = list.y;
     if (kVariant == Variant::kGathered && is_packed(call_, row)) {
       walk_packed();
@@ -420,7 +421,11 @@ class Walk {
       // Enough for a chunk, and to know whether there is another one.
       while (has_fetched_ && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
       if (whole_count_ + partial_count_ == 0) break;
-      take_chunk();
+      if (whole_count_ >= kKeys) {
+        take_whole_chunk();
+      } else {
+        take_mixed_chunk();
+      }
       if (whole_count_ + partial_count_ > 0) publish(0);
     }
   }
@@ -447,7 +452,7 @@ class Walk {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = fetched_at_ + i * 32;
-      fetched_[i] = at < listed_ ? Span{first_[at], last_[at]} : Span::empty();
+      fetched_[i] = at < listed_ ? Span::of(span_[at]) : Span::empty();
       fetched_key_[i] = at < listed_ ? index_[at] : 0;
     }
   }
@@ -483,8 +488,9 @@ class Walk {
     int partial_place = partial_head_ + partial_count_ + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      if (whole[i] >> thread_ % 32 & 1) queues_.whole[(whole_place + __popc(whole[i] & before)) % Queues::kRing] = key[i];
+      if (whole[i] >> thread_ % 32 & 1) queues_.whole[Queues::place(whole_place + __popc(whole[i] & before))] = key[i];
       if (partial[i] >> thread_ % 32 & 1) {
+        // Not Queues::place, with which the assembler spills a register at D=256.
         queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = block_at + i * 32;
       }
       whole_place += __popc(whole[i]);
@@ -495,47 +501,59 @@ class Walk {
     sync();
   }
 
-  // A chunk of keys that all queries see while there are enough; then those that some see, filled up with what is left.
-  __device__ __forceinline__ void take_chunk() {
-    const bool is_whole = whole_count_ >= kKeys;
-    const int from_partial = is_whole ? 0 : min(partial_count_, kKeys);
+  // A chunk of keys that all queries see, while there are enough.
+  __device__ __forceinline__ void take_whole_chunk() {
+    const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
+    Stage& note = begin_chunk();
+    const bool is_run = last - first == kKeys - 1;  // in the order of the keys, so a run is as long as its ends are apart
+    if (thread_ == 0) note.base = first;
+    if (thread_ < kKeys && (!is_run || kVariant == Variant::kGeneral)) {
+      const int key = queues_.whole[Queues::place(whole_head_ + thread_)];
+      note.index[Stage::index_place(thread_)] = key;
+      note_bias(note, key);
+    }
+    whole_head_ += kKeys, whole_count_ -= kKeys;
+    accept(is_run ? static_cast<uint32_t>(kInOrder) : 0);
+  }
+
+  // Keys that some see, filled up with what is left of the others.
+  __device__ __forceinline__ void take_mixed_chunk() {
+    const int from_partial = min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
     int key = 0;
     Span span = Span::empty();
     if (thread_ < from_partial) {
-      const int at = queues_.partial[(partial_head_ + thread_) % Queues::kRing];
+      const int at = queues_.partial[Queues::place(partial_head_ + thread_)];
       key = index_[at];
-      span = {first_[at], last_[at]};
+      span = Span::of(span_[at]);
     } else if (thread_ < taken) {
-      key = queues_.whole[(whole_head_ + thread_ - from_partial) % Queues::kRing];
+      key = queues_.whole[Queues::place(whole_head_ + thread_ - from_partial)];
       span = {kFirstPosition, kLastPosition};
     } else if (!Stage::kIsGathered) {
       key = -1;
     }
-    uint32_t flags = is_whole ? 0 : static_cast<uint32_t>(kSpans);
+    uint32_t flags = kSpans;
     Stage& note = begin_chunk();
     // Without a key that all queries see there may be a query that sees none: then every row is tested, so that whatever the
     // query holds its row stays empty.
-    if (kVariant == Variant::kGathered && !is_whole && from_partial <= kFewRows && from_whole > 0) {
+    if (kVariant == Variant::kGathered && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
     if (thread_ == 0) note.base = taken;
-    if (is_whole) {  // in the order of the keys, so a run is as long as its ends are apart
-      const int first = queues_.whole[whole_head_ % Queues::kRing];
-      if (queues_.whole[(whole_head_ + kKeys - 1) % Queues::kRing] - first == kKeys - 1) {
-        flags = kInOrder;
-        if (thread_ == 0) note.base = first;
-      }
-    }
     if (thread_ < kKeys) {
       note.index[Stage::index_place(thread_)] = key;
-      if (!is_whole) note_seen(note, span);
-      if (kVariant == Variant::kGeneral)
-        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+      note_seen(note, span);
+      note_bias(note, key);
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
     accept(flags);
+  }
+
+  // The general variant's key_bias of this thread's row.
+  __device__ __forceinline__ void note_bias(Stage& note, int key) const {
+    if (kVariant != Variant::kGeneral) return;
+    note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
   }
 
   // Which queries see the key of this thread's row.
@@ -571,7 +589,8 @@ class Walk {
   Span fetched_[kPerThread];
   int fetched_key_[kPerThread], fetched_at_ = 0;
   bool has_fetched_ = false;
-  const int32_t *index_ = nullptr, *first_ = nullptr, *last_ = nullptr;
+  const int32_t* index_ = nullptr;
+  const int2* span_ = nullptr;
   int listed_ = 0, at_ = 0, turn_ = 0;
   int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
 };
