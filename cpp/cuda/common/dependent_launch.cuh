@@ -46,17 +46,26 @@ inline bool has_dependent_launch() {
 #endif
 }
 
+// Blocks in clusters of `cluster`, along x; one where has_dependent_launch() is false.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream,
-                             const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, unsigned threads,
+                                      size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = has_dependent_launch() ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = !has_dependent_launch() ? 0 : cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes, cudaStream_t stream,
+                             const Arguments&... arguments) {
+  return launch_dependent_clusters(kernel, 1, grid, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace dmattn::cuda

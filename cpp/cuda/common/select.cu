@@ -359,7 +359,9 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
   if (keeps_all(p)) return launch_dependent(keep_all, simple_grid, 256, 0, stream, p, work, keys);
   if (has_one_set(p)) {
-    return launch_dependent(keep_best_of_row, static_cast<unsigned>(rows), kBestThreads, 0, stream, p, work.window);
+    const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
+    return launch_dependent_clusters(keep_best_of_row, blocks, static_cast<unsigned>(rows) * blocks, kBestThreads, 0, stream, p,
+                                     work.window);
   }
   cudaError_t status = cudaSuccess;
   if (work.groups != nullptr) {

@@ -1,11 +1,13 @@
 // Selection where one set of keys serves all queries and there are no documents: the threshold is found digit by digit, no sort.
+// The blocks of a cluster share a row, each a piece of it, and add up their counts.
 //
-// The one surprise is the end: among equal scores later keys are better. If more keys tie at the threshold than are needed, one
-// ordered pass counts them from the last; otherwise no order matters.
+// The one surprise is the end: among equal scores later keys are better. If more keys tie at the threshold than are needed, the
+// block in whose piece the last needed one lies counts them from the end; nobody else needs an order.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
 
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "select_keys.cuh"
 
@@ -13,77 +15,111 @@ namespace dmattn::cuda::selection {
 
 constexpr int kBestThreads = 1024, kDigitBits = 11, kBins = 1 << kDigitBits;
 constexpr int kAtOnce = 4;          // keys that a thread reads at once
-constexpr int kMostBest = 1 << 17;  // keys of a row; one block looks at all of them, so a longer one is better sorted
+constexpr int kMostBest = 1 << 17;  // keys of a row; one block may have to look at all of them, so a longer one is better sorted
 
 inline bool has_one_set(const SelectParams& p) {
   return !p.is_causal && p.segment_end.data == nullptr && p.dtype != DType::kFloat64 && p.length <= kMostBest;
 }
 
-// A block per row: the best `window` keys, fewer than there are, get kForever, the others kNever.
+// Blocks for a row, where there are clusters: no more than have something to do, and as many as every device has.
+inline int best_blocks(const SelectParams& p) {
+  int blocks = 1;
+  while (blocks < 4 && p.length > blocks * (kBestThreads * kAtOnce)) blocks *= 2;
+  return blocks;
+}
+
+// A cluster per row: the best `window` keys, fewer than there are, get kForever, the others kNever.
 __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectParams p, int32_t window) {
   wait_for_kernel_before();
   let_kernel_after_come();
   static_assert(kBins == 2 * kBestThreads && 32 > 2 * kDigitBits);
   using Scan = cub::BlockScan<int32_t, kBestThreads>;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ int32_t counts[kBins];
-  __shared__ int32_t chosen, still_needed;
+  __shared__ alignas(8) int32_t all_counts[2][kBins];  // by turns, so that no block clears what another one still reads
+  __shared__ int32_t chosen, still_needed, chosen_count;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), length = static_cast<int32_t>(p.length);
-  const int64_t row = blockIdx.x, scores = Head(p, Work(), row).scores;
-  const auto for_all = [&](const auto& use) {
-    for (int32_t base = thread; base < length; base += kBestThreads * kAtOnce) {
+  const int32_t blocks = Cluster::size(), rank = Cluster::rank();
+  const int64_t row = static_cast<int32_t>(blockIdx.x) / blocks, scores = Head(p, Work(), row).scores;
+  const int32_t piece = (length + blocks - 1) / blocks, begin = min(rank * piece, length), stop = min(begin + piece, length);
+  const auto for_piece = [&](const auto& use) {
+    for (int32_t base = begin + thread; base < stop; base += kBestThreads * kAtOnce) {
       uint32_t codes[kAtOnce];
-      read_codes(p, codes, [&](int i) { return scores + min(base + i * kBestThreads, length - 1); });
+      read_codes(p, codes, [&](int i) { return scores + min(base + i * kBestThreads, stop - 1); });
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (base + i * kBestThreads < length) use(base + i * kBestThreads, codes[i]);
+        if (base + i * kBestThreads < stop) use(base + i * kBestThreads, codes[i]);
       }
     }
   };
 
   // The code of the worst key that is kept, from the front: its digits so far, and how many keys that begin with them are kept.
+  // The low bits of codes of 16-bit scores follow from the others.
   uint32_t worst = 0;
-  int32_t needed = window, all = 0;
-  for (int shift = 32; shift > 0;) {
-    const int width = min(shift, kDigitBits);
+  int32_t needed = window, tied = 0, shift = 32, turn = 0;
+  for (const int32_t last_shift = p.dtype == DType::kFloat32 ? 0 : 32 - 2 * kDigitBits; shift > last_shift; turn ^= 1) {
+    int32_t* const counts = all_counts[turn];
+    const int32_t width = min(shift, kDigitBits);
     const uint64_t decided = worst;
     shift -= width;
     counts[thread] = counts[thread + kBestThreads] = 0;
     __syncthreads();
-    for_all([&](int32_t, uint32_t code) {
+    for_piece([&](int32_t, uint32_t code) {
       if (uint64_t{code} >> shift + width == decided) atomicAdd(&counts[code >> shift & (1U << width) - 1], 1);
     });
-    __syncthreads();
+    Cluster::sync();
     const int32_t bin = kBins - 1 - 2 * thread;  // the best one first
-    int32_t mine[2] = {counts[bin], counts[bin - 1]}, before[2];
+    int32_t mine[2] = {}, before[2];
+#pragma unroll 2
+    for (int32_t i = 0; i < blocks; ++i) {  // a power of two
+      const int2 pair = *reinterpret_cast<const int2*>(Cluster::of(counts, i ^ rank) + bin - 1);
+      mine[0] += pair.y, mine[1] += pair.x;
+    }
     Scan(storage).ExclusiveSum(mine, before);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (before[i] < needed && needed <= before[i] + mine[i]) chosen = bin - i, still_needed = needed - before[i];
+      if (before[i] < needed && needed <= before[i] + mine[i]) {
+        chosen = bin - i, still_needed = needed - before[i], chosen_count = mine[i];
+      }
     }
     __syncthreads();
     worst = worst << width | static_cast<uint32_t>(chosen);
-    needed = still_needed, all = counts[chosen];
+    needed = still_needed, tied = chosen_count;
     __syncthreads();
   }
 
+  // Of the keys that tie, the last ones.
+  const int32_t* const counts = all_counts[turn ^ 1];
+  const int32_t digit = chosen, tied_here = counts[digit];
+  if (needed < tied) {
+    for (int32_t i = rank + 1; i < blocks; ++i) needed -= Cluster::of(counts, i)[digit];
+  }
+  // Not as needed = min(max(needed, 0), tied_here) and a look at its ends: ptxas 13.0 gets that comparison wrong.
+  const bool keeps_none = needed <= 0, keeps_all = needed >= tied_here;
   int32_t* const end = p.end + row * length;
-  if (needed == all) {
-    for_all([&](int32_t index, uint32_t code) { end[index] = code != 0 && code >= worst ? kForever : kNever; });
-    return;
+  if (keeps_none || keeps_all) {
+    const uint32_t least = worst + (keeps_none ? 1 : 0);
+    for_piece([&](int32_t index, uint32_t code) { end[index] = code != 0 && code >> shift >= least ? kForever : kNever; });
+  } else {
+    for (int32_t last = stop - 1; last >= begin; last -= kBestThreads * kAtOnce) {
+      const int32_t mine = last - thread * kAtOnce;  // and the keys in front of it
+      uint32_t codes[kAtOnce];
+      read_codes(p, codes, [&](int i) { return scores + max(mine - i, begin); });
+      int32_t ties = 0, rank_of_first, all;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) ties += mine - i >= begin && codes[i] >> shift == worst;
+      Scan(storage).ExclusiveSum(ties, rank_of_first, all);
+      int32_t left = needed - rank_of_first;  // ties that are still kept, from this thread's first on
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint32_t code = codes[i] >> shift;
+        if (mine - i >= begin)
+          end[mine - i] = codes[i] != 0 && (code > worst || (code == worst && left-- > 0)) ? kForever : kNever;
+      }
+      needed -= all;
+      __syncthreads();
+    }
   }
-  for (int32_t last = length - 1; last >= 0; last -= kBestThreads) {
-    const int32_t index = last - thread;
-    uint32_t codes[1];
-    read_codes(p, codes, [&](int) { return scores + max(index, 0); });
-    const uint32_t code = index >= 0 ? codes[0] : 0;
-    const int32_t is_tied = index >= 0 && code == worst;
-    int32_t rank, tied;
-    Scan(storage).ExclusiveSum(is_tied, rank, tied);
-    if (index >= 0) end[index] = code != 0 && (code > worst || (is_tied && rank < needed)) ? kForever : kNever;
-    needed -= tied;
-    __syncthreads();
-  }
+  Cluster::sync();  // others may still be reading this block's counts
 }
 
 }  // namespace dmattn::cuda::selection

@@ -48,7 +48,7 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 48, 64};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 40, 72};
 
 // Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key. The walk holds
 // a note back until the next is begun, and a chunk is computed beside the one before it: fewer notes or stages would wait for
