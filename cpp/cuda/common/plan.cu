@@ -2,6 +2,7 @@
 //
 // The one surprise is how the segments' length is found, and everything's place: prefix sums of keys by the segment that first
 // sees them and by the last that does give, part by part of the keys, the length of every list at every length of segments.
+#include <algorithm>
 #include <cub/block/block_scan.cuh>
 
 #include "../attention_launch.h"
@@ -373,27 +374,24 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
   }
 }
 
-// One block per segment: its list, from the groups of live keys of which it may see some.
+// Some blocks per row, each for some segments: their lists, from the groups of live keys of which a segment may see some.
 __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_constant__ AttentionParams p,
-                                                               const __grid_constant__ Plan plan) {
+                                                               const __grid_constant__ Plan plan, int blocks_of_row) {
   constexpr int kListWarps = kListThreads / 32, kLanes = kPlanPart / kPlanGroups / 32;
   wait_for_kernel_before();
   let_kernel_after_come();
   __shared__ int2 groups[kListThreads];  // places of live keys and how many, as far as the segment may see some
   __shared__ int warp_counts[2][kListWarps];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
-  const int64_t row_number = blockIdx.x / segments;
+  const int row_number = static_cast<int>(blockIdx.x) / blocks_of_row;
   const PlanRow row(p, plan, row_number);
   const int4* const all_groups = plan.groups + row_number * plan.parts * kPlanGroups;
   const int most_groups = static_cast<int>(plan.parts) * kPlanGroups;
   const auto group_at = [&](int which) { return which < most_groups ? all_groups[which] : int4{0, 0, 0, 0}; };
-  int4 group = group_at(thread);  // asked before it is known whether there is a list, because all of that takes its time
-  const int segment = static_cast<int>(blockIdx.x % segments), shift = plan.shift[row_number];
-  const int count = segments_at(row.queries, shift);
-  if (count == 1 || segment >= count) return;
-  const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
-  int place = row.lists[segment].x, turn = 0;
+  const int4 first_group = group_at(thread);  // asked for before it is known whether there is a list: both take their time
+  const int shift = plan.shift[row_number], count = segments_at(row.queries, shift);
+  if (count == 1) return;
+  int turn = 0;
   // How many of something come before this warp's and in all.
   const auto sum_over_warps = [&](int in_warp, int& before) {
     turn ^= 1;
@@ -403,43 +401,46 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
     before = __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0);
     return __reduce_add_sync(0xffffffffu, of_lane);
   };
-  for (int first = 0; first < most_groups; first += kListThreads) {
-    if (first > 0) group = group_at(first + thread);
-    const bool is_touched = group.y > 0 && Span{group.z, group.w}.touches(low, high);
-    const unsigned touched = __ballot_sync(0xffffffffu, is_touched);
-    int before;
-    const int touched_groups = sum_over_warps(__popc(touched), before);
-    if (is_touched) groups[before + __popc(touched & lanes_before())] = {group.x, group.y};
-    __syncthreads();
-
-    for (int base = 0; base < touched_groups; base += kListWarps) {
-      const int2 from = base + warp < touched_groups ? groups[base + warp] : int2{0, 0};
-      Entry entry[kLanes];
-      unsigned seen[kLanes];
-      int in_warp = 0;
-      const int32_t* const index = row.index + from.x + lane;
-      const int2* const span = row.span + from.x + lane;
+  for (int segment = static_cast<int>(blockIdx.x) - row_number * blocks_of_row; segment < count; segment += blocks_of_row) {
+    const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
+    int place = row.lists[segment].x;
+    for (int first = 0; first < most_groups; first += kListThreads) {
+      const int4 group = first > 0 ? group_at(first + thread) : first_group;
+      const bool is_touched = group.y > 0 && Span{group.z, group.w}.touches(low, high);
+      const unsigned touched = __ballot_sync(0xffffffffu, is_touched);
+      int before;
+      const int touched_groups = sum_over_warps(__popc(touched), before);
+      if (is_touched) groups[before + __popc(touched & lanes_before())] = {group.x, group.y};
+      __syncthreads();
+      for (int base = 0; base < touched_groups; base += kListWarps) {
+        const int2 from = base + warp < touched_groups ? groups[base + warp] : int2{0, 0};
+        const int32_t* const index = row.index + from.x + lane;
+        const int2* const span = row.span + from.x + lane;
+        Entry entry[kLanes];
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        const bool is_there = i * 32 + lane < from.y;
-        entry[i].span = is_there ? Span::of(span[i * 32]) : Span::empty();
-        entry[i].key = is_there ? index[i * 32] : 0;
-      }
+        for (int i = 0; i < kLanes; ++i) {
+          const bool is_there = i * 32 + lane < from.y;
+          entry[i].span = is_there ? Span::of(span[i * 32]) : Span::empty();
+          entry[i].key = is_there ? index[i * 32] : 0;
+        }
+        unsigned seen[kLanes];
+        int in_warp = 0;
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
-        in_warp += __popc(seen[i]);
-      }
-      int at;
-      const int all = sum_over_warps(in_warp, at);
-      at += place, place += all;
+        for (int i = 0; i < kLanes; ++i) {
+          seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
+          in_warp += __popc(seen[i]);
+        }
+        int at;
+        const int all = sum_over_warps(in_warp, at);
+        at += place, place += all;
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & lanes_before()), entry[i]);
-        at += __popc(seen[i]);
+        for (int i = 0; i < kLanes; ++i) {
+          if (seen[i] >> lane & 1) row.write(at + __popc(seen[i] & lanes_before()), entry[i]);
+          at += __popc(seen[i]);
+        }
       }
+      __syncthreads();
     }
-    __syncthreads();
   }
 }
 
@@ -450,26 +451,33 @@ __global__ __launch_bounds__(kPackThreads) void pack_rows_kernel(const __grid_co
   let_kernel_after_come();
   const AttentionParams& p = call.p;
   const Plan& plan = call.plan;
-  const int64_t kv_heads = p.kv_heads, batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads;
-  const int64_t head = kv_head * (p.heads / kv_heads), row = batch * plan.batch_stride + head / plan.head_divisor;
+  const int thread = static_cast<int>(threadIdx.x), kv_heads = static_cast<int>(p.kv_heads),
+            packed_head = static_cast<int>(blockIdx.x);
+  const int batch = packed_head / kv_heads, kv_head = packed_head % kv_heads,
+            head = kv_head * (static_cast<int>(p.heads) / kv_heads);
+  const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
   if (!is_packed(call, row)) return;
   const int32_t* const list = plan.index + row * plan.capacity + plan.lists[row * plan.most_lists].x;
-  const float* const bias = row_of<const float>(p.key_bias, static_cast<int>(batch), static_cast<int>(head));
-  for (int first = static_cast<int>(blockIdx.y) * kPackedPlaces; first < plan.count[row]; first += kPackBlocks * kPackedPlaces) {
-    const int places = min(kPackedPlaces, plan.count[row] - first);
-    const int32_t* const keys = list + first;
-    const int64_t packed_row = blockIdx.x * call.packed.capacity + first;
-    const auto copy = [&](const Rows& rows, int64_t width, void* to) {
-      const int pieces = static_cast<int>(width) / 8;  // of 16 bytes
-      const char* const from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
-      uint4* const target = static_cast<uint4*>(to) + packed_row * pieces;
-      for (int i = static_cast<int>(threadIdx.x); i < places * pieces; i += kPackThreads) {
-        target[i] = *reinterpret_cast<const uint4*>(from + keys[i / pieces] * rows.row_stride * 2 + i % pieces * 16);
-      }
-    };
-    copy(p.key, p.head_dim, call.packed.key);
-    copy(p.value, p.value_dim, call.packed.value);
-    if (bias && threadIdx.x < places) call.packed.key_bias[packed_row + threadIdx.x] = bias[keys[threadIdx.x]];
+  const float* const bias = row_of<const float>(p.key_bias, batch, head);
+  const int count = plan.count[row];
+  // As many threads share a row as it has pieces of 16 bytes, rounded up to a power of two.
+  const int key_pieces = static_cast<int>(p.head_dim) / 8, value_pieces = static_cast<int>(p.value_dim) / 8;
+  const int shift = 32 - __clz(max(key_pieces, value_pieces) - 1), piece = thread & (1 << shift) - 1;
+  const auto rows_of = [&](const Rows& rows) {
+    return static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2 + piece * 16;
+  };
+  const char *const keys = rows_of(p.key), *const values = rows_of(p.value);
+  for (int first = static_cast<int>(blockIdx.y) * kPackedPlaces; first < count; first += kPackBlocks * kPackedPlaces) {
+    for (int at = first + (thread >> shift); at < min(first + kPackedPlaces, count); at += kPackThreads >> shift) {
+      const int key = list[at];
+      const int64_t to = packed_head * call.packed.capacity + at;
+      uint4 key_piece{}, value_piece{};
+      if (piece < key_pieces) key_piece = *reinterpret_cast<const uint4*>(keys + key * p.key.row_stride * 2);
+      if (piece < value_pieces) value_piece = *reinterpret_cast<const uint4*>(values + key * p.value.row_stride * 2);
+      if (bias && piece == 0) call.packed.key_bias[to] = bias[key];
+      if (piece < key_pieces) static_cast<uint4*>(call.packed.key)[to * key_pieces + piece] = key_piece;
+      if (piece < value_pieces) static_cast<uint4*>(call.packed.value)[to * value_pieces + piece] = value_piece;
+    }
   }
 }
 
@@ -551,7 +559,9 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
                               static_cast<int>(live_blocks));
   }
   if (status == cudaSuccess && segments > 1) {
-    status = launch_dependent(list_kernel, rows * static_cast<unsigned>(segments), kListThreads, 0, stream, p, plan);
+    // As many at once as find place on most devices, but one for two of the shortest segments, often twice as long.
+    const int blocks = std::clamp(512 / static_cast<int>(rows), (segments + 1) / 2, segments);
+    status = launch_dependent(list_kernel, rows * static_cast<unsigned>(blocks), kListThreads, 0, stream, p, plan, blocks);
   }
   return status;
 }

@@ -111,13 +111,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
   // The gathered variant's key_bias is what the scores are added to.
   const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
-  auto read_bias = [&](const Chunk& note) {
-    if (!has_bias) return;
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
-      x[0][i][0] = x[0][i][2] = pair.x, x[0][i][1] = x[0][i][3] = pair.y;
-    }
+  auto read_bias = [&](const Chunk& note, int i) {
+    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+    x[0][i][0] = x[0][i][2] = pair.x, x[0][i][1] = x[0][i][3] = pair.y;
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage) {
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
@@ -142,14 +138,24 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
     commit_products();
   };
-  auto pack_weights = [&] {
+  // The weights of one chunk leave x, and the key_bias of the next takes their place.
+  auto pack_weights = [&](const Chunk& next) {
+    auto pack = [&](const auto& then) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+      for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const auto& pair = x[0][2 * k + i / 2];
-        weights[k][i] = Element<T>::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        for (int i = 0; i < 4; ++i) {
+          const auto& pair = x[0][2 * k + i / 2];
+          weights[k][i] = Element<T>::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        }
+        then(2 * k), then(2 * k + 1);
       }
+    };
+    if (has_bias) {
+      pack([&](int i) { read_bias(next, i); });
+      pin(x[0]);
+    } else {
+      pack([](int) {});
     }
   };
   auto clear_out = [&] {
@@ -304,7 +310,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   if (flags & kEnd) return;
   query_full.wait_full(0);
   clear_out();
-  read_bias(shared.notes[0]);
+  if (has_bias) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
+  }
   pin(x[0]);
   begin_products();
   begin_scores(0, 0);
@@ -314,7 +323,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   if (!kByCopy && flags & kLast) free_queries(0);
   weigh(shared.notes[0], flags, 0, [] {});
   barrier_arrive(note_empty.at(0));
-  pack_weights();
 
   // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
   bool is_first = false;  // chunk n belongs to the next tile
@@ -327,12 +335,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
   // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
   look_ahead();
+  pack_weights(shared.notes[n % kShape.notes]);  // of the end as well: then it is whatever it is, and not used
   while (!(flags & kEnd)) {
     if (is_first) {
       if (is_storing) free_queries(tile - 1);
       query_full.wait_full(tile + 1);
     }
-    read_bias(shared.notes[n % kShape.notes]);
     pin(x[0]);
     pin(out[0]);
     begin_products();
@@ -368,7 +376,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     } else if (moves) {
       Softmax::rescale(out[0], factor);
     }
-    pack_weights();
+    pack_weights(shared.notes[n % kShape.notes]);
   }
   value_full.wait_full(n - 1);
   pin(out[0]);
