@@ -120,7 +120,7 @@ def long_spans(kind, heads, queries, keys):
     return always, torch.where(torch.rand(2, heads, keys, device="cuda") < 0.9, 2**31 - 1, 0).int()  # most
 
 
-LONG = [(513, 700), (4097, 4097), (9000, 9000), (5000, 12001), (12001, 5000), (40000, 40000)]
+LONG = [(513, 700), (4097, 4097), (9000, 9000), (5000, 12001), (12001, 5000), (40000, 40000), (9000, 70001), (1, 66000)]
 LONG_KINDS = [(kind, n) for kind in ("window", "top_k", "any", "short", "most") for n in LONG if kind != "top_k" or n[0] == n[1]]
 
 
@@ -133,6 +133,28 @@ def test_lists_of_long_problems(kind, lengths):
     causal = kind in ("window", "top_k", "most")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
     check_some_rows(out, lse, q, k, v, start, end, causal)
+
+
+@pytest.mark.parametrize("kind", ["window", "top_k", "any", "short"])
+@pytest.mark.parametrize("queries", [9000, 500])
+def test_lists_of_many_heads(kind, queries):
+    """Several parts of a head's keys by one block, two lists by one block; starts that all heads share."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 70, n, 64, device="cuda").bfloat16() for n in (queries, 9000, 9000))
+    start, end = long_spans(kind, 70, queries, 9000)
+    start, causal = start[:1, :1], kind in ("window", "top_k")
+    out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
+    check_some_rows(out, lse, q, k, v, start, end, causal)
+
+
+def test_more_than_a_thousand_lists():
+    torch.manual_seed(0)
+    length = 600_000
+    q, k, v = (torch.randn(1, 1, length, 64, device="cuda").bfloat16() for _ in range(3))
+    start = torch.arange(length, device="cuda", dtype=torch.int32)[None, None]
+    end = start + torch.randint(-100, 900, (1, 1, length), device="cuda", dtype=torch.int32)
+    out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=True, return_lse=True)
+    check_some_rows(out, lse, q, k, v, start, end, True)
 
 
 def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):

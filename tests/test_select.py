@@ -51,7 +51,7 @@ def test_signed_zeros_tie(mask_device):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing"])
-@pytest.mark.parametrize("length", [1, 1023, 1025, 5000, 20_000, 140_000])
+@pytest.mark.parametrize("length", [1, 1023, 1025, 4097, 8192, 20_000, 131_072, 131_073])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dtype):
     scores = strategies.make_scores((2, 3, length), kind, length, dtype, mask_device)

@@ -1,13 +1,14 @@
 // The border between the attention host files and every kernel family: plain structs and launch functions, no torch.
 //
 // A call is planned once (launch_plan: which keys does anybody see, and which does each segment of the queries see?), then a
-// family runs it. Segments are as short as their lists fit into memory that grows with the number of keys alone; a whole
-// head's queries are one segment if need be, so no bound can overflow.
+// family runs it. Segments are as short as their lists fit into memory that grows with the number of keys alone, or somewhat
+// longer (`lengthens`); a whole head's queries are one segment if need be, so no bound can overflow.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "../params.h"
 
@@ -39,7 +40,7 @@ struct Plan {
   int32_t* partial = nullptr;  // [rows, count_blocks]: are some of their keys seen by a part of the queries only?
   int32_t* live = nullptr;     // [rows, parts]: how many of the part's keys are seen at all
   int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  bool keeps_live = false;     // are the live keys needed, even where no list is made of them?
+  bool keeps_live = false;     // are the live keys read, even where no list is made of them?
   bool joins = false;          // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
   bool lengthens = false;      // are segments longer than they need be, where their lists are then hardly longer?
   int64_t capacity = 0;        // kPlanEntries * Sk, for one segment just Sk
@@ -52,13 +53,16 @@ struct Plan {
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
 
-// So many blocks for the parts of a row that those of all rows, and the others, find place at once on most devices: a second
-// round of them would take as long as the first.
+// So many blocks for the parts of a row that the parts are soonest done, beside `others` blocks and on an H200, which has place
+// for kAtOnce: a second round takes as long as the first, and a block as such about as long as a part.
 inline int64_t blocks_per_row(int64_t parts, int64_t rows, int64_t others) {
-  constexpr int64_t kBlocks = 128;
-  const int64_t most = kBlocks - others < rows ? 1 : (kBlocks - others) / rows;
-  const int64_t each = (parts + most - 1) / most;
-  return (parts + each - 1) / each;
+  constexpr int64_t kAtOnce = 132;
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t blocks = 1; blocks <= (parts < kAtOnce ? parts : kAtOnce); ++blocks) {
+    const int64_t rounds = (rows * blocks + others + kAtOnce - 1) / kAtOnce, each = (parts + blocks - 1) / blocks;
+    if (rounds * (1 + each) < least) best = blocks, least = rounds * (1 + each);
+  }
+  return best;
 }
 
 // What a kernel instance can do at compile time; everything else is a run-time flag.

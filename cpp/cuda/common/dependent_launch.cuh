@@ -20,15 +20,16 @@ __device__ __forceinline__ void wait_for_kernel_before() {
 #endif
 }
 
-// The next kernel's blocks may come onto the SMs from now on. Not where they are about as few as this kernel's: they would crowd
-// on the SMs that have none of these, and leave others idle afterwards.
+// The next kernel's blocks may come onto the SMs from now on. Where they are about as few as this kernel's, and two of them fit
+// on an SM, they may crowd on those that have none of these, and leave others idle afterwards: measure it there.
 __device__ __forceinline__ void let_kernel_after_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Is the current device one whose code in this library waits by itself? Others run code that may have been compiled for less.
+// Is the current device one whose code in this library waits by itself, and knows clusters? Others run code that may have been
+// compiled for less.
 inline bool has_dependent_launch() {
 #ifdef DMATTN_WITH_SM90
   static std::array<std::atomic<int>, 64> majors{};  // 0: not asked yet
@@ -46,10 +47,12 @@ inline bool has_dependent_launch() {
 #endif
 }
 
-// Blocks in clusters of `cluster`, along x; one where has_dependent_launch() is false.
+// Blocks in clusters of `cluster`, along x; more than one only where has_dependent_launch().
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, unsigned threads,
                                       size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  const bool is_dependent = has_dependent_launch();
+  if (cluster > 1 && !is_dependent) return cudaErrorNotSupported;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -58,7 +61,7 @@ cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cl
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  config.attrs = attributes, config.numAttrs = !has_dependent_launch() ? 0 : cluster > 1 ? 2 : 1;
+  config.attrs = attributes, config.numAttrs = !is_dependent ? 0 : cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 

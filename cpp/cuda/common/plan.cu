@@ -1,7 +1,7 @@
 // The plan of a call with intervals: for each segment of the queries the keys that some of them see, in key order.
 //
 // The one surprise is how the segments' length is found, and everything's place: prefix sums of keys by the segment that first
-// sees them and by the last that does give, part by part of the keys, the length of every list at every length of segments.
+// sees them and by the last that does give the length of every list at every length of segments.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
@@ -559,7 +559,7 @@ cudaError_t launch_plan(const AttentionParams& p, const Plan& plan, cudaStream_t
                               static_cast<int>(live_blocks));
   }
   if (status == cudaSuccess && segments > 1) {
-    // As many at once as find place on most devices, but one for two of the shortest segments, often twice as long.
+    // As many as find place at once on an H200, and at least one for two of the shortest segments, which are often joined.
     const int blocks = std::clamp(512 / static_cast<int>(rows), (segments + 1) / 2, segments);
     status = launch_dependent(list_kernel, rows * static_cast<unsigned>(blocks), kListThreads, 0, stream, p, plan, blocks);
   }

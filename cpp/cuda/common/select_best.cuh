@@ -15,13 +15,14 @@ namespace dmattn::cuda::selection {
 
 constexpr int kBestThreads = 1024, kDigitBits = 11, kBins = 1 << kDigitBits;
 constexpr int kAtOnce = 4;          // keys that a thread reads at once
-constexpr int kMostBest = 1 << 17;  // keys of a row; one block may have to look at all of them, so a longer one is better sorted
+constexpr int kMostBest = 1 << 17;  // keys of a row; without clusters one block looks at all of them, so a longer one is sorted
 
 inline bool has_one_set(const SelectParams& p) {
   return !p.is_causal && p.segment_end.data == nullptr && p.dtype != DType::kFloat64 && p.length <= kMostBest;
 }
 
-// Blocks for a row, where there are clusters: no more than have something to do, and as many as every device has.
+// Blocks for a row, where there are clusters: each has kBestThreads * kAtOnce keys, but the last or the only one. Of 8 blocks,
+// the clusters of 16 rows do not all find place at once on an H200.
 inline int best_blocks(const SelectParams& p) {
   int blocks = 1;
   while (blocks < 4 && p.length > blocks * (kBestThreads * kAtOnce)) blocks *= 2;

@@ -307,10 +307,7 @@ class Walk {
       Stage& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.base = base;
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) {
-        const int key = base + thread_;
-        note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
-      }
+      if (thread_ < kKeys) note_bias(note, base + thread_);
       accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
     }
   }
