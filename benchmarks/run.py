@@ -172,14 +172,16 @@ def shrunk(case: Case) -> Case:
 
 
 def provenance(device: str) -> dict[str, Any]:
+    named = os.environ.get("DMATTN_COMMIT", "")  # where git does not know the files; who names the commit answers for it
+    changed = git("status", "--porcelain", "--untracked-files=no", ":/cpp", ":/python", ":/benchmarks")
     return {
         "machine": machine(device),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dmattn": dmattn.__version__,
-        "commit": os.environ.get("DMATTN_COMMIT") or git("rev-parse", "HEAD"),  # for a machine that has the files but not git
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", ":/cpp", ":/python", ":/benchmarks")),
+        "commit": named or git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(changed) and not named,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
