@@ -19,7 +19,7 @@ inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-
 
 inline constexpr int kMostSegments = 2048;  // of the queries
 inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
-inline constexpr int kPlanGroups = 32;      // of a part's live keys, each as many as the part has at most over this
+inline constexpr int kPlanGroups = 32;      // of a part's live keys: kPlanPart / kPlanGroups in each, fewer or none in the last
 inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
 inline constexpr int kOneSegment = 24;      // the shift that says so: all queries see the same keys
 
