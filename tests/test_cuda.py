@@ -124,11 +124,12 @@ LONG = [(513, 700), (4097, 4097), (9000, 9000), (5000, 12001), (12001, 5000), (4
 LONG_KINDS = [(kind, n) for kind in ("window", "top_k", "any", "short", "most") for n in LONG if kind != "top_k" or n[0] == n[1]]
 
 
+@pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize(("kind", "lengths"), LONG_KINDS, ids=str)
-def test_lists_of_long_problems(kind, lengths):
+def test_lists_of_long_problems(kind, lengths, size):
     queries, keys = lengths
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, h, n, 64, device="cuda").bfloat16() for h, n in ((6, queries), (3, keys), (3, keys)))
+    q, k, v = (torch.randn(2, h, n, size, device="cuda").bfloat16() for h, n in ((6, queries), (3, keys), (3, keys)))
     start, end = long_spans(kind, 3, queries, keys)
     causal = kind in ("window", "top_k", "most")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
@@ -147,9 +148,31 @@ def test_lists_of_many_heads(kind, queries):
     check_some_rows(out, lse, q, k, v, start, end, causal)
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "any", "short"])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 1), (64, 1), (128, 1)], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("queries", [1, 191, 192, 193, 385, 767, 768, 769, 1537])
+def test_edges_of_tiles_and_segments(queries, size, heads, kind):
+    """Tiles are 128 or 192 rows, of up to 64 or 128 heads each; the plan's segments 768 queries and more."""
+    torch.manual_seed(0)
+    keys = queries + queries % 3 * 50
+    q, k, v = (
+        torch.randn(2, h, n, size, device="cuda").half() for h, n in zip((*heads, heads[1]), (queries, keys, keys), strict=True)
+    )
+    causal, mask, key_bias = kind in ("causal", "window"), None, None
+    start, end = torch.full((2, heads[1], keys), -(2**31), dtype=torch.int32, device="cuda"), None
+    if kind in ("full", "causal"):
+        end = torch.full_like(start, 2**31 - 1)
+    else:
+        start, end = long_spans(kind, heads[1], queries, keys)
+        mask, key_bias = dmattn.IntervalMask(start, end), torch.randn(2, heads[1], keys, device="cuda")
+    out, lse = dmattn.attention(q, k, v, mask, key_bias=key_bias, is_causal=causal, return_lse=True)
+    check_some_rows(out, lse, q, k, v, start, end, causal, key_bias)
+
+
 def test_more_than_a_thousand_lists():
     torch.manual_seed(0)
-    length = 600_000
+    length = 900_000
     q, k, v = (torch.randn(1, 1, length, 64, device="cuda").bfloat16() for _ in range(3))
     start = torch.arange(length, device="cuda", dtype=torch.int32)[None, None]
     end = start + torch.randint(-100, 900, (1, 1, length), device="cuda", dtype=torch.int32)

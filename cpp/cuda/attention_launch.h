@@ -17,11 +17,12 @@ namespace dmattn::cuda {
 inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads at once
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
-inline constexpr int kMostSegments = 2048;  // of the queries
-inline constexpr int kPlanPart = 4096;      // keys that a block of the plan's kernels looks at
-inline constexpr int kPlanGroups = 32;      // of a part's live keys: kPlanPart / kPlanGroups in each, fewer or none in the last
-inline constexpr int kPlanEntries = 6;      // of a row of the plan, for each key: the live keys, and room for lists
-inline constexpr int kOneSegment = 24;      // the shift that says so: all queries see the same keys
+inline constexpr int kSegmentQueries = 768;  // of the shortest segments: whole tiles of 64, 128 or 192 rows
+inline constexpr int kMostSegments = 2048;   // of the queries
+inline constexpr int kPlanPart = 4096;       // keys that a block of the plan's kernels looks at
+inline constexpr int kPlanGroups = 32;       // of a part's live keys: kPlanPart / kPlanGroups in each, fewer or none in the last
+inline constexpr int kPlanEntries = 6;       // of a row of the plan, for each key: the live keys, and room for lists
+inline constexpr int kOneSegment = 24;       // the shift that says so: all queries see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of the queries. Heads of the plan: as many as start
 // and end together tell apart; a row is one of them.
@@ -30,8 +31,8 @@ struct Plan {
                              // are taken in order
   int2* span = nullptr;      // [rows, capacity]: the key's span of positions, causality included
   int32_t* count = nullptr;  // [rows]: live keys
-  int32_t* shift = nullptr;  // [rows]: a segment is 2^shift queries
-  int shortest = 9;          // shift of the shortest segments
+  int32_t* shift = nullptr;  // [rows]: a segment is 2^shift * kSegmentQueries queries
+  int shortest = 0;          // shift of the shortest segments
   int2* lists = nullptr;     // [rows, most_lists]: where in the row the list of a segment begins, and its length
   int4* groups = nullptr;  // [rows, parts, kPlanGroups]: the plan's own: neighbouring live keys, where they begin, how many they
                            // are, and the positions between which some see some of them
@@ -52,6 +53,9 @@ struct Plan {
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
+
+// The segment of a query; with kOneSegment the first for any.
+__host__ __device__ constexpr int segment_of(int query, int shift) { return query / kSegmentQueries >> shift; }
 
 // So many blocks for the parts of a row that the parts are soonest done, beside `others` blocks and on an H200, which has place
 // for kAtOnce: a second round takes as long as the first, and a block as such about as long as a part.

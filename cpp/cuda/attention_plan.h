@@ -89,7 +89,7 @@ struct PlanNeeds {
   bool live_keys = false;  // for kernels that walk keys, not queries
   bool joined = false;     // for kernels to which one long list is as good as many short ones
   bool longer = false;     // for kernels to which lists a sixteenth longer are as good
-  int shortest = 9;        // a segment is 2^shortest queries or more
+  int shortest = 0;        // a segment is 2^shortest * kSegmentQueries queries or more
 };
 
 inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStream_t stream, PlanNeeds needs) {
@@ -99,8 +99,9 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   Plan plan;
   plan.keeps_live = needs.live_keys, plan.joins = needs.joined, plan.lengthens = needs.longer;
   plan.shortest = needs.shortest;
-  check(((p.query_length - 1) >> plan.shortest) < kMostSegments, "query: expected at most 2^20 queries, got ", p.query_length);
-  const int64_t segments = ceil_div(p.query_length, int64_t{1} << plan.shortest);
+  static_assert(kMostSegments * kSegmentQueries >= 1 << 20);
+  check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
+  const int64_t segments = segment_of(static_cast<int>(p.query_length) - 1, plan.shortest) + 1;
   plan.capacity = segments > 1 ? kPlanEntries * p.key_length : p.key_length;  // a single segment's list is that of the live keys
   plan.most_lists = segments;
   plan.parts = ceil_div(p.key_length, kPlanPart);

@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   needs.live_keys = deterministic;
   const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, deterministic);
   needs.order = !is_sm90;
-  if (is_sm90 && p.query_length >= 32768) needs.shortest = 10;  // what a tile of keys costs once is a smaller part then
+  if (is_sm90 && p.query_length >= 65536) needs.shortest = 1;  // what a tile of keys costs once is a smaller part then
   const OwnedPlan plan = make_plan(p, query, stream, needs);
   call.plan = plan.plan;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);

@@ -21,7 +21,9 @@ using Scan = cub::BlockScan<int, kThreads>;
 
 constexpr int kLevels = 12;  // of how much longer segments may be than the shortest, until one is all
 static_assert(kOneSegment < 31 && kMostSegments <= 1 << kLevels - 1);
-constexpr int segments_at(int queries, int shift) { return (queries + (1 << shift) - 1) >> shift; }
+__host__ __device__ constexpr int segments_at(int queries, int shift) { return segment_of(queries - 1, shift) + 1; }
+// The first query of a segment, where there are two or more.
+__device__ constexpr int first_of(int segment, int shift) { return segment * kSegmentQueries << shift; }
 
 struct Entry {
   int key;
@@ -110,8 +112,8 @@ __device__ __forceinline__ bool count_keys(const PartKeys& keys, const PlanRow& 
     const Span span = keys.entry[i].span;
     const bool is_live = span.touches(row.low, high);
     has_partial |= is_live && !span.covers(row.low, high);
-    const int first = max(span.first - row.low, 0) >> row.shortest;
-    const int last = min(span.last - 1 - row.low, row.queries - 1) >> row.shortest;
+    const int first = segment_of(max(span.first - row.low, 0), row.shortest);
+    const int last = segment_of(min(span.last - 1 - row.low, row.queries - 1), row.shortest);
     // Neighbouring keys mostly begin together, and end with them or never.
     const int common = __shfl_sync(0xffffffffu, first, 0);
     add_one(begun, first, common, is_live);
@@ -202,7 +204,7 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     SeenKeys(keys, low, high, scratch).for_each(keys, [&](int at, const Entry& entry) { row.write(place + at, entry); });
   };
   if (count > 1 && segment < count) {
-    const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
+    const int low = row.low + first_of(segment, shift), high = row.low + min(first_of(segment + 1, shift), row.queries) - 1;
     write_seen(low, high, places[segment], warp_counts[0]);
   }
   if (segment == 0 && (count == 1 || plan.keeps_live)) {
@@ -402,7 +404,7 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
     return __reduce_add_sync(0xffffffffu, of_lane);
   };
   for (int segment = static_cast<int>(blockIdx.x) - row_number * blocks_of_row; segment < count; segment += blocks_of_row) {
-    const int low = row.low + (segment << shift), high = row.low + min((segment + 1) << shift, row.queries) - 1;
+    const int low = row.low + first_of(segment, shift), high = row.low + min(first_of(segment + 1, shift), row.queries) - 1;
     int place = row.lists[segment].x;
     for (int first = 0; first < most_groups; first += kListThreads) {
       const int4 group = first > 0 ? group_at(first + thread) : first_group;

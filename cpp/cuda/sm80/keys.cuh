@@ -273,7 +273,7 @@ class KeyWalk {
 
   static __device__ __forceinline__ void find_list(KeySources& to, const Plan& plan, int batch, int head, int first_query) {
     const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
-    const int2 list = plan.lists[row * plan.most_lists + (first_query >> plan.shift[row])];
+    const int2 list = plan.lists[row * plan.most_lists + segment_of(first_query, plan.shift[row])];
     const int64_t begin = row * plan.capacity + list.x;
     to.index = plan.index + begin;
     to.span = plan.span + begin;

@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   // Of the thread's two keys.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
-  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[KeyNote::index_place(row)]; };
+  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; };
   auto flush_bias = [&](const KeyNote& tile) {  // the gradient of key_bias, of one head
     if constexpr (kIsGathered) {
       if (!call.grad_key_bias.data || head < 0) return;

@@ -54,10 +54,6 @@ struct KeyNote {
   int bounds[kLoaders / 32][4];  // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
-
-  static __device__ __forceinline__ constexpr int index_place(int row) {
-    return Note<Variant::kGathered, kBackwardKeys>::index_place(row);
-  }
 };
 
 // A chunk of queries, or the end of a turn.
@@ -119,7 +115,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       const Span span = key >= 0 ? span_of(row, key) : Span::empty();
       const bool is_key = span.first < span.last;
       has_gaps |= key < 0;
-      note.index[KeyNote::index_place(row)] = key < p.key_length ? key : -1;
+      note.index[index_place<kBackwardKeys>(row)] = key < p.key_length ? key : -1;
       note.span[row] = Seen::of(span);
       bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
       bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
@@ -143,8 +139,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       if (has_gaps) {
         const char* const data =
             static_cast<const char*>(rows.data) + (item.batch * rows.batch_stride + item.kv_head * rows.head_stride) * 2;
-        gather_rows<kDim, kBackwardKeys, true, 1>(tile, note.index, kBackwardKeys, data,
-                                                  static_cast<uint32_t>(rows.row_stride * 2), static_cast<int>(width), [] {});
+        gather_rows<kDim, kBackwardKeys, kLoaders, true, false, 1>(thread, tile, note.index, kBackwardKeys, data,
+                                                                   static_cast<uint32_t>(rows.row_stride * 2),
+                                                                   static_cast<int>(width), [] {});
         copy_async_commit();
       } else if (thread == 0) {
         barrier_expect(full, kBackwardKeys * kDim * 2);
@@ -179,13 +176,13 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       const Plan& plan = call.plan;
       const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
       const int shift = plan.shift[row_of_plan], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
-      if (segment <= query_length - 1 >> shift) {
+      if (segment <= segment_of(query_length - 1, shift)) {
         const int2 list = plan.lists[row_of_plan * plan.most_lists + segment];
         const int64_t begin = row_of_plan * plan.capacity + list.x;
-        const int to = static_cast<int>(min(p.query_length, static_cast<int64_t>(segment + 1) << shift));
+        const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
-              item, base, segment << shift, to,
+              item, base, segment * kSegmentQueries << shift, to,
               [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },
               [&](int row, int) { return Span::of(plan.span[begin + base + row]); });
         }

@@ -19,7 +19,7 @@ struct ForwardInstance {
   int dim;
   Variant variant;
   cudaError_t (*launch)(const ForwardCall&, const WorkPlan&, const Maps&, int, cudaStream_t);
-  int keys;
+  ForwardShape shape;
 };
 
 struct BackwardInstance {
@@ -31,7 +31,7 @@ struct BackwardInstance {
 };
 
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {DType::DTYPE, DIM, Variant::VARIANT, launch_forward<TYPE, DIM, Variant::VARIANT>, kForwardShape<DIM, Variant::VARIANT>.keys},
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_forward<TYPE, DIM, Variant::VARIANT>, kForwardShape<DIM, Variant::VARIANT>},
 constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
@@ -87,10 +87,10 @@ bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kRank], c
 }
 
 // Heads of a group share their keys, so they go into one tile, as long as masks and key_bias do not tell them apart.
-int find_pack_shift(const AttentionParams& p) {
+int find_pack_shift(const AttentionParams& p, int rows) {
   const int64_t group = p.heads / p.kv_heads;
   int shift = 0;
-  while (shift < 7 && group % (int64_t{2} << shift) == 0) ++shift;
+  while (rows % (2 << shift) == 0 && group % (int64_t{2} << shift) == 0) ++shift;
   for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}) {
     while (row->data && row->head_divisor % (int64_t{1} << shift) != 0) --shift;
   }
@@ -132,8 +132,10 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
 
   WorkPlan work;
-  work.pack_shift = find_pack_shift(p);
-  const int64_t pack = int64_t{1} << work.pack_shift, queries = kRows >> work.pack_shift, packs = p.batch * p.heads / pack;
+  work.pack_shift = find_pack_shift(p, instance->shape.rows());
+  const int64_t pack = int64_t{1} << work.pack_shift, queries = instance->shape.rows() >> work.pack_shift,
+                packs = p.batch * p.heads / pack;
+  work.queries = static_cast<int>(queries);
   work.tiles = static_cast<int>((p.query_length + queries - 1) / queries);
   work.packs = static_cast<uint32_t>(packs);
   const int64_t pack_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * pack * p.kv_heads / p.heads;
@@ -147,7 +149,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
   work.ticket = items > blocks ? call.plan.ticket : nullptr;
 
   Maps maps;
-  const int keys = instance->keys, warp_pack = static_cast<int>(std::min<int64_t>(pack, 16));
+  const int keys = instance->shape.keys, warp_pack = static_cast<int>(std::min<int64_t>(pack, 16));
   const bool is_encoded =
       encode<5>(&maps.query, p.query.data, {p.head_dim, pack, p.query_length, p.heads / pack, p.batch},
                 {1, p.query.head_stride, p.query.row_stride, p.query.head_stride * pack, p.query.batch_stride},
@@ -189,7 +191,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.shares = 1;
   if (is_gathered) {
     // So many that no block has much more to do than the others, if there are only a few segments as well.
-    const int64_t segments = ((p.query_length - 1) >> call.plan.shortest) + 1, few = packs * std::min<int64_t>(segments, 4);
+    const int64_t segments = segment_of(static_cast<int>(p.query_length) - 1, call.plan.shortest) + 1,
+                  few = packs * std::min<int64_t>(segments, 4);
     work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
     tiles = segments * work.shares;
   }

@@ -1,6 +1,6 @@
-// Attention forward for Hopper: persistent blocks of four warpgroups. One walks the keys of a tile and leaves notes, one loads
-// what the notes say, two compute: products on the tensor cores run while the other warpgroup, or the softmax of this one, does
-// its arithmetic.
+// Attention forward for Hopper: persistent blocks. Some warps walk the keys of a tile and leave notes, some load what the notes
+// say, two or three warpgroups compute: products on the tensor cores run while the other warpgroup, or the softmax of this one,
+// does its arithmetic.
 //
 // The one surprise is how little the computing warpgroups know: a chunk is some rows of keys in shared memory and a note, whether
 // the rows came by tensor copy, were gathered one by one, or belong to the next tile.
@@ -34,9 +34,9 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
     }
   } else if (flags & (kSpans | kFew)) {
     if constexpr (Chunk::kIsGathered) {
-      const int warp = static_cast<int>(threadIdx.x) / 32;
-      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(column)]);
-      const uint32_t row = 1u << threadIdx.x % 32 / 4;  // and 8 rows, or a column, on
+      const int warp = static_cast<int>(threadIdx.x) / 32, lane = read_lane();
+      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(lane % 4 * 2)]);
+      const uint32_t row = 1u << lane / 4;  // and 8 rows, or a column, on
 #pragma unroll
       for (int i = 0; i < kN; i += 4) {
         if (i == kFewRows / 8 && !(flags & kSpans)) break;
@@ -87,8 +87,8 @@ template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Chunk = Note<kVariant, kForwardShape<kDim, kVariant>.keys>;
-  constexpr int kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
+  using Chunk = Note<kDim, kVariant>;
+  constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
                 kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
   // From lane 0, so that the assembler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
@@ -171,9 +171,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
     float to_base_2 = call.scale_2;
-    const int32_t* const indices = &note.index[Chunk::index_place(column)];
+    const int32_t* const indices = &note.index[index_place<kShape.keys>(column)];
     auto key_of = [&](int i, int e) {
-      return flags & kInOrder ? note.base + column + 8 * i + e : indices[Chunk::index_place(8 * i + e)];
+      return flags & kInOrder ? note.base + column + 8 * i + e : indices[index_place<kShape.keys>(8 * i + e)];
     };
     if constexpr (kVariant == Variant::kGeneral) {
       to_base_2 = 1.0f;
@@ -193,6 +193,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         }
       }
     }
+    if (kVariant == Variant::kGathered && !(flags & kTested << threadIdx.x / 32)) flags &= ~(kSpans | kFew);
     if (has_bias) flags &= ~kGaps;
     if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
       const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
@@ -266,7 +267,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     if constexpr (kByCopy) {
       const int first_row = group * 64 + warp * 16;
       const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
-      const uint32_t to = rows + lane % 16 * 128, swizzle = (lane / 16 ^ lane % 8) * 16;
+      const int own = read_lane();
+      const uint32_t to = rows + own % 16 * 128, swizzle = (own / 16 ^ own % 8) * 16;
 #pragma unroll
       for (int i = 0; i < kOut; i += 2) {
         store_matrix(to + i / 8 * (kRows * 128) + (swizzle ^ i % 8 * 16),
@@ -390,9 +392,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 }
 
 template <class T, int kDim, Variant kVariant>
-__global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
-                                                              const __grid_constant__ WorkPlan work,
-                                                              const __grid_constant__ Maps maps) {
+__global__ __launch_bounds__(kForwardShape<kDim, kVariant>.threads(),
+                             1) void forward_kernel(const __grid_constant__ ForwardCall call,
+                                                    const __grid_constant__ WorkPlan work, const __grid_constant__ Maps maps) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
@@ -400,8 +402,8 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   const bool is_single = kVariant == Variant::kDense || (!call.plan.index && !call.p.mask.tiles.data);
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
-    constexpr int kComputing = kConsumers * kWarpgroup;
-    const int loaders = is_single ? 1 : kLoaders + 1, loading = is_single ? 2 : kWarpgroup;
+    constexpr int kComputing = kShape.consumers * kWarpgroup;
+    const int loaders = is_single ? 1 : kShape.loaders() + 1, loading = is_single ? 2 : 2 * kShape.loaders();
     for (int i = 0; i < kShape.query_tiles; ++i) {
       barrier_init(shared_address(&shared.query_full[i]), 1);
       barrier_init(shared_address(&shared.query_empty[i]), kComputing);
@@ -413,7 +415,7 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
       barrier_init(shared_address(&shared.value_empty[i]), kComputing);
     }
     for (int i = 0; i < kShape.notes; ++i) {
-      barrier_init(shared_address(&shared.note_full[i]), kWarpgroup);
+      barrier_init(shared_address(&shared.note_full[i]), kShape.walkers());
       barrier_init(shared_address(&shared.note_empty[i]), kComputing + loading);
     }
     fence_barrier_init();
@@ -421,17 +423,20 @@ __global__ __launch_bounds__(kThreads, 1) void forward_kernel(const __grid_const
   }
   __syncthreads();
   wait_for_kernel_before();
-  const int role = static_cast<int>(threadIdx.x) / kWarpgroup;
-  if (role < kConsumers) {
+  const int thread = static_cast<int>(threadIdx.x) - kShape.consumers * kWarpgroup;  // of those that do not compute
+  if (thread < 0) {
     take_registers<kShape.computing_registers>();
     compute_tiles<T, kDim, kVariant>(call, work, maps, shared);
-  } else if (role == kConsumers) {
-    give_registers<kShape.loading_registers>();
-    load_tiles<kDim, kVariant>(call, work, maps, shared, is_single);
+    return;
+  }
+  constexpr int kLoading = 2 * kShape.loaders();
+  if (kShape.shares_warpgroup() || thread < kLoading) give_registers<kShape.loading_registers>();
+  if (thread < kLoading) {
+    load_tiles<kDim, kVariant>(call, work, maps, shared, thread, is_single);
   } else {
-    give_registers<kShape.walking_registers>();
-    Walk<kVariant, kShape.keys, kShape.notes>(call, work, shared.queues, shared.notes, shared_address(shared.note_full),
-                                              shared_address(shared.note_empty))
+    if constexpr (!kShape.shares_warpgroup()) give_registers<kShape.walking_registers>();
+    Walk<kDim, kVariant>(call, work, thread - kLoading, shared.queues, shared.notes, shared_address(shared.note_full),
+                         shared_address(shared.note_empty))
         .run();
   }
 }
@@ -443,7 +448,8 @@ cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const 
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  return launch_dependent(kernel, static_cast<unsigned>(blocks), kThreads, kBytes, stream, call, work, maps);
+  return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardShape<kDim, kVariant>.threads(), kBytes, stream, call,
+                          work, maps);
 }
 
 }  // namespace dmattn::cuda::sm90

@@ -10,6 +10,13 @@
 
 namespace dmattn::cuda::sm90 {
 
+// The lane, read anew: what follows from it is not kept in registers where those are short.
+__device__ __forceinline__ int read_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // ---- barriers in shared memory: a phase completes when all arrivals, and all bytes announced, have come ----
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {

@@ -1,5 +1,4 @@
-// What the warpgroups of a block share, and the warpgroup that loads: keys, values and queries into shared memory, as the notes
-// say.
+// What the warps of a block share, and those that load: keys, values and queries into shared memory, as the notes say.
 //
 // The one surprise is that a gathered chunk is announced late: its rows come by ordinary copies, which have to land and be fenced
 // before the tensor cores may read them, and until then the copies of the next chunk are started, if that can be done at once.
@@ -25,14 +24,15 @@ struct TileNote {
 template <int kDim, Variant kVariant>
 struct alignas(1024) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  static constexpr int kRows = kShape.rows();
   static constexpr int kTileNotes = 4;  // the output of a tile is written while its second successor may be loading
   static_assert(kTileNotes >= kShape.query_tiles + 2);
   uint16_t query[kShape.query_tiles][kRows * kDim];
   uint16_t key[kShape.stages][kShape.keys * kDim];
   uint16_t value[kShape.stages][kShape.keys * kDim];
-  Note<kVariant, kShape.keys> notes[kShape.notes];
+  Note<kDim, kVariant> notes[kShape.notes];
   TileNote tiles[kTileNotes];
-  WalkQueues<kVariant> queues;
+  WalkQueues<kDim, kVariant> queues;
   uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
@@ -58,53 +58,60 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
   return to;
 }
 
-// Copies rows of a chunk from anywhere into a tile of panels, by half a warpgroup; with holes, rows without a key and those from
-// `there` on become zeros. A thread copies every eighth row, where the swizzle is the same. `early` is called when a few copies
-// have been started.
-template <int kDim, int kKeys, bool kHasHoles, int kUnroll, class Early>
-__device__ __forceinline__ void gather_rows(uint32_t tile, const int32_t* index, int there, const char* rows, uint32_t row_bytes,
-                                            int width, const Early& early) {
-  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kFours = kKeys / 32;
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders, chunk = thread % kChunks, first = thread / kChunks;
+// Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads; with holes, rows without a key and those from
+// `there` on become zeros. A thread copies rows in batches, every eighth row, where the swizzle is the same; where it has the
+// registers it reads the keys of a batch ahead. `early` is called after the first batch.
+template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
+__device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int there, const char* rows,
+                                            uint32_t row_bytes, int width, const Early& early) {
+  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kFours = kKeys / 32, kAtOnce = kFours % 2 == 0 ? 2 : 1;
+  constexpr int kParts = kFours / kAtOnce, kBatches = 8 / kGroups * kParts;  // a batch: some copies of rows of one residue
+  static_assert(kGroups > 0 && 8 % kGroups == 0);
+  const int chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
   const char* from = rows + (in_row ? chunk * 16 : 0);
   asm volatile("" : "+l"(from), "+r"(row_bytes));  // in registers, one multiplication and addition gives a row's address
+  int4 four[kAtOnce];
+  auto read_keys = [&](int batch) {
+    const int residue = first + batch / kParts * kGroups;
+    const int4* const keys =
+        reinterpret_cast<const int4*>(&index[residue * (kKeys / 8)]) + batch % kParts * kAtOnce;  // index_place
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) four[j] = keys[j];
+  };
+  if (kReadsAhead) read_keys(0);
 #pragma unroll kUnroll
-  for (int residue = first; residue < 8; residue += kGroups) {
+  for (int batch = 0; batch < kBatches; ++batch) {
+    const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce * 4;
     const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + (chunk % 8 ^ residue) * 16;
-    const int4* const keys_of_residue = reinterpret_cast<const int4*>(&index[residue * (kKeys / 8)]);  // index_place
-    constexpr int kAtOnce = kFours % 2 == 0 ? 2 : 1;
+    if (!kReadsAhead) read_keys(batch);
+    const char* rows_from[4 * kAtOnce];  // all of them first: a copy holds its registers until it has read them
+    bool is_wanted[4 * kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kFours; i += kAtOnce) {
-      int4 four[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) four[j] = keys_of_residue[i + j];
-      const char* rows_from[4 * kAtOnce];  // all of them first: a copy holds its registers until it has read them
-      bool is_wanted[4 * kAtOnce];
-#pragma unroll
-      for (int j = 0; j < 4 * kAtOnce; ++j) {
-        const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
-        is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (4 * i + j) < there));
-        rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
-      }
-#pragma unroll
-      for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (4 * i + j) * 1024, rows_from[j], is_wanted[j]);
-      if (i == 0 && residue == first) early();
+    for (int j = 0; j < 4 * kAtOnce; ++j) {
+      const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
+      is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < there));
+      rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
     }
+    if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // their latency is hidden by the copies
+#pragma unroll
+    for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], is_wanted[j]);
+    if (batch == 0) early();
   }
 }
 
-// Loads what the notes say: one half of the warpgroup keys and queries, the other values, by the same code. Without gathering,
-// one thread of each does.
+// Loads what the notes say: one half of the threads keys and queries, the other values, by the same code. Without gathering,
+// one thread of each does. thread: among those that load.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
-                                           ForwardShared<kDim, kVariant>& shared, bool is_single) {
+                                           ForwardShared<kDim, kVariant>& shared, int thread_of_all, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Chunk = Note<kVariant, kShape.keys>;
-  constexpr int kPanels = kDim / 64, kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
+  using Chunk = Note<kDim, kVariant>;
+  constexpr int kPanels = kDim / 64, kRows = kShape.rows(), kLoaders = kShape.loaders(),
+                kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders;
-  const bool is_keys = __shfl_sync(0xffffffffu, threadIdx.x % kWarpgroup < kLoaders, 0);  // known to be the same in all lanes
+  const int thread = thread_of_all % kLoaders;
+  const bool is_keys = __shfl_sync(0xffffffffu, thread_of_all < kLoaders, 0);  // known to be the same in all lanes
   if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
@@ -176,7 +183,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (has_bias) {  // read now, written when the copies are under way
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[Chunk::index_place(at)];
+        const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[index_place<kShape.keys>(at)];
         bias_of[i] = key >= 0 && at < there ? bias[key] : negative_infinity();
       }
     }
@@ -195,9 +202,10 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (kVariant != Variant::kDense && !in_order) {
       // The gathered variant has code of its own for chunks of which no row is missing.
       if (kIsGathered && there == kShape.keys) {
-        gather_rows<kDim, kShape.keys, false, 8>(tile, note.index, there, from, row_bytes, width, settle);
+        gather_rows<kDim, kShape.keys, kLoaders, false, (kShape.loading_registers > 56), 8>(thread, tile, note.index, there, from,
+                                                                                            row_bytes, width, settle);
       } else {
-        gather_rows<kDim, kShape.keys, true, 1>(tile, note.index, there, from, row_bytes, width, settle);
+        gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, note.index, there, from, row_bytes, width, settle);
       }
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {

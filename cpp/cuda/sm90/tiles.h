@@ -10,60 +10,74 @@
 
 namespace dmattn::cuda::sm90 {
 
-// A block is four warpgroups: two that compute 64 rows of the tile each, one that loads, one that walks the keys.
-inline constexpr int kConsumers = 2, kWarpgroup = 128, kThreads = (kConsumers + 2) * kWarpgroup;
-inline constexpr int kLoaders = kWarpgroup / 2;  // threads that load keys; as many load values
-inline constexpr int kRows = kConsumers * 64;    // of a tile: (query, head) pairs
+inline constexpr int kWarpgroup = 128;
 
+// A block has two or three warpgroups that compute 64 rows, (query, head) pairs, of the tile each; then warps that load, half of
+// them keys and half of them values; then warps that walk the keys. Those eight are a warpgroup each, or four share one.
 struct ForwardShape {
+  int consumers;
   int keys;         // of a chunk
   int stages;       // chunks of keys, and of values, in flight
   int query_tiles;  // 2: the next tile's queries come while one is computed, and its output leaves from their place
   int notes;        // chunks that may be described ahead of their use
+  int loading_warps, walking_warps;
   int computing_registers, loading_registers, walking_registers;  // per thread
+
+  constexpr int rows() const { return consumers * 64; }
+  constexpr int threads() const { return consumers * kWarpgroup + (loading_warps + walking_warps) * 32; }
+  constexpr int loaders() const { return loading_warps * 16; }  // threads that load keys; as many load values
+  constexpr int walkers() const { return walking_warps * 32; }
+  constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
 };
 
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kDense> = {192, 2, 2, 4, 216, 40, 40};
+inline constexpr ForwardShape kForwardShape<64, Variant::kDense> = {3, 128, 2, 2, 8, 2, 2, 160, 32, 32};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {160, 2, 2, 4, 216, 40, 40};
+inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {3, 80, 2, 2, 8, 2, 2, 152, 56, 56};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {128, 2, 2, 8, 200, 40, 72};
+inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {2, 128, 2, 2, 8, 4, 4, 200, 40, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {128, 3, 2, 8, 192, 64, 64};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {2, 128, 3, 2, 8, 4, 4, 192, 64, 64};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {64, 2, 2, 4, 184, 48, 96};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {2, 64, 2, 2, 4, 4, 4, 184, 48, 96};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {128, 2, 2, 8, 200, 40, 72};
+inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {2, 128, 2, 2, 8, 4, 4, 200, 40, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {128, 2, 2, 4, 200, 56, 56};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {3, 64, 3, 2, 8, 2, 2, 144, 80, 80};
 template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {64, 2, 2, 4, 192, 48, 80};
+inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {2, 64, 2, 2, 4, 4, 4, 192, 48, 80};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {80, 2, 1, 4, 216, 40, 40};
+inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {2, 80, 2, 1, 4, 4, 4, 216, 40, 40};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {32, 4, 1, 4, 192, 48, 80};
+inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {2, 32, 4, 1, 4, 4, 4, 192, 48, 80};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {64, 2, 1, 4, 208, 48, 48};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {2, 64, 2, 1, 4, 4, 4, 208, 56, 40};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {32, 4, 1, 4, 200, 40, 72};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4, 1, 4, 4, 4, 200, 40, 72};
 
-// Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key. The walk holds
-// a note back until the next is begun, and a chunk is computed beside the one before it: fewer notes or stages would wait for
-// each other for ever.
+// Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key of a chunk, and
+// at one query where there are bits. The walk holds a note back until the next is begun, and a chunk is computed beside the one
+// before it: fewer notes or stages would wait for each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
   const bool is_dense = variant == Variant::kDense, has_blocks = !is_dense && variant != Variant::kGathered;
-  return s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (is_dense ? 256 : kWarpgroup) && (128 % s.keys == 0 || !has_blocks) &&
-         s.stages >= 2 && s.notes >= 3 && (s.query_tiles == 1 || s.query_tiles == 2) &&
-         (kConsumers * s.computing_registers + s.loading_registers + s.walking_registers) * kWarpgroup <= 65536;
+  const bool is_even = s.loading_warps % 2 == 0 && (s.loading_warps == 4 && s.walking_warps == 4 || s.shares_warpgroup());
+  // At the start every thread has as many registers as divide evenly, in steps of 8.
+  const int pool = 65536 / s.threads() / 8 * 8 * s.threads();
+  const int others = s.shares_warpgroup() ? s.loading_registers : s.loading_registers + s.walking_registers;
+  return is_even && (!s.shares_warpgroup() || s.loading_registers == s.walking_registers) &&
+         (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
+         s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (is_dense ? 256 : s.walkers()) &&
+         (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
+         (s.query_tiles == 1 || s.query_tiles == 2);
 }
 
-// Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads.
+// Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads: half of it the keys of the tile.
+inline constexpr int kConsumers = 2, kLoaders = kWarpgroup / 2;
 struct BackwardShape {
   int queries;                                 // of a chunk
   int query_stages;                            // chunks of queries in flight

@@ -1,4 +1,4 @@
-// Which keys a tile meets, chunk by chunk: one warpgroup walks ahead of those that load and compute, and leaves notes for them.
+// Which keys a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes for them.
 //
 // The one surprise is that keys in order, where no mask names them, and packed ones are walked backwards from the last one the
 // tile sees: chunks then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first are zeros
@@ -14,16 +14,17 @@ namespace dmattn::cuda::sm90 {
 
 // What a note says of its chunk.
 enum Flag : uint32_t {
-  kFirst = 1,     // of a tile
-  kLast = 2,      // of a tile
-  kEnd = 4,       // no chunk at all: the work is done
-  kInOrder = 8,   // keys base, base + 1, ...; otherwise those of `index`
-  kLimit = 16,    // needs a test against the first key and causality; in order only
-  kSpans = 32,    // needs a test of spans, in the gathered variant of `seen`; where it is not in order, rows may be missing
-  kBits = 64,     // needs a test of bits; the same
-  kFew = 128,     // gathered variant only: the first kFewRows rows need a test of `seen`
-  kGaps = 256,    // the same: rows from `base` on are missing; key_bias hides them, or a test
-  kPacked = 512,  // in order, places in the packed rows instead of keys; all chunks of a tile, or none
+  kFirst = 1,         // of a tile
+  kLast = 2,          // of a tile
+  kEnd = 4,           // no chunk at all: the work is done
+  kInOrder = 8,       // keys base, base + 1, ...; otherwise those of `index`
+  kLimit = 16,        // needs a test against the first key and causality; in order only
+  kSpans = 32,        // needs a test of spans, in the gathered variant of `seen`; where it is not in order, rows may be missing
+  kBits = 64,         // needs a test of bits; the same
+  kFew = 128,         // gathered variant only: the first kFewRows rows need a test of `seen`
+  kGaps = 256,        // the same: rows from `base` on are missing; key_bias hides them, or a test
+  kPacked = 512,      // in order, places in the packed rows instead of keys; all chunks of a tile, or none
+  kTested = 1 << 16,  // gathered variant, and the next bits: which computing warps need the test of kSpans or kFew
 };
 
 constexpr int kFewRows = 32;
@@ -38,8 +39,15 @@ struct Seen {
   __device__ __forceinline__ bool by(int position) const { return static_cast<uint32_t>(position - first) < length; }
 };
 
-template <Variant kVariant, int kKeys>
+// Where the key of a row of a chunk lies: those of every eighth row lie together.
+template <int kKeys>
+__device__ __forceinline__ constexpr int index_place(int row) {
+  return row % 8 * (kKeys / 8) + row / 8;
+}
+
+template <int kDim, Variant kVariant>
 struct Note {
+  static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
   static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
   static constexpr bool kIsGathered = kVariant == Variant::kGathered;
@@ -49,8 +57,6 @@ struct Note {
   static __device__ __forceinline__ constexpr int bias_place(int column) {
     return kIsGathered ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
-  // Where the key of a row lies: those of every eighth row lie together.
-  static __device__ __forceinline__ constexpr int index_place(int row) { return row % 8 * (kKeys / 8) + row / 8; }
   // What a thread of a product has to know of its columns lies together, two neighbours in a word.
   static __device__ __forceinline__ constexpr int seen_place(int column) {
     return column % 8 / 2 * (kKeys / 4) + column / 8 * 2 + column % 2;
@@ -70,9 +76,9 @@ struct Note {
 template <Variant kVariant>
 inline constexpr bool kMayHavePlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
 
-// How the tiles of a call are numbered. A tile is kRows rows: 2^pack_shift heads that share their keys, each with its queries.
+// How the tiles of a call are numbered. A tile is 2^pack_shift heads that share their keys, each with `queries` queries.
 struct WorkPlan {
-  int tiles;               // of queries
+  int tiles, queries;      // tiles of so many queries
   uint32_t packs;          // batches x packs of heads
   uint32_t section_packs;  // packs whose tiles are done together, so that their keys stay in L2
   int end_tiles;           // of queries, for all packs at the very end: the first queries, whose tiles causality makes short
@@ -95,7 +101,7 @@ struct WorkTile {
     const uint32_t rest = item - (is_end ? tiles * work.packs : section * tiles * work.section_packs);
     const uint32_t packs = is_end ? work.packs : min(work.section_packs, work.packs - section * work.section_packs);
     const uint32_t pack = section * work.section_packs + rest % packs;
-    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / packs) * (kRows >> work.pack_shift));
+    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / packs) * work.queries);
     const uint32_t packs_per_batch = static_cast<uint32_t>(call.p.heads) >> work.pack_shift;
     batch = static_cast<int>(pack / packs_per_batch);
     head = static_cast<int>(pack % packs_per_batch) << work.pack_shift;
@@ -103,34 +109,37 @@ struct WorkTile {
 };
 
 // What the walk keeps in shared memory; the plain and dense variants have no plan to walk.
-template <Variant kVariant>
+template <int kDim, Variant kVariant>
 struct WalkQueues {
+  static constexpr int kThreads = kForwardShape<kDim, kVariant>.walkers(), kWarps = kThreads / 32;
   static constexpr bool kHasPlan = kMayHavePlan<kVariant>;
   static constexpr int kRing = kHasPlan ? 1024 : 1;
   // The place of the n-th entry of a queue, n >= 0; a remainder of signed numbers would be four instructions.
   static __device__ __forceinline__ int place(int n) { return n & kRing - 1; }
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
-  int warp_counts[2][4];
-  uint32_t some_see[4][4];  // [warp][word]
+  int warp_counts[2][kWarps];
+  uint32_t warp_flags[2][kWarps];
+  uint32_t some_see[kWarps][4];  // [warp][word]
   uint32_t item;
   // With a block mask: entries of its row, and their states.
   static constexpr bool kHasEntries = kVariant == Variant::kPlain || kVariant == Variant::kGeneral;
-  int32_t entries[kHasEntries ? kWarpgroup : 1], states[kHasEntries ? kWarpgroup : 1];
+  int32_t entries[kHasEntries ? kThreads : 1], states[kHasEntries ? kThreads : 1];
   // With a block mask, by thread: which of its tiles are short, and how many of the threads before it are; of all, 0: no order.
   static constexpr bool kHasOrder = kVariant == Variant::kPlain;
-  uint32_t is_short[kHasOrder ? kWarpgroup : 1];
-  uint16_t short_before[kHasOrder ? kWarpgroup : 1];
+  uint32_t is_short[kHasOrder ? kThreads : 1];
+  uint16_t short_before[kHasOrder ? kThreads : 1];
   int short_tiles;
 };
 
-template <Variant kVariant, int kKeys, int kNotes>
+template <int kDim, Variant kVariant>
 class Walk {
  public:
-  using Queues = WalkQueues<kVariant>;
-  static_assert(!Queues::kHasPlan || Queues::kRing >= kPlanBlock + 2 * kKeys);
+  using Queues = WalkQueues<kDim, kVariant>;
+  using Stage = Note<kDim, kVariant>;
 
-  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, Queues& queues, Note<kVariant, kKeys>* notes,
+  // thread: among those that walk.
+  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, int thread, Queues& queues, Stage* notes,
                                   uint32_t note_full, uint32_t note_empty)
       : call_(call),
         work_(work),
@@ -138,7 +147,7 @@ class Walk {
         notes_(notes),
         note_full_(note_full),
         note_empty_(note_empty),
-        thread_(static_cast<int>(threadIdx.x) % kWarpgroup) {}
+        thread_(thread) {}
 
   // Walks tile after tile until there are none, then says so.
   __device__ __forceinline__ void run() {
@@ -166,25 +175,26 @@ class Walk {
   }
 
  private:
-  using Stage = Note<kVariant, kKeys>;
+  static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Stage::kKeys, kRows = Stage::kRows,
+                       kNotes = kForwardShape<kDim, kVariant>.notes;
 
   static constexpr int kBarrier = 1;  // 0 is the whole block's
-  __device__ __forceinline__ void sync() const { group_sync(kBarrier, kWarpgroup); }
-  __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kWarpgroup, mine); }
+  __device__ __forceinline__ void sync() const { group_sync(kBarrier, kThreads); }
+  __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kThreads, mine); }
 
   // ---- which tiles come last ----
 
   // With a block mask tiles are as long as the mask says. The shortest quarter comes last, so that the blocks finish together:
   // every block finds them for itself, beyond the first tile of each block, while its own first tile is computed.
-  static constexpr uint32_t kMostOrdered = 32 * kWarpgroup;  // a thread keeps 32 tiles in mind
+  static constexpr uint32_t kMostOrdered = 32 * kThreads;  // a thread keeps 32 tiles in mind
 
   __device__ __forceinline__ void find_short_tiles(uint32_t items) {
-    const int others = static_cast<int>(items - gridDim.x), each = (others + kWarpgroup - 1) / kWarpgroup;
+    const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
     // So few entries that no more than a quarter of some tiles have fewer.
-    const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kWarpgroup));
+    const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kThreads));
     int few = 0;
     for (int step = 1 << 31 - __clz(static_cast<int>(call_.p.mask.tiles_k)); step > 0; step /= 2) {
-      if (group_count(kBarrier, kWarpgroup, sample < few + step) <= kWarpgroup / 4) few += step;
+      if (group_count(kBarrier, kThreads, sample < few + step) <= kThreads / 4) few += step;
     }
     uint32_t is_short = 0;
     if (any(sample < few)) {  // otherwise they are alike
@@ -201,7 +211,7 @@ class Walk {
     if (thread_ % 32 == 31) queues_.warp_counts[0][thread_ / 32] = up_to;
     sync();
     int before = up_to - mine, all = 0;
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       const int other = queues_.warp_counts[0][w];
       before += w < thread_ / 32 ? other : 0;
       all += other;
@@ -214,7 +224,7 @@ class Walk {
 
   // The tile that is `at`-th in that order; the thread that has it in mind tells.
   __device__ __forceinline__ uint32_t long_first(uint32_t at, uint32_t items) {
-    const int others = static_cast<int>(items - gridDim.x), each = (others + kWarpgroup - 1) / kWarpgroup;
+    const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
     const int first = thread_ * each, mine = max(0, min(each, others - first));
     const int long_tiles = others - queues_.short_tiles, short_before = queues_.short_before[thread_];
     const bool is_short = static_cast<int>(at) >= long_tiles;
@@ -245,7 +255,7 @@ class Walk {
     batch_ = tile.batch, head_ = tile.head, first_query_ = tile.first_query;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low_ = tile.first_query + shift;
-    high_ = min(tile.first_query + (kRows >> work_.pack_shift), static_cast<int>(p.query_length)) - 1 + shift;
+    high_ = min(tile.first_query + work_.queries, static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
     if constexpr (kVariant == Variant::kDense) {
@@ -327,7 +337,7 @@ class Walk {
     const int32_t *const list = source.rows + tile_row * (tiles_k + 1) + 1, *const states = source.tiles + tile_row * tiles_k;
     const int entries = min(max(list[-1], 0), tiles_k);
     for (int entry = 0; entry < entries; ++entry) {
-      const int place = entry % kWarpgroup;
+      const int place = entry % kThreads;
       if (place == 0) {  // as many entries at once as there are threads, so that their latencies are one
         sync();
         const int tile = entry + thread_ < entries ? list[entry + thread_] : -1;
@@ -366,7 +376,7 @@ class Walk {
       touches = span.touches(low_, high_);
       covers = span.covers(low_, high_);
       note.span[thread_] = Seen::of(span);
-      note.index[Stage::index_place(thread_)] = touches ? base + thread_ : -1;
+      note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;
     }
     if (!any(touches)) return 0;
     const bool is_whole = !any(!covers);
@@ -390,9 +400,9 @@ class Walk {
     if (thread_ < kKeys) {
       uint32_t seen = 0;
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) seen |= queues_.some_see[warp][thread_ / 32];
+      for (int warp = 0; warp < kWarps; ++warp) seen |= queues_.some_see[warp][thread_ / 32];
       is_seen = seen >> thread_ % 32 & 1;
-      if (!is_seen) note.index[Stage::index_place(thread_)] = -1;
+      if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;
     }
     return any(is_seen) ? static_cast<uint32_t>(kBits) : 0;
   }
@@ -402,7 +412,7 @@ class Walk {
   __device__ __forceinline__ void walk_plan() {
     const Plan& plan = call_.plan;
     const int64_t row = batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);
-    const int2 list = plan.lists[row * plan.most_lists + (first_query_ >> plan.shift[row])];
+    const int2 list = plan.lists[row * plan.most_lists + segment_of(first_query_, plan.shift[row])];
     const int64_t begin = row * plan.capacity + list.x;
     index_ = plan.index + begin;
     span_ = plan.span + begin;
@@ -441,7 +451,7 @@ class Walk {
     has_fetched_ = at_ < listed_;
     // A warp takes its share in one piece, so that the queues keep the order of the keys.
     fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
-    at_ += kPlanBlock;
+    at_ += kBlock;
     if (kReadsAhead) read();
   }
 
@@ -476,7 +486,7 @@ class Walk {
     sync();
     int place = 0, total = 0;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       const int other = queues_.warp_counts[turn_][w];
       place += w < warp ? other : 0;
       total += other;
@@ -506,7 +516,7 @@ class Walk {
     if (thread_ == 0) note.base = first;
     if (thread_ < kKeys && (!is_run || kVariant == Variant::kGeneral)) {
       const int key = queues_.whole[Queues::place(whole_head_ + thread_)];
-      note.index[Stage::index_place(thread_)] = key;
+      note.index[index_place<kKeys>(thread_)] = key;
       note_bias(note, key);
     }
     whole_head_ += kKeys, whole_count_ -= kKeys;
@@ -537,9 +547,10 @@ class Walk {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
     if (thread_ == 0) note.base = taken;
+    if constexpr (Stage::kIsGathered) flags |= note_seen(note, span, flags & kSpans || thread_ < min(kFewRows, taken));
     if (thread_ < kKeys) {
-      note.index[Stage::index_place(thread_)] = key;
-      note_seen(note, span);
+      note.index[index_place<kKeys>(thread_)] = key;
+      if (!Stage::kIsGathered) note.span[thread_] = Seen::of(span);
       note_bias(note, key);
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
@@ -553,22 +564,35 @@ class Walk {
     note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
   }
 
-  // Which queries see the key of this thread's row.
-  __device__ __forceinline__ void note_seen(Stage& note, Span span) const {
-    if constexpr (Stage::kIsGathered) {
-      const int shift = work_.pack_shift;  // a query is 2^shift rows
-      const int first = min(max(span.first - low_, 0), kRows) << shift, last = min(max(span.last - low_, 0), kRows) << shift;
+  // Notes which rows of the tile see the key of this thread's row; flags for the computing warps that need the test, because one
+  // of their rows does not see one of the keys it is for.
+  __device__ __forceinline__ uint32_t note_seen(Stage& note, Span span, bool is_tested) {
+    const int shift = work_.pack_shift;  // a query is 2^shift rows
+    int thread = thread_;
+    asm volatile("" : "+r"(thread));  // what follows from it is computed here and now: registers are short
+    const int first = min(max(span.first - low_, 0), work_.queries) << shift;
+    const int last = min(max(span.last - low_, 0), work_.queries) << shift;
 #pragma unroll
-      for (int warp = 0; warp < kRows / 16; ++warp) {
-        const int from = min(max(first - 16 * warp, 0), 16), to = min(max(last - 16 * warp, 0), 16);
-        note.seen[warp][Stage::seen_place(thread_)] = static_cast<uint16_t>((1u << to) - 1 & ~((1u << from) - 1));
-      }
-    } else {
-      note.span[thread_] = Seen::of(span);
+    for (int warp = 0; warp < kRows / 16; ++warp) {
+      const int from = min(max(first - 16 * warp, 0), 16), to = min(max(last - 16 * warp, 0), 16);
+      const uint32_t rows = (1u << to) - 1 & ~((1u << from) - 1);
+      if (thread < kKeys) note.seen[warp][Stage::seen_place(thread)] = static_cast<uint16_t>(rows);
     }
+    turn_ ^= 1;
+    // The warps, by bit, of which every row sees the key need no test of it.
+    const int from_warp = (first + 15) / 16, to_warp = last / 16;
+    const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
+    const uint32_t mine = __reduce_or_sync(0xffffffffu, is_tested ? (1u << kRows / 16) - 1 & ~whole : 0);
+    if (thread % 32 == 0) queues_.warp_flags[turn_][thread / 32] = mine;
+    sync();
+    uint32_t all = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) all |= queues_.warp_flags[turn_][warp];
+    return all * kTested;
   }
 
-  static constexpr int kPerThread = kPlanBlock / kWarpgroup;
+  static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // of a list, looked at at once
+  static_assert(!Queues::kHasPlan || Queues::kRing >= kBlock + 2 * kKeys);
   static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the general variant has no registers to spare
   const ForwardCall& call_;
   const WorkPlan& work_;
