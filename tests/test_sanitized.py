@@ -38,7 +38,7 @@ def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     """A case on the CPU and its mask on the GPU."""
     # Long enough that the rings of keys and values come round; gathered: more than one segment of queries in the plan; long: more
     # keys than one block of the plan looks at; packed: queries enough for copies of the keys that all of them see.
-    lengths = {"plain": (150, 1333), "gathered": (600, 700), "long": (1100, 4500), "packed": (1030, 700)}
+    lengths = {"plain": (150, 1333), "gathered": (800, 900), "long": (1100, 4500), "packed": (1030, 700)}
     queries, keys = lengths.get(kind, (200, 500))
     query = tensor((1, 8 if kind == "packed" else 2, queries, size), 0, dtype)
     key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)

@@ -14,7 +14,7 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kPlanBlock = 512;     // keys of a list that a walk reads at once
+inline constexpr int kPlanBlock = 512;     // keys of a list that the portable walk reads at once
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // of the shortest segments: whole tiles of 64, 128 or 192 rows
@@ -42,7 +42,7 @@ struct Plan {
   int32_t* live = nullptr;     // [rows, parts]: how many of the part's keys are seen at all
   int32_t* ticket = nullptr;   // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
   bool keeps_live = false;     // are the live keys read, even where no list is made of them?
-  bool joins = false;          // are all queries one segment (2^kOneSegment) when each of them sees all live keys?
+  bool joins = false;          // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
   bool lengthens = false;      // are segments longer than they need be, where their lists are then hardly longer?
   int64_t capacity = 0;        // kPlanEntries * Sk, for one segment just Sk
   int64_t most_lists = 0;      // that a row may have

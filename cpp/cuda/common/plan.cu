@@ -54,7 +54,7 @@ struct PlanRow {
   }
 };
 
-// How many keys a segment of 2^shift queries sees, by prefix sums over segments of the shortest kind.
+// How many keys a segment of 2^shift * kSegmentQueries queries sees, by prefix sums over segments of the shortest kind.
 __device__ __forceinline__ int length_of(const int* begun, const int* ended, const PlanRow& row, int segment, int shift) {
   const int from = segment << shift - row.shortest, to = min(segment + 1 << shift - row.shortest, row.segments);
   return begun[to - 1] - (from > 0 ? ended[from - 1] : 0);

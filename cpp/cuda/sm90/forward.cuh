@@ -1,5 +1,5 @@
 // Attention forward for Hopper: persistent blocks. Some warps walk the keys of a tile and leave notes, some load what the notes
-// say, two or three warpgroups compute: products on the tensor cores run while the other warpgroup, or the softmax of this one,
+// say, two or three warpgroups compute: products on the tensor cores run while another warpgroup, or the softmax of this one,
 // does its arithmetic.
 //
 // The one surprise is how little the computing warpgroups know: a chunk is some rows of keys in shared memory and a note, whether

@@ -200,8 +200,6 @@ struct Product;
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
 #define DMATTN_D10(n) DMATTN_D8(n), DMATTN_D(n + 8), DMATTN_D(n + 9)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
-#define DMATTN_D20(n) DMATTN_D16(n), DMATTN_D4(n + 16)
-#define DMATTN_D24(n) DMATTN_D16(n), DMATTN_D8(n + 16)
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
@@ -211,8 +209,6 @@ struct Product;
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define DMATTN_LIST80 DMATTN_LIST64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define DMATTN_LIST96 DMATTN_LIST80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 #define DMATTN_PRODUCT(TYPE, NAME, SIZE, TILES, REGISTERS, R0, R1, R2, R3, R4, R5)                                              \
   template <>                                                                                                                   \
@@ -239,20 +235,12 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 80, 10, 40, "%40", "%41", "%42", "%43", "%
 DMATTN_PRODUCT(__half, "f16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 160, 20, 80, "%80", "%81", "%82", "%83", "%84", "%85")
-DMATTN_PRODUCT(__half, "f16", 160, 20, 80, "%80", "%81", "%82", "%83", "%84", "%85")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 192, 24, 96, "%96", "%97", "%98", "%99", "%100", "%101")
-DMATTN_PRODUCT(__half, "f16", 192, 24, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 
 #undef DMATTN_PRODUCT
-#undef DMATTN_LIST96
-#undef DMATTN_LIST80
 #undef DMATTN_LIST16
 #undef DMATTN_LIST32
 #undef DMATTN_LIST40
 #undef DMATTN_LIST64
-#undef DMATTN_D24
-#undef DMATTN_D20
 #undef DMATTN_D16
 #undef DMATTN_D10
 #undef DMATTN_D8

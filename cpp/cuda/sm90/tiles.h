@@ -65,11 +65,12 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
   const bool is_dense = variant == Variant::kDense, has_blocks = !is_dense && variant != Variant::kGathered;
-  const bool is_even = s.loading_warps % 2 == 0 && (s.loading_warps == 4 && s.walking_warps == 4 || s.shares_warpgroup());
+  const bool is_split = s.loading_warps == 4 && s.walking_warps == 4, is_shared = s.loading_warps == 2 && s.walking_warps == 2;
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   const int pool = 65536 / s.threads() / 8 * 8 * s.threads();
   const int others = s.shares_warpgroup() ? s.loading_registers : s.loading_registers + s.walking_registers;
-  return is_even && (!s.shares_warpgroup() || s.loading_registers == s.walking_registers) &&
+  return (is_split || (is_shared && s.loading_registers == s.walking_registers)) &&
+         (variant != Variant::kGathered || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
          s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (is_dense ? 256 : s.walkers()) &&
          (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
