@@ -193,6 +193,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         }
       }
     }
+    // A warp all of whose rows see the keys in question has nothing to hide.
     if (kVariant == Variant::kGathered && !(flags & kTested << threadIdx.x / 32)) flags &= ~(kSpans | kFew);
     if (has_bias) flags &= ~kGaps;
     if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
@@ -392,9 +393,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 }
 
 template <class T, int kDim, Variant kVariant>
-__global__ __launch_bounds__(kForwardShape<kDim, kVariant>.threads(),
-                             1) void forward_kernel(const __grid_constant__ ForwardCall call,
-                                                    const __grid_constant__ WorkPlan work, const __grid_constant__ Maps maps) {
+__global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
+                                                                                     const __grid_constant__ WorkPlan work,
+                                                                                     const __grid_constant__ Maps maps) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
@@ -448,8 +449,8 @@ cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const 
   const auto kernel = forward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardShape<kDim, kVariant>.threads(), kBytes, stream, call,
-                          work, maps);
+  return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardThreads<kDim, kVariant>, kBytes, stream, call, work,
+                          maps);
 }
 
 }  // namespace dmattn::cuda::sm90

@@ -57,6 +57,9 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {2, 64, 2
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4, 1, 4, 4, 4, 200, 40, 72};
 
+template <int kDim, Variant kVariant>
+inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
+
 // Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key of a chunk, and
 // at one query where there are bits. The walk holds a note back until the next is begun, and a chunk is computed beside the one
 // before it: fewer notes or stages would wait for each other for ever.

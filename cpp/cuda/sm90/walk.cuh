@@ -565,7 +565,8 @@ class Walk {
   }
 
   // Notes which rows of the tile see the key of this thread's row; flags for the computing warps that need the test, because one
-  // of their rows does not see one of the keys it is for.
+  // of their rows does not see one of the keys it is for. (At D=256, where more threads walk than a chunk has keys, every warp
+  // does where kSpans is set.)
   __device__ __forceinline__ uint32_t note_seen(Stage& note, Span span, bool is_tested) {
     const int shift = work_.pack_shift;  // a query is 2^shift rows
     int thread = thread_;
