@@ -54,8 +54,11 @@ struct Plan {
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
 
-// The segment of a query; with kOneSegment the first for any.
+// The segment of a query, with kOneSegment the first for any; how many segments some queries are; the first query of one of
+// several.
 __host__ __device__ constexpr int segment_of(int query, int shift) { return query / kSegmentQueries >> shift; }
+__host__ __device__ constexpr int segments_at(int queries, int shift) { return segment_of(queries - 1, shift) + 1; }
+__host__ __device__ constexpr int first_query_of(int segment, int shift) { return segment * kSegmentQueries << shift; }
 
 // So many blocks for the parts of a row that the parts are soonest done, beside `others` blocks and on an H200, which has place
 // for kAtOnce: a second round takes as long as the first, and a block as such about as long as a part.

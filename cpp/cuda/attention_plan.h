@@ -101,7 +101,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.shortest = needs.shortest;
   static_assert(kMostSegments * kSegmentQueries >= 1 << 20);
   check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
-  const int64_t segments = segment_of(static_cast<int>(p.query_length) - 1, plan.shortest) + 1;
+  const int64_t segments = segments_at(static_cast<int>(p.query_length), plan.shortest);
   plan.capacity = segments > 1 ? kPlanEntries * p.key_length : p.key_length;  // a single segment's list is that of the live keys
   plan.most_lists = segments;
   plan.parts = ceil_div(p.key_length, kPlanPart);

@@ -21,9 +21,6 @@ using Scan = cub::BlockScan<int, kThreads>;
 
 constexpr int kLevels = 12;  // of how much longer segments may be than the shortest, until one is all
 static_assert(kOneSegment < 31 && kMostSegments <= 1 << kLevels - 1);
-__host__ __device__ constexpr int segments_at(int queries, int shift) { return segment_of(queries - 1, shift) + 1; }
-// The first query of a segment, where there are two or more.
-__device__ constexpr int first_of(int segment, int shift) { return segment * kSegmentQueries << shift; }
 
 struct Entry {
   int key;
@@ -204,7 +201,8 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     SeenKeys(keys, low, high, scratch).for_each(keys, [&](int at, const Entry& entry) { row.write(place + at, entry); });
   };
   if (count > 1 && segment < count) {
-    const int low = row.low + first_of(segment, shift), high = row.low + min(first_of(segment + 1, shift), row.queries) - 1;
+    const int low = row.low + first_query_of(segment, shift),
+              high = row.low + min(first_query_of(segment + 1, shift), row.queries) - 1;
     write_seen(low, high, places[segment], warp_counts[0]);
   }
   if (segment == 0 && (count == 1 || plan.keeps_live)) {
@@ -404,7 +402,8 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
     return __reduce_add_sync(0xffffffffu, of_lane);
   };
   for (int segment = static_cast<int>(blockIdx.x) - row_number * blocks_of_row; segment < count; segment += blocks_of_row) {
-    const int low = row.low + first_of(segment, shift), high = row.low + min(first_of(segment + 1, shift), row.queries) - 1;
+    const int low = row.low + first_query_of(segment, shift),
+              high = row.low + min(first_query_of(segment + 1, shift), row.queries) - 1;
     int place = row.lists[segment].x;
     for (int first = 0; first < most_groups; first += kListThreads) {
       const int4 group = first > 0 ? group_at(first + thread) : first_group;

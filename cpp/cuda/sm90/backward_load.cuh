@@ -176,13 +176,13 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       const Plan& plan = call.plan;
       const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
       const int shift = plan.shift[row_of_plan], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
-      if (segment <= segment_of(query_length - 1, shift)) {
+      if (segment < segments_at(query_length, shift)) {
         const int2 list = plan.lists[row_of_plan * plan.most_lists + segment];
         const int64_t begin = row_of_plan * plan.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
-              item, base, segment * kSegmentQueries << shift, to,
+              item, base, first_query_of(segment, shift), to,
               [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },
               [&](int row, int) { return Span::of(plan.span[begin + base + row]); });
         }

@@ -191,7 +191,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.shares = 1;
   if (is_gathered) {
     // So many that no block has much more to do than the others, if there are only a few segments as well.
-    const int64_t segments = segment_of(static_cast<int>(p.query_length) - 1, call.plan.shortest) + 1,
+    const int64_t segments = segments_at(static_cast<int>(p.query_length), call.plan.shortest),
                   few = packs * std::min<int64_t>(segments, 4);
     work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
     tiles = segments * work.shares;

@@ -101,17 +101,17 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
 }
 
 // Loads what the notes say: one half of the threads keys and queries, the other values, by the same code. Without gathering,
-// one thread of each does. thread: among those that load.
+// one thread of each does. loader: which of them this thread is.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
-                                           ForwardShared<kDim, kVariant>& shared, int thread_of_all, bool is_single) {
+                                           ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   using Chunk = Note<kDim, kVariant>;
   constexpr int kPanels = kDim / 64, kRows = kShape.rows(), kLoaders = kShape.loaders(),
                 kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
-  const int thread = thread_of_all % kLoaders;
-  const bool is_keys = __shfl_sync(0xffffffffu, thread_of_all < kLoaders, 0);  // known to be the same in all lanes
+  const int thread = loader % kLoaders;
+  const bool is_keys = __shfl_sync(0xffffffffu, loader < kLoaders, 0);  // known to be the same in all lanes
   if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
@@ -202,8 +202,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     if (kVariant != Variant::kDense && !in_order) {
       // The gathered variant has code of its own for chunks of which no row is missing.
       if (kIsGathered && there == kShape.keys) {
-        gather_rows<kDim, kShape.keys, kLoaders, false, (kShape.loading_registers > 56), 8>(thread, tile, note.index, there, from,
-                                                                                            row_bytes, width, settle);
+        constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
+        gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, note.index, there, from, row_bytes, width,
+                                                                        settle);
       } else {
         gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, note.index, there, from, row_bytes, width, settle);
       }

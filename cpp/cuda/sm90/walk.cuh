@@ -6,107 +6,11 @@
 #pragma once
 
 #include "../common/packed.cuh"
-#include "../common/visibility.cuh"
 #include "hopper.cuh"
-#include "tiles.h"
+#include "note.cuh"
+#include "work.cuh"
 
 namespace dmattn::cuda::sm90 {
-
-// What a note says of its chunk.
-enum Flag : uint32_t {
-  kFirst = 1,         // of a tile
-  kLast = 2,          // of a tile
-  kEnd = 4,           // no chunk at all: the work is done
-  kInOrder = 8,       // keys base, base + 1, ...; otherwise those of `index`
-  kLimit = 16,        // needs a test against the first key and causality; in order only
-  kSpans = 32,        // needs a test of spans, in the gathered variant of `seen`; where it is not in order, rows may be missing
-  kBits = 64,         // needs a test of bits; the same
-  kFew = 128,         // gathered variant only: the first kFewRows rows need a test of `seen`
-  kGaps = 256,        // the same: rows from `base` on are missing; key_bias hides them, or a test
-  kPacked = 512,      // in order, places in the packed rows instead of keys; all chunks of a tile, or none
-  kTested = 1 << 16,  // gathered variant, and the next bits: which computing warps need the test of kSpans or kFew
-};
-
-constexpr int kFewRows = 32;
-
-// A span as first position and length: one comparison tells.
-struct Seen {
-  int first;
-  uint32_t length;
-  static __device__ __forceinline__ Seen of(Span span) {
-    return {span.first, span.first < span.last ? static_cast<uint32_t>(span.last - span.first) : 0};
-  }
-  __device__ __forceinline__ bool by(int position) const { return static_cast<uint32_t>(position - first) < length; }
-};
-
-// Where the key of a row of a chunk lies: those of every eighth row lie together.
-template <int kKeys>
-__device__ __forceinline__ constexpr int index_place(int row) {
-  return row % 8 * (kKeys / 8) + row / 8;
-}
-
-template <int kDim, Variant kVariant>
-struct Note {
-  static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
-  static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
-  static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
-  static constexpr bool kIsGathered = kVariant == Variant::kGathered;
-  static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
-  // Where the key_bias of a column lies. In the general variant what a thread of a product holds of two tiles of 8 columns lies
-  // together; in the gathered one it reads neighbours into where it adds to them.
-  static __device__ __forceinline__ constexpr int bias_place(int column) {
-    return kIsGathered ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
-  }
-  // What a thread of a product has to know of its columns lies together, two neighbours in a word.
-  static __device__ __forceinline__ constexpr int seen_place(int column) {
-    return column % 8 / 2 * (kKeys / 4) + column / 8 * 2 + column % 2;
-  }
-  uint32_t flags;
-  int base;                      // kInOrder: the first key, or place; gathered variant, not in order: how many rows are there
-  int batch, head, first_query;  // of the tile: the first head of those packed in it
-  alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant 0
-  alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
-  alignas(16) float key_bias[kRowNotes];  // the general variant: base 2; the gathered one: over the scale
-  uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
-  // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
-  alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];
-};
-
-// The variants that walk a plan's lists; the general one only where a call has a plan.
-template <Variant kVariant>
-inline constexpr bool kMayHavePlan = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
-
-// How the tiles of a call are numbered. A tile is 2^pack_shift heads that share their keys, each with `queries` queries.
-struct WorkPlan {
-  int tiles, queries;      // tiles of so many queries
-  uint32_t packs;          // batches x packs of heads
-  uint32_t section_packs;  // packs whose tiles are done together, so that their keys stay in L2
-  int end_tiles;           // of queries, for all packs at the very end: the first queries, whose tiles causality makes short
-  int pack_shift;
-  int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
-};
-
-// One number per tile: heads in sections whose keys fit into L2, late queries first because causality makes them long, then
-// heads; what comes at the very end is one section.
-template <Variant kVariant>
-struct WorkTile {
-  int batch, head, first_query;
-
-  __device__ __forceinline__ WorkTile(const ForwardCall& call, const WorkPlan& work, uint32_t item) {
-    constexpr bool kHasEnd = kMayHavePlan<kVariant>;
-    const uint32_t end_tiles = kHasEnd ? static_cast<uint32_t>(work.end_tiles) : 0,
-                   tiles = static_cast<uint32_t>(work.tiles) - end_tiles;
-    const bool is_end = kHasEnd && item >= tiles * work.packs;
-    const uint32_t section = is_end ? 0 : item / (tiles * work.section_packs);
-    const uint32_t rest = item - (is_end ? tiles * work.packs : section * tiles * work.section_packs);
-    const uint32_t packs = is_end ? work.packs : min(work.section_packs, work.packs - section * work.section_packs);
-    const uint32_t pack = section * work.section_packs + rest % packs;
-    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / packs) * work.queries);
-    const uint32_t packs_per_batch = static_cast<uint32_t>(call.p.heads) >> work.pack_shift;
-    batch = static_cast<int>(pack / packs_per_batch);
-    head = static_cast<int>(pack % packs_per_batch) << work.pack_shift;
-  }
-};
 
 // What the walk keeps in shared memory; the plain and dense variants have no plan to walk.
 template <int kDim, Variant kVariant>
