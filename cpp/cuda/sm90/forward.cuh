@@ -177,6 +177,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     };
     if constexpr (kVariant == Variant::kGeneral) {
       to_base_2 = 1.0f;
+      const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const LogitTerms<T> terms(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1));
@@ -185,10 +186,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int at = column + 8 * i + e;
             float& logit = x[0][i][2 * r + e];
             const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
-            logit = fmaf(terms.capped(logit) + bias, kLog2e, note.key_bias[Chunk::bias_place(at)]);
+            logit = fmaf(terms.capped(logit) + bias, kLog2e, key_bias[Chunk::bias_place(8 * i + e)]);
           }
         }
       }

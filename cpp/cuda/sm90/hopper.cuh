@@ -199,12 +199,14 @@ struct Product;
 #define DMATTN_D4(n) DMATTN_D(n), DMATTN_D(n + 1), DMATTN_D(n + 2), DMATTN_D(n + 3)
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
 #define DMATTN_D10(n) DMATTN_D8(n), DMATTN_D(n + 8), DMATTN_D(n + 9)
+#define DMATTN_D12(n) DMATTN_D8(n), DMATTN_D4(n + 8)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31"
 #define DMATTN_LIST40 DMATTN_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define DMATTN_LIST48 DMATTN_LIST40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define DMATTN_LIST64                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -233,6 +235,8 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 64, 8, 32, "%32", "%33", "%34", "%35", "%3
 DMATTN_PRODUCT(__half, "f16", 64, 8, 32, "%32", "%33", "%34", "%35", "%36", "%37")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 DMATTN_PRODUCT(__half, "f16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+DMATTN_PRODUCT(__nv_bfloat16, "bf16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+DMATTN_PRODUCT(__half, "f16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 
@@ -240,9 +244,11 @@ DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%
 #undef DMATTN_LIST16
 #undef DMATTN_LIST32
 #undef DMATTN_LIST40
+#undef DMATTN_LIST48
 #undef DMATTN_LIST64
 #undef DMATTN_D16
 #undef DMATTN_D10
+#undef DMATTN_D12
 #undef DMATTN_D8
 #undef DMATTN_D4
 #undef DMATTN_D

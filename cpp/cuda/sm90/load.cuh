@@ -64,38 +64,38 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
 template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
 __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int there, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
-  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kFours = kKeys / 32, kAtOnce = kFours % 2 == 0 ? 2 : 1;
-  constexpr int kParts = kFours / kAtOnce, kBatches = 8 / kGroups * kParts;  // a batch: some copies of rows of one residue
+  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
+  constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;  // a batch: some copies of rows of one residue
   static_assert(kGroups > 0 && 8 % kGroups == 0);
   const int chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
   const char* from = rows + (in_row ? chunk * 16 : 0);
   asm volatile("" : "+l"(from), "+r"(row_bytes));  // in registers, one multiplication and addition gives a row's address
-  int4 four[kAtOnce];
+  if (kHasHoles) asm volatile("" : "+r"(tile));    // no sum with it is kept from chunk to chunk: registers are short
+  int4 four[kAtOnce / 4];
   auto read_keys = [&](int batch) {
     const int residue = first + batch / kParts * kGroups;
-    const int4* const keys =
-        reinterpret_cast<const int4*>(&index[residue * (kKeys / 8)]) + batch % kParts * kAtOnce;  // index_place
+    const int4* const keys = reinterpret_cast<const int4*>(&index[index_place<kKeys>(residue)]) + batch % kParts * (kAtOnce / 4);
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) four[j] = keys[j];
+    for (int j = 0; j < kAtOnce / 4; ++j) four[j] = keys[j];
   };
   if (kReadsAhead) read_keys(0);
 #pragma unroll kUnroll
   for (int batch = 0; batch < kBatches; ++batch) {
-    const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce * 4;
+    const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce;
     const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + (chunk % 8 ^ residue) * 16;
     if (!kReadsAhead) read_keys(batch);
-    const char* rows_from[4 * kAtOnce];  // all of them first: a copy holds its registers until it has read them
-    bool is_wanted[4 * kAtOnce];
+    const char* rows_from[kAtOnce];  // all of them first: a copy holds its registers until it has read them
+    bool is_wanted[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < 4 * kAtOnce; ++j) {
+    for (int j = 0; j < kAtOnce; ++j) {
       const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
       is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < there));
       rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
     }
     if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // their latency is hidden by the copies
 #pragma unroll
-    for (int j = 0; j < 4 * kAtOnce; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], is_wanted[j]);
+    for (int j = 0; j < kAtOnce; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], is_wanted[j]);
     if (batch == 0) early();
   }
 }
@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
-  const uint32_t empty = shared_address(is_keys ? shared.key_empty : shared.value_empty);
+  const uint32_t empty = full + sizeof(shared.key_full);  // as the members lie: a register less
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const CUtensorMap* map = is_keys ? &maps.key : &maps.value;
   const Rows& rows = is_keys ? p.key : p.value;

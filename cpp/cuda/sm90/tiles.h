@@ -39,7 +39,7 @@ inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {3, 80, 2, 2
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {2, 128, 2, 2, 8, 4, 4, 200, 40, 72};
 template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {2, 128, 3, 2, 8, 4, 4, 192, 64, 64};
+inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {3, 96, 3, 2, 8, 2, 2, 144, 80, 80};
 template <>
 inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {2, 64, 2, 2, 4, 4, 4, 184, 48, 96};
 template <>
@@ -55,14 +55,14 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {2, 32, 4, 1
 template <>
 inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {2, 64, 2, 1, 4, 4, 4, 208, 56, 40};
 template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4, 1, 4, 4, 4, 200, 40, 72};
+inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4, 1, 4, 4, 4, 200, 32, 80};
 
 template <int kDim, Variant kVariant>
 inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
 
-// Chunks have to fill the tiles of a block mask where there may be one, and a thread of the walk looks at one key of a chunk, and
-// at one query where there are bits. The walk holds a note back until the next is begun, and a chunk is computed beside the one
-// before it: fewer notes or stages would wait for each other for ever.
+// Chunks have to fill the tiles of a block mask where there may be one, and there a thread of the walk looks at one key of a chunk
+// and at one query. The walk holds a note back until the next is begun, and a chunk is computed beside the one before it: fewer
+// notes or stages would wait for each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
@@ -75,7 +75,7 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
   return (is_split || (is_shared && s.loading_registers == s.walking_registers)) &&
          (variant != Variant::kGathered || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
-         s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (is_dense ? 256 : s.walkers()) &&
+         s.keys % (is_dense ? 16 : 32) == 0 && s.keys <= (has_blocks ? s.walkers() : 256) &&
          (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
          (s.query_tiles == 1 || s.query_tiles == 2);
 }

@@ -80,7 +80,8 @@ class Walk {
 
  private:
   static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Stage::kKeys, kRows = Stage::kRows,
-                       kNotes = kForwardShape<kDim, kVariant>.notes;
+                       kNotes = kForwardShape<kDim, kVariant>.notes,
+                       kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk of listed keys
 
   static constexpr int kBarrier = 1;  // 0 is the whole block's
   __device__ __forceinline__ void sync() const { group_sync(kBarrier, kThreads); }
@@ -221,7 +222,7 @@ class Walk {
       Stage& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.base = base;
-      if (thread_ < kKeys) note_bias(note, base + thread_);
+      if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
       accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
     }
   }
@@ -330,7 +331,7 @@ class Walk {
     fetch();
     for (;;) {
       // Enough for a chunk, and to know whether there is another one.
-      while (has_fetched_ && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
+      while (has_fetched() && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
       if (whole_count_ + partial_count_ == 0) break;
       if (whole_count_ >= kKeys) {
         take_whole_chunk();
@@ -350,9 +351,11 @@ class Walk {
     }
   }
 
+  // Are there keys that were read and are not in the queues?
+  __device__ __forceinline__ bool has_fetched() const { return at_ - kBlock < listed_; }
+
   // Starts reading the next keys of the list, a refill ahead, so that the latency is hidden.
   __device__ __forceinline__ void fetch() {
-    has_fetched_ = at_ < listed_;
     // A warp takes its share in one piece, so that the queues keep the order of the keys.
     fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
     at_ += kBlock;
@@ -418,10 +421,13 @@ class Walk {
     Stage& note = begin_chunk();
     const bool is_run = last - first == kKeys - 1;  // in the order of the keys, so a run is as long as its ends are apart
     if (thread_ == 0) note.base = first;
-    if (thread_ < kKeys && (!is_run || kVariant == Variant::kGeneral)) {
-      const int key = queues_.whole[Queues::place(whole_head_ + thread_)];
-      note.index[index_place<kKeys>(thread_)] = key;
-      note_bias(note, key);
+    if (!is_run || kVariant == Variant::kGeneral) {
+#pragma unroll
+      for (int row = thread_; row < kKeys; row += kThreads) {
+        const int key = queues_.whole[Queues::place(whole_head_ + row)];
+        note.index[index_place<kKeys>(row)] = key;
+        note_bias(note, row, key);
+      }
     }
     whole_head_ += kKeys, whole_count_ -= kKeys;
     accept(is_run ? static_cast<uint32_t>(kInOrder) : 0);
@@ -431,17 +437,20 @@ class Walk {
   __device__ __forceinline__ void take_mixed_chunk() {
     const int from_partial = min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
-    int key = 0;
-    Span span = Span::empty();
-    if (thread_ < from_partial) {
-      const int at = queues_.partial[Queues::place(partial_head_ + thread_)];
-      key = index_[at];
-      span = Span::of(span_[at]);
-    } else if (thread_ < taken) {
-      key = queues_.whole[Queues::place(whole_head_ + thread_ - from_partial)];
-      span = {kFirstPosition, kLastPosition};
-    } else if (!Stage::kIsGathered) {
-      key = -1;
+    int key[kRowsPerThread];
+    Span span[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread_ + i * kThreads;
+      key[i] = Stage::kIsGathered ? 0 : -1, span[i] = Span::empty();
+      if (row < from_partial) {
+        const int at = queues_.partial[Queues::place(partial_head_ + row)];
+        key[i] = index_[at];
+        span[i] = Span::of(span_[at]);
+      } else if (row < taken) {
+        key[i] = queues_.whole[Queues::place(whole_head_ + row - from_partial)];
+        span[i] = {kFirstPosition, kLastPosition};
+      }
     }
     uint32_t flags = kSpans;
     Stage& note = begin_chunk();
@@ -451,43 +460,60 @@ class Walk {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
     if (thread_ == 0) note.base = taken;
-    if constexpr (Stage::kIsGathered) flags |= note_seen(note, span, flags & kSpans || thread_ < min(kFewRows, taken));
-    if (thread_ < kKeys) {
-      note.index[index_place<kKeys>(thread_)] = key;
-      if (!Stage::kIsGathered) note.span[thread_] = Seen::of(span);
-      note_bias(note, key);
+    if constexpr (Stage::kIsGathered) flags |= note_seen(note, span, flags & kSpans ? kKeys : min(kFewRows, taken));
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread_ + i * kThreads;
+      if (row >= kKeys) break;
+      note.index[index_place<kKeys>(row)] = key[i];
+      if (!Stage::kIsGathered) note.span[row] = Seen::of(span[i]);
+      note_bias(note, row, key[i]);
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
     accept(flags);
   }
 
-  // The general variant's key_bias of this thread's row.
-  __device__ __forceinline__ void note_bias(Stage& note, int key) const {
+  // The general variant's key_bias of a row.
+  __device__ __forceinline__ void note_bias(Stage& note, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
-    note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+    note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
   }
 
-  // Notes which rows of the tile see the key of this thread's row; flags for the computing warps that need the test, because one
-  // of their rows does not see one of the keys it is for. (At D=256, where more threads walk than a chunk has keys, every warp
-  // does where kSpans is set.)
-  __device__ __forceinline__ uint32_t note_seen(Stage& note, Span span, bool is_tested) {
+  // The bits from `first` on: none from 32 on, because this shift does not look at its amount modulo 32.
+  static __device__ __forceinline__ uint32_t ones_from(int first) {
+    uint32_t ones;
+    asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(ones) : "r"(first));
+    return ones;
+  }
+
+  // Notes which rows of the tile see the keys of this thread's rows of the chunk; flags for the computing warps that need the
+  // test, because one of their rows does not see one of the first `tested` keys.
+  __device__ __forceinline__ uint32_t note_seen(Stage& note, const Span (&spans)[kRowsPerThread], int tested) {
     const int shift = work_.pack_shift;  // a query is 2^shift rows
     int thread = thread_;
     asm volatile("" : "+r"(thread));  // what follows from it is computed here and now: registers are short
-    const int first = min(max(span.first - low_, 0), work_.queries) << shift;
-    const int last = min(max(span.last - low_, 0), work_.queries) << shift;
+    uint32_t mine = 0;
 #pragma unroll
-    for (int warp = 0; warp < kRows / 16; ++warp) {
-      const int from = min(max(first - 16 * warp, 0), 16), to = min(max(last - 16 * warp, 0), 16);
-      const uint32_t rows = (1u << to) - 1 & ~((1u << from) - 1);
-      if (thread < kKeys) note.seen[warp][Stage::seen_place(thread)] = static_cast<uint16_t>(rows);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread + i * kThreads;
+      const int first = min(max(spans[i].first - low_, 0), work_.queries) << shift;
+      const int last = min(max(spans[i].last - low_, 0), work_.queries) << shift;
+#pragma unroll
+      for (int word = 0; word < kRows / 32; ++word) {
+        const uint32_t rows = ones_from(max(first - 32 * word, 0)) & ~ones_from(max(last - 32 * word, 0));
+        if (row < kKeys) {
+          note.seen[2 * word][Stage::seen_place(row)] = static_cast<uint16_t>(rows);
+          note.seen[2 * word + 1][Stage::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
+        }
+      }
+      // The warps, by bit, of which every row sees the key need no test of it.
+      const int from_warp = (first + 15) / 16, to_warp = last / 16;
+      const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
+      if (row < tested) mine |= (1u << kRows / 16) - 1 & ~whole;
     }
     turn_ ^= 1;
-    // The warps, by bit, of which every row sees the key need no test of it.
-    const int from_warp = (first + 15) / 16, to_warp = last / 16;
-    const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
-    const uint32_t mine = __reduce_or_sync(0xffffffffu, is_tested ? (1u << kRows / 16) - 1 & ~whole : 0);
+    mine = __reduce_or_sync(0xffffffffu, mine);
     if (thread % 32 == 0) queues_.warp_flags[turn_][thread / 32] = mine;
     sync();
     uint32_t all = 0;
@@ -514,7 +540,6 @@ class Walk {
   // gathered
   Span fetched_[kPerThread];
   int fetched_key_[kPerThread], fetched_at_ = 0;
-  bool has_fetched_ = false;
   const int32_t* index_ = nullptr;
   const int2* span_ = nullptr;
   int listed_ = 0, at_ = 0, turn_ = 0;
