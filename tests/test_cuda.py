@@ -120,7 +120,17 @@ def long_spans(kind, heads, queries, keys):
     return always, torch.where(torch.rand(2, heads, keys, device="cuda") < 0.9, 2**31 - 1, 0).int()  # most
 
 
-LONG = [(769, 900), (4097, 4097), (9000, 9000), (5000, 12001), (12001, 5000), (40000, 40000), (9000, 70001), (66000, 3000), (1, 66000)]
+LONG = [
+    (769, 900),
+    (4097, 4097),
+    (9000, 9000),
+    (5000, 12001),
+    (12001, 5000),
+    (40000, 40000),
+    (9000, 70001),
+    (66000, 3000),
+    (1, 66000),
+]
 LONG_KINDS = [(kind, n) for kind in ("window", "top_k", "any", "short", "most") for n in LONG if kind != "top_k" or n[0] == n[1]]
 
 

@@ -60,9 +60,9 @@ inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4,
 template <int kDim, Variant kVariant>
 inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
 
-// Chunks have to fill the tiles of a block mask where there may be one, and there a thread of the walk looks at one key of a chunk
-// and at one query. The walk holds a note back until the next is begun, and a chunk is computed beside the one before it: fewer
-// notes or stages would wait for each other for ever.
+// Chunks have to fill the tiles of a block mask where there may be one, and there a thread of the walk looks at one key of a
+// chunk and at one query. The walk holds a note back until the next is begun, and a chunk is computed beside the one before it:
+// fewer notes or stages would wait for each other for ever.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
