@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-COLUMNS = ("length, mask", "forward", "peer", "faster", "backward", "peer", "faster", "selection alone", "extra memory")
 SHORT_NAMES = {
     "F.scaled_dot_product_attention": "SDPA",
     "F.scaled_dot_product_attention by CUDNN_ATTENTION": "cuDNN",
@@ -20,21 +19,22 @@ SHORT_NAMES = {
 }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """One line of the table; forward includes the selection; the extra memory is the larger of forward's and backward's."""
-    m = row["medians"]
+def columns(row: dict[str, Any], with_peer: bool, with_kernels: bool) -> list[tuple[str, str]]:
+    """One line of the README's table, headers and cells; forward includes the selection; the extra memory is the larger of forward's and
+    backward's."""
+    calls, kernels = row["medians"], row.get("kernel_medians", {})
+    line = [("length, mask", row["case"])]
+    if with_peer:
+        line.append(("beside", short(peers_of(row)[0])))
+    for name, theirs in (("forward", "peer_forward"), ("backward", "peer_backward")):
+        line += [(name, duration(calls[name])), ("peer", duration(calls[theirs])), ("faster", ratio(calls[theirs] / calls[name]))]
+        if with_kernels:
+            is_there = name in kernels and theirs in kernels
+            line.append(("kernels alone", ratio(kernels[theirs] / kernels[name]) if is_there else "-"))
     extra = max(row["extra_bytes"].values()) / 2**20 if "extra_bytes" in row else None
-    return [
-        row["case"],
-        duration(m["forward"]),
-        duration(m["peer_forward"]),
-        ratio(m["peer_forward"] / m["forward"]),
-        duration(m["backward"]),
-        duration(m["peer_backward"]),
-        ratio(m["peer_backward"] / m["backward"]),
-        duration(m["select"]) if "select" in m else "-",
-        "-" if extra is None else f"{extra:.1f} MB",
-    ]
+    line.append(("selection alone", duration(calls["select"]) if "select" in calls else "-"))
+    line.append(("extra memory", "-" if extra is None else f"{extra:.1f} MB"))
+    return line
 
 
 def peers_of(row: dict[str, Any]) -> list[str]:
@@ -112,14 +112,10 @@ def markdown_table(result: dict[str, Any]) -> str:
     """The rows chosen for the README, all of them in older results, each beside its first peer."""
     rows = [row for row in result["rows"] if row.get("in_readme", True)]
     several = len({peers_of(row)[0] for row in rows}) > 1
-    header = list(COLUMNS)
-    lines = [cells(row) for row in rows]
-    if several:
-        header.insert(1, "beside")
-        for line, row in zip(lines, rows, strict=True):
-            line.insert(1, short(peers_of(row)[0]))
-    text = ["| " + " | ".join(header) + " |", "|---|" + "---|" * several + "---:|" * (len(COLUMNS) - 1)]
-    text += ["| " + " | ".join(line) + " |" for line in lines]
+    lines = [columns(row, several, any(row.get("kernel_medians") for row in rows)) for row in rows]
+    texts = 1 + several  # columns that are not numbers
+    text = ["| " + " | ".join(header for header, _ in lines[0]) + " |", "|" + "---|" * texts + "---:|" * (len(lines[0]) - texts)]
+    text += ["| " + " | ".join(cell for _, cell in line) + " |" for line in lines]
     return "\n".join(text) + "\n\n" + caption(result, rows)
 
 
