@@ -112,7 +112,8 @@ def markdown_table(result: dict[str, Any]) -> str:
     """The rows chosen for the README, all of them in older results, each beside its first peer."""
     rows = [row for row in result["rows"] if row.get("in_readme", True)]
     several = len({peers_of(row)[0] for row in rows}) > 1
-    lines = [columns(row, several, any(row.get("kernel_medians") for row in rows)) for row in rows]
+    with_kernels = any(row.get("kernel_medians") for row in rows)
+    lines = [columns(row, several, with_kernels) for row in rows]
     texts = 1 + several  # columns that are not numbers
     text = ["| " + " | ".join(header for header, _ in lines[0]) + " |", "|" + "---|" * texts + "---:|" * (len(lines[0]) - texts)]
     text += ["| " + " | ".join(cell for _, cell in line) + " |" for line in lines]

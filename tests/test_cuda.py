@@ -194,6 +194,7 @@ def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):
     """Some of the queries, in float64; start, end and key_bias for each head of the keys, or of the queries."""
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     rows = torch.randint(0, queries, (200,), device="cuda")
+    rows[100:] = torch.randint(max(0, queries - keys), queries, (100,), device="cuda")  # those in front may see nothing
     rows[0], rows[1] = 0, queries - 1
     positions = (rows + keys - queries)[:, None]
 

@@ -115,7 +115,11 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
   if (is_single && thread != 0) return;
   const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
-  const uint32_t empty = full + sizeof(shared.key_full);  // as the members lie: a register less
+  using Shared = ForwardShared<kDim, kVariant>;
+  constexpr uint32_t kToEmpty = sizeof(Shared::key_full);  // one address for both: a register less
+  static_assert(offsetof(Shared, key_empty) == offsetof(Shared, key_full) + kToEmpty &&
+                offsetof(Shared, value_empty) == offsetof(Shared, value_full) + kToEmpty);
+  const uint32_t empty = full + kToEmpty;
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const CUtensorMap* map = is_keys ? &maps.key : &maps.value;
   const Rows& rows = is_keys ? p.key : p.value;

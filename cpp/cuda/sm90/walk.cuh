@@ -351,7 +351,7 @@ class Walk {
     }
   }
 
-  // Are there keys that were read and are not in the queues?
+  // Are there keys of the list that are not in the queues yet?
   __device__ __forceinline__ bool has_fetched() const { return at_ - kBlock < listed_; }
 
   // Starts reading the next keys of the list, a refill ahead, so that the latency is hidden.
