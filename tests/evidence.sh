@@ -2,7 +2,7 @@
 # What CI cannot show, on a GPU machine that may have neither network nor much time: tests/evidence.sh WHEEL OUT COMMIT [PART ...]
 #
 # Installs the wheel into a folder of its own beside the machine's torch and runs the parts in their order, one after another: two at once
-# take more than twice as long, and times suffer. OUT/evidence.tgz holds all logs and JSON and is written anew after each part, so that a
+# fight for the cores that the references run on, and times suffer. OUT/evidence.tgz holds all logs and JSON and is written anew after each part, so that a
 # run that is cut short leaves what was done. LIMIT (seconds, default 300) is for each part. Ends with 1 when a part failed.
 # Parts: suite-sm90 suite-sm80 tools-sm90 tools-sm80 turns settled; all by default.
 set -uo pipefail

@@ -10,6 +10,8 @@ if [ "${1:-}" = --gpu ]; then
   shift
   logs=${LOGS:-build/sanitizer}
   mkdir -p "$logs"
+  # The four share the cores, on which the references run: with all threads each, they mostly wait for each other's.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 3) / 4))}
   # An allocation of its own for each tensor, so that a byte too far is seen. initcheck has to see torch's kernels write, the others not.
   export PYTORCH_NO_CUDA_MEMORY_CACHING=1
   planted='import torch, dmattn
