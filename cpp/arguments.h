@@ -284,21 +284,24 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
   return checked;
 }
 
-// Forward's checked inputs with the two results, allocated and in params.
+// Forward's checked inputs with its results, allocated and in params.
 struct CheckedForward {
   CheckedAttention inputs;
-  Tensor out, lse;
+  Tensor out, lse, lse_rest;
 };
 
 inline CheckedForward check_forward(const Tensor& query, const Tensor& key, const Tensor& value, MaskArguments given,
                                     bool is_causal, double scale, double softcap, double dropout_p) {
   CheckedForward checked{check_attention(query, key, value, std::move(given), is_causal, scale, softcap, dropout_p), Tensor(),
-                         Tensor()};
+                         Tensor(), Tensor()};
   AttentionParams& p = checked.inputs.params;
   checked.out = empty_in_order_of(query, p.value_dim);
   checked.lse = empty_on(query, {p.batch, p.heads, p.query_length}, accumulate_type(query.scalar_type()));
   p.out = to_rows(checked.out);
   p.lse = checked.lse.data_ptr();
+  const bool has_bias = checked.inputs.mask.key_bias || checked.inputs.mask.bias;
+  checked.lse_rest = has_bias ? torch::stable::empty_like(checked.lse) : empty_on(query, {0}, checked.lse.scalar_type());
+  p.lse_rest = has_bias ? checked.lse_rest.data_ptr() : nullptr;
   return checked;
 }
 
@@ -306,14 +309,14 @@ inline CheckedForward check_forward(const Tensor& query, const Tensor& key, cons
 struct CheckedBackward {
   CheckedAttention forward;
   Tensor grad_out, out, lse;
-  std::optional<Tensor> grad_lse;
+  std::optional<Tensor> grad_lse, lse_rest;
   Tensor grad_query, grad_key, grad_value, grad_key_bias, grad_bias;
   BackwardParams params;
 };
 
 inline CheckedBackward check_backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, CheckedAttention forward,
-                                      const Tensor& out, const Tensor& lse, bool deterministic, bool need_key_bias,
-                                      bool need_bias) {
+                                      const Tensor& out, const Tensor& lse, const std::optional<Tensor>& lse_rest,
+                                      bool deterministic, bool need_key_bias, bool need_bias) {
   const AttentionParams p = forward.params;
   const Tensor query = forward.query, given_query = forward.given_query;
   for (auto [name, tensor] : {std::pair{"grad_out", &grad_out}, {"out", &out}}) {
@@ -332,6 +335,13 @@ inline CheckedBackward check_backward(const Tensor& grad_out, const std::optiona
     check_device("grad_lse", *grad_lse, query);
     dense_grad_lse = torch::stable::contiguous(*grad_lse);
   }
+  std::optional<Tensor> dense_lse_rest;
+  if (lse_rest && lse_rest->numel() > 0) {
+    check_shape("lse_rest", *lse_rest, {p.batch, p.heads, p.query_length}, "[B, H, Sq]");
+    check_dtype("lse_rest", *lse_rest, sum_type);
+    check_device("lse_rest", *lse_rest, query);
+    dense_lse_rest = torch::stable::contiguous(*lse_rest);
+  }
   check(!need_key_bias || forward.mask.key_bias, "need_key_bias: expected key_bias to be given, got none");
   check(!need_bias || forward.mask.bias, "need_bias: expected bias to be given, got none");
 
@@ -346,6 +356,7 @@ inline CheckedBackward check_backward(const Tensor& grad_out, const std::optiona
                           with_dense_rows(out),
                           torch::stable::contiguous(lse),
                           dense_grad_lse,
+                          dense_lse_rest,
                           empty_in_order_of(given_query, p.head_dim),
                           Tensor(),
                           Tensor(),
@@ -361,6 +372,7 @@ inline CheckedBackward check_backward(const Tensor& grad_out, const std::optiona
   b.forward = checked.forward.params;
   b.forward.out = to_rows(checked.out);
   b.forward.lse = checked.lse.data_ptr();
+  b.forward.lse_rest = checked.lse_rest ? checked.lse_rest->data_ptr() : nullptr;
   b.grad_out = to_rows(checked.grad_out);
   b.grad_lse = checked.grad_lse ? checked.grad_lse->data_ptr() : nullptr;
   b.grad_query = to_rows(checked.grad_query);

@@ -54,11 +54,12 @@ struct AttentionParams {
   int64_t batch = 0, heads = 0, kv_heads = 0, query_length = 0, key_length = 0, head_dim = 0, value_dim = 0;
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
 
-  Rows query;           // [B, H, Sq, D]
-  Rows key;             // [B, Hkv, Sk, D]
-  Rows value;           // [B, Hkv, Sk, Dv]
-  Rows out;             // [B, H, Sq, Dv]
-  void* lse = nullptr;  // [B, H, Sq] contiguous; float, or double for kFloat64
+  Rows query;                // [B, H, Sq, D]
+  Rows key;                  // [B, Hkv, Sk, D]
+  Rows value;                // [B, Hkv, Sk, Dv]
+  Rows out;                  // [B, H, Sq, Dv]
+  void* lse = nullptr;       // [B, H, Sq] contiguous; float, or double for kFloat64
+  void* lse_rest = nullptr;  // like lse: exact log-sum-exp minus lse; null: there is no bias, or nobody knows (taken as 0)
 
   MaskParams mask;
   PerHead key_bias;  // [B|1, H|Hkv|1, Sk], float (double for kFloat64); may be null
@@ -106,8 +107,8 @@ struct PackParams {
 };
 
 // Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
-// Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17), applied to a row key and then
-// to the element.
+// Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17). Every number is mixed before it
+// meets the others, so no sum or difference of seeds, heads or queries gives the same key again.
 // static: the CPU kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 #if defined(__CUDACC__)
 #define DMATTN_HOST_DEVICE __host__ __device__
@@ -123,7 +124,9 @@ DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) {
 
 DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-  return mix32(mix32(mix32(low ^ 0x9e3779b9U) + batch_head * 0x85ebca6bU + high) + query);
+  const uint32_t seed_key = mix32(mix32(low ^ 0x9e3779b9U) ^ high);
+  const uint32_t head_key = mix32(seed_key ^ mix32(batch_head + 0x85ebca6bU));
+  return mix32(head_key ^ mix32(query + 0xc2b2ae35U));
 }
 
 // Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated.

@@ -8,6 +8,7 @@
 //   query  [B, H, Sq, D]   key [B, Hkv, Sk, D]   value [B, Hkv, Sk, Dv]   out [B, H, Sq, Dv]   lse [B, H, Sq]
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
+//   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
 // Ops are functional and positional and take no list: see docs/semantics.md for what each argument means.
 #include <torch/csrc/stable/library.h>
 
@@ -26,13 +27,14 @@ STABLE_TORCH_LIBRARY(dmattn, m) {
       "forward(Tensor query, Tensor key, Tensor value, Tensor? start, Tensor? end, "
       "Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
-      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic) -> (Tensor out, Tensor lse)");
+      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic) "
+      "-> (Tensor out, Tensor lse, Tensor lse_rest)");
 
   m.def(
       "backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
       "Tensor? start, Tensor? end, Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
       "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, "
-      "bool need_key_bias, bool need_bias) "
+      "bool need_key_bias, bool need_bias, Tensor? lse_rest=None) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
 }

@@ -49,7 +49,7 @@ def test_both_ways_give_the_same(device, dtype, name, through):
     given, places = arguments(device, dtype)[name]
 
     def results(call):
-        out, lse = call(*given)
+        out, lse = call(*given)[:2]
         assert out.grad_fn is not None
         assert (out.grad_fn.name() == SHORT) == (call is autograd.forward)
         chosen = {"out": (out,), "lse": (lse,), "both": (out, lse)}[through]

@@ -77,17 +77,18 @@ def test_opcheck_forward(arguments):
 @pytest.mark.parametrize("with_grad_lse", [True, False])
 def test_opcheck_backward(pattern, with_grad_lse):
     arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in FORWARD[pattern])
-    out, lse = ops.forward(*arguments)
+    out, lse, lse_rest = ops.forward(*arguments)
     grad_lse = tensor(lse.shape, 3, lse.dtype) if with_grad_lse else None
     needs = (arguments[9] is not None, arguments[10] is not None)
     torch.library.opcheck(
-        ops.backward.default, (tensor(out.shape, 4, out.dtype), grad_lse, *arguments[:3], out, lse, *arguments[3:], *needs)
+        ops.backward.default,
+        (tensor(out.shape, 4, out.dtype), grad_lse, *arguments[:3], out, lse, *arguments[3:], *needs, lse_rest),
     )
 
 
 def test_opcheck_backward_of_strided_gradients():
     arguments = FORWARD["plain"]
-    out, lse = ops.forward(*arguments)
+    out, lse, _ = ops.forward(*arguments)
     torch.library.opcheck(
         ops.backward.default,
         (

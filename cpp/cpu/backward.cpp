@@ -13,12 +13,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
     std::optional<Tensor> rows, std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
     std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap,
-    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias) {
+    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias, std::optional<Tensor> lse_rest) {
   const CheckedBackward checked =
       check_backward(grad_out, grad_lse,
                      check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
                                      is_causal, scale, softcap, dropout_p),
-                     out, lse, deterministic, need_key_bias, need_bias);
+                     out, lse, lse_rest, deterministic, need_key_bias, need_bias);
   const auto batches = [](const Tensor& grad) { return grad.dim() > 1 ? grad.size(0) : 0; };
   const int64_t workers = deterministic ? kDeterministicWorkers : static_cast<int64_t>(torch::stable::get_num_threads());
   const BackwardCall call = {checked.params, workers, batches(checked.grad_key_bias), batches(checked.grad_bias)};

@@ -19,7 +19,7 @@ struct BackwardScratch {
   Matrix<R> probability, grad_logit;  // [chunk, queries]
   Matrix<R> bias, slope;              // [chunk, queries], without data when there is no bias or softcap
   Matrix<R> grad_query;               // [queries, D]
-  R *lse, *delta;                     // [queries]
+  R *lse, *lse_rest, *delta;          // [queries]
   KeyLists* lists;
 
   DMATTN_INLINE BackwardScratch(Arena& arena, const AttentionParams& p) {
@@ -35,6 +35,7 @@ struct BackwardScratch {
     slope = p.softcap > 0 ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
     grad_query = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     lse = arena.take<R>(kMaxTileQueries);
+    lse_rest = arena.take<R>(kMaxTileQueries);
     delta = arena.take<R>(kMaxTileQueries);
     lists = arena.take<KeyLists>(1);
   }
@@ -54,9 +55,10 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
   const AttentionParams& p = b.forward;
   const int64_t first = (tile.batch * p.heads + tile.head) * p.query_length + tile.first, value_width = padded<R>(p.value_dim);
   const R* lse = static_cast<const R*>(p.lse) + first;
+  const R* lse_rest = p.lse_rest ? static_cast<const R*>(p.lse_rest) + first : nullptr;
   const R* grad_lse = b.grad_lse ? static_cast<const R*>(b.grad_lse) + first : nullptr;
   for (int64_t i = 0; i < padded<R>(tile.rows); ++i) {
-    s.delta[i] = 0;
+    s.delta[i] = s.lse_rest[i] = 0;
     s.lse[i] = static_cast<R>(kInfinity);
     if (i >= tile.rows) continue;
     if (lse[i] == static_cast<R>(-kInfinity)) {
@@ -70,6 +72,7 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
     Vec<R> products = {};
     for (int64_t d = 0; d < value_width; d += kLanes<R>) products += load<R>(out + d) * load<R>(s.grad_out_rows.row(i) + d);
     s.lse[i] = lse[i];
+    s.lse_rest[i] = lse_rest ? lse_rest[i] : R(0);
     s.delta[i] = sum_lanes<R>(products) - (grad_lse ? grad_lse[i] : R(0));
   }
 }
@@ -91,7 +94,9 @@ void differentiate_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R
   for (int64_t k = 0; k < chunk.count; ++k) {
     R *probability_row = s.probability.row(k), *grad_row = s.grad_logit.row(k);
     for (int64_t i = 0; i < width; i += kLanes<R>) {
-      const Vec<R> probability = exp_of<R>(load<R>(probability_row + i) - load<R>(s.lse + i));
+      // Never above 1, whatever rounding did to a large logit.
+      const Vec<R> exponent = load<R>(probability_row + i) - load<R>(s.lse + i) - load<R>(s.lse_rest + i);
+      const Vec<R> probability = exp_of<R>(exponent > R(0) ? Vec<R>{} : exponent);
       Vec<R> grad = load<R>(grad_row + i), dropped = probability;
       if (dropout.active) {
         const Vec<R> scale = dropout.scales(chunk.keys[k], i);

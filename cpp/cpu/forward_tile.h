@@ -44,12 +44,16 @@ void rescale_rows(const R* factor, int64_t rows, int64_t width, const Matrix<R>&
 
 template <class R>
 void write_out(const AttentionParams& p, const QueryTile& tile, const ForwardScratch<R>& s) {
-  R* lse = static_cast<R*>(p.lse) + (tile.batch * p.heads + tile.head) * p.query_length + tile.first;
+  const int64_t first = (tile.batch * p.heads + tile.head) * p.query_length + tile.first;
+  R* const lse = static_cast<R*>(p.lse) + first;
+  R* const lse_rest = p.lse_rest ? static_cast<R*>(p.lse_rest) + first : nullptr;
   for (int64_t i = 0; i < tile.rows; ++i) {
     const R inverse = s.state.sum[i] == 0 ? R(0) : R(1) / s.state.sum[i];
     for (int64_t d = 0; s.state.sum[i] == 0 && d < p.value_dim; ++d) s.out.row(i)[d] = 0;  // a value's NaN may have reached it
     narrow_row<R>(p.dtype, s.out.row(i), inverse, row_at(p.out, p.dtype, tile.batch, tile.head, tile.first + i), p.value_dim);
-    lse[i] = s.state.log_sum(i);
+    R rest;
+    lse[i] = s.state.log_sum(i, rest);
+    if (lse_rest) lse_rest[i] = rest;
   }
 }
 

@@ -13,10 +13,15 @@ struct SoftmaxState {
   DMATTN_INLINE void reset(int64_t width) const {
     for (int64_t i = 0; i < width; ++i) max[i] = static_cast<R>(-kInfinity), sum[i] = 0;
   }
-  // The log of the sum of all exponentials; -inf for a query that saw nothing.
-  DMATTN_INLINE R log_sum(int64_t i) const {
+  // The log of the sum of all exponentials; -inf for a query that saw nothing. `rest` gets what rounding left out of it: beside a
+  // maximum of -1e9 that is all of the logarithm.
+  DMATTN_INLINE R log_sum(int64_t i, R& rest) const {
+    rest = 0;
     if (sum[i] == 0) return static_cast<R>(-kInfinity);
-    return max[i] + static_cast<R>(sizeof(R) == 8 ? __builtin_log(sum[i]) : __builtin_logf(static_cast<float>(sum[i])));
+    const R log = static_cast<R>(sizeof(R) == 8 ? __builtin_log(sum[i]) : __builtin_logf(static_cast<float>(sum[i])));
+    const R total = max[i] + log, from_log = total - max[i];
+    rest = (max[i] - (total - from_log)) + (log - from_log);
+    return total;
   }
 };
 

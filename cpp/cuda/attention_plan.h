@@ -117,7 +117,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   const int64_t row_parts = rows * plan.parts, row_blocks = rows * plan.count_blocks;
   const int64_t for_rows = rows * (3 * plan.capacity + 2 * plan.most_lists + 2);
   const Tensor memory =
-      empty_on(like, {row_parts * (4 * kPlanGroups + 1) + row_blocks * (2 * segments + 1) + for_rows + 1}, ScalarType::Int);
+      empty_on(like, {row_parts * (4 * kPlanGroups + 1) + row_blocks * (2 * segments + 1) + for_rows + 2}, ScalarType::Int);
   plan.groups = static_cast<int4*>(memory.data_ptr());  // first, because it has to be aligned to 16 bytes, the next two to 8
   plan.span = reinterpret_cast<int2*>(plan.groups + row_parts * kPlanGroups);
   plan.lists = plan.span + rows * plan.capacity;
@@ -128,6 +128,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.count = plan.live + row_parts;
   plan.shift = plan.count + rows;
   plan.ticket = plan.shift + rows;
+  plan.has_huge = plan.ticket + 1;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

@@ -69,6 +69,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
+  part.lse += terms, part.lse_rest2 += terms;
   if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
   p.batch = batches, p.heads = kv_heads * group, p.kv_heads = kv_heads;
   return part;
@@ -125,14 +126,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
     std::optional<Tensor> rows, std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
     std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap,
-    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias) {
+    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias, std::optional<Tensor> lse_rest) {
   const Device device(query);
   const cudaStream_t stream = device.stream();
   CheckedBackward checked =
       check_backward(grad_out, grad_lse,
                      check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
                                      is_causal, scale, softcap, dropout_p),
-                     out, lse, deterministic, need_key_bias, need_bias);
+                     out, lse, lse_rest, deterministic, need_key_bias, need_bias);
   BackwardCall call;
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
@@ -165,9 +166,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const Tensor row_terms = empty_on(query, {2 * terms}, ScalarType::Float);
+  const Tensor row_terms = empty_on(query, {4 * terms}, ScalarType::Float);
   call.lse2 = static_cast<float*>(row_terms.data_ptr());
   call.delta = call.lse2 + terms;
+  call.lse = call.delta + terms;
+  call.lse_rest2 = call.lse + terms;
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
   if (is_sm90 && run_sm90(call, query, device)) return results();

@@ -43,11 +43,13 @@ Tensor pack_rows(ForwardCall& call, const Tensor& like, cudaStream_t stream) {
   return memory;
 }
 
-std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
-                                      std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
-                                      std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-                                      std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal,
-                                      double scale, double softcap, double dropout_p, bool /*deterministic: for backward*/) {
+std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
+                                              std::optional<Tensor> rows, std::optional<Tensor> columns,
+                                              std::optional<Tensor> bits, std::optional<Tensor> key_bias,
+                                              std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal,
+                                              double scale, double softcap, double dropout_p,
+                                              bool /*deterministic: for backward*/) {
   const Device device(query);
   CheckedForward checked =
       check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
@@ -55,7 +57,7 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
   AttentionParams& p = checked.inputs.params;
   check_cuda_support(p);
   const Family family = choose_family(device.index());
-  if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse};
+  if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse, checked.lse_rest};
   align_inputs(checked.inputs);
   PlanNeeds needs;
   needs.order = family == Family::kSm80;
@@ -77,12 +79,12 @@ std::tuple<Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, co
           ", or strides that tensor copies do not take (use auto)");
     if (status != cudaErrorNotSupported) {
       check_cuda(status, "attention kernel");
-      return {checked.out, checked.lse};
+      return {checked.out, checked.lse, checked.lse_rest};
     }
     call.plan.ticket = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);
-  return {checked.out, checked.lse};
+  return {checked.out, checked.lse, checked.lse_rest};
 }
 
 }  // namespace

@@ -20,14 +20,15 @@ PLAIN = frozenset(
 )  # nothing symbolic, fake, wrapped or otherwise special
 
 
-def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
     ctx.options = inputs[len(TENSORS) :]  # is_causal, scale, softcap, dropout_p, deterministic
 
 
-def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    query, key, value, *masks, out, lse = ctx.saved_tensors
+def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, *masks, out, lse, lse_rest = ctx.saved_tensors
     none = (None,) * (len(TENSORS) + len(ctx.options))
     if grad_out is None and grad_lse is None:
         return none
@@ -35,7 +36,7 @@ def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
         grad_out = torch.zeros_like(out)
     need_key_bias, need_bias = ctx.needs_input_grad[KEY_BIAS], ctx.needs_input_grad[BIAS]
     grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _backward(
-        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias)
+        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest)
     )
     gradients = list(none)
     gradients[:3] = grad_query, grad_key, grad_value
@@ -60,12 +61,12 @@ torch.library.register_autograd("dmattn::backward", refuse_second_gradient)
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their gradients out."""
     if _watched(inputs):
-        out, lse = torch.ops.dmattn.forward(*inputs)
+        out, lse, _ = torch.ops.dmattn.forward(*inputs)
     elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        out, lse = _Attention.apply(*inputs)
+        out, lse, _ = _Attention.apply(*inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.dmattn.forward(*inputs)
+            out, lse, _ = torch.ops.dmattn.forward(*inputs)
     return out, lse
 
 
@@ -89,11 +90,11 @@ def _backward(inputs: tuple[Any, ...]) -> Any:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.dmattn.forward(*inputs)
-        save_for_backward(ctx, inputs, (out, lse))
-        return out, lse
+            results: tuple[Tensor, Tensor, Tensor] = torch.ops.dmattn.forward(*inputs)
+        save_for_backward(ctx, inputs, results)
+        return results
 
     backward = staticmethod(forward_gradients)
 

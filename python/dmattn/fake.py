@@ -75,10 +75,26 @@ def pack_bits(
 
 
 @torch.library.register_fake("dmattn::forward")
-def forward(query: Tensor, key: Tensor, value: Tensor, *mask_and_options: object) -> tuple[Tensor, Tensor]:
-    check_one_device("forward", "query", query, key, value, *mask_and_options)
-    out = empty_in_order_of(query, value.shape[3])
-    return out, query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    tiles: Tensor | None,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    bits: Tensor | None,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: Tensor | None,
+    *options: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = (key, value, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
+    check_one_device("forward", "query", query, *tensors)
+    lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+    has_bias = key_bias is not None or bias is not None
+    return empty_in_order_of(query, value.shape[3]), lse, lse.new_empty(lse.shape if has_bias else (0,))
 
 
 @torch.library.register_fake("dmattn::backward")
@@ -106,9 +122,10 @@ def backward(
     deterministic: bool,
     need_key_bias: bool,
     need_bias: bool,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (grad_out, grad_lse, key, value, out, lse, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
-    check_one_device("backward", "query", query, *tensors)
+    check_one_device("backward", "query", query, *tensors, lse_rest)
     summed = accumulate_dtype(query.dtype)
     return (
         empty_in_order_of(query, query.shape[3]),

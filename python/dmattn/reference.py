@@ -37,8 +37,9 @@ def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.
     batch, heads, queries, keys = shape
     count = lambda n: torch.arange(n, dtype=torch.int64, device=device)  # noqa: E731
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    key = mix(torch.tensor(low ^ 0x9E3779B9, device=device)) + count(batch * heads).view(batch, heads, 1, 1) * 0x85EBCA6B + high
-    key = mix((mix(key & 0xFFFFFFFF) + count(queries).view(-1, 1)) & 0xFFFFFFFF)
+    seed_key = mix(mix(torch.tensor(low ^ 0x9E3779B9, device=device)) ^ high)
+    head_key = mix(seed_key ^ mix(count(batch * heads).view(batch, heads, 1, 1) + 0x85EBCA6B))
+    key = mix(head_key ^ mix(count(queries).view(-1, 1) + 0xC2B2AE35))
     hashed = mix(key ^ ((count(keys) * 0x9E3779B9) & 0xFFFFFFFF))
     return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
 

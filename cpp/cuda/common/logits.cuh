@@ -12,6 +12,14 @@ namespace dmattn::cuda {
 
 __device__ __forceinline__ float tanh_by_exp(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e))); }
 
+// The base-2 exponent of a logit's probability in a row whose lse may be huge: lse is subtracted before the product with log2(e),
+// and what rounding left out of it after that. Never above 0: rounding may put a huge logit above the one that forward had. NaN
+// stays NaN.
+__device__ __forceinline__ float probability_exponent(float logit, float lse, float lse_rest2) {
+  const float exponent = fmaf(logit - lse, kLog2e, -lse_rest2);
+  return exponent > 0.0f ? 0.0f : exponent;
+}
+
 // One head's terms. T is the element type of query.
 template <class T>
 struct LogitTerms {

@@ -68,7 +68,11 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   const float lse = is_query ? static_cast<const float*>(p.lse)[dense_row] : negative_infinity();
   const bool is_empty = lse == negative_infinity();
   const float grad_lse = call.b.grad_lse && is_query ? static_cast<const float*>(call.b.grad_lse)[dense_row] : 0.0f;
-  call.lse2[share.row] = is_empty ? -negative_infinity() : lse * kLog2e;
+  const float lse2 = is_empty ? -negative_infinity() : lse * kLog2e;
+  call.lse2[share.row] = lse2;
+  call.lse[share.row] = is_empty ? -negative_infinity() : lse;
+  call.lse_rest2[share.row] = !is_empty && p.lse_rest ? static_cast<const float*>(p.lse_rest)[dense_row] * kLog2e : 0.0f;
+  if (call.plan.has_huge && !is_empty && fabsf(lse2) > kHugeExponent) *call.plan.has_huge = 1;
   call.delta[share.row] = is_empty ? 0.0f : sum - grad_lse;
 }
 

@@ -2,8 +2,12 @@
 //
 // The one surprise is that the running maximum may lag: it moves only when a row grows by more than 2^8, because any reference
 // point gives the same result as long as nothing overflows, and rescaling the output is what costs.
+//
+// Where there may be a bias (kNatural), the maximum is one of the logits themselves. Logits of -1e9 are 64 apart, so their
+// product with log2(e) must not be rounded before the maximum is subtracted.
 #pragma once
 
+#include "../attention_launch.h"
 #include "device.cuh"
 
 namespace dmattn::cuda {
@@ -18,11 +22,23 @@ __device__ __forceinline__ float sum_over_quad(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// The logarithm of a sum of exponentials, as a float and what rounding left out of it.
+struct LogSum {
+  float value, rest;
+};
+
+// maximum + log(sum), sum > 0. The hardware's logarithm is right to 2^-21.
+__device__ __forceinline__ LogSum add_log(float maximum, float sum) {
+  const float log = __logf(sum), total = maximum + log, from_log = total - maximum;
+  return {total, (maximum - (total - from_log)) + (log - from_log)};
+}
+
 // kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each.
-template <int kTiles>
+template <int kTiles, bool kNatural>
 struct OnlineSoftmax {
-  static constexpr float kLag = 8.0f;
-  float maximum[kTiles][2], sum[kTiles][2];  // base 2; sum is this thread's part
+  static constexpr float kLag = kNatural ? 8.0f * kLn2 : 8.0f;
+  float maximum[kTiles][2];  // with kNatural a logit, otherwise in base 2
+  float sum[kTiles][2];      // this thread's part
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -32,8 +48,16 @@ struct OnlineSoftmax {
     }
   }
 
-  // x (logits; times `to_base_2`, which is positive, they are base 2) becomes exp2(logit - maximum); out is rescaled when the
-  // maximum moves.
+  // What old sums are multiplied with when the maximum moves.
+  static __device__ __forceinline__ float factor_between(float maximum, float next) {
+    if (next == negative_infinity()) return 1.0f;
+    return exp2_approx(kNatural ? (maximum - next) * kLog2e : maximum - next);
+  }
+  // What is subtracted from the logits of a row.
+  static __device__ __forceinline__ float reference_of(float maximum) { return maximum == negative_infinity() ? 0.0f : maximum; }
+
+  // x becomes exp(logit - maximum); out is rescaled when the maximum moves. x are logits with kNatural; otherwise times
+  // `to_base_2`, which is positive, they are logits in base 2.
   template <int kColumns, int kOut>
   __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
     float grown[kTiles][2];
@@ -45,7 +69,7 @@ struct OnlineSoftmax {
         float row = fmaxf(x[m][0][2 * r], x[m][0][2 * r + 1]);
 #pragma unroll
         for (int n = 1; n < kColumns; ++n) row = fmaxf(row, fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]));
-        grown[m][r] = max_over_quad(row) * to_base_2;
+        grown[m][r] = max_over_quad(row) * (kNatural ? 1.0f : to_base_2);
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
@@ -54,8 +78,7 @@ struct OnlineSoftmax {
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float next = fmaxf(maximum[m][r], grown[m][r]);
-          const float factor = next == negative_infinity() ? 1.0f : exp2_approx(maximum[m][r] - next);
+          const float next = fmaxf(maximum[m][r], grown[m][r]), factor = factor_between(maximum[m][r], next);
           maximum[m][r] = next;
           sum[m][r] *= factor;
 #pragma unroll
@@ -67,12 +90,13 @@ struct OnlineSoftmax {
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float reference = maximum[m][r] == negative_infinity() ? 0.0f : maximum[m][r];
+        const float reference = reference_of(maximum[m][r]);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            x[m][n][e] = exp2_approx(fmaf(x[m][n][e], to_base_2, -reference));
+            const float logit = x[m][n][e];
+            x[m][n][e] = exp2_approx(kNatural ? (logit - reference) * kLog2e : fmaf(logit, to_base_2, -reference));
             sum[m][r] += x[m][n][e];
           }
         }
@@ -80,24 +104,27 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last update: sum over the row, natural logarithm of it, and the factor that normalises the output (0 for an empty
-  // row). The hardware's logarithm and reciprocal are right to 2^-21, and everyone waits here.
-  __device__ __forceinline__ void finish(int m, int r, float& log_sum, float& factor) const {
+  // After the last update: the natural logarithm of the row's sum, and the factor that normalises the output (0 for an empty
+  // row). The hardware's reciprocal is right to 2^-21, and everyone waits here.
+  __device__ __forceinline__ void finish(int m, int r, LogSum& log_sum, float& factor) const {
     const float total = sum_over_quad(sum[m][r]);
-    log_sum = total == 0.0f ? negative_infinity() : maximum[m][r] * kLn2 + __logf(total);
+    log_sum = total == 0.0f ? LogSum{negative_infinity(), 0.0f} : add_log(kNatural ? maximum[m][r] : maximum[m][r] * kLn2, total);
     factor = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
   }
 };
 
 // The same for one m16 tile and a kernel that has other work between the parts of an update: rescaling waits for a product, and
 // maxima and sums run in four chains, because nothing else hides their latency.
-struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
+template <bool kNatural>
+struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
+  using Base = OnlineSoftmax<1, kNatural>;
+  using Base::kLag, Base::maximum, Base::sum;
   static constexpr int kChains = 4;
 
   // True when the maximum of some row of the warp moves: out has to be rescaled by `factor`. The other threads of a row are asked
-  // only then.
+  // only then. Times `unit` x are in the units of the maximum.
   template <int kColumns>
-  __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float to_base_2, float (&factor)[2]) {
+  __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float unit, float (&factor)[2]) {
     static_assert(kChains == 4 && kColumns >= 2);
     float row[2][kChains];  // of this thread's columns
     bool moves = false;
@@ -112,7 +139,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
     float grown[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      grown[r] = fmaxf(fmaxf(row[r][0], row[r][1]), fmaxf(row[r][2], row[r][3])) * to_base_2;
+      grown[r] = fmaxf(fmaxf(row[r][0], row[r][1]), fmaxf(row[r][2], row[r][3])) * unit;
       moves |= grown[r] > maximum[0][r] + kLag;
     }
     moves = __any_sync(0xffffffffu, moves);
@@ -120,7 +147,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float next = fmaxf(maximum[0][r], max_over_quad(grown[r]));
-        factor[r] = next == negative_infinity() ? 1.0f : exp2_approx(maximum[0][r] - next);
+        factor[r] = Base::factor_between(maximum[0][r], next);
         maximum[0][r] = next;
         sum[0][r] *= factor[r];
       }
@@ -128,11 +155,25 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1> {
     return moves;
   }
 
+  // Where logits may be huge, in place of the subtraction in exponentiate: x, which are logits, become exponents in base 2.
   template <int kColumns>
-  __device__ __forceinline__ void exponentiate(float (&x)[kColumns][4], float to_base_2) {
+  __device__ __forceinline__ void subtract_maximum(float (&x)[kColumns][4]) const {
+    static_assert(kNatural);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] = (x[n][e] - Base::reference_of(maximum[0][e / 2])) * kLog2e;
+    }
+  }
+
+  // x becomes exp(logit - maximum), and is added to the sums. Times `to_base_2` x are logits in base 2; `is_subtracted`: the
+  // maximum has been subtracted.
+  template <int kColumns>
+  __device__ __forceinline__ void exponentiate(float (&x)[kColumns][4], float to_base_2, bool is_subtracted) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float reference = maximum[0][r] == negative_infinity() ? 0.0f : maximum[0][r];
+      float reference = Base::reference_of(maximum[0][r]);
+      if (kNatural) reference = is_subtracted ? 0.0f : reference * kLog2e;
       float parts[kChains] = {sum[0][r]};
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {

@@ -54,10 +54,34 @@ struct ColumnSums {
   }
 };
 
+// The gathered variant, in rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`:
+// the place of the thread's first row in call.lse.
+template <int kM, int kN>
+__device__ __forceinline__ void to_exponents(float (&x)[kM][kN][4], const BackwardCall& call, const float* key_bias,
+                                             int64_t first_row, int column) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row = first_row + 16 * m + 8 * r;
+      const float lse = call.lse[row], lse_rest2 = call.lse_rest2[row];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& element = x[m][n][2 * r + e];
+          element = probability_exponent(fmaf(element, call.scale, key_bias[column + 8 * n + e]), lse, lse_rest2);
+        }
+      }
+    }
+  }
+}
+
 // Products to probabilities, and these to shared memory, except in the general variant, whose gradients need the products: there
 // to_gradients does it. Cut into `total` parts, so that exponentials can run beside the steps of the second product. `row` and
-// `column` are those of the thread's first element in the block; lse2 belongs to its rows.
-template <class T, Variant kVariant, int kWidth, int kM, int kN>
+// `column` are those of the thread's first element in the block; lse2 belongs to its rows. are_exponents: to_exponents came
+// first.
+template <class T, Variant kVariant, bool are_exponents, int kWidth, int kM, int kN>
 __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&x)[kM][kN][4], const float (&lse2)[kM][2],
                                                   float scale_2, const float* key_bias, int column, int part, int total) {
   if constexpr (kVariant == Variant::kGeneral) return;
@@ -69,8 +93,12 @@ __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float
     float (&pair)[4] = x[m][n];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float shift = kVariant == Variant::kGathered ? key_bias[column + 8 * n + e] * kLog2e - lse2[m][r] : -lse2[m][r];
-      pair[2 * r + e] = exp2_approx(fmaf(pair[2 * r + e], scale_2, shift));
+      float& element = pair[2 * r + e];
+      if constexpr (!are_exponents) {
+        const float shift = kVariant == Variant::kGathered ? key_bias[column + 8 * n + e] * kLog2e - lse2[m][r] : -lse2[m][r];
+        element = fmaf(element, scale_2, shift);
+      }
+      element = exp2_approx(element);
     }
     store_shared_4(place.at(m, r, n), Element<T>::pack(pair[2 * r], pair[2 * r + 1]));
   }
@@ -91,10 +119,11 @@ __device__ __forceinline__ void to_gradients(const float (&x)[kM][kN][4], float 
 
 // The general variant: x is the products and becomes the probabilities.
 template <class T, int kM, int kN, class Stage, class KeyOf>
-__device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse2)[kM][2],
-                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call,
-                                             int batch, int head, const Stage& stage, const Chunk& chunk, bool needs_test,
-                                             int first_query, int row, int column, KeyOf key_of) {
+__device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse)[kM][2],
+                                             const float (&lse_rest2)[kM][2], const float (&delta)[kM][2], ColumnSums<kN>& sums,
+                                             const BackwardCall& call, int batch, int head, const Stage& stage,
+                                             const Chunk& chunk, bool needs_test, int first_query, int row, int column,
+                                             KeyOf key_of) {
   const AttentionParams& p = call.b.forward;
   const int low = first_query + static_cast<int>(p.key_length - p.query_length);
   const LogitTerms<T> terms(p, batch, head);
@@ -116,7 +145,7 @@ __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[k
           const float capped = terms.capped(probability);
           const float logit = capped + (p.key_bias.data ? stage.key_bias[at] : 0.0f) + terms.bias_at(query, key, query_length);
           const bool visible = !needs_test || is_visible(stage, chunk, tile_row, at, low);
-          const float undropped = visible ? exp2_approx(logit * kLog2e - lse2[m][r]) : 0.0f;
+          const float undropped = visible ? exp2_approx(probability_exponent(logit, lse[m][r], lse_rest2[m][r])) : 0.0f;
           float kept = dropout.keep_scale;
           if (dropout.is_on() && !dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) kept = 0.0f;
           const float grad_logit = visible ? undropped * (gradient * kept - delta[m][r]) : 0.0f;

@@ -16,6 +16,7 @@ template <int kQueries, int kKeys, int kWarpRows>
 struct KeyTile {
   KeyStage<kQueries, kKeys> stage[2];  // spans, index and key_bias are the same in both
   float column_sums[kWarpRows][kKeys];
+  float lse_rest2[2][kQueries];
   uint32_t seen[kKeys / 32];  // by the bits of a block mask
   int32_t bounds[4];          // smallest and largest first, smallest and largest last of the tile's spans
 };
@@ -30,7 +31,7 @@ struct alignas(128) KeyMajorShared {
   uint16_t grad_out[kShape.early_stages][kShape.queries * kDim];
   uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
-  alignas(16) float lse2[2][kShape.queries];
+  alignas(16) float lse2[2][kShape.queries];  // the general variant: lse as it is
   alignas(16) float delta[2][kShape.queries];
   std::conditional_t<kVariant == Variant::kPlain, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
 };
@@ -312,7 +313,8 @@ __global__ __launch_bounds__(
         const int thread = static_cast<int>(thread_index());
         if (thread >= kShape.queries) return;
         const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + thread;
-        copy_async_4(shared_address(&shared.lse2[turn][thread]), call.lse2 + at, true);
+        copy_async_4(shared_address(&shared.lse2[turn][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
+        if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[turn][thread]), call.lse_rest2 + at, true);
         copy_async_4(shared_address(&shared.delta[turn][thread]), call.delta + at, true);
       };
       constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
@@ -362,8 +364,8 @@ __global__ __launch_bounds__(
                                        Fragment<kDim>::wide(key_tile, warp_column, 0));
         if (kIsPlain && chunk.needs_test) hide_in_order(x, p, first_query + row, first_key + column);
         load_terms(lse2, shared.lse2[turn]);
-        put_probabilities<T, kVariant>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2, nullptr,
-                                       column, 0, 1);
+        put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
+                                              nullptr, column, 0, 1);
         clear(y);
         multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
                                        Fragment<kDim>::wide(value_tile, warp_column, 0));
@@ -373,8 +375,10 @@ __global__ __launch_bounds__(
           to_gradients(x, y, delta);
         } else {
           const auto& stage = shared.tile.stage[turn];
-          to_gradients<T>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test, first_query, row, column,
-                          [&](int column) { return stage.index[column]; });
+          float lse_rest2[kM][2];
+          load_terms(lse_rest2, shared.tile.lse_rest2[turn]);
+          to_gradients<T>(x, y, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test, first_query, row,
+                          column, [&](int column) { return stage.index[column]; });
           if (call.grad_key_bias.data) {
             sums.finish(column, [&](int column, float sum) { shared.tile.column_sums[warp / kColumns][column] += sum; });
           }

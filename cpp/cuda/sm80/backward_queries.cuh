@@ -5,6 +5,8 @@
 // gradient goes back to where its row came from.
 #pragma once
 
+#include <type_traits>
+
 #include "backward.cuh"
 
 namespace dmattn::cuda::sm80 {
@@ -70,19 +72,22 @@ __global__ __launch_bounds__(
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
   copy_async_commit();
 
-  float lse2[kM][2], delta[kM][2];
+  // The general variant subtracts lse as it is, the others in base 2.
+  float lse2[kM][2], lse_rest2[kM][2], delta[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = first_query + warp_row + 16 * m + 8 * r + lane / 4;
-      lse2[m][r] = call.lse2[(batch * p.heads + head) * call.padded_queries + query];
-      delta[m][r] = call.delta[(batch * p.heads + head) * call.padded_queries + query];
+      const int64_t row = (batch * p.heads + head) * call.padded_queries + first_query + warp_row + 16 * m + 8 * r + lane / 4;
+      lse2[m][r] = (kVariant == Variant::kGeneral ? call.lse : call.lse2)[row];
+      lse_rest2[m][r] = kVariant == Variant::kGeneral ? call.lse_rest2[row] : 0.0f;
+      delta[m][r] = call.delta[row];
     }
   }
   float grad_query[kM][kDimN][4];
   clear(grad_query);
   const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
+  const bool rows_are_huge = kVariant == Variant::kGathered && *call.plan.has_huge;
   float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {
@@ -98,17 +103,27 @@ __global__ __launch_bounds__(
                                    Fragment<kDim>::wide(key_tile, warp_column, 0));
     if (kVariant != Variant::kGeneral && walk.needs_test(stage, chunk))
       hide(x, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, walk.low());
-    const auto put_part = [&](int part, int total) {
-      put_probabilities<T, kVariant>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
-                                     stage.key_bias, warp_column + lane % 4 * 2, part, total);
+    const int column = warp_column + lane % 4 * 2;  // of the thread's first element
+    const auto compare_values = [&](auto are_exponents) {
+      clear(y);
+      multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                     Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
+                                       put_probabilities<T, kVariant, decltype(are_exponents)::value>(
+                                           PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
+                                           stage.key_bias, column, part, total);
+                                     });
     };
-    clear(y);
-    multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
-                                   Fragment<kDim>::wide(value_tile, warp_column, 0), put_part);
+    if (kVariant == Variant::kGathered && rows_are_huge) {
+      to_exponents(x, call, stage.key_bias, (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4,
+                   column);
+      compare_values(std::true_type{});
+    } else {
+      compare_values(std::false_type{});
+    }
     ColumnSums<kN> sums;
     if constexpr (kVariant == Variant::kGeneral) {
-      to_gradients<T>(x, y, lse2, delta, sums, call, batch, head, stage, chunk, walk.needs_test(stage, chunk), first_query,
-                      warp_row + lane / 4, warp_column + lane % 4 * 2,
+      to_gradients<T>(x, y, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, walk.needs_test(stage, chunk),
+                      first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
                       [&](int column) { return walk.key_of(stage, chunk, column); });
     } else {
       to_gradients(x, y, delta);

@@ -59,7 +59,8 @@ __global__ __launch_bounds__(
 
   float out[kM][kDim / 8][4];
   clear(out);
-  OnlineSoftmax<kM> softmax;
+  constexpr bool kNatural = kVariant != Variant::kPlain;  // x become the logits themselves
+  OnlineSoftmax<kM, kNatural> softmax;
   const auto query_fragment = Fragment<kDim>::tall(query_tile, warp * kM * 16, 0);
   const auto key_fragment = Fragment<kDim>::wide(key_tile, 0, 0);
 
@@ -81,25 +82,22 @@ __global__ __launch_bounds__(
     // The gathered walk needs many registers, so it comes here, where few are in use.
     if (kVariant == Variant::kGathered) has_chunk = walk.next(shared.stage[turn ^ 1], coming);
 
-    // The gathered variant's bias is in the sums from the start, so that one factor takes them to logits in base 2.
-    float x[kM][kN][4], to_base_2 = call.scale_2;
+    float x[kM][kN][4];
     clear(x);
+    multiply_by_rows<T, kDim / 16>(x, queries(), key_fragment);
+
     if constexpr (kVariant == Variant::kGathered) {
-      const float per_scale = __fdividef(kLog2e, to_base_2);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float2 key_bias = *reinterpret_cast<const float2*>(&stage.key_bias[column + 8 * n]);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          x[m][n][0] = x[m][n][2] = key_bias.x * per_scale;
-          x[m][n][1] = x[m][n][3] = key_bias.y * per_scale;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[m][n][e] = fmaf(x[m][n][e], call.scale, e % 2 == 0 ? key_bias.x : key_bias.y);
         }
       }
     }
-    multiply_by_rows<T, kDim / 16>(x, queries(), key_fragment);
-
     if constexpr (kVariant == Variant::kGeneral) {
-      to_base_2 = kLog2e;
       const LogitTerms<T> terms(p, batch, head);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -128,7 +126,7 @@ __global__ __launch_bounds__(
     if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[turn ^ 1], coming);
     copy_async_commit();
 
-    softmax.update(x, to_base_2, out);
+    softmax.update(x, call.scale_2, out);
     if constexpr (kVariant == Variant::kGeneral) {
       const Dropout dropout(p, batch, head);
       if (dropout.is_on()) {
@@ -164,10 +162,13 @@ __global__ __launch_bounds__(
   if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
   put_tile<T, kDim>(query_tile, out, warp * kM * 16, 0, [&](int m, int r) {
     const int lane = threadIdx.x % 32, row = warp * kM * 16 + lane / 4 + 16 * m + 8 * r;
-    float log_sum, factor;
+    LogSum log_sum;
+    float factor;
     softmax.finish(m, r, log_sum, factor);
     if (lane % 4 == 0 && tile.first_query + row < p.query_length) {
-      static_cast<float*>(p.lse)[(tile.batch * p.heads + tile.head) * p.query_length + tile.first_query + row] = log_sum;
+      const int64_t at = (tile.batch * p.heads + tile.head) * p.query_length + tile.first_query + row;
+      static_cast<float*>(p.lse)[at] = log_sum.value;
+      if (kNatural && p.lse_rest) static_cast<float*>(p.lse_rest)[at] = log_sum.rest;
     }
     return factor * keep_scale;
   });

@@ -5,6 +5,7 @@
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
 #pragma once
 
+#include "../common/logits.cuh"
 #include "backward_load.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -45,6 +46,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   const uint32_t grad_scores = describe_panels(shared_address(shared.grad_score), kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
+  const bool has_huge = kIsGathered && *call.plan.has_huge;
 
   // Products of rows: to = keys * queries^T, or values * grad_out^T.
   auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
@@ -207,14 +209,41 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         }
       }
       const int column = Place().column;
+      const auto weigh_huge = [&] {
+        const Place place;
+        const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + place.column;
+        const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
+        float bias_of[2];
 #pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        const float2 lse2 = *reinterpret_cast<const float2*>(&shared.lse2[stage][column + 8 * i]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float shift_2 = (kIsGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
-          x[i][e] = exp2_approx(fmaf(x[i][e], call.scale_2, shift_2));
+        for (int r = 0; r < 2; ++r) {
+          const int key = key_at(tile, place.row + 8 * r);
+          bias_of[r] = bias && key >= 0 ? bias[key] : 0.0f;
         }
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int64_t at = terms + 8 * i + e % 2;
+            x[i][e] =
+                exp2_approx(probability_exponent(fmaf(x[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+          }
+        }
+      };
+      const auto weigh = [&] {
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+          const float2 lse2 = *reinterpret_cast<const float2*>(&shared.lse2[stage][column + 8 * i]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float shift_2 = (kIsGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
+            x[i][e] = exp2_approx(fmaf(x[i][e], call.scale_2, shift_2));
+          }
+        }
+      };
+      if (kIsGathered && has_huge) {
+        weigh_huge();
+      } else {
+        weigh();
       }
       pack(weights, x);
       pin(grad_value);

@@ -111,17 +111,19 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
   // The gathered variant's key_bias is what the scores are added to.
   const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
+  constexpr bool kNatural = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
     x[0][i][0] = x[0][i][2] = pair.x, x[0][i][1] = x[0][i][3] = pair.y;
   };
-  auto begin_scores = [&](uint32_t tile, uint32_t stage) {
+  auto begin_scores = [&](uint32_t tile, uint32_t stage, uint32_t flags) {
+    const bool is_biased = has_bias && !(flags & kHuge);
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
     const uint32_t b = key_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kShape.keys>::from_shared(x[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
-                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), has_bias || k > 0);
+                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), is_biased || k > 0);
     }
     commit_products();
   };
@@ -163,20 +165,35 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
   };
 
-  using Softmax = OnlineSoftmaxInParts;
+  // Products that were not added to the key_bias become logits.
+  auto add_bias = [&](const Chunk& note) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const bool is_natural = Chunk::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Chunk::kBiasWarps];
+      const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float bias = e % 2 == 0 ? pair.x : pair.y;
+        x[0][i][e] = is_natural ? fmaf(x[0][i][e], call.scale, bias) : (x[0][i][e] + bias) * call.scale;
+      }
+      asm volatile("" ::: "memory");  // not all loads at once: registers are short here
+    }
+  };
+
+  using Softmax = OnlineSoftmaxInParts<kNatural>;
   // Products to weights: logits, what is hidden, the running maximum, then `between`, exponentials, dropout.
   Softmax softmax;
   float factor[2];
   bool moves = false;
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     const TileNote& tile = shared.tiles[tile_number % kTileNotes];
-    float to_base_2 = call.scale_2;
+    float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
     const int32_t* const indices = &note.index[index_place<kShape.keys>(column)];
     auto key_of = [&](int i, int e) {
       return flags & kInOrder ? note.base + column + 8 * i + e : indices[index_place<kShape.keys>(8 * i + e)];
     };
     if constexpr (kVariant == Variant::kGeneral) {
-      to_base_2 = 1.0f;
+      unit = 1.0f, to_base_2 = kLog2e;
       const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -188,7 +205,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
           for (int e = 0; e < 2; ++e) {
             float& logit = x[0][i][2 * r + e];
             const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
-            logit = fmaf(terms.capped(logit) + bias, kLog2e, key_bias[Chunk::bias_place(8 * i + e)]);
+            logit = terms.capped(logit) + key_bias[Chunk::bias_place(8 * i + e)] + bias;
           }
         }
       }
@@ -201,9 +218,18 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       const int queries[2] = {row >> work.pack_shift, row + 8 >> work.pack_shift};
       hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
     }
-    moves = softmax.move_maximum(x[0], to_base_2, factor);
+    const bool has_huge = kVariant == Variant::kGathered && __any_sync(0xffffffffu, flags & kHuge);
+    if (has_huge) {
+      add_bias(note);
+      unit = 1.0f;
+    }
+    moves = softmax.move_maximum(x[0], unit, factor);
     between();
-    softmax.exponentiate(x[0], to_base_2);
+    if (has_huge || kVariant == Variant::kGeneral) {
+      if constexpr (kNatural) softmax.subtract_maximum(x[0]);
+      to_base_2 = 1.0f;
+    }
+    softmax.exponentiate(x[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
     if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -228,7 +254,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   constexpr bool kByCopy = kShape.query_tiles > 1;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     const TileNote tile = shared.tiles[tile_number % kTileNotes];
-    float scales[2], log_sums[2];
+    float scales[2];
+    LogSum log_sums[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sums.finish(0, r, log_sums[r], scales[r]);
@@ -294,7 +321,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
       const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
       const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
       if (query < p.query_length && lane % 4 == 0) {
-        static_cast<float*>(p.lse)[(tile.batch * p.heads + head) * p.query_length + query] = log_sums[r];
+        const int64_t at = (tile.batch * p.heads + head) * p.query_length + query;
+        static_cast<float*>(p.lse)[at] = log_sums[r].value;
+        if (kNatural && p.lse_rest) static_cast<float*>(p.lse_rest)[at] = log_sums[r].rest;
       }
     }
   };
@@ -319,7 +348,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   }
   pin(x[0]);
   begin_products();
-  begin_scores(0, 0);
+  begin_scores(0, 0, flags);
   wait_products<0>();
   pin(x[0]);
   barrier_arrive(key_empty.at(0));
@@ -347,7 +376,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     pin(x[0]);
     pin(out[0]);
     begin_products();
-    begin_scores(tile + is_first, n % kShape.stages);
+    begin_scores(tile + is_first, n % kShape.stages, flags);
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);

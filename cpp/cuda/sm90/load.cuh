@@ -221,9 +221,15 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       }
     }
     if (has_bias) {
+      bool has_huge = false;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
+      has_huge = __any_sync(0xffffffffu, has_huge);
+      if (Chunk::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
+      if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        note.key_bias[Chunk::bias_place(thread + i * kLoaders)] = bias_of[i] * call.over_scale;
+        note.key_bias[Chunk::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
       }
     }
     if (!is_single) {

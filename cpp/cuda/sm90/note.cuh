@@ -20,10 +20,14 @@ enum Flag : uint32_t {
   kFew = 128,         // gathered variant only: the first kFewRows rows need a test of `seen`
   kGaps = 256,        // the same: rows from `base` on are missing; key_bias hides them, or a test
   kPacked = 512,      // in order, places in the packed rows instead of keys; all chunks of a tile, or none
+  kHuge = 1024,       // gathered variant, added by who loads keys: some key_bias is beyond kHugeBias
   kTested = 1 << 16,  // gathered variant, and the next bits: which computing warps need the test of kSpans or kFew
 };
 
 constexpr int kFewRows = 32;
+
+// Up to this size a key_bias may be what products are added to; of a larger one too little would be left of the products.
+constexpr float kHugeBias = 4096.0f;
 
 // A span as first position and length: one comparison tells.
 struct Seen {
@@ -48,6 +52,8 @@ struct Note {
   static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
   static constexpr bool kIsGathered = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
+  static constexpr int kBiasWarps = kIsGathered ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
+  static_assert(kBiasWarps == 1 || kBiasWarps == 2);
   // Where the key_bias of a column lies. In the general variant what a thread of a product holds of two tiles of 8 columns lies
   // together; in the gathered one it reads neighbours into where it adds to them.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
@@ -62,7 +68,9 @@ struct Note {
   int batch, head, first_query;  // of the tile: the first head of those packed in it
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant 0
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
-  alignas(16) float key_bias[kRowNotes];  // the general variant: base 2; the gathered one: over the scale
+  // The gathered variant: over the scale, but as it is where has_huge says so; -inf for rows that are missing.
+  alignas(16) float key_bias[kRowNotes];
+  bool has_huge[kBiasWarps];  // is a key_bias beyond kHugeBias? By warp that loads keys: 32 rows in turn.
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
   // The gathered variant: which of a warp's 16 rows of the tile see a key, by seen_place.
   alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];

@@ -264,7 +264,7 @@ class Walk {
         }
         if (kVariant == Variant::kGeneral && thread_ < kKeys) {
           const int key = base + thread_;
-          note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] * kLog2e : 0.0f;
+          note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
         }
         accept(flags);
       }
@@ -477,7 +477,7 @@ class Walk {
   // The general variant's key_bias of a row.
   __device__ __forceinline__ void note_bias(Stage& note, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
-    note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] * kLog2e : 0.0f;
+    note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
   }
 
   // The bits from `first` on: none from 32 on, because this shift does not look at its amount modulo 32.
