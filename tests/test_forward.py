@@ -222,6 +222,31 @@ def test_dropout_is_a_function_of_the_seed(device, dtype):
     assert torch.equal(results["lse"], other["lse"])
 
 
+@pytest.mark.parametrize("difference", [0x85EBCA6B << 32, 1 << 32, 1, 0x85EBCA6B, -(1 << 32), (1 << 32) + 1])
+def test_related_seeds_drop_unrelated_weights(device, difference):
+    """No head of one seed has the mask of any head of another, nor the mask of a head moved by some rows or keys."""
+    heads, length, seed = 6, 96, 1234567
+
+    def kept(seed):
+        ones = torch.zeros(1, heads, length, 8, device=device, dtype=torch.float16)
+        seed = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device)
+        parts = []
+        for first in range(0, length, 8):  # values that tell eight keys apart
+            value = torch.zeros_like(ones)
+            value[:, :, first : first + 8] = torch.eye(8, device=device, dtype=ones.dtype)
+            parts.append(dmattn.attention(ones, ones, value, dropout_p=0.5, dropout_seed=seed) > 0)
+        return torch.cat(parts, dim=-1)[0]
+
+    masks = torch.cat([kept(seed), kept(seed + difference)]).float() * 2 - 1  # [2 * heads, length, length]
+    for rows in (0, 1, 2):
+        for keys in (0, 1, 2):
+            moved = masks.roll((rows, keys), (1, 2)).flatten(1)
+            agreement = masks.flatten(1) @ moved.T / length**2
+            if rows == keys == 0:
+                agreement.fill_diagonal_(0.0)
+            assert agreement.abs().max() < 6 / length  # six standard deviations of unrelated masks
+
+
 def test_dropout_without_a_seed_follows_torchs_generator(device, dtype):
     case = make(device, dtype, Sq=60)
 
