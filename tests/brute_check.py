@@ -52,7 +52,7 @@ def truth_of(case: AttentionCase, problem: brute_force.Problem, gradients: bool 
     return {name: torch.from_numpy(x).reshape(shapes.get(name, x.shape)) for name, x in results.items()}
 
 
-def assert_right(case: AttentionCase, results, problem=None, *, rounded: bool = False, exact_from: float | None = None) -> None:
+def assert_right(case: AttentionCase, results, problem=None, *, rounded: bool = False, exact_from: float | None = None) -> float:
     """Every result is what brute force says, by the tolerance rule; brute force takes the reference's place as the truth.
 
     Args:
@@ -62,6 +62,9 @@ def assert_right(case: AttentionCase, results, problem=None, *, rounded: bool = 
         rounded: the truth's logits are rounded after every step as in kernels, and a row whose biases are all at least ``exact_from``
             has the allowance of the same row with biases near 0, a shift that no softmax notices: nothing swells with the huge numbers.
         exact_from: by default where neighbouring floats lie HUGE_ULP apart.
+
+    Returns:
+        The largest error of all results as a part of what is allowed.
     """
     gradients = any(name.startswith("grad_") for name in results)
     problem = problem_of(case, rounded=rounded) if problem is None else problem
@@ -69,6 +72,7 @@ def assert_right(case: AttentionCase, results, problem=None, *, rounded: bool = 
     similar = _near_zero(case, problem, exact_from) if rounded else case
     exact, eager = (tolerance.run_reference(c, gradients) for c in (similar.to(torch.float64), similar))
     terms = tolerance.terms_of(similar, gradients)
+    worst = 0.0
     for name, result in results.items():
         given, error, term = truth[name], eager[name].double() - exact[name], terms[name]
         if error.shape != given.shape:
@@ -79,7 +83,8 @@ def assert_right(case: AttentionCase, results, problem=None, *, rounded: bool = 
             term = tolerance.Terms(size, size + 1.0)
         term = tolerance.Terms(term.storage.cpu(), term.arithmetic.cpu())
         error = torch.where(torch.isfinite(error.cpu()), error.cpu(), 0.0)
-        tolerance._compare(name, result.cpu(), given, given + error, term, case)
+        worst = max(worst, tolerance._compare(name, result.cpu(), given, given + error, term, case))
+    return worst
 
 
 def _near_zero(case: AttentionCase, problem: brute_force.Problem, exact_from: float | None) -> AttentionCase:

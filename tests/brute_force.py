@@ -23,7 +23,7 @@ def by_query_head(given, batch, heads):
     return np.broadcast_to(given, (batch, *given.shape[1:]))
 
 
-def summed_to(shape, gradient, kind="bias"):
+def summed_to(shape, gradient):
     """The transpose of by_query_head and of broadcasting: a [B, H, ...] gradient added up into the shape of what was given."""
     batch, heads = gradient.shape[:2]
     total = np.zeros((batch, shape[1], *gradient.shape[2:]))
@@ -195,28 +195,23 @@ def backward(problem, grad_out, grad_lse):
 # Selection and packing --------------------------------------------------------------------------------------------------------------
 
 
-def selected(scores, window, is_causal, segment_end=None):
-    """bool [B, Hkv, Sk, Sk]: which keys the query at each position sees, one query after the other.
+def selected(scores, window, is_causal, base=None):
+    """bool [B, Hkv, Sk, Sk]: the keys that the query at each position sees.
 
-    scores: [B, Hkv, Sk]. segment_end: integers [B|1, Hkv|1, Sk], the end of each key's document; a key whose document ends at or before
-    it is padding. A query sees keys of its own document; the best are the largest, among equals the latest; NaN and -inf are none.
+    scores: [B, Hkv, Sk]. base: bool [B|1, Hkv|1, Sk, Sk], among which keys the query selects. The best are the largest, among equals the
+    latest; NaN and -inf are none.
     """
     batch, heads, length = scores.shape
     chosen = np.zeros((batch, heads, length, length), dtype=bool)
-    ends = np.full((1, 1, length), length) if segment_end is None else np.clip(segment_end, 0, length)
-    ends = np.broadcast_to(ends, (batch, heads, length)) if ends.shape[1] in (1, heads) else ends
+    may_see = np.ones((1, 1, length, length), dtype=bool) if base is None else base
+    may_see = np.tril(may_see) if is_causal else may_see
+    may_see = np.broadcast_to(may_see, chosen.shape)
     for b in range(batch):
         for h in range(heads):
-            eligible = [
-                j for j in range(length) if ends[b, h, j] > j and not np.isnan(scores[b, h, j]) and scores[b, h, j] > -INFINITY
-            ]
-            order = sorted(eligible, key=lambda j: (scores[b, h, j], j), reverse=True)
-            rank = np.array(order, dtype=np.int64)
-            for i in range(length):
-                may = rank[ends[b, h, rank] == ends[b, h, i]] if rank.size else rank
-                may = may[may <= i] if is_causal else may
-                if ends[b, h, i] > i:
-                    chosen[b, h, i, may[:window]] = True
+            row = scores[b, h]
+            best_first = sorted((j for j in range(length) if row[j] > -INFINITY), key=lambda j: (row[j], j), reverse=True)
+            candidates = may_see[b, h][:, best_first]
+            chosen[b, h][:, best_first] = candidates & (np.cumsum(candidates, axis=1) <= window)
     return chosen
 
 

@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
     "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.register_profile(
-    "thorough", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
+    "thorough", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -145,10 +145,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Terms, case: AttentionCase) -> None:
+def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Terms, case: AttentionCase) -> float:
+    """The largest error as a part of what is allowed."""
     assert result.shape == truth.shape, f"{name}: expected shape {list(truth.shape)}, got {list(result.shape)} in {case}"
     if result.numel() == 0:
-        return
+        return 0.0
     summed = torch.finfo(accumulate_dtype(case.query.dtype))
     stored = torch.finfo(result.dtype)
     if name != "lse":  # inside a gradient there are weights and out in query's dtype, whatever dtype the gradient has
@@ -179,6 +180,7 @@ def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Ter
             f"{name}{[int(i) for i in where]}: expected {truth[where]:.9g}, got {given[where]:.9g}: error {error[where]:.3g}, allowed "
             f"{allowed:.3g} (eager {eager_error:.3g}); {int((error > allowed).sum())} of {error.numel()} elements are off in {case}"
         )
+    return _largest(error) / allowed
 
 
 def _largest(tensor: Tensor) -> float:
