@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
-from dmattn.testing import AttentionCase, poisoned_memory, strategies
+from dmattn.testing import AttentionCase, poisoned_memory, run, strategies
 from hypothesis import strategies as st
 
 ALWAYS, FOREVER = -(2**31), 2**31 - 1
@@ -278,6 +278,40 @@ def check_backward(data, device):
     return check_attention(data, device, gradients=True)
 
 
+def check_dynamic(data, device):
+    """dmattn.dynamic_mask_attention: the scores select the keys and are added to their logits."""
+    draw, shape = data.draw, data.draw(shapes())
+    dtype, seed, is_causal = draw(strategies.dtypes(device)), draw(strategies.seeds()), draw(st.booleans())
+    window = draw(st.integers(1, 5) | st.integers(1, shape.Sk + 1) | st.sampled_from((64, 128, 256)))
+    sizes = ((shape.H, shape.Sq, shape.D), (shape.Hkv, shape.Sk, shape.D), (shape.Hkv, shape.Sk, shape.Dv))
+    tensors = [
+        strategies.laid_out(
+            strategies.random_tensor((shape.B, *size), seed + i, dtype, device), draw(st.sampled_from(strategies.LAYOUTS))
+        )
+        for i, size in enumerate(sizes)
+    ]
+    kind = draw(st.sampled_from(strategies.SCORE_KINDS))
+    scores = strategies.make_scores(
+        (shape.B, shape.Hkv, shape.Sk), kind, seed, draw(st.sampled_from((dtype, torch.float32))), device
+    )
+    visible = np.zeros((shape.B, shape.Hkv, shape.Sq, shape.Sk), dtype=bool)
+    if shape.Sk > 0:
+        chosen = brute_force.selected(brute_check.numbers(scores), window, is_causal)
+        position = np.arange(shape.Sk - shape.Sq, shape.Sk)
+        # Positions before the first key see nothing, unless one set of keys serves all.
+        visible = chosen[:, :, position.clip(0)] & ((position >= 0) | (not is_causal))[:, None]
+    visible = brute_force.by_query_head(visible, shape.B, shape.H).copy()
+    case = AttentionCase(
+        *tensors, visible=torch.from_numpy(visible).to(device), key_bias=scores, softcap=draw(st.sampled_from((0.0, 5.0))),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.3))), dropout_seed=seed, grad_seed=seed, deterministic=draw(st.booleans()),
+    )  # fmt: skip
+
+    def call(query, key, value, mask, *, key_bias, bias, **options):
+        return dmattn.dynamic_mask_attention(query, key, value, key_bias, window, **options | {"is_causal": is_causal})
+
+    return brute_check.assert_right(case, run(case, call))
+
+
 def make_scores(data, shape, device):
     """Scores [B, Hkv, Sk] in any dtype and layout, with ties, infinities and NaN."""
     random = data.draw(generators())
@@ -397,13 +431,19 @@ def check_pack(data, device):
     return 0.0
 
 
-CHECKS = {"select": check_select, "pack": check_pack, "forward": check_forward, "backward": check_backward}
+CHECKS = {
+    "select": check_select,
+    "pack": check_pack,
+    "forward": check_forward,
+    "backward": check_backward,
+    "dynamic": check_dynamic,
+}
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("op", CHECKS)
 def test_fuzz(device, mask_device, op, shard):
-    on = device if op in ("forward", "backward") else mask_device
+    on = device if op not in ("select", "pack") else mask_device
     report = {"op": op, "shard": shard, "examples": 0, "failures": 0, "seconds": 0.0, "worst_error_of_allowed": 0.0}
     number = list(CHECKS).index(op) * SHARDS + shard
 
