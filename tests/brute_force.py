@@ -72,10 +72,10 @@ def dropout_keeps(seed, p, batch, heads, queries, keys):
 
     seed %= 1 << 64
     low, high = np.array([seed % (1 << 32)], np.uint64), np.uint64(seed >> 32)
-    head = np.arange(batch * heads, dtype=np.uint64)
-    row_key = mix32(low ^ np.uint64(0x9E3779B9))
-    row_key = mix32(wrapped(row_key + head * np.uint64(0x85EBCA6B) + high))
-    row_key = mix32(wrapped(row_key[:, None] + np.arange(queries, dtype=np.uint64)))
+    head, query = np.arange(batch * heads, dtype=np.uint64), np.arange(queries, dtype=np.uint64)
+    row_key = mix32(mix32(low ^ np.uint64(0x9E3779B9)) ^ high)
+    row_key = mix32(row_key ^ mix32(wrapped(head + np.uint64(0x85EBCA6B))))
+    row_key = mix32(row_key[:, None] ^ mix32(wrapped(query + np.uint64(0xC2B2AE35))))
     column = wrapped(np.arange(keys, dtype=np.uint64) * np.uint64(0x9E3779B9))
     hashed = mix32(row_key[:, :, None] ^ column)
     threshold = min(int(p * 2.0**32), 2**32 - 1)
