@@ -62,9 +62,10 @@ def test_and_is_the_intersection(mask_device, data):
 def test_interval_and_interval_stays_a_base_for_selection():
     documents = IntervalMask.documents(8, torch.tensor([0, 5, 8]))
     both = documents & IntervalMask.padding(8, torch.tensor([6, 8]))
-    assert both.segment_end is not None
-    assert (both & IntervalMask.causal(8)).segment_end is not None
-    assert (both & IntervalMask.sliding_window(8, 3)).segment_end is None
+    assert both.segments == "causal"
+    assert (both & IntervalMask.causal(8)).segments == "causal"
+    assert (both & IntervalMask.sliding_window(8, 3)).segments is None
+    assert IntervalMask.padding(8, 3).segments == "whole"
 
 
 def test_documents_from_ids_and_from_cu_seqlens_agree():

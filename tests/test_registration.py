@@ -232,7 +232,7 @@ def test_export_with_a_mask_as_a_pytree(tmp_path):
     program = torch.export.export(
         AttendsMasked(),
         (*inputs(Sq=40, Sk=40), mask),
-        dynamic_shapes=(*shapes, [{2: length}, {2: length}, None]),
+        dynamic_shapes=(*shapes, [{2: length}, {2: length}]),
         strict=False,
     )
     torch.export.save(program, tmp_path / "masked.pt2")

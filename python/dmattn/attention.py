@@ -12,7 +12,7 @@ from dmattn import autograd, checks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
-from dmattn.masks.interval import ALWAYS, FOREVER, select_interval
+from dmattn.masks.interval import ALWAYS, FOREVER, select_interval, with_three_dims
 
 
 @overload
@@ -76,6 +76,8 @@ def attention(
     interval, block = _split_mask(mask, query, key)
     start = end = None
     if interval is not None:
+        if not interval.serves(key.shape[2]):
+            raise ValueError(f"mask: expected an IntervalMask for Sk={key.shape[2]} keys, got one for {interval.key_length}")
         start, end = (
             _interval_rows("mask.start", interval.start, query, key),
             _interval_rows("mask.end", interval.end, query, key),
@@ -142,7 +144,7 @@ def dynamic_mask_attention(
     checks.positive_int("window", window)
     start, end = select_interval(scores, window, is_causal, base)
     start = start if start is None else _interval_rows("base.start", start, query, key)
-    causal = is_causal or (base is not None and base.segment_is_causal)
+    causal = is_causal or (base is not None and base.segments == "causal")
     return _call(query, key, value, start, end, None, scores, None, causal, scale, softcap, dropout_p, dropout_seed,
                  deterministic, return_lse)  # fmt: skip
 
@@ -330,6 +332,8 @@ def _fitting(block: BlockMask, query: Tensor, key: Tensor) -> BlockMask:
 
 
 def _interval_rows(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    if given.dim() != 3:  # under torch.vmap over a mask's batch
+        given = with_three_dims(given)
     if given.shape[2] == 1 and key.shape[2] != 1:
         given = given.expand(-1, -1, key.shape[2])
     checks.per_head(name, given, query, key, (key.shape[2],), "[B|1, H|Hkv|1, Sk]")

@@ -35,6 +35,15 @@ def tensor(name: str, value: object) -> Tensor:
     return value
 
 
+def dense(name: str, value: object) -> Tensor:
+    """A tensor that is neither sparse nor nested."""
+    given = tensor(name, value)
+    if given.is_nested or given.layout != torch.strided:
+        kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")
+        raise TypeError(f"{name}: expected a dense tensor, got one of layout {kind}")
+    return given
+
+
 def dtype(name: str, value: Tensor, expected: Sequence[torch.dtype]) -> None:
     if value.dtype not in expected:
         names = ", ".join(str(d).removeprefix("torch.") for d in expected)
@@ -154,7 +163,9 @@ def per_head(name: str, value: Tensor, query: Tensor, key: Tensor, rest: Sequenc
 
 
 def values_are_known(value: Tensor) -> bool:
-    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing)."""
+    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing, not under ``torch.vmap``)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return not torch.compiler.is_compiling() and value.device.type == "cpu" and not isinstance(value, FakeTensor)
+    if torch.compiler.is_compiling() or value.device.type != "cpu" or isinstance(value, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import repeat_heads
+from dmattn.masks.tables import elements
 
 CHUNK = 1 << 22  # elements of interval & block that are counted at once
 
@@ -44,6 +45,9 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
         start, end, tiles, bits = mask.interval.start, mask.interval.end, mask.block.tiles, mask.block.bits
     elif mask is not None:
         raise TypeError(f"mask: expected an IntervalMask, a BlockMask, interval & block or None, got {type(mask).__name__}")
+    interval = mask.interval if isinstance(mask, CombinedMask) else mask
+    if isinstance(interval, IntervalMask) and not interval.serves(Sk):
+        raise ValueError(f"mask: expected an IntervalMask for Sk={Sk} keys, got one for {interval.key_length}")
     block = mask.block if isinstance(mask, CombinedMask) else mask
     if isinstance(block, BlockMask) and not block.fits(Sq, Sk):
         raise ValueError(f"mask: expected a BlockMask for Sq={Sq}, Sk={Sk}, got one for {block.lengths}")
@@ -96,11 +100,10 @@ def _pairs_by_element(
     Sq: int,
     Sk: int,
 ) -> int:
-    block = BlockMask(tiles, tiles, tiles, bits, Sq, Sk)
     first, last = _interval_bounds(start, end, is_causal, Sq, Sk, tiles.device)
     total = 0
     rows = max(1, CHUNK // max(Sk, 1))
-    visible = block.to_bool()
+    visible = elements(tiles, bits, Sq, Sk)
     share = max(first.shape[1], visible.shape[1])
     first, last, visible = (repeat_heads(t, share) for t in (first, last, visible))
     for row in range(0, Sq, rows):

@@ -1,4 +1,4 @@
-"""Layers: multi-head self-attention whose keys are chosen by a learned score (the Doge model's attention)."""
+"""Layers: multi-head self-attention whose keys are chosen by a learned score (the Doge model's attention), and a home for a mask."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dmattn import checks
 from dmattn.attention import dynamic_mask_attention, key_scores
 from dmattn.masks import IntervalMask
+from dmattn.masks.buffer import MaskBuffer as MaskBuffer
 
 
 class DynamicMaskAttention(nn.Module):

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from dmattn.masks.block import BlockMask
-from dmattn.masks.combined import CombinedMask
-from dmattn.masks.interval import IntervalMask
+from dmattn.masks.block import BlockMask, CombinedMask
+from dmattn.masks.data import MaskData, collate
+from dmattn.masks.interval import IntervalMask, Segments
 
 Mask = IntervalMask | BlockMask | CombinedMask
 
 
-def _register(cls: type, leaves: tuple[str, ...], constants: tuple[str, ...]) -> None:
-    """Makes a mask type a pytree, so that it passes through compile and export. Rebuilding skips the constructor's checks: a tree may
-    hold placeholders. Optional fields that are None are leaves, too."""
+@dataclasses.dataclass(frozen=True)
+class IntervalContext:
+    """What a pytree keeps of an IntervalMask beside start and end. Trees of masks with and without segments are equal, so that a program
+    exported with one mask takes another; a program that selects within a base checks the base's values (interval.py)."""
 
-    def flatten(mask: Any) -> tuple[list[Any], list[Any]]:
-        context = [getattr(mask, name) for name in constants]
-        return [getattr(mask, name) for name in leaves], [
-            list(c) if isinstance(c, tuple) else c for c in context
-        ]  # as JSON gives it back
+    any_length: bool
+    segments: Segments | None = dataclasses.field(compare=False)
 
-    def flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
-        values, context = flatten(mask)
-        return [(pytree.GetAttrKey(name), value) for name, value in zip(leaves, values, strict=True)], context
 
-    def unflatten(values: Any, context: Any) -> Any:
-        mask: Any = object.__new__(cls)
-        for name, value in zip((*leaves, *constants), (*values, *context), strict=True):
-            object.__setattr__(mask, name, tuple(value) if isinstance(value, list) else value)
-        return mask
+def _register(cls: type[MaskData], context: Callable[[Any], Any], constants: Callable[[Any], dict[str, Any]], to_json: Callable[[Any], Any],
+              from_json: Callable[[Any], Any]) -> None:  # fmt: skip
+    """Makes a mask type a pytree, so that it passes through compile and export. Rebuilding skips the constructor's checks: a tree may hold
+    placeholders."""
+
+    def flatten(mask: Any) -> tuple[list[Any], Any]:
+        return [getattr(mask, name) for name in cls.LEAVES], context(mask)
+
+    def flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        values, kept = flatten(mask)
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(cls.LEAVES, values, strict=True)], kept
+
+    def unflatten(values: Any, kept: Any) -> Any:
+        return cls._build(**dict(zip(cls.LEAVES, values, strict=True)), **constants(kept))
 
     pytree.register_pytree_node(
-        cls, flatten, unflatten, serialized_type_name=f"dmattn.{cls.__name__}", flatten_with_keys_fn=flatten_with_keys
-    )
+        cls, flatten, unflatten, serialized_type_name=f"dmattn.{cls.__name__}", flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=to_json, from_dumpable_context=from_json,
+    )  # fmt: skip
 
 
-_register(IntervalMask, ("start", "end", "segment_end"), ("segment_is_causal",))
-_register(BlockMask, ("tiles", "rows", "columns", "bits", "query_length", "key_length"), ("block_size",))
-_register(CombinedMask, ("interval", "block"), ())
-torch.serialization.add_safe_globals([IntervalMask, BlockMask, CombinedMask])  # saved programs hold example inputs
+_register(
+    IntervalMask,
+    lambda mask: IntervalContext(mask.any_length, mask.segments),
+    lambda kept: {"any_length": kept.any_length, "segments": kept.segments},
+    lambda kept: [kept.any_length, kept.segments],
+    lambda given: IntervalContext(*given),
+)
+_register(BlockMask, lambda mask: mask.block_size, lambda kept: {"block_size": kept}, list, tuple)
+_register(CombinedMask, lambda mask: None, lambda kept: {}, lambda kept: None, lambda given: None)
 
-__all__ = ["BlockMask", "CombinedMask", "IntervalMask", "Mask"]
+for _type in (IntervalMask, BlockMask, CombinedMask):
+    torch.serialization.add_safe_globals([_type])  # torch.load(weights_only=True); saved programs hold example inputs
+    default_collate_fn_map[_type] = collate  # torch.utils.data.DataLoader
+
+__all__ = ["BlockMask", "CombinedMask", "IntervalMask", "Mask", "collate"]

@@ -1,4 +1,4 @@
-"""BlockMask: any boolean mask as tiles that are empty, full or partial, with one bit per element for partial tiles only.
+"""BlockMask: any boolean mask as tiles that are empty, full or partial, with one bit per element for partial tiles only; and CombinedMask.
 
 The one surprise: the tiles that kernels walk need not be the blocks the mask was given in. Blocks smaller than a tile become bits of a
 partial tile; results never depend on it.
@@ -7,22 +7,29 @@ partial tile; results never depend on it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dmattn import checks
 from dmattn.fake import table_size
+from dmattn.masks import tables
+from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
+from dmattn.masks.interval import IntervalMask
 
-TILE_PARTIAL = 2  # tiles: 0 empty, 1 full, 2 + slot partial (cpp/params.h)
+GPU_TILE = 128  # queries and keys: the tiles that CUDA kernels walk
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BlockMask:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class BlockMask(MaskData):
     """Use one of the constructors ``from_bool``, ``from_blocks``, ``from_function``, ``from_flex``.
+
+    A mask made of tensors of your own is checked: its shapes, dtypes and devices always, and where its tensors lie on the CPU (and nothing is
+    being traced) that the values of rows, columns and bits agree with tiles. On a GPU that would wait for the device, so values are not
+    checked there: a wrong table gives wrong results then, never a wrong access.
 
     Args:
         tiles: int32 [B|1, H|Hkv|1, Nq, Nk]: 0 empty, 1 full, 2 + slot partial.
@@ -32,6 +39,10 @@ class BlockMask:
         query_length: queries the mask was made for.
         key_length: keys the mask was made for.
         block_size: (bq, bk) of the block table the mask came from, (1, 1) for element masks. Lengths may be shorter within a last block.
+
+    Raises:
+        TypeError: a field of another type, or a tensor that is not dense or not int32.
+        ValueError: shapes or devices that do not go together; lists that disagree with tiles, or a tile whose slot is not in bits.
     """
 
     tiles: Tensor
@@ -41,6 +52,17 @@ class BlockMask:
     query_length: int
     key_length: int
     block_size: tuple[int, int] = (1, 1)
+
+    LEAVES: ClassVar[tuple[str, ...]] = ("tiles", "rows", "columns", "bits", "query_length", "key_length")
+    CONSTANTS: ClassVar[tuple[str, ...]] = ("block_size",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", _pair(self.block_size))
+        checks.length("query_length", self.query_length)
+        checks.length("key_length", self.key_length)
+        tables.check_structure(self.tiles, self.rows, self.columns, self.bits, self.query_length, self.key_length)
+        if all(map(checks.values_are_known, self._tensors())):
+            tables.check_values(self.tiles, self.rows, self.columns, self.bits, self.query_length, self.key_length)
 
     @classmethod
     def from_bool(cls, mask: Tensor, block_size: int | tuple[int, int] = 128) -> BlockMask:
@@ -52,12 +74,14 @@ class BlockMask:
 
         Raises:
             TypeError: mask is not a bool tensor.
-            ValueError: it has fewer than 2 or more than 4 dimensions, or block_size is not positive.
+            ValueError: it has fewer than 2 or more than 4 dimensions or a length over 2^20, or block_size is not positive.
         """
-        checks.tensor("mask", mask)
+        checks.dense("mask", mask)
         checks.dtype("mask", mask, (torch.bool,))
         if mask.dim() < 2 or mask.dim() > 4:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
+        if mask.shape[-2] > checks.MAX_LENGTH or mask.shape[-1] > checks.MAX_LENGTH:
+            raise ValueError(f"mask: expected lengths up to {checks.MAX_LENGTH}, got shape {checks.shape_of(mask)}")
         mask = mask[(None,) * (4 - mask.dim())]
         return _pack(mask, mask.shape[2], mask.shape[3], (1, 1), _pair(block_size))
 
@@ -69,7 +93,7 @@ class BlockMask:
             table: bool [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], or with leading dimensions left out.
             block_size: int or (bq, bk).
         """
-        checks.tensor("table", table)
+        checks.dense("table", table)
         checks.dtype("table", table, (torch.bool,))
         if table.dim() < 2 or table.dim() > 4:
             raise ValueError(f"table: expected [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], got shape {checks.shape_of(table)}")
@@ -130,7 +154,7 @@ class BlockMask:
         inside = torch.zeros((batch, heads, query_length, key_length), dtype=torch.bool, device=device)
 
         def elements(counts: Tensor, indices: Tensor) -> Tensor:
-            table = _table_from_lists(counts, indices, -(-key_length // size[1]))
+            table = tables.from_lists(counts, indices, -(-key_length // size[1]))
             return table.repeat_interleave(size[0], 2).repeat_interleave(size[1], 3)[:, :, :query_length, :key_length]
 
         index = [
@@ -142,9 +166,6 @@ class BlockMask:
         return cls.from_bool(inside, size)
 
     def __and__(self, other: Any) -> Any:
-        from dmattn.masks.combined import CombinedMask
-        from dmattn.masks.interval import IntervalMask
-
         if isinstance(other, IntervalMask):
             return CombinedMask(other, self)
         if not isinstance(other, BlockMask):
@@ -153,9 +174,19 @@ class BlockMask:
         if not (self.fits(Sq, Sk) and other.fits(Sq, Sk)):
             raise ValueError(f"other: expected a mask for (Sq, Sk) = {self.lengths}, got one for {other.lengths}")
         a, b = same_heads(self.cut(Sq, Sk).to_bool(), other.cut(Sq, Sk).to_bool(), "other")
-        return BlockMask.from_bool(a & b, (self.bits.shape[1], self.bits.shape[2] * 32))
+        return BlockMask.from_bool(a & b, self.tile)
 
     __rand__ = __and__
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B|1, H|Hkv|1, query_length, key_length]."""
+        return torch.Size((*self.tiles.shape[:2], self.query_length, self.key_length))
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """(tile_q, tile_k): the queries and keys of one entry of tiles."""
+        return self.bits.shape[1], self.bits.shape[2] * 32
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -173,24 +204,146 @@ class BlockMask:
         """The mask for the first Sq queries and Sk keys: lengths that end within the last block of ``from_blocks``."""
         if Sq == self.query_length and Sk == self.key_length:
             return self
-        tile_q, tile_k = self.bits.shape[1], self.bits.shape[2] * 32
+        tile_q, tile_k = self.tile
         tiles = self.tiles[:, :, : table_size(Sq, tile_q), : table_size(Sk, tile_k)]
-        touched = [torch.arange(n, device=tiles.device) * tile < length for n, tile, length in zip(
-            tiles.shape[2:], (tile_q, tile_k), (Sq, Sk), strict=True)]  # fmt: skip
-        tiles = tiles * (touched[0][:, None] & touched[1])
-        return BlockMask(tiles, _occupied(tiles), _occupied(tiles.transpose(2, 3)), self.bits, Sq, Sk, self.block_size)
+        tiles = tables.hide_beyond(tiles, self.tile, (Sq, Sk))
+        rows, columns = tables.occupied(tiles), tables.occupied(tiles.transpose(2, 3))
+        return self._replace(tiles=tiles, rows=rows, columns=columns, query_length=Sq, key_length=Sk)
 
     def to_bool(self) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, query_length, key_length], True = visible."""
-        tile_q, words = self.bits.shape[1], self.bits.shape[2]
-        shift = torch.arange(32, dtype=torch.int32, device=self.bits.device)
-        bits = ((self.bits[..., None] >> shift) & 1).bool().reshape(-1, tile_q, words * 32)
-        empty_and_full = torch.zeros((2, tile_q, words * 32), dtype=torch.bool, device=self.bits.device)
-        empty_and_full[1] = True
-        elements = torch.cat([empty_and_full, bits])[self.tiles.long()]  # [.., Nq, Nk, tile_q, tile_k]
-        batch, heads, tiles_q, tiles_k = self.tiles.shape
-        whole = elements.transpose(3, 4).reshape(batch, heads, tiles_q * tile_q, tiles_k * words * 32)
-        return whole[:, :, : self.query_length, : self.key_length]
+        return tables.elements(self.tiles, self.bits, self.query_length, self.key_length)
+
+    def _describe(self) -> str:
+        table = f"tiles={checks.shape_of(self.tiles)} of {self.tile[0]}x{self.tile[1]}, slots={self.bits.shape[0]}"
+        return f"shape={list(self.shape)}, {table}, block_size={self.block_size}, dtype=int32, device={str(self.device)!r}"
+
+    def _select(self, index: slice | Tensor) -> BlockMask:
+        """A part of the batch; bits stay as they are, since the slots in tiles are numbers of theirs."""
+        tiles, rows, columns = (t if t.shape[0] == 1 else t[index] for t in (self.tiles, self.rows, self.columns))
+        return self._replace(tiles=tiles, rows=rows, columns=columns)
+
+    def _for_device(self, device: torch.device) -> BlockMask:
+        """Tiles of 128 for a GPU: on a CPU, smaller blocks make smaller tiles."""
+        tile_q, tile_k = self.tile
+        if device.type != "cuda" or (tile_q % GPU_TILE == 0 and tile_k % GPU_TILE == 0):
+            return self
+        return self._with_tiles((GPU_TILE, GPU_TILE))
+
+    def _with_tiles(self, tile: tuple[int, int]) -> BlockMask:
+        """The same mask in tiles of another size, through booleans."""
+        if tile == self.tile:
+            return self
+        return BlockMask.from_bool(self.to_bool(), tile)._replace(block_size=self.block_size)
+
+    @classmethod
+    def _cat(cls, masks: Sequence[BlockMask]) -> BlockMask:
+        first = masks[0]
+        for mask in masks:
+            if mask.lengths != first.lengths:
+                raise ValueError(f"masks: expected one (Sq, Sk), got {first.lengths} and {mask.lengths}")
+        if any(mask.tile != first.tile for mask in masks):
+            masks = [mask._with_tiles((GPU_TILE, GPU_TILE)) for mask in masks]
+        all_tiles: list[Tensor] = []
+        all_bits: list[Tensor] = []
+        offsets: dict[int, int] = {}  # of masks that share their bits, as parts of one batch do, one copy is enough
+        slots = 0
+        for mask in masks:
+            if id(mask.bits) not in offsets:
+                offsets[id(mask.bits)] = slots
+                all_bits.append(mask.bits)
+                slots += mask.bits.shape[0]
+            all_tiles.append(tables.renumber(mask.tiles, offsets[id(mask.bits)]))
+        batches = [mask.tiles.shape[0] for mask in masks]
+        tiles, rows, columns = (
+            join_batches("masks", tensors, batches, tensors[0].shape[2:])
+            for tensors in (all_tiles, [mask.rows for mask in masks], [mask.columns for mask in masks])
+        )
+        bits = torch.cat(all_bits) if len(all_bits) > 1 else all_bits[0]
+        block_size = first.block_size if all(mask.block_size == first.block_size for mask in masks) else (1, 1)
+        return cls._build(
+            tiles=tiles, rows=rows, columns=columns, bits=bits, query_length=first.query_length, key_length=first.key_length,
+            block_size=block_size,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CombinedMask(MaskData):
+    """Visible where both masks say so; made by ``interval & block``.
+
+    Raises:
+        TypeError: interval is not an IntervalMask, or block not a BlockMask.
+        ValueError: they are for different numbers of keys, or lie on different devices.
+    """
+
+    interval: IntervalMask
+    block: BlockMask
+
+    LEAVES: ClassVar[tuple[str, ...]] = ("interval", "block")
+    CONSTANTS: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.interval, IntervalMask):
+            raise TypeError(f"interval: expected an IntervalMask, got {type(self.interval).__name__}")
+        if not isinstance(self.block, BlockMask):
+            raise TypeError(f"block: expected a BlockMask, got {type(self.block).__name__}")
+        Sk = self.interval.key_length
+        if Sk is not None and not self.block.fits(self.block.query_length, Sk):
+            raise ValueError(
+                f"block: expected a BlockMask for Sk={Sk} keys like the interval mask, got one for {self.block.key_length}"
+            )
+        checks.same_device("block", self.block.tiles, self.interval.start, "the interval mask")
+
+    def __and__(self, other: Any) -> CombinedMask:
+        if isinstance(other, CombinedMask):
+            return CombinedMask(self.interval & other.interval, self.block & other.block)
+        if isinstance(other, IntervalMask):
+            return CombinedMask(self.interval & other, self.block)
+        if isinstance(other, BlockMask):
+            return CombinedMask(self.interval, self.block & other)
+        return NotImplemented
+
+    __rand__ = __and__
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B|1, H|Hkv|1, Sq, Sk]."""
+        batch, heads = (
+            max(m, n) if 1 not in (m, n) else m * n for m, n in zip(self.interval.shape[:2], self.block.shape[:2], strict=True)
+        )
+        return torch.Size((batch, heads, self.block.query_length, self.interval.key_length or self.block.key_length))
+
+    def to_bool(self, Sq: int, Sk: int) -> Tensor:
+        """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible."""
+        if not self.block.fits(Sq, Sk):
+            raise ValueError(f"Sq, Sk: expected the block mask's lengths {self.block.lengths}, got {(Sq, Sk)}")
+        interval, block = same_heads(self.interval.to_bool(Sq, Sk), self.block.cut(Sq, Sk).to_bool(), "block")
+        return interval & block
+
+    def _describe(self) -> str:
+        return f"shape={list(self.shape)}, interval={self.interval!r}, block={self.block!r}"
+
+    def _for_device(self, device: torch.device) -> CombinedMask:
+        block = self.block._for_device(device)
+        return self if block is self.block else self._replace(block=block)
+
+    def _select(self, index: slice | Tensor) -> CombinedMask:
+        interval, block = (part if part.shape[0] == 1 else part._select(index) for part in (self.interval, self.block))
+        return self._replace(interval=interval, block=block)
+
+    @classmethod
+    def _cat(cls, masks: Sequence[CombinedMask]) -> CombinedMask:
+        wide = [mask._expand(mask.shape[0]) for mask in masks]
+        return cls(IntervalMask.cat([mask.interval for mask in wide]), BlockMask.cat([mask.block for mask in wide]))
+
+    def _expand(self, batch: int) -> CombinedMask:
+        """Both parts with this batch."""
+
+        def expand(tensor: Tensor) -> Tensor:
+            return tensor.expand(batch, *tensor.shape[1:])
+
+        tables_of_tiles = {name: expand(getattr(self.block, name)) for name in ("tiles", "rows", "columns")}
+        return self._replace(interval=self.interval._map(expand), block=self.block._replace(**tables_of_tiles))
 
 
 def _pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -212,7 +365,9 @@ def _pack(mask: Tensor, query_length: int, key_length: int, given: tuple[int, in
     tile_q, tile_k = _tile(wanted[0], mask.device), _tile(wanted[1], mask.device)
     tiles, rows, columns = torch.ops.dmattn.pack_tiles(mask, query_length, key_length, *given, tile_q, tile_k)
     bits = torch.ops.dmattn.pack_bits(mask, tiles, query_length, key_length, *given, tile_q, tile_k, _slots(tiles))
-    return BlockMask(tiles, rows, columns, bits, query_length, key_length, given)
+    return BlockMask._build(
+        tiles=tiles, rows=rows, columns=columns, bits=bits, query_length=query_length, key_length=key_length, block_size=given
+    )
 
 
 def _slots(tiles: Tensor) -> int:
@@ -223,17 +378,4 @@ def _slots(tiles: Tensor) -> int:
         return tiles.numel()
     if tiles.is_cuda and torch.cuda.is_current_stream_capturing():
         return tiles.numel()
-    return max(2, int((tiles >= TILE_PARTIAL).sum()))  # never 0 or 1, sizes on which tracing would specialise
-
-
-def _occupied(tiles: Tensor) -> Tensor:
-    """For each row of tiles the number of non-empty ones, then their indices, ascending."""
-    occupied = (tiles != 0).int()
-    return torch.cat([occupied.sum(-1, keepdim=True), occupied.argsort(dim=-1, descending=True, stable=True)], dim=-1).int()
-
-
-def _table_from_lists(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Lists of block columns per block row, as a bool table; list entries past the count are ignored."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
-    return table.scatter(-1, torch.where(listed, indices, columns).long(), True)[..., :columns]
+    return max(2, int((tiles >= tables.TILE_PARTIAL).sum()))  # never 0 or 1, sizes on which tracing would specialise

@@ -7,60 +7,71 @@ negative for the first queries when Sq > Sk; "visible from the beginning" is the
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dmattn import autograd, checks
+from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
-
-if TYPE_CHECKING:
-    from dmattn.masks.block import BlockMask
-    from dmattn.masks.combined import CombinedMask
 
 ALWAYS = torch.iinfo(torch.int32).min  # a start before every position, or an end before every position
 FOREVER = torch.iinfo(torch.int32).max
 
+Segments = Literal["causal", "whole"]
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class IntervalMask:
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class IntervalMask(MaskData):
     """Key j is visible to the query at position p when ``start[j] <= p < end[j]``.
 
     Masks compose: ``a & b`` is the intersection (an interval again), and ``interval & block`` is accepted wherever a mask is.
+    ``mask.to(device)``, ``mask[b]``, ``IntervalMask.cat`` and the like treat a mask as data; see docs/masks.md.
 
     Args:
         start: int32, broadcastable to [B, H|Hkv, Sk].
         end: int32, broadcastable to [B, H|Hkv, Sk].
-        segment_end: set by the constructors, None otherwise. int32 [B|1, 1, Sk]: where the key's document ends; at or before the key
-            itself when the key is padding. ``top_k`` accepts exactly the masks that carry it as ``base``.
-        segment_is_causal: whether the mask with ``segment_end`` also hides later keys.
+
+    Attributes:
+        any_length: whether the mask serves any number of keys: start and end were given with a last dimension of 1. What the
+            constructors below make serves the Sk that it was made for and no other, also when that is 1.
+        segments: None, or "causal" or "whole" for a mask whose ``end`` is the end of each key's segment (a document, or what is not padding) and
+            before every position for padding: what ``top_k`` accepts as ``base``. In a causal segment a query sees no later keys.
 
     Raises:
-        TypeError: start or end is not an int32 tensor.
-        ValueError: their shapes do not broadcast together, or they lie on different devices.
+        TypeError: start or end is not a dense int32 tensor.
+        ValueError: their shapes do not broadcast together, they have more than 2^20 keys, or they lie on different devices.
     """
 
     start: Tensor
     end: Tensor
-    segment_end: Tensor | None = None
-    segment_is_causal: bool = False
+    any_length: bool = dataclasses.field(init=False, default=False)
+    segments: Segments | None = dataclasses.field(init=False, default=None)
+
+    LEAVES: ClassVar[tuple[str, ...]] = ("start", "end")
+    CONSTANTS: ClassVar[tuple[str, ...]] = ("any_length", "segments")
 
     def __post_init__(self) -> None:
         for name, given in (("start", self.start), ("end", self.end)):
-            checks.tensor(name, given)
+            checks.dense(name, given)
             checks.dtype(name, given, (torch.int32,))
             if given.dim() > 3 or given.dim() < 1:
                 raise ValueError(f"{name}: expected a shape that broadcasts to [B, H|Hkv, Sk], got {checks.shape_of(given)}")
-        start, end = _with_three_dims(self.start), _with_three_dims(self.end)
+            if given.shape[-1] > checks.MAX_LENGTH:
+                raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got {checks.shape_of(given)}")
+        start, end = with_three_dims(self.start), with_three_dims(self.end)
         same_heads(start, end, "end", "start")
-        if self.segment_end is not None:
-            segment_end = checks.tensor("segment_end", self.segment_end)
-            checks.dtype("segment_end", segment_end, (torch.int32,))
-            if segment_end.dim() != 3 or segment_end.shape[1] != 1:
-                raise ValueError(f"segment_end: expected [B|1, 1, Sk], got shape {checks.shape_of(segment_end)}")
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
+        object.__setattr__(self, "any_length", start.shape[2] == 1 and end.shape[2] == 1)
+
+    @classmethod
+    def _of_length(cls, start: Tensor, end: Tensor, segments: Segments | None = None) -> IntervalMask:
+        """A mask that serves its own number of keys only."""
+        mask = cls(start, end)
+        return mask._replace(any_length=False, segments=segments)
 
     # Constructors ---------------------------------------------------------------------------------------------------------------
 
@@ -68,7 +79,7 @@ class IntervalMask:
     def causal(cls, Sk: int, *, device: torch.device | str | None = None) -> IntervalMask:
         """Keys up to the query's own position. ``is_causal=True`` says the same without a tensor."""
         keys = _keys(Sk, device)
-        return cls(keys, torch.full_like(keys, FOREVER), torch.full_like(keys, FOREVER), True)
+        return cls._of_length(keys, torch.full_like(keys, FOREVER), "causal")
 
     @classmethod
     def sliding_window(cls, Sk: int, left: int, right: int = 0, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -76,7 +87,7 @@ class IntervalMask:
         keys = _keys(Sk, device)
         checks.length("left", left)
         checks.length("right", right)
-        return cls(keys - right, keys + (left + 1))
+        return cls._of_length(keys - right, keys + (left + 1))
 
     @classmethod
     def streaming(cls, Sk: int, sink: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -84,7 +95,7 @@ class IntervalMask:
         keys = _keys(Sk, device)
         checks.length("sink", sink)
         checks.length("local", local)
-        return cls(keys, torch.where(keys < sink, FOREVER, keys + local))
+        return cls._of_length(keys, torch.where(keys < sink, FOREVER, keys + local))
 
     @classmethod
     def documents(
@@ -114,7 +125,7 @@ class IntervalMask:
         keys = _keys(Sk, start.device)
         visible_end = torch.where(end > keys, end, ALWAYS)
         first = torch.maximum(start, keys) if causal else start
-        return cls(first, visible_end, end, causal)
+        return cls._of_length(first, visible_end, "causal" if causal else "whole")
 
     @classmethod
     def prefix(cls, Sk: int, prefix_lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -126,7 +137,7 @@ class IntervalMask:
         lengths = _lengths("prefix_lengths", prefix_lengths, device)
         keys = _keys(Sk, lengths.device)
         start = torch.where(keys < lengths, ALWAYS, keys)
-        return cls(start, torch.full_like(keys, FOREVER))
+        return cls._of_length(start, torch.full_like(keys, FOREVER))
 
     @classmethod
     def padding(cls, Sk: int, lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -138,7 +149,7 @@ class IntervalMask:
         lengths = _lengths("lengths", lengths, device)
         keys = _keys(Sk, lengths.device)
         end = torch.where(keys < lengths, torch.full_like(keys, FOREVER), ALWAYS)
-        return cls(torch.full_like(keys, ALWAYS), end, end)
+        return cls._of_length(torch.full_like(keys, ALWAYS), end, "whole")
 
     @classmethod
     def top_k(cls, scores: Tensor, window: int, causal: bool = True, base: IntervalMask | None = None) -> IntervalMask:
@@ -158,53 +169,90 @@ class IntervalMask:
             ValueError: wrong rank, window <= 0, or a base under which a dropped key could come back (sliding window, prefix, ...):
                 intersect with such a mask after selecting, ``top_k(scores, window) & other``.
         """
-        checks.tensor("scores", scores)
+        checks.dense("scores", scores)
         checks.dtype("scores", scores, checks.DTYPES["cpu"])
         if scores.dim() != 3:
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
+        if scores.shape[2] > checks.MAX_LENGTH:
+            raise ValueError(f"scores: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(scores)}")
         checks.positive_int("window", window)
         start, end = select_interval(scores, window, causal, base)
         if start is None and not causal and base is None:
             start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
         elif start is None:
             start = _keys(scores.shape[2], scores.device)
-        return cls(start, end)
+        return cls._of_length(start, end)
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
-    @overload
-    def __and__(self, other: IntervalMask) -> IntervalMask: ...
-    @overload
-    def __and__(self, other: BlockMask | CombinedMask) -> CombinedMask: ...
-    def __and__(self, other: Any) -> Any:
-        from dmattn.masks.block import BlockMask
-        from dmattn.masks.combined import CombinedMask
+    @property
+    def shape(self) -> torch.Size:
+        """[B|1, H|Hkv|1, Sk], what start and end broadcast to; the last is 1 when the mask serves any number of keys."""
+        return torch.Size(
+            m if n == 1 or m == n else n if m == 1 else max(m, n) for m, n in zip(self.start.shape, self.end.shape, strict=True)
+        )
 
-        if isinstance(other, BlockMask):
-            return CombinedMask(self, other)
-        if isinstance(other, CombinedMask):
-            return CombinedMask(self & other.interval, other.block)
+    @property
+    def key_length(self) -> int | None:
+        """The number of keys Sk that the mask serves; None when it serves any."""
+        return None if self.any_length else self._length
+
+    @property
+    def _length(self) -> int:
+        length = self.end.shape[-1]
+        return length if length != 1 else self.start.shape[-1]
+
+    def serves(self, Sk: int) -> bool:
+        """Whether the mask can be used with this number of keys."""
+        return self._length == Sk or self.any_length
+
+    def __and__(self, other: IntervalMask) -> IntervalMask:
         if not isinstance(other, IntervalMask):
-            return NotImplemented
+            return NotImplemented  # BlockMask and CombinedMask know what to do with an interval
+        if not (self.any_length or other.any_length or self.serves(other._length)):
+            raise ValueError(
+                f"other: expected a mask for Sk={self.key_length} keys like the first, got one for {other.key_length}"
+            )
         start = torch.maximum(*same_heads(self.start, other.start, "other"))
         end = torch.minimum(*same_heads(self.end, other.end, "other"))
-        if self.segment_end is None or other.segment_end is None:
-            return IntervalMask(start, end)
-        segment_end = torch.minimum(self.segment_end, other.segment_end)
-        return IntervalMask(start, end, segment_end, self.segment_is_causal or other.segment_is_causal)
+        segments: Segments | None = None
+        if self.segments is not None and other.segments is not None:
+            segments = "causal" if "causal" in (self.segments, other.segments) else "whole"
+        return self._build(start=start, end=end, any_length=self.any_length and other.any_length, segments=segments)
 
     def to_bool(self, Sq: int, Sk: int) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible: N x N memory, for looking and for tests."""
         checks.length("Sq", Sq)
         checks.length("Sk", Sk)
-        if self.start.shape[2] not in (1, Sk) or self.end.shape[2] not in (1, Sk):
-            raise ValueError(
-                f"Sk: expected the mask's own number of keys {max(self.start.shape[2], self.end.shape[2])}, got {Sk}"
-            )
+        if not self.serves(Sk):
+            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
         position = torch.arange(Sk - Sq, Sk, device=self.start.device, dtype=torch.int32)[:, None]
         start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
         return visible.expand(*visible.shape[:3], Sk)
+
+    def _describe(self) -> str:
+        shape: list[Any] = [*self.shape[:-1], "any" if self.any_length else self.shape[-1]]
+        sizes = f"shape=[{', '.join(map(str, shape))}], start={checks.shape_of(self.start)}, end={checks.shape_of(self.end)}"
+        return f"{sizes}, dtype=int32, device={str(self.device)!r}, segments={self.segments!r}"
+
+    @classmethod
+    def _cat(cls, masks: Sequence[IntervalMask]) -> IntervalMask:
+        length = next((mask.shape[2] for mask in masks if not mask.any_length), 1)
+        for mask in masks:
+            if not mask.serves(length):
+                raise ValueError(f"masks: expected one number of keys, got {length} and {mask.key_length}")
+        batches = [mask.shape[0] for mask in masks]
+        start, end = (
+            join_batches("masks", [getattr(mask, name) for mask in masks], batches, (length,)) for name in ("start", "end")
+        )
+        kinds = {mask.segments for mask in masks}
+        return cls._build(
+            start=start,
+            end=end,
+            any_length=all(mask.any_length for mask in masks),
+            segments=kinds.pop() if len(kinds) == 1 else None,
+        )
 
 
 def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMask | None) -> tuple[Tensor | None, Tensor]:
@@ -213,21 +261,46 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
     if base is not None:
         if not isinstance(base, IntervalMask):
             raise TypeError(f"base: expected an IntervalMask, got {type(base).__name__}")
-        if base.segment_end is None:
+        if base.segments is None:
             raise ValueError(
                 "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
                 "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
             )
-        segment_end = base.segment_end
+        segment_end = with_three_dims(base.end)
         checks.same_device("base", segment_end, scores, "scores")
         shape = segment_end.shape
         if shape[2] != scores.shape[2] or shape[0] not in (1, scores.shape[0]):
             raise ValueError(
                 f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(segment_end)}"
             )
-        causal = causal or base.segment_is_causal
+        if torch.compiler.is_exporting():
+            _assert_segments(base, causal)
+        causal = causal or base.segments == "causal"
     end = autograd.select(scores, segment_end, window, causal)
     return (None if causal or base is None else base.start), end
+
+
+def _assert_segments(base: IntervalMask, causal: bool) -> None:
+    """Puts into an exported program the check that a later mask's intervals end as segments do.
+
+    The kind of mask is checked while the program is traced. Its tree says nothing of it, so that one program serves every kind; here the
+    values tell what the program may select among.
+    """
+    start, end = base.start, base.end
+    keys = _keys(end.shape[-1], end.device)
+    present = end > keys
+    ends = torch.where(present, end, ALWAYS).cummax(-1).values
+    ends_before = torch.cat([torch.full_like(ends[..., :1], ALWAYS), ends[..., :-1]], dim=-1)  # the latest end of earlier keys
+    first = ends_before <= keys  # of a segment
+    fits = first | (end == ends_before)
+    if not causal and base.segments == "causal":
+        fits = fits & (start >= keys)
+    elif not causal:  # every query of a segment sees all of the segment's keys
+        first_key = torch.where(present & first, keys, ALWAYS).cummax(-1).values
+        fits = fits & (start <= first_key)
+    torch.ops.aten._assert_async.msg(
+        (fits | ~present).all(), "base: expected documents, padding or their intersection, as when the program was exported"
+    )
 
 
 def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
@@ -235,30 +308,35 @@ def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
     return torch.arange(Sk, dtype=torch.int32, device=device).view(1, 1, Sk)
 
 
-def _with_three_dims(given: Tensor) -> Tensor:
+def with_three_dims(given: Tensor) -> Tensor:
     return given[(None,) * (3 - given.dim())] if given.dim() < 3 else given
 
 
 def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
+        checks.dense(name, given)
         if given.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: expected dtype int32 or int64, got {given.dtype}")
         if given.dim() > 1:
             raise ValueError(f"{name}: expected an int or a tensor [B], got shape {checks.shape_of(given)}")
-        if checks.values_are_known(given) and bool((given < 0).any()):
-            raise ValueError(f"{name}: expected lengths >= 0, got {int(given.min())}")
+        if checks.values_are_known(given) and given.numel() > 0:
+            least, most = (int(bound) for bound in given.aminmax())
+            if least < 0 or most > checks.MAX_LENGTH:
+                raise ValueError(f"{name}: expected lengths from 0 to {checks.MAX_LENGTH}, got {least if least < 0 else most}")
         return given.clamp(max=checks.MAX_LENGTH).to(torch.int32).reshape(-1, 1, 1)
     checks.length(name, given)
     return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
 
 
 def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
-    ends = checks.tensor("cu_seqlens", cu_seqlens)
+    ends = checks.dense("cu_seqlens", cu_seqlens)
     if ends.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected dtype int32 or int64, got {ends.dtype}")
     if ends.dim() != 1 or ends.shape[0] < 2:
         raise ValueError(f"cu_seqlens: expected one dimension [documents + 1], got shape {checks.shape_of(ends)}")
+    if ends.shape[0] > checks.MAX_LENGTH + 1:
+        raise ValueError(f"cu_seqlens: expected at most {checks.MAX_LENGTH} documents, got shape {checks.shape_of(ends)}")
     if checks.values_are_known(ends):
         increases = bool((ends[1:] >= ends[:-1]).all())
         if int(ends[0]) != 0 or int(ends[-1]) != Sk or not increases:
@@ -270,7 +348,7 @@ def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
 
 
 def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
-    given = checks.tensor("ids", ids)
+    given = checks.dense("ids", ids)
     if given.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids: expected dtype int32 or int64, got {given.dtype}")
     if given.dim() not in (1, 2) or given.shape[-1] != Sk:

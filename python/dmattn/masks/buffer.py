@@ -1,0 +1,95 @@
+"""MaskBuffer: a mask that lives in a module, moves with it, and is saved in its state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmattn.masks.block import GPU_TILE, BlockMask, CombinedMask
+from dmattn.masks.data import MaskData
+from dmattn.masks.interval import IntervalMask
+
+SEGMENTS = (None, "causal", "whole")  # their places here are what a state dict holds
+
+
+class MaskBuffer(nn.Module):
+    """Holds a mask's tensors as buffers of a module, so that ``module.to(device)`` moves them and ``module.state_dict()`` holds them.
+
+    ``self.window = MaskBuffer(IntervalMask.sliding_window(4096, 255))``, then ``dmattn.attention(q, k, v, self.window.mask)``.
+
+    A state dict holds the tensors and, as one more tensor ``_extra_state``, the facts beside them (lengths, block size, segments). Loading
+    takes all of them over. As with any buffer the shapes must be those of the mask that is there; only the number of partial tiles of a
+    block mask may be another.
+
+    Args:
+        mask: IntervalMask, BlockMask or ``interval & block``.
+        persistent: whether the state dict holds the mask.
+
+    Raises:
+        TypeError: mask is not one of these.
+    """
+
+    def __init__(self, mask: MaskData, *, persistent: bool = True) -> None:
+        super().__init__()
+        if not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
+            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {type(mask).__name__}")
+        self._type: type[MaskData] = type(mask)
+        self._persistent = persistent
+        self._facts: dict[str, Any] = {}
+        if isinstance(mask, BlockMask) and any(size % GPU_TILE for size in mask.tile):
+            mask = mask._with_tiles((GPU_TILE, GPU_TILE))  # tiles that every device takes
+        for name, value in mask._fields().items():
+            if isinstance(value, MaskData):
+                self.add_module(name, MaskBuffer(value, persistent=persistent))
+            elif isinstance(value, Tensor):
+                self.register_buffer(name, value, persistent=persistent)
+            else:
+                self._facts[name] = value
+
+    @property
+    def mask(self) -> Any:
+        """The mask, made of the buffers as they are now."""
+        fields = {name: getattr(self, name) for name in self._type.LEAVES if name not in self._facts}
+        parts = {name: value.mask if isinstance(value, MaskBuffer) else value for name, value in fields.items()}
+        return self._type._build(**parts, **self._facts)
+
+    def get_extra_state(self) -> Tensor:
+        """The facts beside the tensors, int64 [4 or less]."""
+        facts = self._facts
+        if self._type is IntervalMask:
+            return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"])])
+        return torch.tensor(
+            [facts["query_length"], facts["key_length"], *facts["block_size"]] if facts else [], dtype=torch.int64
+        )
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes over what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: it is of another type of mask.
+        """
+        given = state.tolist()
+        if len(given) != self.get_extra_state().numel():
+            raise ValueError(f"state_dict: expected the state of an {self._type.__name__}, got {given}")
+        if self._type is IntervalMask:
+            self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]]}
+        elif given:
+            self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._persistent:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if not self._persistent:
+            return
+        loaded = state_dict.get(prefix + "bits")
+        own = self._buffers.get("bits")
+        if own is not None and isinstance(loaded, Tensor) and loaded.shape[1:] == own.shape[1:]:
+            self._buffers["bits"] = own.new_empty(loaded.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return "" if self._type is CombinedMask else repr(self.mask)

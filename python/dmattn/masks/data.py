@@ -1,0 +1,209 @@
+"""What every mask can do as data: move between devices, be indexed by batch, be joined with others, be collated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.masks.heads import repeat_heads
+
+M = TypeVar("M", bound="MaskData")
+
+
+class MaskData:
+    """The part that all mask types share. A mask's tensors never change; every method here returns a mask."""
+
+    LEAVES: ClassVar[tuple[str, ...]]  # fields that hold tensors, masks or lengths: the leaves of the pytree, in its order
+    CONSTANTS: ClassVar[tuple[str, ...]]  # the other fields
+
+    __iter__ = None  # else Python would iterate by index, for ever over a mask that serves any batch
+
+    @classmethod
+    def _build(cls: type[M], **fields: Any) -> M:
+        """A mask from its fields without the constructor's checks: they were made together, or are placeholders of a pytree."""
+        mask = object.__new__(cls)
+        for name in (*cls.LEAVES, *cls.CONSTANTS):
+            object.__setattr__(mask, name, fields[name])
+        return mask
+
+    def _fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*self.LEAVES, *self.CONSTANTS)}
+
+    def _replace(self: M, **changes: Any) -> M:
+        return self._build(**{**self._fields(), **changes})
+
+    def _map(self: M, fn: Callable[[Tensor], Tensor]) -> M:
+        """The mask with ``fn`` applied to each of its tensors; itself when ``fn`` returns each of them as it is."""
+        changes = {}
+        for name in self.LEAVES:
+            old = getattr(self, name)
+            new = old._map(fn) if isinstance(old, MaskData) else fn(old) if isinstance(old, Tensor) else old
+            if new is not old:
+                changes[name] = new
+        return self._replace(**changes) if changes else self
+
+    def _tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for name in self.LEAVES:
+            value = getattr(self, name)
+            found += value._tensors() if isinstance(value, MaskData) else [value] if isinstance(value, Tensor) else []
+        return found
+
+    def __repr__(self) -> str:
+        """Sizes, device and kind, not the data; placeholders of a pytree as they are."""
+        if self._holds_tensors():
+            return f"{type(self).__name__}({self._describe()})"
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.LEAVES)})"
+
+    def _holds_tensors(self) -> bool:
+        values = [getattr(self, name) for name in self.LEAVES if not name.endswith("_length")]
+        return all(value._holds_tensors() if isinstance(value, MaskData) else isinstance(value, Tensor) for value in values)
+
+    def _describe(self) -> str:
+        raise NotImplementedError
+
+    # Devices ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the mask's tensors lie."""
+        return self._tensors()[0].device
+
+    def to(self: M, device: torch.device | str | int, *, non_blocking: bool = False) -> M:
+        """The mask on a device; itself if it is there already. A mask has no dtype to choose: it is made of int32.
+
+        Args:
+            device: as :meth:`torch.Tensor.to` takes it.
+            non_blocking: do not wait for copies from pinned memory.
+
+        Raises:
+            TypeError: device is a dtype, a tensor, or anything else that names no device.
+        """
+        if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+            raise TypeError(
+                f"device: expected a torch.device, a str or an int (a mask keeps its dtype), got {type(device).__name__}"
+            )
+        return self._for_device(torch.device(device))._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def cuda(self: M, device: torch.device | str | int | None = None, *, non_blocking: bool = False) -> M:
+        """The mask on a GPU, by default the current one; see :meth:`to`."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
+
+    def cpu(self: M) -> M:
+        """The mask in the host's memory; see :meth:`to`."""
+        return self.to("cpu")
+
+    def _for_device(self: M, device: torch.device) -> M:
+        """The mask in the form that a device's kernels take."""
+        return self
+
+    def pin_memory(self: M) -> M:
+        """A copy in page-locked memory of the host, from which ``.to(device, non_blocking=True)`` copies beside other work."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def is_pinned(self) -> bool:
+        """Whether all of the mask lies in page-locked memory."""
+        return all(tensor.is_pinned() for tensor in self._tensors())
+
+    # Batches ----------------------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self: M, index: int | slice | Tensor) -> M:
+        """A part of the batch. A mask with a batch of 1 serves every sequence, so any index gives that mask again.
+
+        Args:
+            index: an int (the result has a batch of 1), a slice, or a 1-dimensional tensor of integers or booleans.
+
+        Raises:
+            TypeError: another kind of index: heads and keys cannot be indexed.
+            IndexError: an int outside the batch.
+        """
+        if isinstance(index, Tensor):
+            if index.dim() != 1 or index.is_floating_point() or index.is_complex():
+                raise TypeError(
+                    f"index: expected one dimension of integers or booleans, got {index.dtype} {checks.shape_of(index)}"
+                )
+        elif isinstance(index, bool) or not isinstance(index, int | slice | torch.SymInt):
+            raise TypeError(
+                f"index: expected an int, a slice or a tensor that selects from the batch, got {type(index).__name__}"
+            )
+        batch = self.shape[0]
+        if batch == 1:
+            return self
+        if not isinstance(index, slice | Tensor):
+            if not -batch <= index < batch:
+                raise IndexError(f"index: expected {-batch} <= index < {batch} for a mask with a batch of {batch}, got {index}")
+            index = slice(index, index + 1) if index >= 0 else slice(index + batch, index + batch + 1)
+        return self._select(index)
+
+    def _select(self: M, index: slice | Tensor) -> M:
+        return self._map(lambda tensor: tensor if tensor.shape[0] == 1 else tensor[index])
+
+    @classmethod
+    def cat(cls: type[M], masks: Sequence[M]) -> M:
+        """Masks one after the other along the batch; a mask with a batch of 1 counts as one sequence.
+
+        Args:
+            masks: at least one mask, all of this type, of one length, and on one device. Heads are repeated where some have fewer.
+
+        Raises:
+            TypeError: a mask of another type.
+            ValueError: no masks, or lengths, heads or devices that differ.
+        """
+        if not isinstance(masks, list | tuple):
+            raise TypeError(f"masks: expected a list or tuple of {cls.__name__}, got {type(masks).__name__}")
+        for mask in masks:
+            if not isinstance(mask, cls):
+                raise TypeError(f"masks: expected every one to be of type {cls.__name__}, got {type(mask).__name__}")
+        if not masks:
+            raise ValueError(f"masks: expected at least one {cls.__name__}, got none")
+        for mask in masks:
+            if mask.device != masks[0].device:
+                raise ValueError(f"masks: expected one device, got {masks[0].device} and {mask.device}")
+        return cls._cat(masks)
+
+    @classmethod
+    def stack(cls: type[M], masks: Sequence[M]) -> M:
+        """The masks of single sequences, each with a batch of 1, as the mask of a batch: ``stack(masks)[b]`` is ``masks[b]``.
+
+        Raises:
+            TypeError, ValueError: as :meth:`cat`; or a mask has another batch than 1.
+        """
+        made = cls.cat(masks)
+        for mask in masks:
+            if mask.shape[0] != 1:
+                raise ValueError(f"masks: expected a batch of 1 in each (cat joins batches), got {mask!r}")
+        return made
+
+    @classmethod
+    def _cat(cls: type[M], masks: Sequence[M]) -> M:
+        raise NotImplementedError
+
+
+def collate(masks: Sequence[M], **_: Any) -> M:
+    """The masks of a data set's samples as the mask of a batch: ``stack``. ``torch.utils.data.default_collate`` does it with masks.
+
+    Args:
+        masks: masks of one type, each with a batch of 1.
+
+    Raises:
+        TypeError, ValueError: as :meth:`MaskData.stack`.
+    """
+    return type(masks[0]).stack(masks)
+
+
+def join_batches(name: str, tensors: Sequence[Tensor], batches: Sequence[int], rest: Sequence[int]) -> Tensor:
+    """[b|1, heads, *rest] tensors with these batches as one [sum of b, most heads, *rest]; ``name`` is for the error."""
+    heads = max(tensor.shape[1] for tensor in tensors)
+    for tensor in tensors:
+        if tensor.shape[1] != heads and (tensor.shape[1] == 0 or heads % tensor.shape[1]):
+            raise ValueError(f"{name}: expected numbers of heads that divide {heads}, got {tensor.shape[1]}")
+    parts = [repeat_heads(t, heads).expand(b, heads, *rest) for t, b in zip(tensors, batches, strict=True)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
