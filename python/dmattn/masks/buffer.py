@@ -85,10 +85,11 @@ class MaskBuffer(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         if not self._persistent:
             return
-        loaded = state_dict.get(prefix + "bits")
-        own = self._buffers.get("bits")
-        if own is not None and isinstance(loaded, Tensor) and loaded.shape[1:] == own.shape[1:]:
-            self._buffers["bits"] = own.new_empty(loaded.shape)
+        for name, own in self._buffers.items():
+            loaded = state_dict.get(prefix + name)
+            if own is not None and isinstance(loaded, Tensor):  # new tensors: the old ones may be a mask's that is still in use
+                any_slots = name == "bits" and loaded.shape[1:] == own.shape[1:]
+                self._buffers[name] = own.new_empty(loaded.shape if any_slots else own.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -66,6 +66,10 @@ class MaskData:
     def _describe(self) -> str:
         raise NotImplementedError
 
+    def __rand__(self, interval: Any) -> Any:
+        """``interval & self``, for the masks that an IntervalMask does not know."""
+        return NotImplemented
+
     # Devices ----------------------------------------------------------------------------------------------------------------------
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -206,9 +206,13 @@ class IntervalMask(MaskData):
         """Whether the mask can be used with this number of keys."""
         return self._length == Sk or self.any_length
 
-    def __and__(self, other: IntervalMask) -> IntervalMask:
-        if not isinstance(other, IntervalMask):
-            return NotImplemented  # BlockMask and CombinedMask know what to do with an interval
+    @overload
+    def __and__(self, other: IntervalMask) -> IntervalMask: ...
+    @overload
+    def __and__(self, other: MaskData) -> Any: ...
+    def __and__(self, other: Any) -> Any:
+        if not isinstance(other, IntervalMask):  # torch 2.10 does not ask the other operand while compiling
+            return other.__rand__(self) if isinstance(other, MaskData) else NotImplemented
         if not (self.any_length or other.any_length or self.serves(other._length)):
             raise ValueError(
                 f"other: expected a mask for Sk={self.key_length} keys like the first, got one for {other.key_length}"
@@ -290,7 +294,7 @@ def _assert_segments(base: IntervalMask, causal: bool) -> None:
     keys = _keys(end.shape[-1], end.device)
     present = end > keys
     ends = torch.where(present, end, ALWAYS).cummax(-1).values
-    ends_before = torch.cat([torch.full_like(ends[..., :1], ALWAYS), ends[..., :-1]], dim=-1)  # the latest end of earlier keys
+    ends_before = torch.cat([torch.full_like(ends[..., :1], ALWAYS), ends], dim=-1)[..., :-1]  # the latest end of earlier keys
     first = ends_before <= keys  # of a segment
     fits = first | (end == ends_before)
     if not causal and base.segments == "causal":
