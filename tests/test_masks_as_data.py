@@ -184,6 +184,11 @@ def test_attention_with_parts_of_a_batch(mask):
         assert torch.equal(dmattn.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b])[0], whole[b])
 
 
+def test_an_integer_of_numpy(mask):
+    number = pytest.importorskip("numpy").int64(1)
+    assert same(mask[number], mask[1])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", [0, 7, -2, slice(0, 5), torch.tensor([0, 0])], ids=str)
 def test_a_batch_of_one_serves_every_index(kind, index):
@@ -280,6 +285,14 @@ def test_default_collate_stacks_masks(mask):
     assert batch["x"].shape == (3, 2)
     assert same(batch["mask"], mask)
     assert same(collate([mask[b] for b in range(3)]), mask)
+
+
+@pytest.mark.parametrize(
+    "given", [[], [torch.ones(2)], torch.ones(2), MASKS["interval"]], ids=["nothing", "tensors", "tensor", "mask"]
+)
+def test_collate_of_something_else(given):
+    with pytest.raises(TypeError, match="masks: expected a list of masks, got"):
+        collate(given)
 
 
 def test_a_data_loader_collates_masks():

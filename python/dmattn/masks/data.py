@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -119,7 +120,7 @@ class MaskData:
 
     # Batches ----------------------------------------------------------------------------------------------------------------------
 
-    def __getitem__(self: M, index: int | slice | Tensor) -> M:
+    def __getitem__(self: M, index: Any) -> M:
         """A part of the batch. A mask with a batch of 1 serves every sequence, so any index gives that mask again.
 
         Args:
@@ -134,6 +135,8 @@ class MaskData:
                 raise TypeError(
                     f"index: expected one dimension of integers or booleans, got {index.dtype} {checks.shape_of(index)}"
                 )
+        elif not isinstance(index, int | slice | torch.SymInt) and hasattr(type(index), "__index__"):
+            index = operator.index(index)  # an integer of NumPy
         elif isinstance(index, bool) or not isinstance(index, int | slice | torch.SymInt):
             raise TypeError(
                 f"index: expected an int, a slice or a tensor that selects from the batch, got {type(index).__name__}"
@@ -191,15 +194,17 @@ class MaskData:
         raise NotImplementedError
 
 
-def collate(masks: Sequence[M], **_: Any) -> M:
+def collate(masks: Sequence[Any], **_: Any) -> Any:
     """The masks of a data set's samples as the mask of a batch: ``stack``. ``torch.utils.data.default_collate`` does it with masks.
 
     Args:
         masks: masks of one type, each with a batch of 1.
 
     Raises:
-        TypeError, ValueError: as :meth:`MaskData.stack`.
+        TypeError, ValueError: as ``stack``.
     """
+    if not isinstance(masks, list | tuple) or not masks or not isinstance(masks[0], MaskData):
+        raise TypeError(f"masks: expected a list of masks, got {type(masks).__name__}")
     return type(masks[0]).stack(masks)
 
 

@@ -69,9 +69,8 @@ class IntervalMask(MaskData):
 
     @classmethod
     def _of_length(cls, start: Tensor, end: Tensor, segments: Segments | None = None) -> IntervalMask:
-        """A mask that serves its own number of keys only."""
-        mask = cls(start, end)
-        return mask._replace(any_length=False, segments=segments)
+        """What the constructors below make: a mask of [.., .., Sk] tensors made together, which serves its own number of keys only."""
+        return cls._build(start=start, end=end, any_length=False, segments=segments)
 
     # Constructors ---------------------------------------------------------------------------------------------------------------
 
