@@ -669,8 +669,8 @@ def nested(tensor):
 INTS = torch.arange(1, 6, dtype=torch.int32)
 TOO_LONG = (1 << 20) + 1
 REFUSED = {
-    "sparse start": (lambda: IntervalMask(sparse(INTS), INTS), TypeError, "start: expected a dense tensor, got one of layout sparse_coo"),
-    "nested end": (lambda: IntervalMask(INTS, nested(INTS)), TypeError, "end: expected a dense tensor, got one of layout nested"),
+    "sparse start": (lambda: IntervalMask(sparse(INTS), INTS), TypeError, "start: expected a dense tensor, got torch.sparse_coo"),
+    "nested end": (lambda: IntervalMask(INTS, nested(INTS)), TypeError, "end: expected a dense tensor, got a nested one"),
     "sparse cu_seqlens": (lambda: IntervalMask.documents(5, sparse(INTS)), TypeError, "cu_seqlens: expected a dense tensor"),
     "sparse ids": (lambda: IntervalMask.documents(5, ids=sparse(INTS)), TypeError, "ids: expected a dense tensor"),
     "sparse lengths": (lambda: IntervalMask.padding(5, sparse(INTS)), TypeError, "lengths: expected a dense tensor"),
@@ -694,6 +694,9 @@ REFUSED = {
     "prefixes that wrap": (lambda: IntervalMask.prefix(8, torch.tensor([2**32 + 5])), ValueError, "prefix_lengths: expected lengths from 0 to 1048576, got 4294967301"),
     "documents that wrap": (lambda: IntervalMask.documents(5, torch.tensor([0, 2**32 + 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5"),
     "length that wraps": (lambda: IntervalMask.padding(8, 2**32 + 5), ValueError, "lengths: expected 0 <= lengths <= 1048576, got 4294967301"),
+    "causal a text": (lambda: IntervalMask.documents(5, torch.tensor([0, 5]), "x"), TypeError, "causal: expected a bool, got str"),
+    "causal a number": (lambda: IntervalMask.top_k(torch.ones(1, 1, 5), 2, 0), TypeError, "causal: expected a bool, got int"),
+    "causal None": (lambda: IntervalMask.top_k(torch.ones(1, 1, 5), 2, None), TypeError, "causal: expected a bool, got NoneType"),
     "combined of tensors": (lambda: CombinedMask(INTS, MASKS["block"]), TypeError, "interval: expected an IntervalMask, got Tensor"),
     "combined of intervals": (lambda: CombinedMask(MASKS["interval"], MASKS["interval"]), TypeError, "block: expected a BlockMask, got IntervalMask"),
     "combined elsewhere": (lambda: MASKS["interval"].to("meta") & MASKS["block"], ValueError, "block: expected device meta like the interval mask, got cpu"),
@@ -775,7 +778,7 @@ def test_a_hand_made_block_mask_of_other_types(name):
     value = getattr(CHECKERS, name)
     for wrong, message in (
         (value.long(), f"{name}: expected dtype int32, got int64"), (value.tolist(), f"{name}: expected a torch.Tensor, got list"),
-        (value.to_sparse(), f"{name}: expected a dense tensor, got one of layout sparse_coo"),
+        (value.to_sparse(), f"{name}: expected a dense tensor, got torch.sparse_coo"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=re.escape(message)):
             BlockMask(**parts_of(CHECKERS, **{name: wrong}))

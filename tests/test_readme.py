@@ -1,4 +1,4 @@
-"""The README's Python runs as printed, its tables are what the committed results give, and the files it names exist."""
+"""The Python of the README and of docs/masks.md runs as printed, the README's tables are what the committed results give, and the files it names exist."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_python_blocks_run():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/masks.md"])
+def test_python_blocks_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / page).read_text(), re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, page, "exec"), names)
     assert isinstance(names["out"], torch.Tensor)
     assert names["out"].isfinite().all()
 

@@ -32,16 +32,9 @@ def shape_of(tensor: Tensor) -> list[Any]:
 def tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
     return value
-
-
-def dense(name: str, value: object) -> Tensor:
-    """A tensor that is neither sparse nor nested."""
-    given = tensor(name, value)
-    if given.is_nested or given.layout != torch.strided:
-        kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")
-        raise TypeError(f"{name}: expected a dense tensor, got one of layout {kind}")
-    return given
 
 
 def dtype(name: str, value: Tensor, expected: Sequence[torch.dtype]) -> None:
@@ -163,9 +156,9 @@ def per_head(name: str, value: Tensor, query: Tensor, key: Tensor, rest: Sequenc
 
 
 def values_are_known(value: Tensor) -> bool:
-    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing, not under ``torch.vmap``)."""
+    """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if torch.compiler.is_compiling() or value.device.type != "cpu" or isinstance(value, FakeTensor):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return value.device.type == "cpu" and not isinstance(value, FakeTensor)

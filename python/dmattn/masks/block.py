@@ -76,7 +76,7 @@ class BlockMask(MaskData):
             TypeError: mask is not a bool tensor.
             ValueError: it has fewer than 2 or more than 4 dimensions or a length over 2^20, or block_size is not positive.
         """
-        checks.dense("mask", mask)
+        checks.tensor("mask", mask)
         checks.dtype("mask", mask, (torch.bool,))
         if mask.dim() < 2 or mask.dim() > 4:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
@@ -93,7 +93,7 @@ class BlockMask(MaskData):
             table: bool [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], or with leading dimensions left out.
             block_size: int or (bq, bk).
         """
-        checks.dense("table", table)
+        checks.tensor("table", table)
         checks.dtype("table", table, (torch.bool,))
         if table.dim() < 2 or table.dim() > 4:
             raise ValueError(f"table: expected [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], got shape {checks.shape_of(table)}")

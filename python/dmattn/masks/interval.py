@@ -55,7 +55,7 @@ class IntervalMask(MaskData):
 
     def __post_init__(self) -> None:
         for name, given in (("start", self.start), ("end", self.end)):
-            checks.dense(name, given)
+            checks.tensor(name, given)
             checks.dtype(name, given, (torch.int32,))
             if given.dim() > 3 or given.dim() < 1:
                 raise ValueError(f"{name}: expected a shape that broadcasts to [B, H|Hkv, Sk], got {checks.shape_of(given)}")
@@ -118,6 +118,7 @@ class IntervalMask(MaskData):
                 malformed one gives a meaningless mask, never a wrong access).
         """
         checks.length("Sk", Sk)
+        checks.flag("causal", causal)
         if (cu_seqlens is None) == (ids is None):
             raise ValueError("cu_seqlens, ids: expected exactly one of them, got " + ("none" if ids is None else "both"))
         start, end = _segments_from_ends(Sk, cu_seqlens) if cu_seqlens is not None else _segments_from_ids(Sk, ids)
@@ -164,17 +165,18 @@ class IntervalMask(MaskData):
             base: documents, padding, or their intersection: selection restarts with each document and skips padding.
 
         Raises:
-            TypeError: scores is not a floating-point tensor, or base is not an IntervalMask.
-            ValueError: wrong rank, window <= 0, or a base under which a dropped key could come back (sliding window, prefix, ...):
-                intersect with such a mask after selecting, ``top_k(scores, window) & other``.
+            TypeError: scores is not a floating-point tensor, causal not a bool, or base not an IntervalMask.
+            ValueError: wrong rank, more than 2^20 keys, window <= 0, or a base under which a dropped key could come back (sliding window,
+                prefix, ...): intersect with such a mask after selecting, ``top_k(scores, window) & other``.
         """
-        checks.dense("scores", scores)
+        checks.tensor("scores", scores)
         checks.dtype("scores", scores, checks.DTYPES["cpu"])
         if scores.dim() != 3:
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
         if scores.shape[2] > checks.MAX_LENGTH:
             raise ValueError(f"scores: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(scores)}")
         checks.positive_int("window", window)
+        checks.flag("causal", causal)
         start, end = select_interval(scores, window, causal, base)
         if start is None and not causal and base is None:
             start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
@@ -318,7 +320,7 @@ def with_three_dims(given: Tensor) -> Tensor:
 def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
-        checks.dense(name, given)
+        checks.tensor(name, given)
         if given.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: expected dtype int32 or int64, got {given.dtype}")
         if given.dim() > 1:
@@ -333,7 +335,7 @@ def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) 
 
 
 def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
-    ends = checks.dense("cu_seqlens", cu_seqlens)
+    ends = checks.tensor("cu_seqlens", cu_seqlens)
     if ends.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens: expected dtype int32 or int64, got {ends.dtype}")
     if ends.dim() != 1 or ends.shape[0] < 2:
@@ -351,7 +353,7 @@ def _segments_from_ends(Sk: int, cu_seqlens: object) -> tuple[Tensor, Tensor]:
 
 
 def _segments_from_ids(Sk: int, ids: object) -> tuple[Tensor, Tensor]:
-    given = checks.dense("ids", ids)
+    given = checks.tensor("ids", ids)
     if given.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids: expected dtype int32 or int64, got {given.dtype}")
     if given.dim() not in (1, 2) or given.shape[-1] != Sk:

@@ -59,7 +59,7 @@ def check_structure(tiles: object, rows: object, columns: object, bits: object, 
         TypeError, ValueError: names the first one that does not fit.
     """
     given = {"tiles": tiles, "rows": rows, "columns": columns, "bits": bits}
-    dense = {name: checks.dense(name, value) for name, value in given.items()}
+    dense = {name: checks.tensor(name, value) for name, value in given.items()}
     for name, tensor in dense.items():
         checks.dtype(name, tensor, (torch.int32,))
         checks.same_device(name, tensor, dense["tiles"], "tiles")
