@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/masks.md runs as printed, the README's tables are what the committed results give, and the files it names exist."""
+"""The Python of README.md and docs/masks.md runs as printed, the README's tables are what the results give, and its files exist."""
 
 from __future__ import annotations
 
