@@ -259,14 +259,6 @@ def test_is_the_gradient_of_what_forward_drew(device, dtype):
     assert abs(float(again - total.sum())) <= 4 * torch.finfo(dtype).eps * float(spread)
 
 
-def test_double_backward_says_it_is_not_there(device, dtype):
-    query = strategies.random_tensor((1, 1, 4, 8), 0, dtype, device).requires_grad_()
-    out = dmattn.attention(query, query, query)
-    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="dmattn: gradients of gradients are not implemented"):
-        gradient.sum().backward()
-
-
 def test_compiled_gradients_of_inputs_that_had_to_be_copied():
     def run(q):
         return dmattn.attention(q, q, q)

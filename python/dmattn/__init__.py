@@ -8,7 +8,7 @@ from dmattn import _library
 
 _library.load()
 
-from dmattn import autograd, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
+from dmattn import autograd, batching, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402

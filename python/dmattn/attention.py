@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmattn import autograd, checks
+from dmattn import checks, ops
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
@@ -398,7 +398,7 @@ def _call(
         dropout_seed = None
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tables = (None, None, None, None) if block is None else (block.tiles, block.rows, block.columns, block.bits)
-    out, lse = autograd.forward(
+    out, lse = ops.forward(
         query, key, value, start, end, *tables, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic
     )
     return (out, lse) if return_lse else out

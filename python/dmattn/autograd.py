@@ -1,8 +1,8 @@
-"""Autograd rules: forward's gradient is the op ``dmattn::backward``; backward itself has no gradient and says so.
+"""Autograd rules. The gradient of the op ``forward`` is the op ``backward``; every other derivative is composed of torch operations.
 
-The one surprise: there are two ways to the same rule. ``torch.library.register_autograd`` serves traces, functorch, dispatch modes, tensor
-subclasses and direct calls of the op; it costs some 0.1 ms of Python a step. An eager call on plain tensors that nobody watches takes the
-short way, :func:`forward`: an ``autograd.Function`` of our own, and kernels called below torch's registration.
+So tangents (forward mode), gradients of gradients, and what torch.func makes of both come from :mod:`dmattn.composed`; how vmapped
+dimensions become batches stands in :mod:`dmattn.batching`. The rules are :class:`Attention` and :class:`AttentionGradients`, registered for
+``torch.ops.dmattn.forward`` and ``torch.ops.dmattn.backward``. :class:`ShortAttention` is the first without what costs an eager call time.
 """
 
 from __future__ import annotations
@@ -11,31 +11,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from dmattn import batching, composed
+from dmattn.fake import accumulate_dtype
 
 # The order of forward's arguments in cpp/schema.cpp.
 TENSORS = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed")
+OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-PLAIN = frozenset(
-    {Tensor, torch.nn.Parameter, type(None), bool, int, float}
-)  # nothing symbolic, fake, wrapped or otherwise special
+INPUTS = len(TENSORS) + len(OPTIONS)
+# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest at the end.
+GRADIENT_INPUTS = INPUTS + 7
+NEEDS = slice(INPUTS + 4, INPUTS + 6)
+
+
+def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
+    """Calls the op's kernel (or who stands before it: fakes, dispatch modes, functionalisation)."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*inputs)
+
+
+def transforms_are_active() -> bool:
+    """Whether torch.func or a forward-mode level may want more of a call than its results and a backward node."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options = inputs[len(TENSORS) :]  # is_causal, scale, softcap, dropout_p, deterministic
+    ctx.options = inputs[len(TENSORS) :]
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     query, key, value, *masks, out, lse, lse_rest = ctx.saved_tensors
-    none = (None,) * (len(TENSORS) + len(ctx.options))
+    none = (None,) * INPUTS
     if grad_out is None and grad_lse is None:
         return none
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     need_key_bias, need_bias = ctx.needs_input_grad[KEY_BIAS], ctx.needs_input_grad[BIAS]
-    grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _backward(
+    grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _gradients(
         (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest)
     )
     gradients = list(none)
@@ -47,64 +64,151 @@ def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
     return tuple(gradients)
 
 
-def refuse_second_gradient(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    raise RuntimeError("dmattn: gradients of gradients are not implemented; call backward() without create_graph=True")
-
-
-torch.library.register_autograd("dmattn::forward", forward_gradients, setup_context=save_for_backward)
-torch.library.register_autograd("dmattn::backward", refuse_second_gradient)
-
-
-# The short way ----------------------------------------------------------------------------------------------------------------------
-
-
-def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their gradients out."""
-    if _watched(inputs):
-        out, lse, _ = torch.ops.dmattn.forward(*inputs)
-    elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        out, lse, _ = _Attention.apply(*inputs)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse, _ = torch.ops.dmattn.forward(*inputs)
-    return out, lse
-
-
-def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
-    """``torch.ops.dmattn.select``, likewise; selection has no gradient."""
-    if _watched((scores, segment_end, window)):
-        end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal)
-        return end
-    with torch._C._AutoDispatchBelowAutograd():
-        end = torch.ops.dmattn.select(scores, segment_end, window, is_causal)
-    return end
-
-
-def _backward(inputs: tuple[Any, ...]) -> Any:
-    """``torch.ops.dmattn.backward``, likewise; where a graph of the gradients is recorded, the registered one, which refuses to go on."""
-    if torch.is_grad_enabled() or _watched(inputs):
+def _gradients(inputs: tuple[Any, ...]) -> Any:
+    """The op ``backward``, past torch's dispatcher of autograd where nobody differentiates further."""
+    if torch.compiler.is_compiling():
         return torch.ops.dmattn.backward(*inputs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.dmattn.backward(*inputs)
+    if torch.is_grad_enabled() or transforms_are_active():
+        return AttentionGradients.apply(*inputs)
+    return below_autograd(torch.ops.dmattn.backward, inputs)
 
 
-class _Attention(torch.autograd.Function):
+class ShortAttention(torch.autograd.Function):
+    """:class:`Attention` for eager calls outside of torch.func and forward mode."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            results: tuple[Tensor, Tensor, Tensor] = torch.ops.dmattn.forward(*inputs)
-        save_for_backward(ctx, inputs, results)
-        return results
+        output: tuple[Tensor, Tensor, Tensor] = below_autograd(torch.ops.dmattn.forward, inputs)
+        save_for_backward(ctx, inputs, output)
+        return output
 
     backward = staticmethod(forward_gradients)
 
 
-def _watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether anything but plain eager execution may want to see the op as it is registered."""
-    return (
-        torch.compiler.is_compiling()
-        or not PLAIN.issuperset(map(type, inputs))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-    )
+class Attention(torch.autograd.Function):
+    """All arguments of the op ``forward`` -> out, lse, lse_rest; reverse and forward mode, vmap, in any order and any number of times."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output: tuple[Tensor, Tensor, Tensor] = below_autograd(torch.ops.dmattn.forward, inputs)
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        save_for_backward(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[: len(TENSORS)])
+
+    backward = staticmethod(forward_gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
+        given = [*tangents[:3], tangents[KEY_BIAS], tangents[BIAS]]
+        with composed.primals(ctx) as tensors:
+            return *composed.tangents((*tensors, *ctx.options), given), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return batching.forward(Attention.apply, info, in_dims, *inputs)
+
+
+class AttentionGradients(torch.autograd.Function):
+    """All arguments of the op ``backward`` -> its five gradients; differentiable like :class:`Attention`.
+
+    ``out``, ``lse`` and ``lse_rest`` are results of the other arguments, not variables beside them: their derivatives are in those of the
+    others, and they themselves get none.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        gradients: tuple[Tensor, ...] = below_autograd(torch.ops.dmattn.backward, inputs)
+        return gradients
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        tensors = (*inputs[:5], *inputs[7 : 4 + len(TENSORS)])  # all but out and lse
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.options, ctx.need = inputs[4 + len(TENSORS) : NEEDS.start], inputs[NEEDS]
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
+        grad_out, grad_lse, *tensors = ctx.saved_tensors
+        key_bias, bias = 4 + KEY_BIAS, 4 + BIAS
+        wanted = (ctx.needs_input_grad[key_bias], ctx.needs_input_grad[bias])
+        none = (None,) * GRADIENT_INPUTS
+        if all(x is None for x in given):
+            return none
+        first, second, (query, key, value, by_key_bias, by_bias) = composed.gradients_of_gradients(
+            grad_out, grad_lse, (*tensors, *ctx.options), ctx.need, given, wanted
+        )
+        results: list[Any] = list(none)
+        results[:5] = first, second, query, key, value
+        results[key_bias], results[bias] = by_key_bias, by_bias
+        inputs = (grad_out, grad_lse, *tensors[:3], None, None, *tensors[3:])
+        return tuple(
+            result.to(x.dtype) if needed and x is not None and result is not None else None
+            for result, needed, x in zip(results, ctx.needs_input_grad, (*inputs, *none), strict=False)
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        given = [*tangents[2:5], tangents[4 + KEY_BIAS], tangents[4 + BIAS]]
+        with composed.primals(ctx) as (grad_out, grad_lse, *tensors):
+            query, key, value, key_bias, bias = composed.tangents_of_gradients(
+                grad_out, grad_lse, (*tensors, *ctx.options), ctx.need, tangents[0], tangents[1], given
+            )
+        dtype = grad_out.dtype
+        empty = torch.zeros((0,), dtype=accumulate_dtype(dtype), device=grad_out.device)
+        return (
+            *(x.to(dtype) for x in (query, key, value) if x is not None),
+            empty if key_bias is None else key_bias,
+            empty if bias is None else bias.to(empty.dtype),
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        return batching.backward(AttentionGradients.apply, info, in_dims, *inputs)
+
+
+# Registration for torch.ops.dmattn.* --------------------------------------------------------------------------------------------------
+
+# torch.library.register_autograd knows neither forward mode (tangents would be dropped without a word) nor torch.func, so the rules are
+# registered for the dispatcher's keys themselves: one for autograd, one that torch.func's transforms stand behind.
+_rules = torch.library.Library("dmattn", "IMPL")
+
+
+def _has_tangent(inputs: tuple[Any, ...]) -> bool:
+    """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``."""
+    tensors = (x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+    return any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
+
+
+def _forward_rule(*inputs: Any) -> Any:
+    if _has_tangent(inputs):
+        return Attention.apply(*inputs)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return ShortAttention.apply(*inputs)
+    return below_autograd(torch.ops.dmattn.forward, inputs)
+
+
+def _backward_rule(*inputs: Any) -> Any:
+    inputs = _with_default(inputs)
+    if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        return AttentionGradients.apply(*inputs)
+    return below_autograd(torch.ops.dmattn.backward, inputs)
+
+
+def _transformed_backward_rule(*inputs: Any) -> Any:
+    return AttentionGradients.apply(*_with_default(inputs))
+
+
+def _with_default(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The dispatcher leaves out a last argument, lse_rest, that is None."""
+    return inputs if len(inputs) == GRADIENT_INPUTS else (*inputs, None)
+
+
+_rules.impl("forward", _forward_rule, "Autograd")
+_rules.impl("forward", Attention.apply, "FuncTorchDynamicLayerFrontMode")
+_rules.impl("backward", _backward_rule, "Autograd")
+_rules.impl("backward", _transformed_backward_rule, "FuncTorchDynamicLayerFrontMode")

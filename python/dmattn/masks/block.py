@@ -371,9 +371,12 @@ def _pack(mask: Tensor, query_length: int, key_length: int, given: tuple[int, in
 
 
 def _slots(tiles: Tensor) -> int:
-    """How many partial tiles there are; while tracing or capturing a CUDA graph, where the device cannot be asked: how many there could be."""
+    """How many partial tiles there are; while tracing, under torch.func or capturing a CUDA graph, where no number can be asked for: how many
+    there could be."""
     from torch._subclasses.fake_tensor import FakeTensor
 
+    if torch._C._are_functorch_transforms_active():  # samples of a vmap may differ
+        return tiles.numel()
     if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(tiles, FakeTensor) or tiles.is_meta:
         return tiles.numel()
     if tiles.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, overload
 import torch
 from torch import Tensor
 
-from dmattn import autograd, checks
+from dmattn import checks, ops
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
 
@@ -281,7 +281,7 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
         if torch.compiler.is_exporting():
             _assert_segments(base, causal)
         causal = causal or base.segments == "causal"
-    end = autograd.select(scores, segment_end, window, causal)
+    end = ops.select(scores, segment_end, window, causal)
     return (None if causal or base is None else base.start), end
 
 

@@ -16,7 +16,7 @@ from dmattn.testing.case import AttentionCase
 from dmattn.testing.checks import assert_matches_reference, assert_same_bits, run
 from dmattn.testing.poison import poisoned_memory
 from dmattn.testing.strategies import DrawnMask, Shape, attention_cases, masks, scores, shapes
-from dmattn.testing.tolerance import assert_close_to_reference, run_reference
+from dmattn.testing.tolerance import assert_close_to_reference, assert_tangents_close, run_reference
 
 __all__ = [
     "AttentionCase",
@@ -25,6 +25,7 @@ __all__ = [
     "assert_close_to_reference",
     "assert_matches_reference",
     "assert_same_bits",
+    "assert_tangents_close",
     "attention_cases",
     "dropout_multiplier",
     "masks",

@@ -135,6 +135,70 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     return terms | {name: Terms(made["storage"][name], made["arithmetic"][name]) for name in made["storage"]}
 
 
+def assert_tangents_close(case: AttentionCase, directions: dict[str, Tensor], tangents: dict[str, Tensor]) -> None:
+    """The rule for forward mode.
+
+    Args:
+        case: the problem.
+        directions: tangents of the case's leaves, by name.
+        tangents: what an implementation makes of them, of out and lse; 0 where lse is -inf.
+
+    Raises:
+        AssertionError: names the tangent, the place, the error and what was allowed.
+    """
+
+    def expected(given: AttentionCase) -> dict[str, Tensor]:
+        leaves = given.leaves()
+
+        def call(*moved: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = given.with_leaves(dict(zip(leaves, moved, strict=True))).call_reference()
+            return out, torch.where(torch.isinf(lse), 0.0, lse)
+
+        along = tuple(directions[name].to(leaf.dtype) for name, leaf in leaves.items())
+        return dict(zip(("out", "lse"), torch.func.jvp(call, tuple(leaves.values()), along)[1], strict=True))
+
+    truth, eager, terms = expected(case.to(TRUTH)), expected(case), tangent_terms(case, directions)
+    for name, tangent in tangents.items():
+        _compare(name, tangent, truth[name], eager[name], terms[name], case)
+
+
+def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[str, Terms]:
+    """What arithmetic can do to the tangents of out and lse: sums of absolute terms, weighted by how wrong a weight can be."""
+    exact = case.to(TRUTH)
+    along = {name: given.to(TRUTH) for name, given in directions.items()}
+    heads = exact.query.shape[1]
+    seen = exact.seen()
+    hidden = ~seen.any(dim=2)[..., None]
+
+    def wide(given: Tensor) -> Tensor:
+        return reference.per_query_head(given, heads).masked_fill(hidden, 0.0).abs()
+
+    query, key, value = exact.query.abs(), wide(exact.key), wide(exact.value)
+    query_t, key_t, value_t = along["query"].abs(), wide(along["key"]), wide(along["value"])
+    scale = abs(query.shape[-1] ** -0.5 if exact.scale is None else exact.scale)
+    logits = query @ key.mT * scale
+    logits_t = (query_t @ key.mT + query @ key_t.mT) * scale
+    for name, rank in (("key_bias", 3), ("bias", 4)):
+        if name in along:
+            bias, bias_t = (
+                reference.per_query_head(with_rank(given, rank), heads).abs() for given in (exact.leaves()[name], along[name])
+            )
+            logits = logits + (bias[:, :, None] if rank == 3 else bias)
+            logits_t = logits_t + (bias_t[:, :, None] if rank == 3 else bias_t)
+    identity = torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(*exact.key.shape[:2], -1, -1)
+    weights = dataclasses.replace(exact, dropout_p=0.0, value=identity).call_reference()[0]
+    logits, logits_t = (torch.where(weights > 0, given, 0.0) for given in (logits, logits_t))
+    wrong = weights * (1.0 + logits + (weights * logits).sum(-1, keepdim=True))
+    kept = torch.ones_like(weights)
+    if exact.dropout_p > 0:
+        kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
+    moved = logits_t + (weights * logits_t).sum(-1, keepdim=True)
+    return {
+        "out": Terms(torch.zeros((), dtype=TRUTH), (wrong * kept * moved) @ value + (wrong * kept) @ value_t),
+        "lse": Terms(torch.zeros((), dtype=TRUTH), (wrong * moved).sum(-1)),
+    }
+
+
 def _rss(a: Tensor, b: Tensor) -> Tensor:
     """Root of the sum of squares of the products that a @ b sums."""
     return (a.square() @ b.square()).sqrt()

@@ -1,0 +1,55 @@
+"""The short way to ops: what the public functions call instead of ``torch.ops.dmattn.*``.
+
+The dispatcher and a registered autograd rule cost an eager call some 50 us of Python. Where nobody watches (no trace, dispatch mode, subclass,
+torch.func transform or forward-mode level), kernels are called directly, or through an ``autograd.Function`` when a gradient is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dmattn import autograd
+
+# nothing symbolic, fake, wrapped or otherwise special
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
+
+
+def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their derivatives out."""
+    if _watched(inputs):
+        if torch.compiler.is_compiling() or not autograd.transforms_are_active():
+            out, lse, _ = torch.ops.dmattn.forward(*inputs)
+        else:
+            out, lse, _ = autograd.Attention.apply(*inputs)
+    elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        out, lse, _ = autograd.ShortAttention.apply(*inputs)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, _ = torch.ops.dmattn.forward(*inputs)
+    return out, lse
+
+
+def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
+    """``torch.ops.dmattn.select``, likewise; selection has no derivative."""
+    if _watched((scores, segment_end, window)):
+        end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal)
+        return end
+    with torch._C._AutoDispatchBelowAutograd():
+        end = torch.ops.dmattn.select(scores, segment_end, window, is_causal)
+    return end
+
+
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether anything but plain eager execution may want to see the op as it is registered."""
+    return (
+        torch.compiler.is_compiling()
+        or not PLAIN.issuperset(map(type, inputs))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
