@@ -8,6 +8,7 @@ argument the dimension that is vmapped over or None, and the op's arguments; it 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +84,6 @@ def forward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inpu
 
 def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
     """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest -> five gradients."""
-    if len(inputs) == 23:  # the dispatcher leaves out a last argument that is None
-        inputs, in_dims = (*inputs, None), (*in_dims, None)
     size, batch = info.batch_size, batch_of(inputs[2], in_dims[2])
     needs, lse_rest = inputs[21:23], inputs[23]
     out_dims = (0, 0, 0, *(0 if need else None for need in needs))
@@ -137,16 +136,6 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
     return bits.unflatten(0, (size, slots)), 0
 
 
-def _register(name: str, rule: Callable[..., Any]) -> None:
-    op = getattr(torch.ops.dmattn, name)
-
-    def registered(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        return rule(op, info, in_dims, *inputs)
-
-    torch.library.register_vmap(f"dmattn::{name}", registered)
-
-
-for _name, _rule in (
-    ("select", select), ("pack_tiles", pack_tiles), ("pack_bits", pack_bits), ("forward", forward), ("backward", backward)
-):  # fmt: skip
-    _register(_name, _rule)
+# forward and backward come here through dmattn.autograd, the others, which have no derivatives, through torch's own registration.
+for _name, _rule in (("select", select), ("pack_tiles", pack_tiles), ("pack_bits", pack_bits)):
+    torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)))
