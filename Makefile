@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 CUDA ?= AUTO
 # Which family of them the GPU tests run: auto (the best for the device), sm80 or sm90.
 FAMILY ?= auto
-GPU_TESTS := $(patsubst %,tests/test_%.py,cuda sanitized forward backward autograd select masks dynamic_mask_attention sdpa registration errors huge_biases fuzz)
+GPU_TESTS := $(patsubst %,tests/test_%.py,cuda sanitized forward backward autograd func select masks dynamic_mask_attention sdpa registration errors huge_biases fuzz)
 
 ifneq ($(shell command -v ccache 2>/dev/null),)
 export CMAKE_CXX_COMPILER_LAUNCHER := ccache

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 
 from dmattn.fake import accumulate_dtype
 
-BLOCK_QUERIES = 256  # rows of a tile, at most
+BLOCK_QUERIES = 256  # queries of a tile, at most
 BLOCK_KEYS = 1024  # keys of a tile, at most
 TILE_ELEMENTS = 1 << 22  # elements of a tile over all batches and heads, about
 SMALLEST_SIDE = 16
