@@ -17,6 +17,7 @@
 #include <string_view>
 #include <utility>
 
+#include "library.h"
 #include "params.h"
 
 namespace dmattn {
@@ -80,7 +81,8 @@ inline int64_t table_size(int64_t length, int64_t tile) { return length / tile +
 
 inline constexpr int64_t kMaxLength = int64_t{1} << 20;
 inline constexpr int64_t kMaxHeadDim = 256;
-inline constexpr int64_t kMaxTile = 4096;  // of a block mask
+inline constexpr int64_t kMaxTile = 4096;   // of a block mask
+inline constexpr double kMaxFactor = 1e30;  // of scale and softcap: products with it stay finite in float32
 
 inline void check_dtype(const char* name, const Tensor& tensor, ScalarType expected) {
   check(tensor.scalar_type() == expected, name, ": expected dtype ", dtype_name(expected), ", got ",
@@ -102,6 +104,14 @@ inline void check_shape(const char* name, const Tensor& tensor, std::initializer
   fail(name, ": expected ", meaning, " = [", text.str(), "], got ", shape_text(tensor));
 }
 
+// Refuses sizes whose product, zeros counted as ones, is beyond 2^54: an expanded or an empty tensor can have them, and products
+// of its sizes with a head size must not overflow.
+inline void check_extent(const char* name, const Tensor& tensor) {
+  int64_t room = int64_t{1} << 54;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) room /= tensor.size(axis) > 1 ? tensor.size(axis) : 1;
+  check(room > 0, name, ": expected sizes whose product is at most 2^54, got ", shape_text(tensor));
+}
+
 // A tensor that kernels can walk: the given one, or a contiguous copy when its last dimension is strided.
 inline Tensor with_dense_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
@@ -112,9 +122,11 @@ inline Rows to_rows(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.dim() > 3 ? tensor.stride(2) : 0};
 }
 
-// A [B|1, H|Hkv|1, ...] tensor as a PerHead; `rest` are the sizes after the head.
-inline PerHead to_per_head(const char* name, const Tensor& tensor, const Tensor& like, int64_t batch, int64_t heads,
-                           int64_t kv_heads, std::initializer_list<int64_t> rest, const char* meaning) {
+// A [B|1, H|Hkv|1, ...] tensor as a PerHead; `rest` are the sizes after the head. Where kernels cannot walk the given tensor it
+// is replaced by what `make_dense` gives, after its shape is checked.
+inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like, int64_t batch, int64_t heads, int64_t kv_heads,
+                           std::initializer_list<int64_t> rest, const char* meaning,
+                           Tensor (*make_dense)(const Tensor&) = with_dense_rows) {
   check_device(name, tensor, like);
   bool fits = tensor.dim() == 2 + static_cast<int64_t>(rest.size());
   fits = fits && (tensor.size(0) == batch || tensor.size(0) == 1);
@@ -124,6 +136,7 @@ inline PerHead to_per_head(const char* name, const Tensor& tensor, const Tensor&
   if (!fits) {
     fail(name, ": expected ", meaning, " with B=", batch, ", H=", heads, ", Hkv=", kv_heads, ", got ", shape_text(tensor));
   }
+  tensor = make_dense(tensor);
   PerHead view;
   view.data = tensor.data_ptr();
   view.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
@@ -187,7 +200,6 @@ inline PerHead optional_intervals(const char* name, std::optional<Tensor>& tenso
                                   int64_t heads, int64_t kv_heads, int64_t key_length) {
   if (!tensor) return {};
   check_dtype(name, *tensor, ScalarType::Int);
-  tensor = with_dense_rows(*tensor);
   return to_per_head(name, *tensor, query, batch, heads, kv_heads, {key_length}, "[B|1, H|Hkv|1, Sk]");
 }
 
@@ -196,11 +208,11 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
   check(count == 0 || count == 4, "tiles, rows, columns, bits: expected all four of a block mask or none, got ", count);
   if (count == 0) return;
   MaskParams& mask = p.mask;
+  const auto in_order = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
   for (auto [name, tensor] :
        {std::pair{"tiles", &given.tiles}, {"rows", &given.rows}, {"columns", &given.columns}, {"bits", &given.bits}}) {
     check_dtype(name, **tensor, ScalarType::Int);
     check_device(name, **tensor, query);
-    *tensor = torch::stable::contiguous(**tensor);
   }
   check(given.bits->dim() == 3 && given.bits->size(1) > 0 && given.bits->size(2) > 0 && given.bits->size(1) <= kMaxTile &&
             given.bits->size(2) <= kMaxTile / 32,
@@ -211,11 +223,13 @@ inline void fill_block_mask(MaskArguments& given, AttentionParams& p, const Tens
   mask.tiles_q = table_size(p.query_length, mask.tile_q);
   mask.tiles_k = table_size(p.key_length, mask.tile_k);
   mask.tiles = to_per_head("tiles", *given.tiles, query, p.batch, p.heads, p.kv_heads, {mask.tiles_q, mask.tiles_k},
-                           "[B|1, H|Hkv|1, Nq, Nk]");
+                           "[B|1, H|Hkv|1, Nq, Nk]", in_order);
   mask.rows = to_per_head("rows", *given.rows, query, p.batch, p.heads, p.kv_heads, {mask.tiles_q, mask.tiles_k + 1},
-                          "[B|1, H|Hkv|1, Nq, 1 + Nk]");
+                          "[B|1, H|Hkv|1, Nq, 1 + Nk]", in_order);
   mask.columns = to_per_head("columns", *given.columns, query, p.batch, p.heads, p.kv_heads, {mask.tiles_k, mask.tiles_q + 1},
-                             "[B|1, H|Hkv|1, Nk, 1 + Nq]");
+                             "[B|1, H|Hkv|1, Nk, 1 + Nq]", in_order);
+  check_extent("bits", *given.bits);
+  given.bits = in_order(*given.bits);
   mask.bits = static_cast<const uint32_t*>(given.bits->data_ptr());
   mask.slots = given.bits->size(0);
 }
@@ -228,6 +242,7 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
     check(tensor->dim() == 4, name, ": expected 4 dimensions [B, heads, S, size], got ", shape_text(*tensor));
     check_dtype(name, *tensor, query.scalar_type());
     check_device(name, *tensor, query);
+    check_extent(name, *tensor);
   }
   p.batch = query.size(0), p.heads = query.size(1), p.query_length = query.size(2), p.head_dim = query.size(3);
   p.kv_heads = key.size(1), p.key_length = key.size(2), p.value_dim = value.size(3);
@@ -242,8 +257,9 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
   }
   check(p.query_length <= kMaxLength, "query: expected a length up to ", kMaxLength, ", got ", p.query_length);
   check(p.key_length <= kMaxLength, "key: expected a length up to ", kMaxLength, ", got ", p.key_length);
-  check(std::isfinite(scale), "scale: expected a finite number, got ", scale);
-  check(std::isfinite(softcap) && softcap >= 0, "softcap: expected a finite number >= 0, got ", softcap);
+  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
+  check(softcap == 0 || (softcap >= 1 / kMaxFactor && softcap <= kMaxFactor), "softcap: expected 0 or a number from ",
+        1 / kMaxFactor, " to ", kMaxFactor, ", got ", softcap);
   check(dropout_p >= 0 && dropout_p < 1, "dropout_p: expected 0 <= dropout_p < 1, got ", dropout_p);
 
   checked.query = with_dense_rows(query);
@@ -260,7 +276,6 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
   const ScalarType sum_type = accumulate_type(query.scalar_type());
   if (mask.key_bias) {
     check_dtype("key_bias", *mask.key_bias, sum_type);
-    mask.key_bias = with_dense_rows(*mask.key_bias);
     p.key_bias =
         to_per_head("key_bias", *mask.key_bias, query, p.batch, p.heads, p.kv_heads, {p.key_length}, "[B|1, H|Hkv|1, Sk]");
   }
@@ -268,7 +283,6 @@ inline CheckedAttention check_attention(const Tensor& query, const Tensor& key, 
     const ScalarType type = mask.bias->scalar_type();
     check(type == sum_type || type == query.scalar_type(), "bias: expected dtype ", dtype_name(sum_type), " or ",
           dtype_name(query.scalar_type()), ", got ", dtype_name(type));
-    mask.bias = with_dense_rows(*mask.bias);
     p.bias = to_per_head("bias", *mask.bias, query, p.batch, p.heads, p.kv_heads, {p.query_length, p.key_length},
                          "[B|1, H|Hkv|1, Sq, Sk]");
     p.bias_row_stride = mask.bias->stride(2);

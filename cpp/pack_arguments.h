@@ -15,6 +15,7 @@ inline CheckedPack check_pack(const Tensor& mask, int64_t query_length, int64_t 
   check(mask.dim() == 4, "mask: expected 4 dimensions [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)], got ",
         shape_text(mask));
   check_dtype("mask", mask, ScalarType::Bool);
+  check_extent("mask", mask);
   for (auto [name, length] : {std::pair{"query_length", query_length}, {"key_length", key_length}}) {
     check(length >= 0 && length <= kMaxLength, name, ": expected 0 <= ", name, " <= ", kMaxLength, ", got ", length);
   }

@@ -12,7 +12,12 @@
 // Ops are functional and positional and take no list: see docs/semantics.md for what each argument means.
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(dmattn, m) {
+#include "library.h"
+
+// A fragment, because a second copy of this library must not claim the namespace again.
+STABLE_TORCH_LIBRARY_FRAGMENT(dmattn, m) {
+  if (!dmattn::is_first_copy()) return;
+
   m.def("select(Tensor scores, Tensor? segment_end, SymInt window, bool is_causal) -> Tensor");
 
   m.def(

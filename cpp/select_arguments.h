@@ -16,6 +16,7 @@ inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> se
   check(scores.dim() == 3, "scores: expected 3 dimensions [B, Hkv, Sk], got ", shape_text(scores));
   check(window > 0, "window: expected a positive number of keys, got ", window);
   check(scores.size(2) <= kMaxLength, "scores: expected a length up to ", kMaxLength, ", got ", scores.size(2));
+  check_extent("scores", scores);
   CheckedSelect checked{with_dense_rows(scores), std::move(segment_end), Tensor(), {}};
   SelectParams& p = checked.params;
   p.batch = scores.size(0), p.heads = scores.size(1), p.length = scores.size(2), p.window = window;
@@ -24,7 +25,6 @@ inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> se
   p.scores = to_rows(checked.scores);
   if (checked.segment_end) {
     check_dtype("segment_end", *checked.segment_end, ScalarType::Int);
-    checked.segment_end = with_dense_rows(*checked.segment_end);
     p.segment_end =
         to_per_head("segment_end", *checked.segment_end, scores, p.batch, p.heads, p.heads, {p.length}, "[B|1, Hkv|1, Sk]");
   }

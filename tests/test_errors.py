@@ -148,7 +148,7 @@ PUBLIC = {
     "two seeds": (lambda: attend(dropout_p=0.1, dropout_seed=torch.tensor([1, 2])), ValueError, "dropout_seed: expected one element, got shape [2]"),
     "seed elsewhere": (lambda: attend(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="meta")), ValueError, "dropout_seed: expected device cpu like query, got meta"),
     # other functions and the layer
-    "key_scores weight": (lambda: dmattn.key_scores(V, rows(2, 15), rows(2)), ValueError, "dt_proj_weight: expected shape [2, 16] for value [2, 2, 12, 8], got [2, 15]"),
+    "key_scores weight": (lambda: dmattn.key_scores(V, rows(2, 15), rows(2)), ValueError, "dt_proj: expected shape [2, 16] for value [2, 2, 12, 8], got [2, 15]"),
     "key_scores A": (lambda: dmattn.key_scores(V, rows(2, 16), rows(3)), ValueError, "A: expected shape [2] for value [2, 2, 12, 8], got [3]"),
     "key_scores value": (lambda: dmattn.key_scores(V[0], rows(2, 16), rows(2)), ValueError, "value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape [2, 12, 8]"),
     "sdpa of rank 1": (lambda: dmattn.scaled_dot_product_attention(Q[0, 0, 0], K, V), ValueError, "query: expected at least 2 dimensions [..., L, E], got shape [16]"),
@@ -181,7 +181,7 @@ PUBLIC = {
     "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
     "projection elsewhere": (
         lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
-        ValueError, "dt_proj_weight: expected device cpu like value, got meta"),
+        ValueError, "dt_proj: expected device cpu like value, got meta"),
 }  # fmt: skip
 
 

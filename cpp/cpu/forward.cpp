@@ -17,6 +17,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
       check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
                     softcap, dropout_p);
   const AttentionParams& p = checked.inputs.params;
+  if (p.query_length == 0) return {checked.out, checked.lse, checked.lse_rest};
   const Kernels& kernels = best_kernels();
   run_phases(kernels.plan_forward(p),
              [&](int phase, int64_t task, void* scratch, void* shared) { kernels.forward(p, phase, task, scratch, shared); });
@@ -26,4 +27,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) { m.impl("forward", TORCH_BOX(&dmattn::cpu::forward_op)); }
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("forward", TORCH_BOX(&dmattn::cpu::forward_op));
+}

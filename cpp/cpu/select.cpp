@@ -107,6 +107,7 @@ void select(const SelectParams& p) {
 
 Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
   const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal);
+  if (checked.params.length == 0) return checked.end;
   switch (checked.params.dtype) {
     case DType::kFloat64: select<double>(checked.params); break;
     case DType::kFloat32: select<float>(checked.params); break;
@@ -119,4 +120,7 @@ Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) { m.impl("select", TORCH_BOX(&dmattn::cpu::select_op)); }
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("select", TORCH_BOX(&dmattn::cpu::select_op));
+}

@@ -208,4 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) { m.impl("backward", TORCH_BOX(&dmattn::cuda::backward_op)); }
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("backward", TORCH_BOX(&dmattn::cuda::backward_op));
+}

@@ -90,4 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) { m.impl("forward", TORCH_BOX(&dmattn::cuda::forward_op)); }
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("forward", TORCH_BOX(&dmattn::cuda::forward_op));
+}

@@ -8,6 +8,7 @@ namespace {
 
 Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
   const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal);
+  if (checked.params.length == 0) return checked.end;
   const Device device(scores);
   const Tensor workspace = empty_on(scores, {static_cast<int64_t>(select_workspace_bytes(checked.params))}, ScalarType::Byte);
   DMATTN_CUDA_CHECK(launch_select(checked.params, workspace.data_ptr(), device.stream()));
@@ -17,4 +18,7 @@ Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) { m.impl("select", TORCH_BOX(&dmattn::cuda::select_op)); }
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("select", TORCH_BOX(&dmattn::cuda::select_op));
+}

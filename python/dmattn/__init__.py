@@ -17,6 +17,10 @@ from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # n
 from dmattn.flops import visible_pairs  # noqa: E402
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask  # noqa: E402
 
+unsupported.refuse_scripting(
+    attention, dynamic_mask_attention, flash_dma_attention, flash_dynamic_mask_attention, key_scores, scaled_dot_product_attention
+)
+
 __all__ = [
     "BlockMask",
     "CombinedMask",

@@ -1,7 +1,8 @@
-"""``python -m dmattn``: what this installation is and what this machine can use."""
+"""``python -m dmattn``: what this installation is and what this machine can use; ``python -m dmattn library``: the ops library's path."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 
@@ -11,36 +12,53 @@ import dmattn
 
 
 def report() -> str:
-    lines = [("dmattn", dmattn.__version__), ("python", platform.python_version()), ("torch", torch.__version__)]
-    try:
-        info = dmattn.build_info()
-    except ImportError as error:
-        lines.append(("build", f"unknown: the module dmattn._C does not load ({error})"))
-        info = {}
-    if info:
-        lines += [
-            ("built with", f"torch {info['built_with_torch']}, {info['compiler']}"),
-            ("stable ABI target", f"torch {info['stable_abi_target']}"),
-            ("cpu kernels", info["cpu_levels"]),
-            ("cuda kernels", f"CUDA {info['cuda']}: {info['cuda_archs']}" if info["cuda"] else "not built"),
-        ]
-    lines += [
+    info = dmattn.build_info()
+    lines = [
+        ("dmattn", dmattn.__version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("built with", f"torch {info['built_with_torch']}, {info['compiler']}"),
+        ("stable ABI target", f"torch {info['stable_abi_target']}"),
+        ("cpu kernels", info["cpu_levels"]),
+        ("cuda kernels", f"CUDA {info['cuda']}: {info['cuda_archs']}" if has_cuda_kernels() else "not built"),
         ("ops library", dmattn.library_path()),
+        ("python module", module_state()),
         ("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
-        ("cuda here", cuda_state(info.get("cuda", ""))),
+        ("cuda here", cuda_state()),
     ]
     lines += [(name, os.environ[name]) for name in ("DMATTN_CPU_LEVEL", "DMATTN_FAMILY") if name in os.environ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}} : {value}" for name, value in lines)
 
 
-def cuda_state(built_with: str) -> str:
+def has_cuda_kernels() -> bool:
+    """Whether the ops library has registered attention for CUDA."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("dmattn::forward", "CUDA")
+
+
+def module_state() -> str:
+    """Whether ``dmattn._C`` loads, which needs the package nanobind-backend."""
+    try:
+        from dmattn import _C  # noqa: F401
+    except ImportError as error:
+        return f"dmattn._C does not load ({error}); no op needs it"
+    return "dmattn._C"
+
+
+def cuda_state() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device that torch can use"
     names = [f"{torch.cuda.get_device_name(i)} (sm_{''.join(map(str, torch.cuda.get_device_capability(i)))})"
              for i in range(torch.cuda.device_count())]  # fmt: skip
-    return ", ".join(names) + ("" if built_with else "; not usable: this build has no CUDA kernels")
+    return ", ".join(names) + ("" if has_cuda_kernels() else "; not usable: this build has no CUDA kernels")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m dmattn", description="What this installation of dmattn is.")
+    what = "report: what was built, and what this machine can use (default); library: the path of the ops library"
+    parser.add_argument("what", nargs="?", choices=("report", "library"), default="report", help=what)
+    print(dmattn.library_path() if parser.parse_args().what == "library" else report())
 
 
 if __name__ == "__main__":
-    print(report())
+    main()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 from functools import cache
 from pathlib import Path
 
 import torch
 
 LIBRARY_NAME = "libdmattn_ops.so"
+_RULES = "_python_rules"  # where torch.ops.dmattn, which outlives the package, keeps them
 
 
 @cache
 def library_path() -> str:
     """Absolute path of the ops library.
 
-    A C++ process that runs an AOTInductor package with dmattn ops in it must ``dlopen`` this file first.
+    A process that runs a saved program with dmattn ops in it and does not import dmattn loads this file first: Python by
+    ``torch.ops.load_library``, C++ by ``dlopen``. ``python -m dmattn library`` prints the path.
 
     Raises:
         ImportError: the library was not built or not installed beside the package.
@@ -31,16 +35,44 @@ def library_path() -> str:
 
 
 def load() -> None:
-    """Registers ``torch.ops.dmattn.*``."""
-    torch.ops.load_library(library_path())
+    """Registers ``torch.ops.dmattn.*``, and makes room for the rules written in Python.
+
+    Raises:
+        ImportError: the process already has the ops of another copy of the library; names both files.
+    """
+    path = library_path()
+    torch.ops.load_library(path)
+    in_use = _text_from("dmattn_ops_file")
+    if in_use != path and not os.path.samefile(in_use, path):
+        raise ImportError(
+            f"dmattn: expected to load the ops of {path}, but this process already has the ops of another copy, {in_use}: "
+            "use one installation of dmattn in a process"
+        )
+    _renew_rules()
+
+
+def rules() -> torch.library.Library:
+    """The object that this import's Python registers fakes, gradients and refusals with."""
+    own: torch.library.Library = vars(torch.ops.dmattn)[_RULES]
+    return own
+
+
+def _renew_rules() -> None:
+    """Takes out the rules of an earlier import: dmattn may be imported again after it was removed from ``sys.modules``."""
+    namespace = vars(torch.ops.dmattn)
+    if _RULES in namespace:
+        namespace[_RULES]._destroy()
+    namespace[_RULES] = torch.library.Library("dmattn", "FRAGMENT")
 
 
 def build_info() -> dict[str, str]:
-    """What this library was built with: version, built_with_torch, stable_abi_target, cuda, cuda_archs, cpu_levels, compiler.
+    """What the ops library was built with: version, built_with_torch, stable_abi_target, cuda, cuda_archs, cpu_levels, compiler."""
+    lines = _text_from("dmattn_build_facts").splitlines()
+    return dict(line.split("=", 1) for line in lines)
 
-    Raises:
-        ImportError: the optional module ``dmattn._C`` (or its run-time dependency nanobind-backend) is not installed.
-    """
-    from dmattn import _C
 
-    return dict(_C.build_info())
+def _text_from(function: str) -> str:
+    """What a C function of the ops library says, cpp/library.cpp."""
+    call = getattr(ctypes.CDLL(library_path()), function)
+    call.restype = ctypes.c_char_p
+    return os.fsdecode(call())

@@ -6,13 +6,16 @@ from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dmattn import checks, ops
+from dmattn import checks, ops, unsupported
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import ALWAYS, FOREVER, select_interval, with_three_dims
+
+# The function itself, not its name in torch.nn.functional, to which users assign ours.
+_torch_attention = torch._C._nn.scaled_dot_product_attention
 
 
 @overload
@@ -74,8 +77,10 @@ def attention(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value. Both name the argument, what was expected and what came.
     """
+    checks.flags(is_causal, deterministic, return_lse)
     query, key, value = _autocast(query, key, value)
     checks.attention_inputs(query, key, value)
+    scale, softcap, dropout_p, dropout_seed = _options(query, scale, softcap, dropout_p, dropout_seed)
     interval, block = _split_mask(mask, query, key)
     start = end = None
     if interval is not None:
@@ -137,8 +142,10 @@ def dynamic_mask_attention(
     Raises:
         TypeError, ValueError: as :func:`attention` and :meth:`IntervalMask.top_k`.
     """
+    checks.flags(is_causal, deterministic, return_lse)
     query, key, value = _autocast(query, key, value)
     checks.attention_inputs(query, key, value)
+    scale, softcap, dropout_p, dropout_seed = _options(query, scale, softcap, dropout_p, dropout_seed)
     checks.tensor("scores", scores)
     checks.dtype("scores", scores, checks.DTYPES["cpu"])
     if scores.shape != key.shape[:3]:
@@ -152,32 +159,83 @@ def dynamic_mask_attention(
                  deterministic, return_lse)  # fmt: skip
 
 
-def key_scores(value: Tensor, dt_proj_weight: Tensor, A: Tensor, dt_proj_bias: Tensor | None = None) -> Tensor:
+@overload
+def key_scores(value: Tensor, dt_proj: Tensor | nn.Module, A: Tensor, dt_proj_bias: Tensor | None = None) -> Tensor: ...
+@overload
+def key_scores(value: Tensor, *, dt_proj_weight: Tensor, A: Tensor, dt_proj_bias: Tensor | None = None) -> Tensor: ...
+def key_scores(
+    value: Tensor,
+    dt_proj: Tensor | nn.Module | None = None,
+    A: Tensor | None = None,
+    dt_proj_bias: Tensor | None = None,
+    *,
+    dt_proj_weight: Tensor | None = None,
+) -> Tensor:
     """The score of each key from its value alone: ``exp(A * softplus(dt_proj(v)))`` (the Doge model), in plain torch operations.
 
     Args:
-        value: [B, Hkv, Sk, Dv].
-        dt_proj_weight: [Hkv, Hkv * Dv].
-        A: [Hkv].
-        dt_proj_bias: [Hkv] or None.
+        value: [B, Hkv, Sk, Dv], floating point.
+        dt_proj: weight [Hkv, Hkv * Dv] in value's dtype, or a module that takes [B, Sk, Hkv * Dv] to [B, Sk, Hkv]. A module is called,
+            so adapters, hooks and quantisation of it work.
+        A: [Hkv], floating point.
+        dt_proj_bias: [Hkv] or None; None with a module, which has its own.
+        dt_proj_weight: the older name of dt_proj, for a weight.
 
     Returns:
         [B, Hkv, Sk], differentiable.
+
+    Raises:
+        TypeError: a wrong type or dtype, or neither or both of dt_proj and dt_proj_weight.
+        ValueError: a wrong shape or device.
     """
-    for name, given in (("value", value), ("dt_proj_weight", dt_proj_weight), ("A", A)):
-        checks.tensor(name, given)
+    if dt_proj_weight is not None:
+        if dt_proj is not None:
+            raise TypeError("dt_proj, dt_proj_weight: expected exactly one of them, got both")
+        dt_proj = checks.tensor("dt_proj_weight", dt_proj_weight)
+    checks.tensor("value", value)
+    checks.dtype("value", value, checks.DTYPES["cpu"])
     if value.dim() != 4:
         raise ValueError(f"value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape {checks.shape_of(value)}")
-    kv_heads, width = value.shape[1], value.shape[1] * value.shape[3]
-    expected = {"dt_proj_weight": (dt_proj_weight, [kv_heads, width]), "A": (A, [kv_heads])}
-    if dt_proj_bias is not None:
-        expected["dt_proj_bias"] = (checks.tensor("dt_proj_bias", dt_proj_bias), [kv_heads])
-    for name, (given, shape) in expected.items():
-        checks.same_device(name, given, value, "value")
-        if list(given.shape) != shape:
-            raise ValueError(f"{name}: expected shape {shape} for value {checks.shape_of(value)}, got {checks.shape_of(given)}")
-    dt = F.linear(value.transpose(1, 2).flatten(2), dt_proj_weight, dt_proj_bias)  # [B, Sk, Hkv]
+    if not isinstance(dt_proj, Tensor | nn.Module):
+        raise TypeError(f"dt_proj: expected a torch.Tensor or a torch.nn.Module, got {type(dt_proj).__name__}")
+    A = _score_parameter("A", A, value, [value.shape[1]])
+    flat = value.transpose(1, 2).flatten(2)  # [B, Sk, Hkv * Dv]
+    if isinstance(dt_proj, nn.Module):
+        dt = _projected(dt_proj, dt_proj_bias, flat, value)
+    else:
+        name = "dt_proj" if dt_proj_weight is None else "dt_proj_weight"
+        weight = _score_parameter(name, dt_proj, value, [value.shape[1], flat.shape[2]])
+        if dt_proj_bias is not None:
+            _score_parameter("dt_proj_bias", dt_proj_bias, value, [value.shape[1]])
+        if not torch._C._is_any_autocast_enabled():
+            for part, given in ((name, weight), ("dt_proj_bias", dt_proj_bias)):
+                if given is not None and given.dtype != value.dtype:
+                    raise TypeError(f"{part}: expected dtype {value.dtype} like value, got {given.dtype}")
+        dt = F.linear(flat, weight, dt_proj_bias)
     return torch.exp(A * F.softplus(dt)).transpose(1, 2)
+
+
+def _score_parameter(name: str, given: object, value: Tensor, shape: list[int]) -> Tensor:
+    parameter = checks.tensor(name, given)
+    checks.dtype(name, parameter, checks.DTYPES["cpu"])
+    checks.same_device(name, parameter, value, "value")
+    if list(parameter.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape} for value {checks.shape_of(value)}, got {checks.shape_of(parameter)}")
+    return parameter
+
+
+def _projected(dt_proj: nn.Module, dt_proj_bias: object, flat: Tensor, value: Tensor) -> Tensor:
+    """What a module makes of the values: [B, Sk, Hkv]."""
+    if dt_proj_bias is not None:
+        raise TypeError("dt_proj_bias: expected None with a module as dt_proj, which has its own bias, got "
+                        f"{type(dt_proj_bias).__name__}")  # fmt: skip
+    dt: object = dt_proj(flat)
+    expected = [flat.shape[0], flat.shape[1], value.shape[1]]
+    if not isinstance(dt, Tensor):
+        raise TypeError(f"dt_proj: expected a module that returns a torch.Tensor, got {type(dt).__name__}")
+    if list(dt.shape) != expected:
+        raise ValueError(f"dt_proj: expected a module that returns [B, Sk, Hkv] = {expected}, got {checks.shape_of(dt)}")
+    return dt
 
 
 def scaled_dot_product_attention(
@@ -194,8 +252,9 @@ def scaled_dot_product_attention(
 
     So ``is_causal`` is aligned at the top left, as torch has it, a bool mask hides where it is False, a float mask is added, leading
     dimensions broadcast, and any head size works (it is padded to a multiple of 8). What no kernel here covers (head sizes beyond 256,
-    lengths beyond 2^20, a dtype or device without kernels, key and value with different head counts, dropout_p = 1) is passed on to torch's
-    own function.
+    lengths beyond 2^20, a dtype, device or layout without kernels, nested tensors among them, key and value with different head counts,
+    dropout_p = 1) is passed on to torch's own function. So it can take the place of torch's:
+    ``torch.nn.functional.scaled_dot_product_attention = dmattn.scaled_dot_product_attention``.
 
     Args:
         query: [..., H, L, E] (or [..., L, E]).
@@ -210,27 +269,29 @@ def scaled_dot_product_attention(
     Raises:
         ValueError, TypeError: as :func:`attention`; or both attn_mask and is_causal are given.
     """
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        if checks.tensor(name, given).dim() < 2:
-            raise ValueError(f"{name}: expected at least 2 dimensions [..., L, E], got shape {checks.shape_of(given)}")
+    checks.flag("is_causal", is_causal)
+    checks.flag("enable_gqa", enable_gqa)
+    if type(dropout_p) is not float:
+        dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0)
+    for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(given, Tensor) and (given is not None or name != "attn_mask"):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(given).__name__}")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask, is_causal: expected at most one of them, got both")
+    if not _is_covered(query, key, value, attn_mask, dropout_p, enable_gqa):
+        passed_on: Tensor = _torch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return passed_on
     size, value_size = query.shape[-1], value.shape[-1]
     if key.shape[-1] != size:
         raise ValueError(f"key: expected a last dimension E={size} like query, got {key.shape[-1]}")
-    supported = query.device.type in checks.DTYPES and query.dtype in checks.DTYPES[query.device.type]
-    supported = supported and max(query.shape[-2], key.shape[-2]) <= checks.MAX_LENGTH and dropout_p != 1
-    supported = supported and not (enable_gqa and key.shape[-3:-2] != value.shape[-3:-2])
-    if not supported or max(size, value_size) > checks.MAX_HEAD_DIM or min(size, value_size) == 0:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
     if scale is None:
         scale = size**-0.5
-    lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    lead = _broadcast("", query.shape[:-3], key.shape[:-3], value.shape[:-3])
     heads = query.shape[-3:-2]
     if not enable_gqa:
-        heads = _broadcast(heads, key.shape[-3:-2], value.shape[-3:-2])
+        heads = _broadcast("head ", heads, key.shape[-3:-2], value.shape[-3:-2])
 
     def four_dims(given: Tensor) -> Tensor:
         own = given.shape[-3:-2] if enable_gqa and given is not query else heads
@@ -249,7 +310,7 @@ def scaled_dot_product_attention(
         keys = torch.arange(k.shape[2], dtype=torch.int32, device=q.device) + (k.shape[2] - q.shape[2])
         mask, is_causal = IntervalMask(keys, torch.full_like(keys, FOREVER)), False
     elif attn_mask is not None:
-        checks.tensor("attn_mask", attn_mask)
+        attn_mask = _attn_mask(attn_mask, (*lead, *heads, query.shape[-2], key.shape[-2]))
         if attn_mask.dim() > 3 and len(lead) > 1:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
         if attn_mask.dtype == torch.bool:
@@ -262,8 +323,44 @@ def scaled_dot_product_attention(
     return out if query.dim() == 4 and len(lead) == 1 else out.reshape(*lead, *heads, query.shape[-2], value_size)
 
 
-def _broadcast(a: torch.Size, b: torch.Size, c: torch.Size) -> torch.Size:
-    return a if a == b == c else torch.broadcast_shapes(a, b, c)
+def _is_covered(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> bool:
+    """Whether there are kernels here for torch's call; the rest is torch's own."""
+    for given in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
+        if given.layout is not torch.strided or given.is_nested:
+            return False
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        if given.dim() < 2:
+            raise ValueError(f"{name}: expected at least 2 dimensions [..., L, E], got shape {checks.shape_of(given)}")
+    if attn_mask is not None and attn_mask.dim() > max(query.dim(), key.dim(), value.dim()):
+        return False  # torch's result then has more dimensions, too
+    if query.dtype not in checks.DTYPES.get(query.device.type, ()) or dropout_p == 1:
+        return False
+    if max(query.shape[-2], key.shape[-2]) > checks.MAX_LENGTH or (enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]):
+        return False
+    size, value_size = query.shape[-1], value.shape[-1]
+    return max(size, value_size) <= checks.MAX_HEAD_DIM and min(size, value_size) > 0
+
+
+def _broadcast(kind: str, query: torch.Size, key: torch.Size, value: torch.Size) -> torch.Size:
+    if query == key == value:
+        return query
+    try:
+        return torch.Size(torch.broadcast_shapes(query, key, value))
+    except RuntimeError:
+        raise ValueError(
+            f"query, key, value: expected {kind}dimensions that broadcast, got {list(query)}, {list(key)} and {list(value)}"
+        ) from None
+
+
+def _attn_mask(given: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask of torch's function that broadcasts to [..., H, L, S], with at least one dimension."""
+    checks.dtype("attn_mask", given, (torch.bool, *checks.DTYPES["cpu"]))
+    fits = given.dim() <= len(shape) and all(
+        n in (1, size) for n, size in zip(reversed(given.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"attn_mask: expected a shape that broadcasts to {list(shape)}, got {checks.shape_of(given)}")
+    return given if given.dim() > 0 else given[None]
 
 
 # Steps ------------------------------------------------------------------------------------------------------------------------------
@@ -286,6 +383,26 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return query, key, value
 
 
+def _options(
+    query: Tensor, scale: float | None, softcap: float, dropout_p: float, dropout_seed: Tensor | None
+) -> tuple[float, float, float, Tensor | None]:
+    """The numbers an op takes, checked. A seed is checked even where it has no effect, and then left out."""
+    scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = checks.softcap(softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
+    if dropout_seed is not None:
+        checks.tensor("dropout_seed", dropout_seed)
+        checks.dtype("dropout_seed", dropout_seed, (torch.int64,))
+        if dropout_seed.numel() != 1:
+            raise ValueError(f"dropout_seed: expected one element, got shape {checks.shape_of(dropout_seed)}")
+        checks.same_device("dropout_seed", dropout_seed, query)
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        unsupported.refuse_onnx()
+    return scale, softcap, dropout_p, dropout_seed if dropout_p > 0 else None
+
+
 def _split_mask(mask: object, query: Tensor, key: Tensor) -> tuple[IntervalMask | None, BlockMask | None]:
     if mask is None:
         return None, None
@@ -299,6 +416,7 @@ def _split_mask(mask: object, query: Tensor, key: Tensor) -> tuple[IntervalMask 
         raise TypeError(
             f"mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got {type(mask).__name__}"
         )
+    checks.tensor("mask", mask)
     checks.dtype("mask", mask, (torch.bool,))
     mask = _four_dims("mask", mask, query, key)
     if mask.shape[2] == 1 and query.shape[2] != 1:  # a mask of keys alone is an interval: O(N)
@@ -374,45 +492,25 @@ def _call(
     key_bias: Tensor | None,
     bias: Tensor | None,
     is_causal: bool,
-    scale: float | None,
+    scale: float,
     softcap: float,
     dropout_p: float,
     dropout_seed: Tensor | None,
     deterministic: bool,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Brings biases and options into the op's form and calls it."""
-    checks.flag("is_causal", is_causal)
-    checks.flag("deterministic", deterministic)
-    scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
-    if softcap != 0.0 or type(softcap) is not float:
-        softcap = checks.softcap(softcap)
-    if dropout_p != 0.0 or type(dropout_p) is not float:
-        dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
+    """Brings biases into the op's form, draws a missing seed and calls the op. Options are as :func:`_options` gives them."""
     if key_bias is not None:
         key_bias = _key_bias_rows(key_bias, query, key)
     if bias is not None:
         from_bias, bias = _bias_rows(bias, query, key)
         if from_bias is not None:
             key_bias = from_bias if key_bias is None else torch.add(*same_heads(key_bias, from_bias, "bias", "key_bias"))
-    if dropout_p > 0:
-        dropout_seed = _seed(dropout_seed, query)
-    else:
-        dropout_seed = None
+    if dropout_p > 0 and dropout_seed is None:
+        dropout_seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tables = (None, None, None, None) if block is None else (block.tiles, block.rows, block.columns, block.bits)
     out, lse = ops.forward(
         query, key, value, start, end, *tables, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic
     )
     return (out, lse) if return_lse else out
-
-
-def _seed(seed: Tensor | None, query: Tensor) -> Tensor:
-    if seed is None:
-        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-    checks.tensor("dropout_seed", seed)
-    checks.dtype("dropout_seed", seed, (torch.int64,))
-    if seed.numel() != 1:
-        raise ValueError(f"dropout_seed: expected one element, got shape {checks.shape_of(seed)}")
-    checks.same_device("dropout_seed", seed, query)
-    return seed

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dmattn import batching, composed
+from dmattn._library import rules
 from dmattn.fake import accumulate_dtype
 
 # The order of forward's arguments in cpp/schema.cpp.
@@ -175,7 +176,7 @@ class AttentionGradients(torch.autograd.Function):
 
 # torch.library.register_autograd knows neither forward mode (tangents would be dropped without a word) nor torch.func, so the rules are
 # registered for the dispatcher's keys themselves: one for autograd, one that torch.func's transforms stand behind.
-_rules = torch.library.Library("dmattn", "IMPL")
+_rules = rules()
 
 
 def _has_tangent(inputs: tuple[Any, ...]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn._library import rules
 from dmattn.composed import in_front, in_one_pool
 
 DROPOUT_P = 3  # its place among is_causal, scale, softcap, dropout_p, deterministic
@@ -138,4 +139,4 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
 
 # forward and backward come here through dmattn.autograd, the others, which have no derivatives, through torch's own registration.
 for _name, _rule in (("select", select), ("pack_tiles", pack_tiles), ("pack_bits", pack_bits)):
-    torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)))
+    torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)), lib=rules())

@@ -63,6 +63,11 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
+def flags(is_causal: object, deterministic: object, return_lse: object) -> None:
+    if not (type(is_causal) is bool and type(deterministic) is bool and type(return_lse) is bool):
+        flag("is_causal", is_causal), flag("deterministic", deterministic), flag("return_lse", return_lse)
+
+
 def length(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int >= 0, got {type(value).__name__}")

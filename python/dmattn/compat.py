@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
@@ -33,8 +33,9 @@ def flash_dynamic_mask_attention(
     Raises:
         TypeError, ValueError: as :func:`dmattn.attention`.
     """
+    checks.flag("causal", causal)
     softcap = 0.0 if softcap is None else softcap
-    if return_lse:
+    if checks.flag("return_lse", return_lse):
         return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap, return_lse=True)
     return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap)
 
@@ -43,7 +44,7 @@ def flash_dma_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    dt_proj: Tensor,
+    dt_proj: Tensor | nn.Module,
     a_coef: Tensor,
     keep_window_size: int = 1024,
     dropout_p: float = 0.0,
@@ -57,7 +58,7 @@ def flash_dma_attention(
         query: [B, S, H, D].
         key: [B, S, Hkv, D].
         value: [B, S, Hkv, D].
-        dt_proj: [Hkv, Hkv * D], weight of the score projection.
+        dt_proj: [Hkv, Hkv * D], weight of the score projection, or the module itself.
         a_coef: [Hkv].
         keep_window_size: keys each query sees at most.
         dropout_p: probability of dropping a weight.
@@ -71,6 +72,9 @@ def flash_dma_attention(
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`.
     """
+    checks.flag("causal", causal)
+    checks.flag("return_attn_probs", return_attn_probs)
+    checks.positive_int("keep_window_size", keep_window_size)
     for name, given in (("query", query), ("key", key), ("value", value)):
         if checks.tensor(name, given).dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions [B, S, heads, D], got shape {checks.shape_of(given)}")

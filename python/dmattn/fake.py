@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmattn._library import rules
+
 
 def table_size(length: int, tile: int) -> int:
     """Tiles in a block table along a length; never 0 or 1, sizes on which tracing would specialise."""
@@ -39,13 +41,13 @@ def check_one_device(op: str, name: str, first: Tensor, *others: object) -> None
             )
 
 
-@torch.library.register_fake("dmattn::select")
+@torch.library.register_fake("dmattn::select", lib=rules())
 def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
     check_one_device("select", "scores", scores, segment_end)
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
-@torch.library.register_fake("dmattn::pack_tiles")
+@torch.library.register_fake("dmattn::pack_tiles", lib=rules())
 def pack_tiles(
     mask: Tensor, query_length: int, key_length: int, block_q: int, block_k: int, tile_q: int, tile_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +60,7 @@ def pack_tiles(
     )
 
 
-@torch.library.register_fake("dmattn::pack_bits")
+@torch.library.register_fake("dmattn::pack_bits", lib=rules())
 def pack_bits(
     mask: Tensor,
     tiles: Tensor,
@@ -74,7 +76,7 @@ def pack_bits(
     return mask.new_empty((slots, tile_q, tile_k // 32), dtype=torch.int32)
 
 
-@torch.library.register_fake("dmattn::forward")
+@torch.library.register_fake("dmattn::forward", lib=rules())
 def forward(
     query: Tensor,
     key: Tensor,
@@ -97,7 +99,7 @@ def forward(
     return empty_in_order_of(query, value.shape[3]), lse, lse.new_empty(lse.shape if has_bias else (0,))
 
 
-@torch.library.register_fake("dmattn::backward")
+@torch.library.register_fake("dmattn::backward", lib=rules())
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
@@ -36,6 +36,7 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     """
     for name, size in (("Sq", Sq), ("Sk", Sk), ("batch", batch), ("heads", heads)):
         checks.length(name, size)
+    checks.flag("is_causal", is_causal)
     start = end = tiles = bits = None
     if isinstance(mask, IntervalMask):
         start, end = mask.start, mask.end
@@ -112,6 +113,10 @@ def _pairs_by_element(
         chunk = inside & visible[:, :, row : row + rows]
         total += int(chunk.sum()) * (batch * heads // max(1, chunk.shape[0] * chunk.shape[1]))
     return total
+
+
+for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward):
+    flop_registry.pop(_op, None)  # of an earlier import
 
 
 @register_flop_formula(torch.ops.dmattn.forward, get_raw=True)

@@ -11,6 +11,7 @@ from dmattn import checks
 from dmattn.attention import dynamic_mask_attention, key_scores
 from dmattn.masks import IntervalMask
 from dmattn.masks.buffer import MaskBuffer as MaskBuffer
+from dmattn.unsupported import scripting_refused
 
 
 class DynamicMaskAttention(nn.Module):
@@ -56,10 +57,12 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("window", window)):
-            checks.positive_int(name, size)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        checks.positive_int("num_kv_heads", num_kv_heads)
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "window": window}
+        for name, size in sizes.items() if head_dim is None else (*sizes.items(), ("head_dim", head_dim)):
+            checks.positive_int(name, size)
+        checks.flag("bias", bias)
+        checks.flag("is_causal", is_causal)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
         if head_dim is None and embed_dim % num_heads:
@@ -67,15 +70,14 @@ class DynamicMaskAttention(nn.Module):
                 f"embed_dim: expected a multiple of num_heads={num_heads} when head_dim is not given, got {embed_dim}"
             )
         head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        if head_dim % 8 or not 0 < head_dim <= checks.MAX_HEAD_DIM:
+        if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
             raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         self.window, self.is_causal, self.rope_theta = window, is_causal, rope_theta
         if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
-        checks.flag("is_causal", is_causal)
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
-        self.softcap = checks.number("softcap", softcap, low=0.0)
+        self.softcap = checks.softcap(softcap)
         place: Any = {"device": device, "dtype": dtype}
         kv_dim = num_kv_heads * head_dim
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
@@ -87,10 +89,11 @@ class DynamicMaskAttention(nn.Module):
 
     def scores(self, value: Tensor) -> Tensor:
         """[B, Hkv, S, D] values to the scores [B, Hkv, S] of their keys."""
-        return key_scores(value, self.dt_proj.weight, self.A, self.dt_proj.bias)
+        return key_scores(value, self.dt_proj, self.A)
 
     def forward(self, hidden_states: Tensor, base: IntervalMask | None = None) -> Tensor:
         """hidden_states [B, S, E]; base: documents and/or padding, see :meth:`IntervalMask.top_k`."""
+        checks.tensor("hidden_states", hidden_states)
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.embed_dim:
             raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(hidden_states)}")
         query, key, value = (
@@ -105,6 +108,8 @@ class DynamicMaskAttention(nn.Module):
         )  # fmt: skip
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
+
+    __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}"

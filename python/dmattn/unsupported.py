@@ -1,27 +1,53 @@
-"""What an op says on a device it has no kernel for: a fallback behind the kernels, so that the answer names what works."""
+"""What is refused with a sentence: ops on a device or layout without kernels, torch.jit.script, and ONNX export."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dmattn import _library
+
 OPS = ("select", "pack_tiles", "pack_bits", "forward", "backward")
-_fallbacks = torch.library.Library("dmattn", "IMPL")
 
 
 def _refusal(name: str) -> Any:
     def refuse(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        device = tensors[0].device if tensors else "this device"
         kernels = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{name}", key)]
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        unusual = [t for t in tensors if t.is_nested or t.layout != torch.strided]
+        given = [f"a {_layout(t)} tensor on {t.device}" for t in (unusual or tensors)[:1]]
         raise NotImplementedError(
-            f"dmattn::{name}: no kernel for a {tensors[0].layout if tensors else ''} tensor on {device}; "
+            f"dmattn::{name}: no kernel for {given[0] if given else 'this device'}; "
             f"this build has kernels for strided tensors on {', '.join(kernels) or 'no device'}"
         )
 
     return refuse
 
 
-for _name in OPS:
-    _fallbacks.impl(_name, _refusal(_name), "CompositeExplicitAutograd")
+for _name in OPS:  # a fallback behind the kernels
+    _library.rules().impl(_name, _refusal(_name), "CompositeExplicitAutograd")
+
+
+def _layout(given: torch.Tensor) -> str:
+    return "nested" if given.is_nested else str(given.layout)
+
+
+def refuse_scripting(*functions: Callable[..., Any]) -> None:
+    """Makes torch.jit.script say that it cannot take these functions: torch calls ``__prepare_scriptable__`` before it compiles one."""
+    for function in functions:
+        setattr(function, "__prepare_scriptable__", scripting_refused)  # noqa: B010  (functions have no such attribute for mypy)
+
+
+def scripting_refused(*self: object) -> Any:
+    raise NotImplementedError("dmattn: torch.jit.script is not supported; use torch.compile, torch.export or torch.jit.trace")
+
+
+def refuse_onnx() -> None:
+    """Called while a public function is traced: torch's own error would name the op alone."""
+    if torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "dmattn: ONNX has no operator for dmattn's attention; export with torch.export or AOTInductor, or register a translation "
+            "of torch.ops.dmattn.forward and call that op"
+        )
