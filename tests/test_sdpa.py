@@ -174,3 +174,64 @@ def test_mask_and_causal_together_are_refused():
     q = tensor((1, 1, 4, 8), 0)
     with pytest.raises(ValueError, match="attn_mask, is_causal: expected at most one of them, got both"):
         dmattn.scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
+
+
+TORCHS = torch._C._nn.scaled_dot_product_attention  # the function itself, whatever torch.nn.functional's name for it is assigned to
+
+
+@pytest.fixture
+def in_torchs_place(monkeypatch):
+    """What users write to run a model on our kernels."""
+    monkeypatch.setattr(F, "scaled_dot_product_attention", dmattn.scaled_dot_product_attention)
+
+
+def jagged(length_of_last, size=16):
+    """[2, 3, ragged, size]."""
+    parts = [tensor((length, 3, size), length) for length in (4, length_of_last)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+PASSED_ON = {
+    "head size": lambda: ([tensor((1, 2, 9, 300), i) for i in range(3)], {}),
+    "dropout of 1": lambda: ([tensor((1, 2, 9, 16), i) for i in range(3)], {"dropout_p": 1.0}),
+    "dropout of 1 as an int": lambda: ([tensor((1, 2, 9, 16), i) for i in range(3)], {"dropout_p": 1}),
+    "lengths beyond 2^20": lambda: ([tensor((1, 1, 1, 8), 0), *[tensor((1, 1, 1, 8), 1).expand(1, 1, (1 << 20) + 1, 8)] * 2], {}),
+}
+
+
+@pytest.mark.parametrize("case", PASSED_ON.values(), ids=PASSED_ON)
+def test_in_torchs_place_the_rest_is_still_torchs(in_torchs_place, case):
+    tensors, options = case()
+    out = F.scaled_dot_product_attention(*tensors, **options)
+    expected = TORCHS(*tensors, **options)
+    assert out.shape == expected.shape
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+def test_in_torchs_place_under_a_module_of_torch(in_torchs_place, device, dtype):
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True, device=device, dtype=dtype)
+    hidden = tensor((2, 12, 64), 0, dtype, device)
+    with torch.no_grad():
+        q, k, v = (t.unflatten(2, (4, 16)).transpose(1, 2) for t in F.linear(hidden, layer.in_proj_weight).chunk(3, dim=2))
+        expected = layer.out_proj(dmattn.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    assert torch.equal(layer.train()(hidden, hidden, hidden, need_weights=False)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_nested_tensors_are_passed_on(in_torchs_place):
+    query, key = jagged(7), jagged(7)
+    out = F.scaled_dot_product_attention(query, key, key)
+    assert out.is_nested
+    for ours, theirs in zip(out.unbind(), TORCHS(query, key, key).unbind(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("mask", [True, False, 0.5, float("-inf")])
+def test_a_mask_of_no_dimensions(mask):
+    q, k, v = (tensor((2, 3, n, 16), i, torch.float64) for i, n in enumerate((5, 7, 7)))
+    given = torch.tensor(mask, dtype=torch.bool if isinstance(mask, bool) else torch.float64)
+    out = dmattn.scaled_dot_product_attention(q, k, v, given)
+    if mask in (True, 0.5):
+        torch.testing.assert_close(out, TORCHS(q, k, v, given))
+    else:  # releases of torch differ on rows that see nothing
+        assert not out.any()

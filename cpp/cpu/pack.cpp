@@ -22,9 +22,13 @@ const bool* mask_of(const PackParams& p, int64_t table) {
 int32_t classify(const PackParams& p, const bool* mask, Span queries, Span keys) {
   if (queries.first >= queries.last || keys.first >= keys.last)
     return kTileEmpty;  // a whole tile beyond, though a block may reach it
+  // Along an expanded dimension, one element stands for all.
+  const int64_t first_row = queries.first / p.block_q, first_column = keys.first / p.block_k;
+  const int64_t last_row = p.row_stride == 0 ? first_row : (queries.last - 1) / p.block_q;
+  const int64_t last_column = p.column_stride == 0 ? first_column : (keys.last - 1) / p.block_k;
   bool any = false, all = true;
-  for (int64_t row = queries.first / p.block_q; row * p.block_q < queries.last; ++row) {
-    for (int64_t column = keys.first / p.block_k; column * p.block_k < keys.last; ++column) {
+  for (int64_t row = first_row; row <= last_row; ++row) {
+    for (int64_t column = first_column; column <= last_column; ++column) {
       const bool visible = mask[row * p.row_stride + column * p.column_stride];
       any |= visible;
       all &= visible;

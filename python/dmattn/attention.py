@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -188,30 +188,45 @@ def key_scores(
         TypeError: a wrong type or dtype, or neither or both of dt_proj and dt_proj_weight.
         ValueError: a wrong shape or device.
     """
-    if dt_proj_weight is not None:
-        if dt_proj is not None:
-            raise TypeError("dt_proj, dt_proj_weight: expected exactly one of them, got both")
-        dt_proj = checks.tensor("dt_proj_weight", dt_proj_weight)
+    if dt_proj_weight is None:
+        return scores_of(value, "dt_proj", dt_proj, "A", A, dt_proj_bias)
+    if dt_proj is not None:
+        raise TypeError("dt_proj, dt_proj_weight: expected exactly one of them, got both")
+    return scores_of(value, "dt_proj_weight", checks.tensor("dt_proj_weight", dt_proj_weight), "A", A, dt_proj_bias)
+
+
+def scores_of(
+    value: Tensor, proj_name: str, proj: Tensor | nn.Module | None, factor_name: str, factor: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """:func:`key_scores` for callers with other names for the projection and for A."""
     checks.tensor("value", value)
     checks.dtype("value", value, checks.DTYPES["cpu"])
     if value.dim() != 4:
         raise ValueError(f"value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape {checks.shape_of(value)}")
-    if not isinstance(dt_proj, Tensor | nn.Module):
-        raise TypeError(f"dt_proj: expected a torch.Tensor or a torch.nn.Module, got {type(dt_proj).__name__}")
-    A = _score_parameter("A", A, value, [value.shape[1]])
-    flat = value.transpose(1, 2).flatten(2)  # [B, Sk, Hkv * Dv]
-    if isinstance(dt_proj, nn.Module):
-        dt = _projected(dt_proj, dt_proj_bias, flat, value)
+    batch, kv_heads, length, size = value.shape
+    if length > checks.MAX_LENGTH:
+        raise ValueError(f"value: expected a length up to {checks.MAX_LENGTH}, got {length}")
+    if not isinstance(proj, Tensor | nn.Module):
+        raise TypeError(f"{proj_name}: expected a torch.Tensor or a torch.nn.Module, got {type(proj).__name__}")
+    A = _score_parameter(factor_name, factor, value, [kv_heads])
+    if isinstance(proj, nn.Module):
+        if bias is not None:
+            raise TypeError(f"dt_proj_bias: expected None with a module, which has its own bias, got {type(bias).__name__}")
+        dt: Any = proj(value.transpose(1, 2).flatten(2))
+        if not isinstance(dt, Tensor):
+            raise TypeError(f"{proj_name}: expected a module that returns a torch.Tensor, got {type(dt).__name__}")
+        if list(dt.shape) != [batch, length, kv_heads]:
+            raise ValueError(
+                f"{proj_name}: expected a module that returns [B, Sk, Hkv] = {[batch, length, kv_heads]}, got {checks.shape_of(dt)}"
+            )
     else:
-        name = "dt_proj" if dt_proj_weight is None else "dt_proj_weight"
-        weight = _score_parameter(name, dt_proj, value, [value.shape[1], flat.shape[2]])
-        if dt_proj_bias is not None:
-            _score_parameter("dt_proj_bias", dt_proj_bias, value, [value.shape[1]])
-        if not torch._C._is_any_autocast_enabled():
-            for part, given in ((name, weight), ("dt_proj_bias", dt_proj_bias)):
-                if given is not None and given.dtype != value.dtype:
-                    raise TypeError(f"{part}: expected dtype {value.dtype} like value, got {given.dtype}")
-        dt = F.linear(flat, weight, dt_proj_bias)
+        parameters = [(proj_name, _score_parameter(proj_name, proj, value, [kv_heads, kv_heads * size]))]
+        if bias is not None:
+            parameters.append(("dt_proj_bias", _score_parameter("dt_proj_bias", bias, value, [kv_heads])))
+        for name, given in parameters if not torch._C._is_any_autocast_enabled() else ():
+            if given.dtype != value.dtype:
+                raise TypeError(f"{name}: expected dtype {value.dtype} like value, got {given.dtype}")
+        dt = F.linear(value.transpose(1, 2).flatten(2), proj, bias)
     return torch.exp(A * F.softplus(dt)).transpose(1, 2)
 
 
@@ -222,20 +237,6 @@ def _score_parameter(name: str, given: object, value: Tensor, shape: list[int]) 
     if list(parameter.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape} for value {checks.shape_of(value)}, got {checks.shape_of(parameter)}")
     return parameter
-
-
-def _projected(dt_proj: nn.Module, dt_proj_bias: object, flat: Tensor, value: Tensor) -> Tensor:
-    """What a module makes of the values: [B, Sk, Hkv]."""
-    if dt_proj_bias is not None:
-        raise TypeError("dt_proj_bias: expected None with a module as dt_proj, which has its own bias, got "
-                        f"{type(dt_proj_bias).__name__}")  # fmt: skip
-    dt: object = dt_proj(flat)
-    expected = [flat.shape[0], flat.shape[1], value.shape[1]]
-    if not isinstance(dt, Tensor):
-        raise TypeError(f"dt_proj: expected a module that returns a torch.Tensor, got {type(dt).__name__}")
-    if list(dt.shape) != expected:
-        raise ValueError(f"dt_proj: expected a module that returns [B, Sk, Hkv] = {expected}, got {checks.shape_of(dt)}")
-    return dt
 
 
 def scaled_dot_product_attention(
@@ -331,8 +332,6 @@ def _is_covered(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | N
     for name, given in (("query", query), ("key", key), ("value", value)):
         if given.dim() < 2:
             raise ValueError(f"{name}: expected at least 2 dimensions [..., L, E], got shape {checks.shape_of(given)}")
-    if attn_mask is not None and attn_mask.dim() > max(query.dim(), key.dim(), value.dim()):
-        return False  # torch's result then has more dimensions, too
     if query.dtype not in checks.DTYPES.get(query.device.type, ()) or dropout_p == 1:
         return False
     if max(query.shape[-2], key.shape[-2]) > checks.MAX_LENGTH or (enable_gqa and key.shape[-3:-2] != value.shape[-3:-2]):

@@ -99,11 +99,11 @@ def softcap(value: object) -> float:
     return cap
 
 
-def scale(value: object) -> float:
+def scale(value: object, name: str = "scale") -> float:
     """A factor under which products stay finite in float32."""
-    factor = number("scale", value)
+    factor = number(name, value)
     if abs(factor) > MAX_FACTOR:
-        raise ValueError(f"scale: expected a number of magnitude up to {MAX_FACTOR:g}, got {value}")
+        raise ValueError(f"{name}: expected a number of magnitude up to {MAX_FACTOR:g}, got {value}")
     return factor
 
 

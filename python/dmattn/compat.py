@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.attention import attention, dynamic_mask_attention, scores_of
 
 
 def flash_dynamic_mask_attention(
@@ -34,6 +35,10 @@ def flash_dynamic_mask_attention(
         TypeError, ValueError: as :func:`dmattn.attention`.
     """
     checks.flag("causal", causal)
+    for name, given in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, given)
+    if attn_mask is not None:
+        checks.dtype("attn_mask", checks.tensor("attn_mask", attn_mask), (torch.bool,))
     softcap = 0.0 if softcap is None else softcap
     if checks.flag("return_lse", return_lse):
         return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap, return_lse=True)
@@ -75,10 +80,12 @@ def flash_dma_attention(
     checks.flag("causal", causal)
     checks.flag("return_attn_probs", return_attn_probs)
     checks.positive_int("keep_window_size", keep_window_size)
+    if softmax_scale is not None:
+        checks.scale(softmax_scale, "softmax_scale")
     for name, given in (("query", query), ("key", key), ("value", value)):
         if checks.tensor(name, given).dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions [B, S, heads, D], got shape {checks.shape_of(given)}")
-    scores = key_scores(value.transpose(1, 2), dt_proj, a_coef)
+    scores = scores_of(value.transpose(1, 2), "dt_proj", dt_proj, "a_coef", a_coef, None)
     out, lse = dynamic_mask_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scores, keep_window_size,
         is_causal=causal, scale=softmax_scale, dropout_p=dropout_p, return_lse=True,
