@@ -163,6 +163,123 @@ def test_rotation_depends_on_distance_only():
     assert torch.equal(rotate(x, 10000.0)[:, :, 0], x[:, :, 0])
 
 
+# Modules are called -----------------------------------------------------------------------------------------------------------------
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with a low-rank addition that is trained, as LoRA has it."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.weight = base.weight  # libraries show the frozen weight under its old name
+        self.bias = base.bias
+        self.down = torch.nn.Linear(base.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, given):
+        return self.base(given) + self.up(self.down(given))
+
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"]
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(64, 4, window=5, num_kv_heads=2)
+    torch.nn.init.normal_(layer.A)
+    return layer
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_an_adapter_of_a_projection_is_used_and_trained(layer, name):
+    hidden = tensor((2, 20, 64), 0)
+    before = layer(hidden)
+    adapted = Adapted(getattr(layer, name))
+    setattr(layer, name, adapted)
+    after = layer(hidden)
+    assert not torch.equal(after, before)
+    after.sum().backward()
+    assert adapted.up.weight.grad.any()
+    assert adapted.down.weight.grad.any()
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_hooks_of_a_projection_fire(layer, name):
+    seen = []
+    getattr(layer, name).register_forward_pre_hook(lambda module, given: seen.append("before"))
+    getattr(layer, name).register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    layer(tensor((2, 20, 64), 0))
+    width = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "dt_proj": 2, "o_proj": 64}[name]
+    assert seen == ["before", (2, 20, width)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.ao.quantization is deprecated:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning"
+)
+def test_dynamic_quantisation_of_linear_layers(layer):
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
+    hidden = tensor((2, 20, 64), 0)
+    with torch.no_grad():
+        value = quantised.v_proj(hidden).unflatten(2, (2, 16)).transpose(1, 2)
+        dt = quantised.dt_proj(value.transpose(1, 2).flatten(2))
+        assert torch.equal(quantised.scores(value), torch.exp(layer.A * F.softplus(dt)).transpose(1, 2))
+        assert not torch.equal(quantised.scores(value), layer.scores(value))
+        assert quantised(hidden).isfinite().all()
+
+
+def test_key_scores_of_a_module_a_weight_and_the_older_keyword():
+    value, A = tensor((2, 2, 9, 8), 0), tensor((2,), 1)
+    module = torch.nn.Linear(16, 2)
+    expected = torch.exp(A * F.softplus(module(value.transpose(1, 2).flatten(2)))).transpose(1, 2)
+    for scores in (
+        dmattn.key_scores(value, module, A),
+        dmattn.key_scores(value, module.weight, A, module.bias),
+        dmattn.key_scores(value, dt_proj=module.weight, A=A, dt_proj_bias=module.bias),
+        dmattn.key_scores(value, dt_proj_weight=module.weight, A=A, dt_proj_bias=module.bias),
+    ):
+        assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_dma_attention_takes_the_module_as_well(causal):
+    query, key, value = (tensor((2, 20, heads, 16), i) for i, heads in enumerate((4, 2, 2)))
+    module = torch.nn.Linear(32, 2, bias=False)
+    out = dmattn.flash_dma_attention(query, key, value, module, tensor((2,), 5), 6, causal=causal)
+    assert torch.equal(out, dmattn.flash_dma_attention(query, key, value, module.weight, tensor((2,), 5), 6, causal=causal))
+
+
+def rotated_by_complex_numbers(x, theta):
+    """The same embedding by its definition: the pair (d, d + D/2) is a complex number, multiplied by exp(i * position * frequency)."""
+    half = x.shape[-1] // 2
+    turned = torch.empty_like(x)
+    for position in range(x.shape[2]):
+        for d in range(half):
+            pairs = torch.complex(x[:, :, position, d], x[:, :, position, d + half])
+            angle = torch.tensor(position * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
+            pairs = pairs * torch.complex(angle.cos(), angle.sin())
+            turned[:, :, position, d], turned[:, :, position, d + half] = pairs.real, pairs.imag
+    return turned
+
+
+@pytest.mark.parametrize("theta", [10000.0, 7.0])
+def test_rotation_is_its_definition(theta):
+    x = tensor((2, 3, 20, 16), 0, torch.float64)
+    angles_are_float32 = rotate(x.float(), theta).double()
+    torch.testing.assert_close(angles_are_float32.float(), rotated_by_complex_numbers(x, theta).float())
+
+
+def test_rotation_turns_counterclockwise():
+    """A query at position 1 is the query at position 0 turned by +1 radian in its first pair: (1, 0) becomes (cos 1, sin 1)."""
+    x = torch.zeros(1, 1, 2, 8)
+    x[..., 0] = 1.0
+    turned = rotate(x, 10000.0)[0, 0, 1]
+    assert turned[0] > 0.5
+    assert turned[4] > 0.8
+    assert not turned[[1, 2, 3, 5, 6, 7]].any()
+
+
 # Older names ------------------------------------------------------------------------------------------------------------------------
 
 

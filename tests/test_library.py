@@ -38,7 +38,9 @@ def test_a_second_copy_of_the_library_registers_nothing_and_says_so(run_python, 
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "alive\n"
     lines = [line for line in finished.stderr.splitlines() if line.startswith("dmattn: ")]
-    expected = f"dmattn: {other_copy}: not used, because this process already has the ops of another copy, {dmattn.library_path()}"
+    expected = (
+        f"dmattn: {other_copy}: not used, because this process already has the ops of another copy, {dmattn.library_path()}"
+    )
     assert lines == [expected]
 
 
@@ -120,7 +122,7 @@ def test_build_facts_do_not_need_the_python_module(monkeypatch):
     without = command.report()
     assert line(without, "python module").startswith("dmattn._C does not load (")
     assert line(without, "python module").endswith("no op needs it")
-    same = [name for name in ("built with", "stable ABI target", "cpu kernels", "cuda kernels", "cuda here")]
+    same = ("built with", "stable ABI target", "cpu kernels", "cuda kernels", "cuda here")
     assert [line(without, name) for name in same] == [line(whole, name) for name in same]
     assert "unknown" not in without
 
