@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import dmattn
+import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
@@ -20,8 +21,10 @@ def rows(*size, dtype=torch.float32, seed=0):
 
 
 Q, K, V = rows(), rows(2, 2, 12, 16), rows(2, 2, 12, 8)
-S = rows(2, 2, 12)
+K4, V4 = rows(2, 4, 12, 16), rows(2, 4, 12, 8)
+S, FACTORS = rows(2, 2, 12), rows(2)
 INTS = torch.zeros(12, dtype=torch.int32)
+JAGGED = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=torch.jagged)
 BLOCK = BlockMask.from_bool(torch.ones(10, 12, dtype=torch.bool))
 
 
@@ -31,6 +34,15 @@ def attend(query=Q, key=K, value=V, mask=None, **options):
 
 def dma(scores=S, window=4, **options):
     return dmattn.dynamic_mask_attention(Q, K, V, scores, window, **options)
+
+
+def sdpa(query=Q, key=K4, value=V4, attn_mask=None, **options):
+    return dmattn.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+def flash_dma(a_coef=FACTORS, **options):
+    query, key, value = (t.transpose(1, 2) for t in (Q, K, V))
+    return dmattn.flash_dma_attention(query, key, value, rows(2, 16), a_coef, **options)
 
 
 PUBLIC = {
@@ -182,6 +194,65 @@ PUBLIC = {
     "projection elsewhere": (
         lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
         ValueError, "dt_proj: expected device cpu like value, got meta"),
+    # flags, before anything runs
+    "is_causal None": (lambda: dma(is_causal=None), TypeError, "is_causal: expected a bool, got NoneType"),
+    "is_causal 0": (lambda: dma(is_causal=0), TypeError, "is_causal: expected a bool, got int"),
+    "is_causal 0 beside a bad query": (lambda: attend([1.0], is_causal=0), TypeError, "is_causal: expected a bool, got int"),
+    "return_lse of text": (lambda: attend(return_lse="x"), TypeError, "return_lse: expected a bool, got str"),
+    "return_lse 1": (lambda: dma(return_lse=1), TypeError, "return_lse: expected a bool, got int"),
+    "deterministic None": (lambda: dma(deterministic=None), TypeError, "deterministic: expected a bool, got NoneType"),
+    "causal of an older name": (lambda: flash_dma(causal=None), TypeError, "causal: expected a bool, got NoneType"),
+    "probabilities of an older name": (lambda: flash_dma(return_attn_probs=0), TypeError, "return_attn_probs: expected a bool, got int"),
+    "lse of an older name": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, return_lse=None), TypeError, "return_lse: expected a bool, got NoneType"),
+    "sdpa is_causal None": (lambda: sdpa(is_causal=None), TypeError, "is_causal: expected a bool, got NoneType"),
+    "sdpa enable_gqa 1": (lambda: sdpa(enable_gqa=1), TypeError, "enable_gqa: expected a bool, got int"),
+    "layer is_causal": (lambda: DynamicMaskAttention(64, 4, is_causal=None), TypeError, "is_causal: expected a bool, got NoneType"),
+    "layer bias": (lambda: DynamicMaskAttention(64, 4, bias=1), TypeError, "bias: expected a bool, got int"),
+    "pairs is_causal": (lambda: dmattn.visible_pairs(None, 4, 4, is_causal=0), TypeError, "is_causal: expected a bool, got int"),
+    # numbers
+    "seed of text without dropout": (lambda: attend(dropout_seed="x"), TypeError, "dropout_seed: expected a torch.Tensor, got str"),
+    "seed of floats without dropout": (lambda: dma(dropout_seed=torch.ones(1)), TypeError, "dropout_seed: expected dtype int64, got float32"),
+    "two seeds without dropout": (lambda: attend(dropout_seed=torch.tensor([1, 2])), ValueError, "dropout_seed: expected one element, got shape [2]"),
+    "softcap a tensor": (lambda: attend(softcap=torch.tensor([1.0, 2.0])), TypeError, "softcap: expected a number, got Tensor"),
+    "dropout a tensor": (lambda: attend(dropout_p=torch.tensor([0.1, 0.2])), TypeError, "dropout_p: expected a number, got Tensor"),
+    "window a tensor": (lambda: dma(window=torch.tensor(3)), TypeError, "window: expected a positive int, got Tensor"),
+    "scale of an older name": (lambda: flash_dma(softmax_scale="1"), TypeError, "softmax_scale: expected a number, got str"),
+    "window of an older name": (lambda: flash_dma(keep_window_size=0), ValueError, "keep_window_size: expected a positive int, got 0"),
+    "sdpa dropout a tensor": (lambda: sdpa(dropout_p=torch.tensor([0.1, 0.2])), TypeError, "dropout_p: expected a number, got Tensor"),
+    "layer softcap": (lambda: DynamicMaskAttention(64, 4, softcap=1e-39), ValueError, "softcap: expected 0 or a number from 1e-30 to 1e+30"),
+    "layer head size a float": (lambda: DynamicMaskAttention(64, 4, head_dim=16.0), TypeError, "head_dim: expected a positive int, got float"),
+    "a length that wraps in 32 bits": (
+        lambda: attend(key=K[:1, :1, :1].expand(2, 2, 2**32 + 12, 16), value=V[:1, :1, :1].expand(2, 2, 2**32 + 12, 8)),
+        ValueError, "query, key: expected lengths up to 1048576, got Sq=10, Sk=4294967308"),
+    "scores that are too long": (lambda: dmattn.key_scores(V[:, :, :1].expand(2, 2, 2**32 + 12, 8), rows(2, 16), rows(2)), ValueError, "value: expected a length up to 1048576, got 4294967308"),
+    # tensors that are not dense, or not what they seem
+    "query sparse": (lambda: attend(Q.to_sparse()), TypeError, "query: expected a dense tensor, got torch.sparse_coo"),
+    "bias sparse": (lambda: attend(bias=rows(10, 12).to_sparse()), TypeError, "bias: expected a dense tensor, got torch.sparse_coo"),
+    "mask sparse": (lambda: attend(mask=torch.eye(12, dtype=torch.bool).to_sparse()), TypeError, "mask: expected a dense tensor, got torch.sparse_coo"),
+    "scores sparse": (lambda: dma(S.to_sparse()), TypeError, "scores: expected a dense tensor, got torch.sparse_coo"),
+    "key nested": (lambda: attend(key=JAGGED), TypeError, "key: expected a dense tensor, got a nested one"),
+    "hidden states nested": (lambda: DynamicMaskAttention(64, 4)(JAGGED), TypeError, "hidden_states: expected a dense tensor, got a nested one"),
+    "hidden states a list": (lambda: DynamicMaskAttention(64, 4)([1.0]), TypeError, "hidden_states: expected a torch.Tensor, got list"),
+    "key_bias of 2^40 keys": (lambda: attend(key_bias=torch.zeros(1, dtype=torch.float16).expand(2**40)), ValueError, "key_bias: expected [B|1, H|Hkv|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 1, 1099511627776]"),
+    "mask of 2^40 keys": (lambda: attend(mask=torch.ones(1, dtype=torch.bool).expand(2**40)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 1, 1, 1099511627776]"),
+    # the drop-in, scores and older names
+    "sdpa mask of text": (lambda: sdpa(attn_mask="x"), TypeError, "attn_mask: expected a torch.Tensor, got str"),
+    "sdpa mask of integers": (lambda: sdpa(attn_mask=torch.ones(10, 12, dtype=torch.int64)), TypeError, "attn_mask: expected dtype bool, float64, float32, bfloat16, float16, got int64"),
+    "sdpa mask does not broadcast": (lambda: sdpa(attn_mask=rows(11, 12)), ValueError, "attn_mask: expected a shape that broadcasts to [2, 4, 10, 12], got [11, 12]"),
+    "sdpa mask of five dimensions": (lambda: sdpa(attn_mask=rows(1, 1, 1, 10, 12)), ValueError, "attn_mask: expected a shape that broadcasts to [2, 4, 10, 12], got [1, 1, 1, 10, 12]"),
+    "sdpa batches": (lambda: sdpa(Q, rows(3, 4, 12, 16), rows(3, 4, 12, 16)), ValueError, "query, key, value: expected dimensions that broadcast, got [2], [3] and [3]"),
+    "sdpa heads": (lambda: sdpa(Q, K, K), ValueError, "query, key, value: expected head dimensions that broadcast, got [4], [2] and [2]"),
+    "key_scores without a projection": (lambda: dmattn.key_scores(V, A=rows(2)), TypeError, "dt_proj: expected a torch.Tensor or a torch.nn.Module, got NoneType"),
+    "key_scores of two projections": (lambda: dmattn.key_scores(V, rows(2, 16), rows(2), dt_proj_weight=rows(2, 16)), TypeError, "dt_proj, dt_proj_weight: expected exactly one of them, got both"),
+    "key_scores without A": (lambda: dmattn.key_scores(V, rows(2, 16)), TypeError, "A: expected a torch.Tensor, got NoneType"),
+    "key_scores of integers": (lambda: dmattn.key_scores(V.int(), rows(2, 16), rows(2)), TypeError, "value: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "key_scores in another dtype": (lambda: dmattn.key_scores(V, rows(2, 16).double(), rows(2)), TypeError, "dt_proj: expected dtype torch.float32 like value, got torch.float64"),
+    "key_scores of a function": (lambda: dmattn.key_scores(V, torch.sin, rows(2)), TypeError, "dt_proj: expected a torch.Tensor or a torch.nn.Module, got builtin_function_or_method"),
+    "key_scores of a module with a bias beside": (lambda: dmattn.key_scores(V, torch.nn.Linear(16, 2), rows(2), rows(2)), TypeError, "dt_proj_bias: expected None with a module, which has its own bias, got Tensor"),
+    "key_scores of a module of other width": (lambda: dmattn.key_scores(V, torch.nn.Linear(16, 3), rows(2)), ValueError, "dt_proj: expected a module that returns [B, Sk, Hkv] = [2, 12, 2], got [2, 12, 3]"),
+    "flash mask of floats": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, torch.ones(10, 12)), TypeError, "attn_mask: expected dtype bool, got float32"),
+    "flash q a list": (lambda: dmattn.flash_dynamic_mask_attention([1.0], K, V), TypeError, "q: expected a torch.Tensor, got list"),
+    "flash_dma coefficients": (lambda: flash_dma(a_coef=rows(3)), ValueError, "a_coef: expected shape [2] for value [2, 2, 12, 8], got [3]"),
 }  # fmt: skip
 
 
@@ -231,6 +302,7 @@ def tables(**changes):
     return dict(zip(("tiles", "rows", "columns", "bits"), TABLES, strict=True)) | changes
 
 
+WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  # no copy of it can be made
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 DIRECT = {
     "query rank": (lambda: forward(query=Q[0]), "query"),
@@ -246,6 +318,22 @@ DIRECT = {
     "scale": (lambda: forward(scale=NAN), "scale"),
     "softcap": (lambda: forward(softcap=-2.0), "softcap"),
     "softcap inf": (lambda: forward(softcap=INF), "softcap"),
+    "scale beyond float32": (lambda: forward(scale=1e39), "scale: expected a number of magnitude up to 1e[+]30, got 1e[+]39"),
+    "scale of backward": (lambda: backward(scale=-1e39), "scale: expected a number of magnitude up to 1e[+]30, got -1e[+]39"),
+    "softcap too small": (lambda: forward(softcap=1e-39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e-39"),
+    "softcap denormal": (lambda: backward(softcap=5e-324), "softcap: expected 0 or a number from 1e-30 to 1e[+]30"),
+    "softcap beyond float32": (lambda: forward(softcap=1e39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e[+]39"),
+    "start of 2^40 keys": (lambda: forward(start=WIDE), "start: expected .*, got .1, 1, 1099511627776."),
+    "end of 2^40 keys": (lambda: forward(end=WIDE), "end: expected .*, got .1, 1, 1099511627776."),
+    "key_bias of 2^40 keys": (lambda: forward(key_bias=WIDE.view(torch.float32)), "key_bias: expected .*, got .1, 1, 1099511627776."),
+    "segments of 2^40 keys": (lambda: ops.select(S, WIDE, 3, True), "segment_end: expected .*, got .1, 1, 1099511627776."),
+    "tiles of 2^40 columns": (lambda: forward(**tables(tiles=WIDE[None])), "tiles: expected .*, got .1, 1, 1, 1099511627776."),
+    "more elements than there are addresses": (lambda: ops.select(torch.empty(1, 1, 0).expand(2**31, 2**31, 0), None, 3, True), "scores: expected sizes whose product is at most 2.54"),
+    "key of a length that wraps": (lambda: forward(key=K[:1, :1, :1].expand(2, 2, 2**32 + 12, 16), value=V[:1, :1, :1].expand(2, 2, 2**32 + 12, 8)), "key: expected a length up to 1048576, got 4294967308"),
+    "scores of a length that wraps": (lambda: ops.select(S[:, :, :1].expand(2, 2, 2**32 + 5), None, 3, True), "scores: expected a length up to 1048576, got 4294967301"),
+    "pack of a length that wraps": (lambda: ops.pack_tiles(ones, 2**32 + 10, 12, 1, 1, 32, 32), "query_length: expected .*, got 4294967306"),
+    "pack of a block that wraps": (lambda: ops.pack_tiles(ones, 10, 12, 1, 2**32 + 1, 32, 32), "block_k: expected .*, got 4294967297"),
+    "pack of slots that wrap": (lambda: ops.pack_bits(ones, BLOCK.tiles, 10, 12, 1, 1, 128, 128, 2**32 + 1), "slots: expected .*, got 4294967297"),
     "dropout": (lambda: forward(dropout_p=1.0), "dropout_p"),
     "dropout NaN": (lambda: forward(dropout_p=NAN), "dropout_p"),
     "no seed": (lambda: forward(dropout_p=0.5), "dropout_seed"),
@@ -360,3 +448,69 @@ def test_ops_refuse_tables_no_tile_could_have():
 def test_select_refuses_a_mix_of_devices():
     with pytest.raises(RuntimeError, match="expected the device of scores"):
         torch.ops.dmattn.select(torch.randn(1, 2, 16), torch.zeros(1, 1, 16, dtype=torch.int32, device="meta"), 3, True)
+
+
+# Anything for any argument ----------------------------------------------------------------------------------------------------------
+
+STRANGE = {
+    "None": None, "a bool": True, "an int": 3, "a huge int": 10**400, "a float": 2.5, "NaN": NAN, "inf": INF, "a complex number": 1j,
+    "text": "x", "a list": [1.0], "a dict": {}, "a numpy array": np.ones((2, 4, 10, 16), np.float32), "a numpy float": np.float32(0.5),
+    "a numpy int": np.int64(3), "a dtype": torch.float32, "a function": len, "a module": torch.nn.Linear(16, 2),
+    "an interval mask": IntervalMask.causal(7), "a block mask": BLOCK, "a number in a tensor": torch.tensor(1.0), "an int in a tensor": torch.tensor(3),
+    "no elements": torch.empty(0), "no batch": torch.empty(0, 4, 10, 16), "no keys": torch.empty(2**36, 4, 0, 16),
+    "booleans": torch.ones(4, 5, dtype=torch.bool), "integers": torch.ones(2, 4, 10, 16, dtype=torch.int64),
+    "complex": torch.ones(2, 4, 10, 16, dtype=torch.complex64), "8-bit floats": torch.ones(2, 4, 10, 16).to(torch.float8_e4m3fn),
+    "another device": torch.empty(2, 4, 10, 16, device="meta"), "sparse": torch.ones(2, 4, 10, 16).to_sparse(), "nested": JAGGED,
+    "2^40 elements": torch.zeros(1).expand(2**40), "2^40 in three dimensions": torch.zeros(1, 1, 1).expand(1, 1, 2**40),
+    "2^40 batches and heads": torch.zeros(1, 1, 1, 16).expand(2**20, 2**20, 1, 16),
+}  # fmt: skip
+LAYER = DynamicMaskAttention(32, 4, 4)
+ARGUMENTS = {
+    dmattn.attention: {"query": Q, "key": K, "value": V, "mask": None, "key_bias": None, "bias": None, "is_causal": False, "scale": None,
+                       "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "return_lse": False},
+    dmattn.dynamic_mask_attention: {"query": Q, "key": K, "value": V, "scores": S, "window": 3, "is_causal": True, "base": None, "scale": None,
+                                    "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "return_lse": False},
+    dmattn.key_scores: {"value": V, "dt_proj": rows(2, 16), "A": rows(2), "dt_proj_bias": None},
+    dmattn.flash_dynamic_mask_attention: {"q": Q, "k": K, "v": V, "attn_mask": None, "bias": None, "softcap": None, "causal": False,
+                                          "return_lse": False},
+    dmattn.flash_dma_attention: {"query": Q.transpose(1, 2), "key": K.transpose(1, 2), "value": V.transpose(1, 2), "dt_proj": rows(2, 16),
+                                 "a_coef": rows(2), "keep_window_size": 3, "dropout_p": 0.0, "causal": False, "softmax_scale": None,
+                                 "return_attn_probs": False},
+    dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
+    DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
+                           "rope_theta": 1e4, "is_causal": True, "dropout": 0.0, "softcap": 0.0},
+    LAYER: {"hidden_states": rows(1, 6, 32), "base": None},
+}  # fmt: skip
+# What each argument takes of the strange things.
+TAKEN = {
+    "mask": {"None", "a block mask"}, "key_bias": {"None"}, "bias": {"None"}, (DynamicMaskAttention, "bias"): {"a bool"}, "scale": {"None", "an int", "a float"},
+    "softmax_scale": {"None", "an int", "a float"}, "softcap": {"None", "an int", "a float"},
+    "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, "keep_window_size": {"an int"},
+    "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
+    "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
+} | {name: {"a bool"} for name in ("is_causal", "causal", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(function, argument) for function, arguments in ARGUMENTS.items() for argument in arguments],
+    ids=lambda given: given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__),
+)
+def test_anything_for_any_argument(function, argument):
+    """It is taken by the arguments that say so, or refused with TypeError or ValueError, and the message opens with an argument's name."""
+    opening = re.compile(
+        "("
+        + "|".join([*ARGUMENTS[function], "query", "key", "value", "mask", "base.start", "mask.start", "query, key"])
+        + "): expected "
+    )
+    wrong = []
+    for what, given in STRANGE.items():
+        try:
+            function(**ARGUMENTS[function] | {argument: given})
+        except (TypeError, ValueError) as error:
+            if not opening.match(str(error)):
+                wrong.append(f"{what}: {error}")
+        else:
+            if what not in TAKEN.get((function, argument), TAKEN.get(argument, ())):
+                wrong.append(f"{what} was taken")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,228 @@
+"""What lies at the limits: the longest lengths, no work at all, lengths that would wrap in 32 bits, and what is refused with a sentence."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import dmattn
+import pytest
+import torch
+from dmattn import IntervalMask
+from dmattn.testing import strategies
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ops = torch.ops.dmattn
+tensor = strategies.random_tensor
+LONGEST = 1 << 20
+OPTIONS = (False, 1.0, 0.0, 0.0, False)
+
+
+def repeated(length, heads=1, size=8, dtype=torch.float32, device="cpu"):
+    """[1, heads, length, size] whole numbers in the memory of one row."""
+    return tensor((1, heads, 1, size), length % 7, dtype, device).round().expand(1, heads, length, size)
+
+
+# The longest lengths ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, LONGEST), (LONGEST, 1)])
+def test_the_longest_length_is_taken(device, dtype, Sq, Sk):
+    query, key, value = (repeated(length, dtype=dtype, device=device) for length in (Sq, Sk, Sk))
+    expected = value[:, :, :1].expand(1, 1, Sq, 8)  # keys are equal, so weights are, and sums of whole numbers are exact
+    results = [
+        dmattn.attention(query, key, value),
+        ops.forward(query, key, value, *(None,) * 9, *OPTIONS)[0],
+        dmattn.scaled_dot_product_attention(query, key, value),
+    ]
+    for out in results:
+        assert torch.equal(out, expected)
+    key = key.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(dmattn.attention(query, key, value).sum(), key)
+    assert gradient.shape == key.shape
+    assert gradient.isfinite().all()
+
+
+def test_the_longest_selection_is_taken(device):
+    scores = torch.arange(LONGEST, device=device, dtype=torch.float32)[None, None]  # rising: the window slides
+    for end in (IntervalMask.top_k(scores, 3).end, ops.select(scores, None, 3, True)):
+        keys = torch.arange(LONGEST, device=device)
+        assert torch.equal(end[0, 0, :-3].long(), keys[3:])
+        assert (end[0, 0, -3:] >= LONGEST).all()
+
+
+def test_one_more_is_refused():
+    query, key = repeated(1), repeated(LONGEST + 1)
+    for Sq, Sk in ((query, key), (key, query)):
+        with pytest.raises(ValueError, match=rf"query, key: expected lengths up to {LONGEST}, got Sq=.*{LONGEST + 1}"):
+            dmattn.attention(Sq, Sk, Sk)
+        with pytest.raises(RuntimeError, match=rf"(query|key): expected a length up to {LONGEST}, got {LONGEST + 1}"):
+            ops.forward(Sq, Sk, Sk, *(None,) * 9, *OPTIONS)
+    with pytest.raises(RuntimeError, match=rf"scores: expected a length up to {LONGEST}, got {LONGEST + 1}"):
+        ops.select(key[..., 0], None, 3, True)
+    with pytest.raises(ValueError, match=rf"value: expected a length up to {LONGEST}, got {LONGEST + 1}"):
+        dmattn.key_scores(key, tensor((1, 8), 0), torch.zeros(1))
+
+
+@pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
+def test_a_window_beyond_32_bits_keeps_every_key(device, window):
+    scores = tensor((1, 2, 40), 0, device=device)
+    for causal in (True, False):
+        expected = IntervalMask.top_k(scores, 40, causal).end
+        assert torch.equal(IntervalMask.top_k(scores, window, causal).end, expected)
+        assert torch.equal(ops.select(scores, None, window, causal), expected)
+
+
+# No work ------------------------------------------------------------------------------------------------------------------------------
+
+
+def empty(*sizes, device, dtype=torch.float32):
+    return torch.empty(sizes, device=device, dtype=dtype)
+
+
+EMPTY = {
+    "select": lambda d, t: [ops.select(empty(2**36, 1, 0, device=d), None, 3, causal) for causal in (True, False)],
+    "select with segments": lambda d, t: [
+        ops.select(empty(2**36, 1, 0, device=d), empty(1, 1, 0, device=d, dtype=torch.int32), 3, causal) for causal in (True, False)
+    ],
+    "top_k": lambda d, t: IntervalMask.top_k(empty(1, 2**36, 0, device=d), 3),
+    "pack": lambda d, t: ops.pack_tiles(empty(0, 2**36, 0, 0, device=d, dtype=torch.bool), 0, 0, 1, 1, 128, 128),
+    "forward": lambda d, t: attended(empty(2**36, 1, 0, 8, device=d, dtype=t), empty(2**36, 1, 0, 8, device=d, dtype=t)),
+    "forward of no queries": lambda d, t: attended(
+        empty(2**36, 1, 0, 8, device=d, dtype=t), repeated(5, dtype=t, device=d).expand(2**36, 1, 5, 8), IntervalMask.causal(5, device=d)
+    ),
+    "backward": lambda d, t: gradients(empty(2**30, 1, 0, 8, device=d, dtype=t)),
+    "backward of many heads": lambda d, t: gradients(empty(1, 2**30, 0, 8, device=d, dtype=t)),
+    "backward with key_bias": lambda d, t: gradients(
+        empty(2**30, 1, 0, 8, device=d, dtype=t), key_bias=empty(2**30, 1, 0, device=d).requires_grad_(), is_causal=True
+    ),
+    "the drop-in": lambda d, t: dmattn.scaled_dot_product_attention(*[empty(2**30, 1, 0, 8, device=d, dtype=t)] * 3),
+}  # fmt: skip
+
+
+def attended(query, key, mask=None):
+    out, lse = dmattn.attention(query, key, key, mask, return_lse=True)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:3]
+
+
+def gradients(query, **options):
+    query.requires_grad_()
+    dmattn.attention(query, query, query, **options).sum().backward()
+    assert query.grad.shape == query.shape
+
+
+@pytest.mark.parametrize("call", EMPTY.values(), ids=EMPTY)
+def test_no_work_takes_no_time(device, dtype, call):
+    start = time.monotonic()
+    call(device, dtype)
+    assert time.monotonic() - start < 10  # one step for each batch would take minutes
+
+
+# What an option reaches -----------------------------------------------------------------------------------------------------------------
+
+
+class Record(TorchDispatchMode):
+    """The arguments of each of our ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.deterministic = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = [argument.name for argument in func._schema.arguments]
+        if "deterministic" in names:
+            self.deterministic[func] = args[names.index("deterministic")]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("torchs", [True, False])
+def test_torchs_deterministic_algorithms_are_ours(device, dtype, given, torchs):
+    query = tensor((1, 2, 20, 16), 0, dtype, device).requires_grad_()
+    scores = tensor((1, 2, 20), 1, device=device)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(torchs)
+    try:
+        for call in (
+            lambda: dmattn.attention(query, query, query, deterministic=given),
+            lambda: dmattn.dynamic_mask_attention(query, query, query, scores, 5, deterministic=given),
+        ):
+            with Record() as record:
+                call().sum().backward()
+            assert record.deterministic == dict.fromkeys((ops.forward.default, ops.backward.default), given or torchs)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+# What is refused with a sentence ------------------------------------------------------------------------------------------------------
+
+
+def calls_attention(query: torch.Tensor):
+    return dmattn.attention(query, query, query)
+
+
+class HoldsLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = dmattn.nn.DynamicMaskAttention(16, 2, 4)
+
+    def forward(self, hidden):
+        return self.layer(hidden)
+
+
+PUBLIC = (
+    dmattn.attention, dmattn.dynamic_mask_attention, dmattn.key_scores, dmattn.scaled_dot_product_attention, dmattn.flash_dma_attention,
+    dmattn.flash_dynamic_mask_attention, calls_attention, HoldsLayer(),
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("what", PUBLIC, ids=lambda what: getattr(what, "__name__", "layer"))
+def test_scripting_is_refused(what):
+    with pytest.raises(
+        NotImplementedError, match=r"dmattn: torch.jit.script is not supported; use torch.compile, torch.export or"
+    ):
+        torch.jit.script(what)
+
+
+TRACING = pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+
+
+@TRACING
+def test_tracing_is_not():
+    traced = torch.jit.trace(calls_attention, tensor((1, 2, 9, 8), 0))
+    query = tensor((1, 2, 20, 8), 1)
+    assert torch.equal(traced(query), calls_attention(query))
+
+
+class Attends(torch.nn.Module):
+    def forward(self, query):
+        return calls_attention(query)
+
+
+@TRACING
+@pytest.mark.parametrize("capture", [lambda model, query: torch.export.export(model, (query,), strict=False), torch.jit.trace])
+def test_onnx_is_refused_while_the_model_is_captured(monkeypatch, capture):
+    """As torch.onnx.export does it, dynamo=True or False, without the packages that it needs."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(
+        NotImplementedError, match=r"dmattn: ONNX has no operator for dmattn's attention; export with torch.export"
+    ):
+        capture(Attends(), tensor((1, 2, 9, 8), 0))
+
+
+def test_nested_tensors_are_refused():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+        nested = [
+            torch.nested.nested_tensor([tensor((n, 2, 8), n) for n in (3, 5)], layout=kind)
+            for kind in (torch.jagged, torch.strided)
+        ]
+    for query in nested:
+        for call in (
+            lambda: dmattn.attention(query, query, query),  # noqa: B023
+            lambda: dmattn.dynamic_mask_attention(query, query, query, tensor((2, 2, 5), 0), 3),  # noqa: B023
+        ):
+            with pytest.raises(TypeError, match="query: expected a dense tensor, got a nested one"):
+                call()
