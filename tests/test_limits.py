@@ -119,6 +119,30 @@ def test_no_work_takes_no_time(device, dtype, call):
     assert time.monotonic() - start < 10  # one step for each batch would take minutes
 
 
+@pytest.mark.parametrize("expanded", [(0,), (1,), (0, 1), ()])
+def test_an_expanded_mask_packs_as_its_copy(device, expanded):
+    mask = tensor([1 if axis in expanded else n for axis, n in enumerate((300, 200))], 3, device=device) > 0
+    mask = mask.expand(300, 200)
+    for block in (1, 16):
+        size = [-(-n // block) for n in mask.shape]
+        given = (mask[: size[0], : size[1]][None, None], *mask.shape, block, block, 128, 128)
+        copied = (given[0].contiguous(), *given[1:])
+        tables = ops.pack_tiles(*given)
+        assert all(torch.equal(a, b) for a, b in zip(tables, ops.pack_tiles(*copied), strict=True))
+        slots = int((tables[0] >= 2).sum())
+        bits = [ops.pack_bits(of[0], tables[0], *of[1:], slots) for of in (given, copied)]
+        assert torch.equal(*bits)
+
+
+def test_an_expanded_mask_is_read_once_a_tile(device):
+    length = 1 << 18
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).expand(1, 1, length, length)
+    start = time.monotonic()
+    tiles = ops.pack_tiles(mask, length, length, 1, 1, 128, 128)[0]
+    assert (tiles[..., : length // 128, : length // 128] == 1).all()
+    assert time.monotonic() - start < 10  # 2^36 elements would take longer
+
+
 # What an option reaches -----------------------------------------------------------------------------------------------------------------
 
 
