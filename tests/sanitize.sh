@@ -68,5 +68,5 @@ export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
 export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc
 "$python" -c 'import dmattn; print(dmattn.library_path())' | grep -q build/asan/site
 exec "$python" -m pytest -p no:cacheprovider -q tests/test_select.py tests/test_masks.py tests/test_forward.py tests/test_backward.py \
-  tests/test_errors.py tests/test_sdpa.py tests/test_dynamic_mask_attention.py \
+  tests/test_errors.py tests/test_limits.py tests/test_sdpa.py tests/test_dynamic_mask_attention.py \
   -k "not million_keys and not memory_stays_linear and not two_to_the_31 and not from_flex and not gradcheck" "$@"
