@@ -289,7 +289,7 @@ def forward(**changes):
 
 
 def backward(**changes):
-    out, lse = forward()
+    out, lse, _ = forward()
     head = {"grad_out": out, "grad_lse": None, "query": Q, "key": K, "value": V, "out": out, "lse": lse}
     rest = dict.fromkeys(FORWARD[3:12]) | {
         "is_causal": False,
@@ -406,7 +406,7 @@ def test_a_corrupt_table_reads_nothing_out_of_bounds(which, entry):
     given = {name: getattr(mask, name).clone() for name in ("tiles", "rows", "columns", "bits")}
     given[which].fill_(entry)
     query = rows(1, 1, 200, 16)
-    out, lse = forward(query=query, key=query, value=query, **given)
+    out, lse, _ = forward(query=query, key=query, value=query, **given)
     assert out.shape == query.shape
     gradients = backward(grad_out=out, query=query, key=query, value=query, out=out, lse=lse, **given)
     assert gradients[0].shape == query.shape
@@ -417,7 +417,7 @@ def test_fewer_slots_than_the_table_names():
     mask = BlockMask.from_bool(visible, 64)
     query = rows(1, 1, 200, 16)
     for slots in (0, 1):
-        out, _ = forward(
+        out, _, _ = forward(
             query=query, key=query, value=query, tiles=mask.tiles, rows=mask.rows, columns=mask.columns, bits=mask.bits[:slots]
         )
         assert out.shape == query.shape
@@ -427,7 +427,7 @@ def test_fewer_slots_than_the_table_names():
 def test_extreme_intervals_are_only_intervals(extreme):
     bound = torch.full((1, 1, 12), extreme, dtype=torch.int32)
     for given in ({"start": bound}, {"end": bound}, {"start": bound, "end": bound}):
-        out, lse = forward(**given)
+        out, lse, _ = forward(**given)
         assert not out.isnan().any()
         assert not lse.isnan().any()
 

@@ -51,8 +51,8 @@ def attention(
     ``out_i = sum_j softmax_j(softcap(scale * <q_i, k_j>) + key_bias_j + bias_ij) v_j`` over the keys j visible to query i. Query i stands at
     position ``p = i + (Sk - Sq)``. A query that sees nothing gives 0 (and lse = -inf), never NaN.
 
-    Differentiable any number of times, in reverse and forward mode, and under ``torch.func`` and vmap. First gradients have kernels; tangents and
-    higher derivatives are composed of torch operations, in memory proportional to the lengths. Under vmap, dropout runs sample by sample.
+    Differentiable any number of times, in reverse and forward mode, and under ``torch.func`` and vmap. First gradients have kernels; tangents
+    and higher derivatives are composed of torch operations, in memory proportional to the lengths. Under vmap, dropout runs sample by sample.
 
     Args:
         query: [B, H, Sq, D]; float64, float32, bfloat16 or float16 on a CPU, bfloat16 or float16 on CUDA. Any strides with a dense last
