@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import dmattn
 import pytest
@@ -10,17 +11,48 @@ import pytest
 NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
 
 PROGRAM = """
-from hypothesis import given, settings, strategies as st
+import dataclasses
+import test_rounding
+from dmattn import BlockMask, IntervalMask
 from dmattn.testing import AttentionCase, assert_matches_reference, attention_cases, strategies
+from hypothesis import HealthCheck, given, settings
+
+options = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(attention_cases())
-@settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(__import__("hypothesis").HealthCheck))
+@settings(max_examples=60, **options)
 def drawn(case):
     assert_matches_reference(case)
+@given(attention_cases(max_length=1100, max_pairs=200_000))
+@settings(max_examples=40, **options)
+def drawn_longer(case):
+    assert_matches_reference(case)
+def tensors(dtype, Sq, Sk, size, heads=(4, 2)):
+    shapes = ((1, heads[0], Sq, size), (1, heads[1], Sk, size), (1, heads[1], Sk, size))
+    return [strategies.random_tensor(shape, i, dtype) for i, shape in enumerate(shapes)]
+def masked():
+    # Long enough for summaries of the mask, 64 keys an entry: each a vector's lane, some of them alone.
+    for length in (257, 1100):
+        for seed in range(3):
+            start = strategies.random_tensor((1, 2, length), seed).mul(400).int()
+            end = start + strategies.random_tensor((1, 2, length), seed + 9).abs().mul(60).int()
+            end[:, :, 64 * seed::192] = 2**31 - 1
+            mask = IntervalMask(start, end)
+            assert_matches_reference(AttentionCase(*tensors(strategies.torch.float32, length, length, 8), mask=mask, visible=mask.to_bool(length, length)))
+        for key in range(0, length, 64):  # the one block that anybody sees
+            end = strategies.torch.full((1, 2, length), -1000, dtype=strategies.torch.int32)
+            end[:, key // 64 % 2, key] = 2**31 - 1
+            start = strategies.torch.full_like(end, -1000)
+            mask = IntervalMask(start, end)
+            case = AttentionCase(*tensors(strategies.torch.float32, 257, length, 8), mask=mask, visible=mask.to_bool(257, length))
+            assert_matches_reference(case, gradients=key % 256 == 0)
 drawn()
+drawn_longer()
+masked()
 for dtype in strategies.CPU_DTYPES:
     for size in (8, 24, 64, 136):
-        tensors = [strategies.random_tensor((1, 4, 150, size), i, dtype) for i in range(3)]
-        assert_matches_reference(AttentionCase(*tensors, is_causal=True))
+        assert_matches_reference(AttentionCase(*tensors(dtype, 150, 150, size), is_causal=True))
+for check in test_rounding.CHECKS:
+    check()
 print("right")
 """
 
@@ -41,7 +73,8 @@ def test_level(run_python, level):
     missing = set(NEEDS[level]) - cpu_flags()
     if missing:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-    finished = run_python("-c", PROGRAM, DMATTN_CPU_LEVEL=level)
+    here = str(Path(__file__).parent)  # where test_rounding is
+    finished = run_python("-c", f"import sys; sys.path.insert(0, {here!r})\n{PROGRAM}", DMATTN_CPU_LEVEL=level)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "right\n"
 

@@ -10,7 +10,6 @@
 namespace dmattn::cpu {
 namespace {
 
-constexpr int64_t kReduceKeys = 1024;                // keys per task when parts are added up
 constexpr int64_t kMaxPartBytes = int64_t{1} << 28;  // no more parts than fit
 
 // The fewest parts per group that keep workers busy at least three quarters of the time.

@@ -15,7 +15,6 @@ constexpr int kTileRows = 8;
 constexpr int kTileRows = 4;
 #endif
 constexpr int kTileVectors = 2;
-constexpr int64_t kPieceDepth = 64;
 
 // A[m][k], k contiguous.
 template <class R>

@@ -6,7 +6,6 @@
 namespace dmattn::cpu {
 namespace {
 
-constexpr int64_t kSummaryKeys = 64;
 constexpr int32_t kAlways = INT32_MIN, kForever = INT32_MAX;
 
 // [mask batches, mask heads, blocks]: min of start or max of end over 64 keys; rows are whole vectors. Null: no such mask, or too
@@ -22,7 +21,7 @@ struct Summaries {
 };
 
 DMATTN_INLINE Summary take_summary(Arena& shared, const AttentionParams& p, const PerHead& view) {
-  if (!view.data || p.query_length <= 2 * kMaxTileQueries) return {nullptr, 0, 0, 0};
+  if (!view.data || p.query_length <= kUnsummedQueries) return {nullptr, 0, 0, 0};
   const int64_t batches = view.batch_stride == 0 ? 1 : p.batch, heads = view.head_stride == 0 ? 1 : p.heads / view.head_divisor;
   const int64_t blocks = round_up(ceil_div(p.key_length, kSummaryKeys), kLanes<float>);
   return {shared.take<int32_t>(batches * heads * blocks), batches, heads, blocks};

@@ -2,13 +2,10 @@
 #pragma once
 
 #include "convert.h"
+#include "limits.h"
 
 namespace dmattn::cpu {
 namespace {
-
-constexpr int64_t kMaxTileQueries = 128;  // changes speed, never results
-constexpr int64_t kChunkKeys = 128;       // live keys computed at once; changes speed, never results
-constexpr int64_t kMaxWidth = 256;        // of D and Dv
 
 // A tile never straddles two rows of mask tiles (tile_q is a multiple of 32).
 DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {

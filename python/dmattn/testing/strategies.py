@@ -22,6 +22,11 @@ from dmattn.testing.case import AttentionCase
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "strided")
+# Lengths at which kernels change their way, by the names they have in cpp/cpu/limits.h and cpp/cuda/attention_launch.h.
+CPU_THRESHOLDS = {
+    "kSummaryKeys": 64, "kPieceDepth": 64, "kMaxTileQueries": 128, "kChunkKeys": 128, "kUnsummedQueries": 256, "kReduceKeys": 1024,
+}  # fmt: skip
+CUDA_THRESHOLDS = {"kQueryPadding": 128, "kPlanBlock": 512, "kSegmentQueries": 768, "kPlanPart": 4096}
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
 
@@ -64,10 +69,19 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def lengths(max_length: int = 300, min_length: int = 0) -> st.SearchStrategy[int]:
-    """Lengths: short, around tile edges, ragged."""
-    edges = [n for n in (31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 200, 257, 300) if min_length <= n <= max_length]
+    """Lengths: short, ragged, and around every length up to ``max_length`` at which kernels change their way."""
+    edges = [n for n in (*edge_lengths(), 200, 300) if min_length <= n <= max_length]
     small = st.integers(min_length, min(40, max_length))
     return small | st.sampled_from(edges) if edges else small
+
+
+def edge_lengths(device: str = "") -> tuple[int, ...]:
+    """The lengths just below, at and just above each threshold of the kernels of a device, or of all, and of vectors and tiles."""
+    cpu, cuda = (
+        [] if device.startswith(other) else [*named.values()]
+        for other, named in (("cuda", CPU_THRESHOLDS), ("cpu", CUDA_THRESHOLDS))
+    )
+    return tuple(sorted({n + step for n in (32, 192, *cpu, *cuda) for step in (-1, 0, 1)}))
 
 
 def head_dims() -> st.SearchStrategy[int]:
@@ -76,14 +90,37 @@ def head_dims() -> st.SearchStrategy[int]:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, max_length: int = 300, min_length: int = 0, max_batch: int = 2) -> Shape:
-    """Sizes: GQA and MQA, 0-length, ragged, Sq != Sk both ways, D != Dv."""
+def shapes(
+    draw: st.DrawFn, max_length: int = 300, min_length: int = 0, max_batch: int = 2, max_pairs: int | None = None
+) -> Shape:
+    """Sizes: GQA and MQA, 0-length, ragged, Sq != Sk both ways, D != Dv.
+
+    Args:
+        max_length, min_length: of Sq and Sk.
+        max_batch: largest B.
+        max_pairs: largest number of pairs of a query and a key, over all batches and heads; batches, groups, heads and then queries become
+            fewer until it holds. None: no bound.
+    """
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     keys = draw(lengths(max_length, min_length))
     queries = draw(st.just(keys) | lengths(max_length, min_length))
     size = draw(head_dims())
     value_size = draw(st.just(size) | head_dims())
-    return Shape(draw(st.integers(1, max_batch)), kv_heads * group, kv_heads, queries, keys, size, value_size)
+    batch = draw(st.integers(1, max_batch))
+    if max_pairs is not None:
+        for _ in range(4):  # one of them a turn
+            excess = batch * kv_heads * group * queries * keys / max_pairs
+            if excess <= 1:
+                break
+            if batch > 1:
+                batch = 1
+            elif kv_heads > 1:
+                kv_heads = 1
+            elif group > 1 and excess > 2:
+                group = 1
+            else:
+                queries = max(min_length, int(queries / excess))
+    return Shape(batch, kv_heads * group, kv_heads, queries, keys, size, value_size)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -440,7 +477,11 @@ def _biases(draw: st.DrawFn, size: tuple[tuple[int, int], tuple[int, ...]], dtyp
 
 @st.composite
 def attention_cases(
-    draw: st.DrawFn, device: str = "cpu", max_length: int = 200, dtype: torch.dtype | None = None
+    draw: st.DrawFn,
+    device: str = "cpu",
+    max_length: int = 200,
+    dtype: torch.dtype | None = None,
+    max_pairs: int | None = None,
 ) -> AttentionCase:
     """Whole problems: everything above at once.
 
@@ -448,9 +489,10 @@ def attention_cases(
         device: where the tensors live.
         max_length: longest Sq and Sk.
         dtype: one dtype instead of all the device has kernels for.
+        max_pairs: as in :func:`shapes`.
     """
     dtype = draw(dtypes(device)) if dtype is None else dtype
-    shape = draw(shapes(max_length))
+    shape = draw(shapes(max_length, max_pairs=max_pairs))
     seed, magnitude = draw(seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
     sizes = (
         (shape.B, shape.H, shape.Sq, shape.D),

@@ -1,0 +1,336 @@
+"""Plants faults in copies of the sources, one at a time, and says which of them the tests find.
+
+    python tests/planted_faults.py --only python --only cpu         what a machine without a GPU can show
+    python tests/planted_faults.py --only cuda_sm90 --jobs 16       on a GPU; needs nvcc, and no network
+    python tests/planted_faults.py --list
+
+The faults are data (``tests/faults/``). The sources are built once with CMake; a fault compiles again what includes its file, from a copy
+of the sources, with the commands of that build, and runs the tests that should find it. CUDA is built for one architecture, one dtype
+and one head size, so that a fault costs seconds. Ends with 1 when a fault survives or does not apply any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from faults import KINDS, Fault, all_faults
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "libdmattn_ops.so"
+REDUCED = "bfloat16:64"  # of a CUDA build: dtype and largest head size
+CUDA_OPTIONS = ["-DDMATTN_CUDA=ON", "-DDMATTN_CUDA_TYPES=kBFloat16", "-DDMATTN_CUDA_SIZES=64"]
+FAMILIES = {"cuda_sm80": "sm80", "cuda_sm90": "auto", "cuda_common": "auto"}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a fault: found, survived or an error, with a word about it."""
+
+    fault: Fault
+    state: str = ""
+    detail: str = ""
+    build_seconds: float = 0.0
+    test_seconds: float = 0.0
+
+
+def applied(fault: Fault, root: Path) -> str:
+    """The file's text with the fault in it.
+
+    Raises:
+        ValueError: the old text does not occur exactly once.
+    """
+    text = (root / fault.file).read_text()
+    count = text.count(fault.old)
+    if count != 1:
+        raise ValueError(f"{fault}: this fault must be rewritten: its old text occurs {count} times")
+    return text.replace(fault.old, fault.new)
+
+
+class Base:
+    """The sources as they are, built once: where every fault begins."""
+
+    def __init__(self, work: Path, with_cuda: bool, arch: str, jobs: int) -> None:
+        self.source, self.build, self.site = work / "base/source", work / "base/build", work / "base/site"
+        self.with_cuda = with_cuda
+        self.source.mkdir(parents=True, exist_ok=True)
+        for name in ("cpp", "cmake", "python"):
+            shutil.copytree(ROOT / name, self.source / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "CMakeLists.txt", self.source)
+        version = re.search(r'__version__ = "(.*)"', (ROOT / "python/dmattn/_version.py").read_text())
+        assert version is not None
+        has_nanobind = importlib.util.find_spec("nanobind") is not None
+        beside = Path(sys.executable).parent  # cmake and ninja of a virtual environment come before those of the system
+        self.cmake, self.ninja = (
+            str(beside / tool) if (beside / tool).is_file() else shutil.which(tool) or tool for tool in ("cmake", "ninja")
+        )
+        self.run(
+            [self.cmake, "-S", str(self.source), "-B", str(self.build), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={self.ninja}"]
+            + ["-DCMAKE_BUILD_TYPE=Release", f"-DPython_EXECUTABLE={sys.executable}", f"-DSKBUILD_PROJECT_VERSION={version[1]}"]
+            + [f"-DDMATTN_MODULE={'ON' if has_nanobind else 'OFF'}"]
+            + ([*CUDA_OPTIONS, f"-DDMATTN_CUDA_ARCHS={arch}"] if with_cuda else ["-DDMATTN_CUDA=OFF"])
+        )
+        self.run([self.ninja, "-C", str(self.build), "-j", str(jobs)])
+        shutil.rmtree(self.site, ignore_errors=True)
+        shutil.copytree(self.source / "python/dmattn", self.site / "dmattn")
+        for library in (self.build / LIBRARY, *self.build.glob("_C*.so")):
+            shutil.copy(library, self.site / "dmattn")
+        entries = json.loads(self.run([self.ninja, "-C", str(self.build), "-t", "compdb"]))
+        self.commands = {entry["output"]: entry["command"] for entry in entries if entry["command"]}
+        self.included = self.read_dependencies()
+        self.level = subprocess.run(
+            [sys.executable, "-c", LEVEL_PROGRAM], capture_output=True, text=True, check=True
+        ).stdout.strip()  # fmt: skip
+
+    @staticmethod
+    def run(command: list[str]) -> str:
+        finished = subprocess.run(command, capture_output=True, text=True)
+        if finished.returncode != 0:
+            sys.exit(f"{' '.join(command)}\n{finished.stdout[-4000:]}\n{finished.stderr[-4000:]}")
+        return finished.stdout
+
+    def read_dependencies(self) -> dict[str, set[str]]:
+        """Object file to the files of the repository that it is made of."""
+        found: dict[str, set[str]] = {}
+        current: set[str] = set()
+        for line in self.run([self.ninja, "-C", str(self.build), "-t", "deps"]).splitlines():
+            if line.startswith(" "):
+                path = os.path.normpath(os.path.join(self.build, line.strip()))
+                if path.startswith(f"{self.source}/"):
+                    current.add(os.path.relpath(path, self.source))
+            elif ": #deps" in line:
+                current = found.setdefault(line.split(": #deps")[0], set())
+        return found
+
+    def objects_of(self, fault: Fault) -> list[str]:
+        """The object files to build again for a fault."""
+        dependent = [name for name, files in self.included.items() if fault.file in files]
+        if fault.objects:
+            globs = [f"*{glob}*" for glob in fault.objects.split()]
+        elif fault.kind == "cpu":  # of the kernels, the instruction set that runs
+            others = {"baseline", "avx2", "avx512"} - {self.level}
+            return [name for name in dependent if not any(f"dmattn_cpu_{other}.dir" in name for other in others)]
+        else:
+            globs = ["*"]
+        return [name for name in dependent if any(fnmatch.fnmatch(name, glob) for glob in globs)]
+
+
+# The instruction set that cpp/cpu/levels.h picks.
+LEVEL_PROGRAM = """
+import os
+flags = set(next((line for line in open("/proc/cpuinfo") if line.startswith("flags")), "").split())
+needs = {"avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": {"avx2", "fma", "f16c"}, "baseline": set()}
+print(os.environ.get("DMATTN_CPU_LEVEL") or next(level for level, needed in needs.items() if needed <= flags))
+"""
+
+
+class Planter:
+    """Builds and tests faults side by side."""
+
+    def __init__(self, options: argparse.Namespace, base: Base, work: Path) -> None:
+        self.options, self.base, self.work = options, base, work
+        self.compiling, self.testing = asyncio.Semaphore(options.jobs), asyncio.Semaphore(options.test_jobs)
+
+    async def plant(self, number: int, fault: Fault) -> Outcome:
+        outcome = Outcome(fault)
+        place = self.work / f"fault{number}"
+        try:
+            library = await self.build(fault, place, outcome)
+            if library is not None:
+                await self.test(fault, place, outcome)
+        except ValueError as error:
+            outcome.state, outcome.detail = "error", str(error)
+        if not self.options.keep:
+            shutil.rmtree(place, ignore_errors=True)
+        print(line_of(outcome), flush=True)
+        return outcome
+
+    async def build(self, fault: Fault, place: Path, outcome: Outcome) -> Path | None:
+        """Leaves a package in ``place/site``; None when the fault does not compile."""
+        text = applied(fault, self.base.source)
+        site = place / "site/dmattn"
+        shutil.copytree(self.base.site / "dmattn", site)
+        if fault.kind == "python":
+            (place / "site" / fault.file.removeprefix("python/")).write_text(text)
+            return site / LIBRARY
+        source = place / "source"
+        shutil.copytree(self.base.source / "cpp", source / "cpp")
+        (source / fault.file).write_text(text)
+        objects = self.base.objects_of(fault)
+        if not objects:
+            raise ValueError(f"{fault}: no object file of this build includes {fault.file}")
+        made = {name: place / f"{index}.o" for index, name in enumerate(objects)}
+
+        async def compile_one(name: str) -> tuple[int, str]:
+            command = self.base.commands[name].replace(str(self.base.source), str(source)).replace(name, str(made[name]))
+            if ".cpp.o" in name:
+                command += " -Wno-error"
+            async with self.compiling:
+                began = time.monotonic()
+                result = await self.shell(command)
+                outcome.build_seconds += time.monotonic() - began
+                return result
+
+        for code, output in await asyncio.gather(*(compile_one(name) for name in objects)):
+            if code != 0:
+                outcome.state, outcome.detail = "error", f"does not compile: {output[-600:]}"
+                return None
+        link = self.base.commands[LIBRARY].replace(f"-o {LIBRARY}", f"-o {site / LIBRARY}")
+        for name, path in made.items():
+            link = link.replace(f" {name} ", f" {path} ")
+        code, output = await self.shell(link)
+        if code != 0:
+            raise ValueError(f"{fault}: does not link: {output[-600:]}")
+        return site / LIBRARY
+
+    async def shell(self, command: str) -> tuple[int, str]:
+        process = await asyncio.create_subprocess_shell(
+            command, cwd=self.base.build, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        output, _ = await process.communicate()
+        return process.returncode or 0, output.decode(errors="replace")
+
+    async def test(self, fault: Fault, place: Path, outcome: Outcome) -> None:
+        tests = [] if self.options.all_tests else fault.tests.split()
+        async with self.testing:
+            began = time.monotonic()
+            code, output = await self.pytest(place / "site", tests, fault.kind, fault.environment)
+            outcome.test_seconds = time.monotonic() - began
+        failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.M)
+        passed = re.search(r"(\d+) passed", output)
+        if code == -1:
+            outcome.state, outcome.detail = "found", f"no end after {self.options.timeout} s"
+        elif code == 0:
+            outcome.state = "survived" if passed else "error"
+            outcome.detail = "" if passed else "no test ran"
+        elif code in (1, 2) or code < 0 or code > 5:
+            outcome.state, outcome.detail = "found", failed[1] if failed else f"the tests ended with {code}"
+        else:
+            outcome.state, outcome.detail = "error", output[-600:]
+
+    async def pytest(self, site: Path, tests: list[str], kind: str, environment: str) -> tuple[int, str]:
+        """Exit status and output; -1 when the time is up."""
+        paths = [str(ROOT / "tests" / test) for test in tests] or [str(ROOT / "tests")]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--no-header",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:benchmark",
+        ]
+        command += ["-p", "no:xdist"]
+        extra = dict(item.split("=", 1) for item in environment.split())
+        if kind.startswith("cuda"):
+            command += ["-p", "faults.reduced"]
+            extra = {"DMATTN_REDUCED": REDUCED, "DMATTN_FAMILY": FAMILIES[kind], **extra}
+        if kind == "cpu" and self.options.test_jobs > 1:
+            extra.setdefault("OMP_NUM_THREADS", "2")
+        # The copy of the sources comes before an installed package.
+        extra["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        extra["PYTHONDONTWRITEBYTECODE"] = "1"
+        process = await asyncio.create_subprocess_exec(
+            *command, *paths, cwd=ROOT, env={**os.environ, **extra}, start_new_session=True,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), self.options.timeout)
+        except asyncio.TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            return -1, ""
+        return process.returncode or 0, output.decode(errors="replace")
+
+
+def line_of(outcome: Outcome) -> str:
+    seconds = f"{outcome.build_seconds:6.1f} {outcome.test_seconds:6.1f}"
+    return f"{outcome.state:9} {outcome.fault.kind:11} {seconds}  {outcome.fault}" + (
+        f"  <- {outcome.detail}" if outcome.detail else ""
+    )
+
+
+async def plant_all(options: argparse.Namespace, faults: list[Fault], work: Path) -> int:
+    with_cuda = any(fault.kind.startswith("cuda") for fault in faults)
+    began = time.monotonic()
+    base = Base(work, with_cuda, options.arch, options.jobs)
+    print(f"built in {time.monotonic() - began:.0f} s; CPU kernels: {base.level}", flush=True)
+    planter = Planter(options, base, work)
+    if not options.no_baseline:
+        # A test that fails without the fault finds nothing.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for fault in faults:
+            tests = groups.setdefault((fault.kind, fault.environment), [])
+            tests.extend(test for test in fault.tests.split() if test not in tests)
+        checks = [planter.pytest(base.site, [] if options.all_tests else tests, *key) for key, tests in groups.items()]
+        began = time.monotonic()
+        for check in checks:
+            code, output = await check
+            if code != 0:
+                sys.exit(f"The tests fail without a fault:\n{output[-6000:]}")
+        print(f"the tests pass without a fault, in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{'outcome':9} {'kind':11} {'build':>6} {'tests':>6}  fault  <- the test that failed")
+    outcomes = await asyncio.gather(*(planter.plant(number, fault) for number, fault in enumerate(faults)))
+    count = {state: sum(outcome.state == state for outcome in outcomes) for state in ("found", "survived", "error")}
+    for outcome in outcomes:
+        if outcome.state != "found":
+            print("\n" + line_of(outcome))
+    print(
+        f"\n{len(faults)} planted: {count['found']} found, {count['survived']} survived, {count['error']} not as they should be"
+    )
+    return 0 if count["found"] == len(faults) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the faults and plant none")
+    parser.add_argument("--only", action="append", choices=KINDS, help="faults of this kind; may be given again")
+    parser.add_argument("--match", default="", help="faults whose file, description or tests contain this")
+    parser.add_argument("--all-tests", action="store_true", help="run the whole suite for each fault")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="files compiled side by side")
+    parser.add_argument(
+        "--test-jobs", type=int, default=0, help="faults tested side by side; default: 4 on a GPU, else half of --jobs"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a fault's tests count as failed")
+    parser.add_argument("--arch", default="90a-real", help="what CUDA code is compiled for")
+    parser.add_argument("--work", type=Path, help="folder to work in and to leave behind; default: a temporary one")
+    parser.add_argument("--keep", action="store_true", help="leave what was built for each fault in the working folder")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a fault first")
+    options = parser.parse_args()
+    kinds = options.only or KINDS
+    faults = [f for f in all_faults() if f.kind in kinds and options.match.lower() in f"{f} {f.tests} {f.old}".lower()]
+    if options.list:
+        for fault in faults:
+            print(f"{fault.kind:11} {fault}  [{'harmless: ' + fault.harmless if fault.harmless else fault.tests}]")
+        counted = sum(not fault.harmless for fault in faults)
+        print(f"{counted} faults, and {len(faults) - counted} provably harmless ones")
+        return 0
+    faults = [fault for fault in faults if not fault.harmless]
+    if not options.test_jobs:
+        options.test_jobs = 4 if any(f.kind.startswith("cuda") for f in faults) else max(1, options.jobs // 2)
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+        return asyncio.run(plant_all(options, faults, options.work.resolve()))
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(plant_all(options, faults, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
