@@ -268,3 +268,212 @@ def test_compiled_gradients_of_inputs_that_had_to_be_copied():
     run(eager).sum().backward()
     torch.compile(run, fullgraph=True, backend="aot_eager")(compiled).sum().backward()
     torch.testing.assert_close(compiled.grad, eager.grad)
+
+
+# Lengths, tiles and tables on which kernels change their way -------------------------------------------------------------------------
+
+
+def random_intervals(heads, Sk, seed, device, width=150):
+    """Intervals that differ by head; some never end, some are empty."""
+    start = (strategies.random_tensor((1, heads, Sk), seed).abs() * Sk / 2).int()
+    end = start + (strategies.random_tensor((1, heads, Sk), seed + 1) * width).int()
+    end[:, :, ::37] = 2**31 - 1
+    return IntervalMask(start.to(device), end.to(device))
+
+
+@pytest.mark.parametrize("which", ["Sq", "Sk"])
+@pytest.mark.parametrize("n", [n for n in strategies.edge_lengths() if n < 2000])
+def test_lengths_around_every_threshold(device, dtype, n, which):
+    """Masks of their own for key heads, which query heads share; where there are many queries, by way of a summary of the mask."""
+    Sq, Sk = (n, 200) if which == "Sq" else (70 if n % 2 else 300, n)
+    mask = random_intervals(2, Sk, n, device)
+    key_bias = strategies.random_tensor((1, 4, Sk), 3, device=device)
+    assert_matches_reference(
+        make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=16, mask=mask, visible=mask.to_bool(Sq, Sk), key_bias=key_bias)
+    )
+    assert_matches_reference(make(device, dtype, H=2, Hkv=1, Sq=Sq, Sk=Sk, D=24, is_causal=True))
+
+
+@given(data=st.data())
+def test_drawn_cases_of_longer_lengths(device, data):
+    assert_matches_reference(data.draw(attention_cases(device, max_length=1100, max_pairs=150_000)))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("Sq", [257, 400])
+def test_summaries_are_those_of_the_heads_own_mask(device, dtype, Sq, heads):
+    """Each head of the mask sees another part of the keys, so a wrong row would skip what is visible."""
+    Sk = 600
+    keys = torch.arange(Sk, device=device, dtype=torch.int32)[None, None]
+    mine = keys // 64 % heads == torch.arange(heads, device=device)[None, :, None]
+    for start, end in ((-1000, torch.where(mine, 10_000, -1000)), (torch.where(mine, -1000, 10_000), 20_000)):
+        start, end = (torch.as_tensor(x, device=device).int().expand(1, heads, Sk) for x in (start, end))
+        mask = IntervalMask(start.contiguous(), end.contiguous())
+        assert_matches_reference(
+            make(device, dtype, B=2, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=16, mask=mask, visible=mask.to_bool(Sq, Sk))
+        )
+
+
+def packed(visible, tile, cut=None):
+    """A block mask whose tiles have a size of their own, by the ops; ``cut`` slots of bits fewer than there are, the rest behind them."""
+    tile_q, tile_k = tile
+    lengths = visible.shape[2:]
+    tiles, rows, columns = torch.ops.dmattn.pack_tiles(visible, *lengths, 1, 1, *tile)
+    slots = int((tiles >= 2).sum())
+    bits = torch.ops.dmattn.pack_bits(visible, tiles, *lengths, 1, 1, *tile, slots)
+    assert bits.shape == (slots, tile_q, tile_k // 32)
+    return tiles, rows, columns, bits
+
+
+def call_op(case, tables, gradients=True):
+    """The ops themselves with a block mask: out, lse and gradients."""
+    tensors = (case.query, case.key, case.value)
+    options = (case.is_causal, case.query.shape[3] ** -0.5, 0.0, 0.0, True)
+    masks = (None, None, *tables, None, None, None)
+    out, lse = torch.ops.dmattn.forward(*tensors, *masks, *options)
+    results = {"out": out, "lse": lse}
+    if gradients:
+        grad_out, grad_lse = (g.to(t.dtype) for g, t in zip(case.incoming_gradients(), (out, lse), strict=True))
+        made = torch.ops.dmattn.backward(grad_out, grad_lse, *tensors, out, lse, *masks, *options, False, False)
+        results |= dict(zip(("grad_query", "grad_key", "grad_value"), made[:3], strict=True))
+    return results
+
+
+@pytest.mark.parametrize("tile", [(256, 256), (384, 128), (128, 512), (1024, 128), (160, 96), (224, 32), (96, 160)], ids=str)
+def test_tiles_larger_than_the_kernels_own(device, dtype, tile):
+    """A tile of the mask is then several tiles of queries, each with its own rows of the bits."""
+    if device == "cuda" and any(size % 128 for size in tile):
+        pytest.skip("tiles of multiples of 128 on CUDA")
+    Sq, Sk = 700, 530
+    visible = strategies.random_tensor((1, 2, Sq, Sk), 5) > 0.3
+    visible[:, :, :256, 128:384] = False
+    visible[:, 0, 300:, :256] = True
+    case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=16, visible=visible.to(device))
+    assert_close_to_reference(case, call_op(case, packed(visible.to(device), tile)))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["a view", "a copy"])
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_a_slot_beyond_the_last_is_an_empty_tile(device, dtype, copied, fewer):
+    """What lies behind the bits is never read: in a view it would show, in a copy AddressSanitizer sees it."""
+    Sq = Sk = 500
+    visible = torch.ones(1, 1, Sq, Sk, dtype=torch.bool).tril()
+    tiles, rows, columns, bits = packed(visible.to(device), (128, 128))
+    kept = bits.shape[0] - fewer
+    cut = bits[:kept].clone() if copied else bits[:kept]
+    for tile in (tiles >= 2 + kept).nonzero().tolist():
+        visible[:, :, tile[2] * 128 : tile[2] * 128 + 128, tile[3] * 128 : tile[3] * 128 + 128] = False
+    case = make(device, dtype, H=2, Sq=Sq, Sk=Sk, D=16, visible=visible.to(device))
+    assert_close_to_reference(case, call_op(case, (tiles, rows, columns, cut)))
+
+
+# What is not finite ------------------------------------------------------------------------------------------------------------------
+
+
+def with_bad_rows(case, bad):
+    """The case with ``bad`` wherever nobody looks: keys no query sees, queries that see no key, and what comes in for those.
+
+    Returns:
+        The case, and the incoming gradients of such queries replaced.
+    """
+    seen = case.seen()
+    kv_heads = case.key.shape[1]
+    hidden = ~seen.any(2).unflatten(1, (kv_heads, -1)).any(2)  # [B, Hkv, Sk]
+    blind = ~seen.any(3)  # [B, H, Sq]
+    leaves = {
+        "query": case.query.masked_fill(blind[..., None], bad),
+        "key": case.key.masked_fill(hidden[..., None], bad),
+        "value": case.value.masked_fill(hidden[..., None], bad),
+    }
+    if case.key_bias is not None and case.key_bias.shape == hidden.shape:
+        leaves["key_bias"] = case.key_bias.masked_fill(hidden, bad)
+    if case.bias is not None and case.bias.shape == seen.shape:
+        leaves["bias"] = case.bias.masked_fill(blind[..., None], bad)
+    grad_out, grad_lse = case.incoming_gradients()
+    return case.with_leaves(leaves), (grad_out.masked_fill(blind[..., None], bad), grad_lse.masked_fill(blind, bad)), blind
+
+
+def gradients_of(case, incoming):
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in case.leaves().items()}
+    out, lse = case.with_leaves(leaves).call()
+    made = torch.autograd.grad(
+        (out, lse), list(leaves.values()), [g.to(t.dtype) for g, t in zip(incoming, (out, lse), strict=True)]
+    )
+    return {"out": out.detach(), "lse": lse.detach()} | {f"grad_{n}": g for n, g in zip(leaves, made, strict=True)}
+
+
+@given(data=st.data(), bad=st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+def test_what_nobody_sees_may_hold_anything(device, data, bad):
+    case = dataclasses.replace(data.draw(attention_cases(device)), deterministic=True)
+    dirty, incoming, _ = with_bad_rows(case, bad)
+    assert_same_bits(gradients_of(dirty, incoming), gradients_of(case, case.incoming_gradients()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["interval", "block", "causal", "beside -inf"])
+@pytest.mark.parametrize("size", [8, 40])
+def test_gradients_beside_rows_that_see_nothing(device, dtype, kind, bad, size):
+    """Such rows, and the gradients that come in for them, are NaN or infinite; they lie in one tile with rows that see much."""
+    case = make(device, dtype, B=2, H=4, Hkv=2, Sq=150, Sk=90, D=size, deterministic=True,
+                bias=strategies.random_tensor((2, 4, 150, 90), 8, device=device))  # fmt: skip
+    visible = strategies.random_tensor((1, 4, 150, 90), 9) > -0.5
+    visible[:, :, 3::7] = False
+    visible[:, 1, 64:130] = False
+    empty = torch.zeros(90, dtype=torch.int32, device=device)
+    case = {
+        "interval": dataclasses.replace(case, mask=IntervalMask(empty + 20, empty + 50)),
+        "block": dataclasses.replace(case, mask=BlockMask.from_bool(visible.to(device)), visible=visible.to(device)),
+        "causal": dataclasses.replace(case, is_causal=True),
+        "beside -inf": dataclasses.replace(case, mask=visible.to(device), visible=visible.to(device)),
+    }[kind]
+    if kind == "interval":
+        case = dataclasses.replace(case, visible=case.mask.to_bool(150, 90))
+    if kind == "beside -inf":
+        case.bias[:, :, 5::11] = -torch.inf
+    dirty, incoming, blind = with_bad_rows(case, bad)
+    assert bool(blind.any())
+    results = gradients_of(dirty, incoming)
+    assert_same_bits(results, gradients_of(case, case.incoming_gradients()))
+    assert_close_to_reference(case, results)
+    assert not results["grad_query"].masked_select(blind.expand(2, 4, 150)[..., None]).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_rows_that_see_nothing_beside_a_bad_key(device, dtype, bad, options, which):
+    """Neighbours in their tile see an infinite key or value. Queries of other tiles keep, bit for bit, the gradients they have without it."""
+    visible = torch.ones(1, 1, 600, 30, dtype=torch.bool, device=device)
+    visible[:, :, 5:9] = visible[:, :, 140:145] = False  # sees nothing
+    visible[:, :, 256:, 7] = False  # does not see the bad key, tiles apart from who does
+    bias, key_bias = (
+        strategies.random_tensor((1, 2, 600, 30), 6, device=device),
+        strategies.random_tensor((1, 2, 30), 7, device=device),
+    )
+    case = make(
+        device,
+        dtype,
+        Sq=600,
+        Sk=30,
+        D=16,
+        mask=visible,
+        visible=visible,
+        deterministic=True,
+        bias=bias,
+        key_bias=key_bias,
+        **options,
+    )
+    clean = run(case)
+    leaf = getattr(case, which).clone()
+    leaf[:, :, 7] = bad
+    results = run(case.with_leaves({which: leaf}))
+    for rows in (slice(5, 9), slice(140, 145)):
+        for name in ("out", "grad_query", "grad_bias"):
+            assert not results[name][:, :, rows].any(), name
+        assert torch.isneginf(results["lse"][:, :, rows]).all()
+    for name in (
+        "out",
+        "lse",
+        *(("grad_query", "grad_bias") if device == "cpu" else ()),
+    ):  # on a GPU backward may tell other tiles
+        assert torch.equal(results[name][:, :, 256:], clean[name][:, :, 256:]), name

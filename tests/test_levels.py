@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 
 options = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(attention_cases())
-@settings(max_examples=60, **options)
+@settings(max_examples=50, **options)
 def drawn(case):
     assert_matches_reference(case)
-@given(attention_cases(max_length=1100, max_pairs=200_000))
-@settings(max_examples=40, **options)
+@given(attention_cases(max_length=1100, max_pairs=100_000))
+@settings(max_examples=15, **options)
 def drawn_longer(case):
     assert_matches_reference(case)
 def tensors(dtype, Sq, Sk, size, heads=(4, 2)):
@@ -31,8 +31,8 @@ def tensors(dtype, Sq, Sk, size, heads=(4, 2)):
     return [strategies.random_tensor(shape, i, dtype) for i, shape in enumerate(shapes)]
 def masked():
     # Long enough for summaries of the mask, 64 keys an entry: each a vector's lane, some of them alone.
-    for length in (257, 1100):
-        for seed in range(3):
+    for length in (257, 700):
+        for seed in range(2):
             start = strategies.random_tensor((1, 2, length), seed).mul(400).int()
             end = start + strategies.random_tensor((1, 2, length), seed + 9).abs().mul(60).int()
             end[:, :, 64 * seed::192] = 2**31 - 1
@@ -44,7 +44,7 @@ def masked():
             start = strategies.torch.full_like(end, -1000)
             mask = IntervalMask(start, end)
             case = AttentionCase(*tensors(strategies.torch.float32, 257, length, 8), mask=mask, visible=mask.to_bool(257, length))
-            assert_matches_reference(case, gradients=key % 256 == 0)
+            assert_matches_reference(case, gradients=False)
 drawn()
 drawn_longer()
 masked()

@@ -16,7 +16,9 @@ from dmattn.testing import strategies
 def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
     """All numbers of a 16-bit dtype below 2^126, [8192, 8]."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
-    return torch.where(numbers.double().abs() < 2.0**126, numbers, torch.zeros_like(numbers)).view(-1, 8)  # sums of two stay finite
+    return torch.where(numbers.double().abs() < 2.0**126, numbers, torch.zeros_like(numbers)).view(
+        -1, 8
+    )  # sums of two stay finite
 
 
 def mean_of(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +44,9 @@ def check_means() -> None:
         other = torch.where(total == total.float().double(), other, numbers)
         got, expected = mean_of(numbers, other)
         small = expected.double().abs() < 2.0**-126  # half of it is a subnormal float32: exact as well
-        assert torch.equal(got, expected), f"{dtype}: {int((got != expected).sum())} means are off, {int(small.sum())} of all small"
+        assert torch.equal(got, expected), (
+            f"{dtype}: {int((got != expected).sum())} means are off, {int(small.sum())} of all small"
+        )
 
 
 def check_gradients() -> None:

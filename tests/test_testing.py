@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import math
+import re
 from pathlib import Path
 
 import dmattn
@@ -128,3 +129,33 @@ def test_masks_reach(word):
 def test_a_case_prints_in_one_line():
     assert repr(CASES[torch.float32]).startswith("AttentionCase(query=float32[1, 2, 60, 16], key=float32")
     assert "\n" not in repr(CASES[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [("cpp/cpu/limits.h", strategies.CPU_THRESHOLDS), ("cpp/cuda/attention_launch.h", strategies.CUDA_THRESHOLDS)],
+    ids=["cpu", "cuda"],
+)
+def test_thresholds_are_those_of_the_kernels(header, named):
+    """The headers and the strategies name the same lengths; on the CPU, all that there are."""
+    path = Path(__file__).parent.parent / header
+    constants = {"kMaxWidth": None}  # a width, not a length
+    for name, value in re.findall(r"^(?:inline )?constexpr \w+ (k\w+) = ([\w* ]+);", path.read_text(), re.M):
+        product = 1
+        for factor in value.split(" * "):
+            product *= int(factor) if factor.isdigit() else constants[factor]
+        constants.setdefault(name, product)
+    assert {name: constants[name] for name in named} == named
+    if "cpu" in header:
+        assert set(constants) - set(named) == {"kMaxWidth"}
+    for threshold in named.values():
+        assert {threshold - 1, threshold, threshold + 1} <= set(strategies.edge_lengths())
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 1023, 1024, 1025, 769])
+def test_longer_cases_reach(length):
+    found = find(
+        shapes(max_length=1100, max_pairs=100_000), lambda s: length in (s.Sq, s.Sk) and min(s.Sq, s.Sk) > 40,
+        settings=settings(max_examples=2000, database=None),
+    )  # fmt: skip
+    assert found.B * found.H * found.Sq * found.Sk <= 110_000

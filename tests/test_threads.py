@@ -27,7 +27,9 @@ def threads(count):
 
 def make(B=1, H=2, Hkv=1, Sq=70, Sk=None, D=16, **options):
     Sk = Sq if Sk is None else Sk
-    return AttentionCase(*(tensor((B, heads, n, D), i) for i, (heads, n) in enumerate(((H, Sq), (Hkv, Sk), (Hkv, Sk)))), **options)
+    return AttentionCase(
+        *(tensor((B, heads, n, D), i) for i, (heads, n) in enumerate(((H, Sq), (Hkv, Sk), (Hkv, Sk)))), **options
+    )
 
 
 @pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 2)], ids=str)
@@ -75,7 +77,13 @@ def test_packing_and_selection_on_every_number_of_threads():
 
     def made():
         block = BlockMask.from_bool(mask, 32)
-        return [block.tiles, block.rows, block.columns, block.bits, *(IntervalMask.top_k(scores, 70, c).end for c in (True, False))]
+        return [
+            block.tiles,
+            block.rows,
+            block.columns,
+            block.bits,
+            *(IntervalMask.top_k(scores, 70, c).end for c in (True, False)),
+        ]
 
     with threads(1):
         first = made()

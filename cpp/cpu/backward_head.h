@@ -102,6 +102,8 @@ void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const
              Accumulate<R>{s.grad_query.data, s.grad_query.stride, R(1)});
   });
   for (int64_t i = 0; i < tile.rows; ++i) {
+    // Sees nothing: no NaN of its neighbours' keys.
+    if (s.lse[i] == static_cast<R>(kInfinity)) clear(s.grad_query, i, i + 1, p.head_dim);
     narrow_row<R>(p.dtype, s.grad_query.row(i), static_cast<R>(p.scale),
                   row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);
   }
