@@ -314,8 +314,44 @@ def test_summaries_are_those_of_the_heads_own_mask(device, dtype, Sq, heads):
         )
 
 
-def packed(visible, tile, cut=None):
-    """A block mask whose tiles have a size of their own, by the ops; ``cut`` slots of bits fewer than there are, the rest behind them."""
+@pytest.mark.parametrize("which", ["start", "end"])
+@pytest.mark.parametrize("Sk", [600, 1100])
+def test_summaries_of_single_keys(device, dtype, which, Sk):
+    """One key of every 64 is seen, the first, the last or one between; each batch sees those of another entry of the summary."""
+    entries = -(-Sk // 64)
+    place = (torch.arange(entries) * 21 % 64).clamp(max=Sk - 64 * (entries - 1) - 1)
+    place[::3] = 0
+    only = torch.arange(entries) * 64 + place
+    mine = torch.zeros(1, 2, Sk, dtype=torch.bool, device=device)
+    mine[:, 0, only[::2]] = mine[:, 1, only[1::2]] = True
+    start, end = torch.full_like(mine, -5000, dtype=torch.int32), torch.full_like(mine, 10_000, dtype=torch.int32)
+    mask = (
+        IntervalMask(start, torch.where(mine, end, start))
+        if which == "end"
+        else IntervalMask(torch.where(mine, start, end), end * 2)
+    )
+    assert_matches_reference(make(device, dtype, H=4, Hkv=2, Sq=300, Sk=Sk, D=16, mask=mask, visible=mask.to_bool(300, Sk)))
+
+
+def test_batches_have_summaries_of_their_own(device, dtype):
+    lengths = torch.tensor([70, 600, 5], device=device)
+    mask = IntervalMask.padding(600, lengths)
+    assert_matches_reference(make(device, dtype, B=3, Sq=300, Sk=600, D=16, mask=mask, visible=mask.to_bool(300, 600)))
+    late = IntervalMask(mask.start, mask.end.flip(2).contiguous())
+    assert_matches_reference(make(device, dtype, B=3, Sq=300, Sk=600, D=16, mask=late, visible=late.to_bool(300, 600)))
+
+
+@pytest.mark.parametrize("block", [32, 96, 128])
+def test_combined_masks_with_summaries(device, dtype, block):
+    """Tiles of the mask that begin within a summary's 64 keys, and intervals that leave few of them."""
+    visible = strategies.random_tensor((1, 2, 400, 500), 1, device=device) > -0.5
+    visible[:, :, 100:, 96:288] = False
+    mask = random_intervals(2, 500, 5, device, 400) & BlockMask.from_bool(visible, block)
+    assert_matches_reference(make(device, dtype, H=4, Hkv=2, Sq=400, Sk=500, D=16, mask=mask, visible=mask.to_bool(400, 500)))
+
+
+def packed(visible, tile):
+    """A block mask whose tiles have a size of their own, by the ops."""
     tile_q, tile_k = tile
     lengths = visible.shape[2:]
     tiles, rows, columns = torch.ops.dmattn.pack_tiles(visible, *lengths, 1, 1, *tile)

@@ -152,7 +152,7 @@ def test_thresholds_are_those_of_the_kernels(header, named):
         assert {threshold - 1, threshold, threshold + 1} <= set(strategies.edge_lengths())
 
 
-@pytest.mark.parametrize("length", [255, 256, 257, 1023, 1024, 1025, 769])
+@pytest.mark.parametrize("length", [257, 769, 1025])
 def test_longer_cases_reach(length):
     found = find(
         shapes(max_length=1100, max_pairs=100_000), lambda s: length in (s.Sq, s.Sk) and min(s.Sq, s.Sk) > 40,

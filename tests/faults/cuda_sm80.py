@@ -1,0 +1,5 @@
+"""Faults."""
+
+from faults import Fault
+
+FAULTS: list[Fault] = []

@@ -1,0 +1,127 @@
+"""What would be wrong without a word: arguments and settings whose neglect changes no shape and raises nothing."""
+
+from __future__ import annotations
+
+import math
+
+import dmattn
+import pytest
+import torch
+from dmattn import IntervalMask
+from dmattn.nn import rotate
+from dmattn.testing import strategies
+from torch.utils._python_dispatch import TorchDispatchMode
+
+tensor = strategies.random_tensor
+
+
+class Options(TorchDispatchMode):
+    """Remembers the arguments of every dmattn op."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "dmattn" in str(func):
+            self.calls.append(
+                (func.__name__.split(".")[0], dict(zip((a.name for a in func._schema.arguments), args, strict=False)))
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_use_deterministic_algorithms_is_obeyed(device, dtype, wanted):
+    q = tensor((1, 2, 20, 16), 0, dtype, device).requires_grad_()
+    scores = tensor((1, 2, 20), 1, device=device)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        with Options() as options:
+            dmattn.attention(q, q, q).sum().backward()
+            dmattn.dynamic_mask_attention(q, q, q, scores, 4).sum().backward()
+            dmattn.scaled_dot_product_attention(q, q, q).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    flags = [arguments["deterministic"] for name, arguments in options.calls if name in ("forward", "backward")]
+    assert flags == [wanted] * 6
+
+
+def test_autocast_leaves_float64_alone():
+    q = tensor((1, 1, 5, 8), 0, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = dmattn.attention(q, q, q)
+    assert out.dtype == torch.float64
+    assert torch.equal(out, dmattn.attention(q, q, q))
+
+
+@pytest.mark.parametrize("extra", [5, 2**31, 2**40])
+def test_lengths_beyond_int32_do_not_wrap(extra):
+    """A length longer than everything is as good as all keys, not what its low 32 bits say."""
+    lengths = torch.tensor([2**32 + extra, 3])
+    assert IntervalMask.padding(9, lengths).to_bool(9, 9)[:, 0, 0].sum(-1).tolist() == [9, 3]
+    assert IntervalMask.prefix(9, lengths).to_bool(9, 9)[:, 0, 0].sum(-1).tolist() == [9, 3]
+    ids = torch.tensor([1, 1 + 2**32, 1 + 2**32, 2])
+    assert IntervalMask.documents(4, ids=ids, causal=False).to_bool(4, 4)[0, 0].sum(-1).tolist() == [1, 2, 2, 1]
+
+
+def test_rope_turns_as_published():
+    """A pair (x, y) of dimensions d and d + D/2, as a complex number, is multiplied with exp(i * position * theta ** (-2d / D))."""
+    x = tensor((2, 3, 11, 16), 0, torch.float64)
+    pairs = torch.complex(x[..., :8], x[..., 8:])
+    for position in (0, 1, 10):
+        for d in range(8):
+            turn = torch.polar(torch.tensor(1.0), torch.tensor(position * 100.0 ** (-2 * d / 16))).to(torch.complex128)
+            expected = pairs[:, :, position, d] * turn
+            got = rotate(x, 100.0)[:, :, position]
+            torch.testing.assert_close(torch.complex(got[..., d], got[..., d + 8]), expected, rtol=1e-6, atol=1e-6)
+    # By numbers: one radian takes (1, 0) to (cos 1, sin 1).
+    unit = torch.zeros(1, 1, 2, 8)
+    unit[..., 0] = 1
+    turned = rotate(unit, 10000.0)[0, 0, 1]
+    assert turned[[0, 4]].tolist() == pytest.approx([math.cos(1), math.sin(1)])
+
+
+def test_the_largest_length_is_taken(device, dtype):
+    longest = 1 << 20
+    row = torch.ones(1, 1, 1, 8, dtype=dtype, device=device)  # so that sums of a million of them are exact
+    keys = row.expand(1, 1, longest, 8)
+    assert torch.equal(dmattn.attention(row, keys, keys), row)
+    few = torch.zeros(1, 1, longest, dtype=torch.int32, device=device)
+    few[..., -3:] = 2**31 - 1
+    out = dmattn.attention(keys, row.expand(1, 1, 3, 8), row.expand(1, 1, 3, 8), IntervalMask(few[..., -3:] * 0, few[..., -3:]))
+    assert out.shape[2] == longest
+    assert torch.equal(dmattn.attention(row, keys, keys, IntervalMask(few * 0, few)), row)
+    for mask in (
+        IntervalMask.causal(longest),
+        IntervalMask.padding(longest, longest),
+        IntervalMask.sliding_window(longest, longest),
+    ):
+        assert mask.end.shape[2] == longest
+    assert IntervalMask.top_k(keys[..., 0], 5).end.shape[2] == longest
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_and_keeps_the_causality_of_either(order):
+    """Selection within causal documents and padding: later keys are hidden, whichever of the two is causal."""
+    documents = IntervalMask.documents(12, torch.tensor([0, 5, 12]), causal=True)
+    padding = IntervalMask.padding(12, 10)
+    first, second = (documents, padding)[::order]
+    scores = tensor((1, 2, 12), 0)
+    selected = IntervalMask.top_k(scores, 3, False, first & second)
+    assert not selected.to_bool(12, 12).triu(1).any()
+    q, k = tensor((1, 2, 12, 8), 1), tensor((1, 2, 12, 8), 2)
+    both = dmattn.dynamic_mask_attention(q, k, k, scores, 3, is_causal=False, base=first & second)
+    torch.testing.assert_close(both, dmattn.attention(q, k, k, selected, key_bias=scores))
+    assert torch.equal(both[:, :, 0], k[:, :, 0])
+
+
+def test_sdpa_drops_weights(device, dtype):
+    q = torch.zeros(1, 1, 400, 8, dtype=dtype, device=device)
+    value = torch.eye(8, dtype=dtype, device=device).repeat(50, 1)[None, None]
+    out = dmattn.scaled_dot_product_attention(q, q, value, dropout_p=0.5)
+    assert torch.unique(out[0, 0, :, 0]).numel() > 10
+    assert torch.equal(
+        dmattn.scaled_dot_product_attention(q, q, value)[0, 0, :1].expand(400, 8),
+        dmattn.scaled_dot_product_attention(q, q, value)[0, 0],
+    )
