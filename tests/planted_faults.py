@@ -207,7 +207,7 @@ class Planter:
         tests = [] if self.options.all_tests else fault.tests.split()
         async with self.testing:
             began = time.monotonic()
-            code, output = await self.pytest(place / "site", tests, fault.kind, fault.environment)
+            code, output = await self.pytest(place / "site", tests, fault.kind, fault.environment, self.options.timeout)
             outcome.test_seconds = time.monotonic() - began
         failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", output, re.M)
         passed = re.search(r"(\d+) passed", output)
@@ -221,7 +221,7 @@ class Planter:
         else:
             outcome.state, outcome.detail = "error", output[-600:]
 
-    async def pytest(self, site: Path, tests: list[str], kind: str, environment: str) -> tuple[int, str]:
+    async def pytest(self, site: Path, tests: list[str], kind: str, environment: str, timeout: float | None) -> tuple[int, str]:
         """Exit status and output; -1 when the time is up."""
         paths = [str(ROOT / "tests" / test) for test in tests] or [str(ROOT / "tests")]
         command = [
@@ -252,7 +252,7 @@ class Planter:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), self.options.timeout)
+            output, _ = await asyncio.wait_for(process.communicate(), timeout)
         except asyncio.TimeoutError:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -279,10 +279,9 @@ async def plant_all(options: argparse.Namespace, faults: list[Fault], work: Path
         for fault in faults:
             tests = groups.setdefault((fault.kind, fault.environment), [])
             tests.extend(test for test in fault.tests.split() if test not in tests)
-        checks = [planter.pytest(base.site, [] if options.all_tests else tests, *key) for key, tests in groups.items()]
+        checks = [planter.pytest(base.site, [] if options.all_tests else tests, *key, None) for key, tests in groups.items()]
         began = time.monotonic()
-        for check in checks:
-            code, output = await check
+        for code, output in await asyncio.gather(*checks):
             if code != 0:
                 sys.exit(f"The tests fail without a fault:\n{output[-6000:]}")
         print(f"the tests pass without a fault, in {time.monotonic() - began:.0f} s", flush=True)

@@ -314,6 +314,137 @@ def test_summaries_are_those_of_the_heads_own_mask(device, dtype, Sq, heads):
         )
 
 
+@pytest.mark.parametrize("kind", ["interval", "block", "both", "key by key"])
+@pytest.mark.parametrize("is_long", [False, True])
+def test_each_query_sees_one_key_alone(device, dtype, kind, is_long):
+    """So that whatever takes a key or a query too many, or too few, is far off: weights are 1, and every key has one query's gradient."""
+    Sq = 130 if not is_long else 270 if device == "cpu" else 800  # long enough for summaries, or for two segments of queries
+    j = torch.arange(Sq, dtype=torch.int32, device=device)
+    block = BlockMask.from_bool(torch.eye(Sq, dtype=torch.bool, device=device))
+    mask = {"interval": IntervalMask(j, j + 1), "block": block, "both": IntervalMask.sliding_window(Sq, 3, 3, device=device) & block,
+            "key by key": IntervalMask.sliding_window(Sq, 0, device=device)}[kind]  # fmt: skip
+    visible = torch.eye(Sq, dtype=torch.bool, device=device)[None, None]
+    key_bias = None if kind == "block" else strategies.random_tensor((1, 2, Sq), 4, device=device)
+    for causal in (False, True):
+        assert_matches_reference(
+            make(device, dtype, H=4, Hkv=2, Sq=Sq, mask=mask, visible=visible, key_bias=key_bias, is_causal=causal)
+        )
+
+
+@pytest.mark.parametrize("softcap", [0.3, 4.0])
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.3, "dropout_seed": 9}, {"is_causal": True, "deterministic": True}], ids=str
+)
+def test_softcap_and_dropout(device, dtype, softcap, options):
+    bias = strategies.random_tensor((2, 4, 90, 150), 4, device=device)
+    assert_matches_reference(make(device, dtype, B=2, H=4, Hkv=2, Sq=90, Sk=150, softcap=softcap, **options))
+    assert_matches_reference(make(device, dtype, B=2, H=4, Hkv=2, Sq=90, Sk=150, softcap=softcap, bias=bias, **options))
+
+
+@pytest.mark.parametrize("kind", ["none", "interval", "block", "both", "heads apart"])
+@pytest.mark.parametrize("lengths", [(300, 300), (150, 400), (400, 150)], ids=str)
+def test_deterministic_is_the_gradient_too(device, dtype, kind, lengths):
+    """A GPU has kernels of its own for it."""
+    Sq, Sk = lengths
+    block = BlockMask.from_bool(strategies.random_tensor((1, 4, Sq, Sk), 1, device=device) > 0.5)
+    interval = random_intervals(4 if kind == "heads apart" else 2, Sk, 7, device)
+    mask = {"none": None, "block": block, "both": interval & block}.get(kind, interval)
+    visible = mask if mask is None else mask.to_bool() if kind == "block" else mask.to_bool(Sq, Sk)
+    key_bias = strategies.random_tensor((1, 4, Sk), 3, device=device)
+    case = make(
+        device,
+        dtype,
+        B=2,
+        H=4,
+        Hkv=2,
+        Sq=Sq,
+        Sk=Sk,
+        D=24,
+        Dv=40,
+        mask=mask,
+        visible=visible,
+        is_causal=kind != "block",
+        deterministic=True,
+    )
+    assert_matches_reference(case)
+    assert_matches_reference(dataclasses.replace(case, key_bias=key_bias))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("Sk", [257, 1300])
+def test_lists_that_all_queries_see(device, dtype, step, Sk):
+    """Every second or third key is live, all its life; one of those is missing, so that runs have gaps."""
+    j = torch.arange(Sk, device=device)
+    live = (j % step == 0) & (j != 66 * step) & (j != 130)
+    always = torch.full((1, 1, Sk), -5000, dtype=torch.int32, device=device)
+    mask = IntervalMask(always, torch.where(live, 5000, always).int())
+    key_bias = strategies.random_tensor((1, 1, Sk), 3, device=device)
+    for Sq in (64, 200):
+        assert_matches_reference(
+            make(device, dtype, H=2, Hkv=1, Sq=Sq, Sk=Sk, D=16, mask=mask, visible=mask.to_bool(Sq, Sk), key_bias=key_bias)
+        )
+
+
+@pytest.mark.parametrize("few", [1, 31, 32, 33, 40, 64, 90])
+def test_some_keys_beside_those_that_all_see(device, dtype, few):
+    """So many keys that only the second half of the queries see, or the first, and more that all do."""
+    Sq, Sk = 300, 420
+    j = torch.arange(Sk, device=device)
+    some = j % 4 == 1
+    some &= some.cumsum(0) <= few
+    start = torch.where(some & (j % 8 == 1), Sk - Sq + 97, -1000).int()
+    end = torch.where(some & (j % 8 != 1), Sk - Sq + 203, 5000).int()
+    mask = IntervalMask(start, end)
+    assert_matches_reference(make(device, dtype, H=2, Hkv=1, Sq=Sq, Sk=Sk, D=16, mask=mask, visible=mask.to_bool(Sq, Sk)))
+
+
+@pytest.mark.parametrize("last", [62, 63, 64, 127, 128])
+def test_keys_that_end_with_a_chunk_of_queries(device, dtype, last):
+    """All keys of a tile are seen up to query ``last``, or up to the one before."""
+    for end in (last, last + 1):
+        ends = torch.full((200,), end, dtype=torch.int32, device=device)
+        mask = IntervalMask(ends * 0 - 1000, ends)
+        key_bias = strategies.random_tensor((200,), 3, device=device)
+        assert_matches_reference(make(device, dtype, Sq=200, D=16, mask=mask, visible=mask.to_bool(200, 200), key_bias=key_bias))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(16, 64), (64, 8), (40, 56)])
+def test_gathered_keys_of_other_widths(device, dtype, D, Dv):
+    mask = random_intervals(2, 300, 5, device)
+    assert_matches_reference(
+        make(device, dtype, H=4, Hkv=2, Sq=250, Sk=300, D=D, Dv=Dv, mask=mask, visible=mask.to_bool(250, 300))
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("interval", [False, True])
+def test_bad_keys_behind_a_block_mask(device, dtype, bad, interval):
+    """Hidden by bits, or by bits and intervals together, from every query, among keys that are seen."""
+    visible = strategies.random_tensor((1, 1, 300, 400), 1, device=device) > -0.3
+    visible[..., 3::7] = visible[..., 130:140] = False
+    mask = BlockMask.from_bool(visible)
+    if interval:
+        window = IntervalMask.sliding_window(400, 150, device=device)
+        visible[..., 5::11] &= ~window.to_bool(300, 400)[..., 5::11]
+        mask = window & BlockMask.from_bool(visible)
+        visible = visible & window.to_bool(300, 400)
+    case = make(device, dtype, H=2, Sq=300, Sk=400, D=24, mask=mask, visible=visible)
+    hidden = ~visible.any(2)[..., None]
+    assert bool(hidden.any())
+    dirty = case.with_leaves({name: getattr(case, name).masked_fill(hidden, bad) for name in ("key", "value")})
+    assert_matches_reference(dirty)
+
+
+@pytest.mark.parametrize("lead", [(2, 4), (1, 2), (2, 1)], ids=str)
+def test_biases_that_are_parts_of_wider_ones(device, dtype, lead):
+    """Rows further apart than there are keys, and heads further than there are rows."""
+    room = strategies.random_tensor((*lead, 60, 80), 3, device=device)
+    rows = strategies.random_tensor((*lead, 80), 4, device=device)
+    case = make(device, dtype, B=2, H=4, Hkv=2, Sq=45, Sk=70, bias=room[:, :, 7:52, 5:75], key_bias=rows[..., 10:])
+    assert not case.bias.is_contiguous()
+    assert_matches_reference(case)
+
+
 @pytest.mark.parametrize("which", ["start", "end"])
 @pytest.mark.parametrize("Sk", [600, 1100])
 def test_summaries_of_single_keys(device, dtype, which, Sk):
@@ -366,11 +497,11 @@ def call_op(case, tables, gradients=True):
     tensors = (case.query, case.key, case.value)
     options = (case.is_causal, case.query.shape[3] ** -0.5, 0.0, 0.0, True)
     masks = (None, None, *tables, None, None, None)
-    out, lse = torch.ops.dmattn.forward(*tensors, *masks, *options)
+    out, lse, *rest = torch.ops.dmattn.forward(*tensors, *masks, *options)
     results = {"out": out, "lse": lse}
     if gradients:
         grad_out, grad_lse = (g.to(t.dtype) for g, t in zip(case.incoming_gradients(), (out, lse), strict=True))
-        made = torch.ops.dmattn.backward(grad_out, grad_lse, *tensors, out, lse, *masks, *options, False, False)
+        made = torch.ops.dmattn.backward(grad_out, grad_lse, *tensors, out, lse, *masks, *options, False, False, *rest)
         results |= dict(zip(("grad_query", "grad_key", "grad_value"), made[:3], strict=True))
     return results
 
@@ -476,8 +607,9 @@ def test_gradients_beside_rows_that_see_nothing(device, dtype, kind, bad, size):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_rows_that_see_nothing_beside_a_bad_key(device, dtype, bad, options, which):
+def test_rows_that_see_nothing_beside_a_bad_key(device, dtype, bad, options, which, deterministic):
     """Neighbours in their tile see an infinite key or value. Queries of other tiles keep, bit for bit, the gradients they have without it."""
     visible = torch.ones(1, 1, 600, 30, dtype=torch.bool, device=device)
     visible[:, :, 5:9] = visible[:, :, 140:145] = False  # sees nothing
@@ -494,7 +626,7 @@ def test_rows_that_see_nothing_beside_a_bad_key(device, dtype, bad, options, whi
         D=16,
         mask=visible,
         visible=visible,
-        deterministic=True,
+        deterministic=deterministic,
         bias=bias,
         key_bias=key_bias,
         **options,

@@ -351,6 +351,52 @@ def test_block_masks_with_rows_of_many_entries():
     assert torch.equal(captured, out)
 
 
+def test_keys_that_the_last_query_of_a_segment_sees():
+    """And the first of the next: 768 neighbouring keys each, so that whole groups of a plan's keys begin there."""
+    length, generator = 9216, torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 2, length, 64, generator=generator).bfloat16() for _ in range(3)]
+    start = (torch.arange(length, dtype=torch.int32) // 768 + 1) * 768 - 1
+
+    def results(device):
+        given = [x.to(device).requires_grad_() for x in leaves]
+        mask = dmattn.IntervalMask(start.to(device), (start + 2).to(device))
+        out, lse = dmattn.attention(*given, mask, return_lse=True)
+        lse = torch.where(torch.isinf(lse), 0.0, lse)
+        return [
+            x.cpu()
+            for x in (
+                out.detach(),
+                lse.detach(),
+                *torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse))),
+            )
+        ]
+
+    for got, expected in zip(results("cuda"), results("cpu"), strict=True):
+        assert relative_distance(got, expected) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "gathered"])
+def test_more_tiles_than_blocks(kind):
+    """Every block computes several tiles, one after the other; each head gets, bit for bit, what it gets alone."""
+    heads, length = 200, 700
+    q, k, v, scores, _ = inputs(length, heads, heads, 64, batch=1)
+    mask = dmattn.IntervalMask.top_k(scores, 60) if kind == "gathered" else None
+    out = dmattn.attention(q, k, v, mask, is_causal=kind != "full")
+    for head in range(0, heads, 7):
+        one = slice(head, head + 1)
+        alone = None if mask is None else dmattn.IntervalMask(mask.start, mask.end[:, one])
+        assert torch.equal(out[:, one], dmattn.attention(q[:, one], k[:, one], v[:, one], alone, is_causal=kind != "full"))
+
+
+def test_slots_of_many_rows_of_tiles():
+    """More rows than are counted at once."""
+    visible = torch.rand(1, 600, 1000, 200, device="cuda") < 0.5
+    visible[:, ::3] = True
+    arguments = (1000, 200, 1, 1, 128, 128)
+    tiles = torch.ops.dmattn.pack_tiles(visible, *arguments)[0]
+    assert torch.equal(tiles.cpu(), torch.ops.dmattn.pack_tiles(visible.cpu(), *arguments)[0])
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_infinite_value_of_a_key_that_all_see(place):
     """Where the keys do not fill a chunk, what stands for those missing must not turn it into NaN."""

@@ -37,7 +37,8 @@ def masked():
             end = start + strategies.random_tensor((1, 2, length), seed + 9).abs().mul(60).int()
             end[:, :, 64 * seed::192] = 2**31 - 1
             mask = IntervalMask(start, end)
-            assert_matches_reference(AttentionCase(*tensors(strategies.torch.float32, length, length, 8), mask=mask, visible=mask.to_bool(length, length)))
+            rows = tensors(strategies.torch.float32, length, length, 8)
+            assert_matches_reference(AttentionCase(*rows, mask=mask, visible=mask.to_bool(length, length)))
         for key in range(0, length, 64):  # the one block that anybody sees
             end = strategies.torch.full((1, 2, length), -1000, dtype=strategies.torch.int32)
             end[:, key // 64 % 2, key] = 2**31 - 1

@@ -1,5 +1,96 @@
-"""Faults."""
+# ruff: noqa: E501  (one edit a line, however long)
+"""Faults in the portable family of CUDA kernels."""
+
+from __future__ import annotations
 
 from faults import Fault
 
-FAULTS: list[Fault] = []
+
+def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "") -> Fault:
+    return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
+
+
+FORWARD, BACKWARD, CUDA = "test_forward.py::", "test_backward.py::", "test_cuda.py::"
+THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
+RAGGED, CAPPED = BACKWARD + "test_ragged_lengths", BACKWARD + "test_softcap_and_dropout"
+LISTS = CUDA + "test_lists_of_long_problems"
+WALKS = "sm80_forward sm80_query_major"
+
+FAULTS = [
+    # Tiles.
+    in_file("sm80/tile.cuh", "kv_head = head / static_cast<int>(group);", "kv_head = head % static_cast<int>(p.kv_heads);",
+            "query heads are dealt to key heads in turn", FORWARD + "test_grouped_heads", WALKS),
+    in_file("sm80/tile.cuh", "if (to && part * 8 < width) {", "if (to && part * 8 + 8 < width) {",
+            "the last eight columns of a row are not written", RAGGED),
+    in_file("sm80/tile.cuh", "const int at = column + 8 * n < width ? column + 8 * n : 0;", "const int at = column + 8 * n <= width ? column + 8 * n : 0;",
+            "columns beyond a row of sums are added to the next row", BACKWARD + "test_grouped_heads_add_up " + THRESHOLDS, "sm80_query_major sm80_key_major"),
+    in_file("sm80/tile.cuh", "const float left = f == 0.0f ? 0.0f : x[m][n][2 * r] * f,", "const float left = x[m][n][2 * r] * f,",
+            "a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key " + FORWARD + "test_a_row_that_sees_nothing_is_zero_beside_an_infinite_value"),
+    in_file("sm80/tile.cuh", "a[3] = Element<T>::pack(x[2 * k + 1][2], x[2 * k + 1][3]);", "a[3] = Element<T>::pack(x[2 * k + 1][0], x[2 * k + 1][1]);",
+            "a quarter of the weights is that of other rows", FORWARD + "test_ragged_lengths", "sm80_forward"),
+    # Forward.
+    in_file("sm80/forward.cuh", "    copy_async_wait<0>();\n    __syncthreads();\n    if (kVariant != Variant::kGathered) has_chunk", "    __syncthreads();\n    if (kVariant != Variant::kGathered) has_chunk",
+            "nobody waits for the values", FORWARD + "test_ragged_lengths " + FORWARD + "test_rising_logits_rescale_the_sum " + THRESHOLDS),
+    in_file("sm80/forward.cuh", "const int key = walk.key_of(stage, chunk, column + 8 * n + e);", "const int key = walk.key_of(stage, chunk, column + 8 * n + e) + 1;",
+            "dropout draws for the key beside", FORWARD + "test_dropout_is_a_function_of_the_seed"),
+    in_file("sm80/forward.cuh", "dropout.row_key(first_query + tile_row + 16 * m + 8 * r)", "dropout.row_key(first_query + tile_row + 16 * m)",
+            "half of the rows drop what others drop", FORWARD + "test_dropout_is_a_function_of_the_seed"),
+    in_file("sm80/forward.cuh", "return factor * keep_scale;", "return factor;",
+            "kept weights are not scaled", FORWARD + "test_dropout_is_a_function_of_the_seed"),
+    in_file("sm80/forward.cuh", "const bool wanted = query < p.query_length;", "const bool wanted = query + 1 < p.query_length;",
+            "the last query reads as zero", FORWARD + "test_ragged_lengths"),
+    # Which keys a tile meets.
+    in_file("sm80/keys.cuh", "max(0, min(key_length, to.high + 1))", "max(0, min(key_length, to.high))",
+            "the last key of a causal tile is left out", FORWARD + "test_ragged_lengths " + RAGGED, WALKS),
+    in_file("sm80/keys.cuh", "bits || chunk.base + kKeys > sources().whole_limit ||", "bits || chunk.base > sources().whole_limit ||",
+            "the chunk on the diagonal is not tested", FORWARD + "test_ragged_lengths", WALKS),
+    in_file("sm80/keys.cuh", "queues_.cursor = first + kPlanBlock;", "queues_.cursor = first + kPlanBlock - 1;",
+            "a key comes twice where a list is read on", THRESHOLDS + " " + LISTS, WALKS),
+    in_file("sm80/keys.cuh", "rings.whole_count += total & 0xffff;", "rings.whole_count += total & 0xff;",
+            "keys are lost when more than 255 come at once", THRESHOLDS + " " + LISTS, WALKS),
+    in_file("sm80/keys.cuh", "queues_.whole[(rings.whole_head + thread - from_partial) % Queues::kRing]", "queues_.whole[(rings.whole_head + thread) % Queues::kRing]",
+            "the ring is read past its head in mixed chunks", THRESHOLDS, WALKS),
+    in_file("sm80/keys.cuh", "sources().key_bias + max(key, 0), key >= 0)", "sources().key_bias + max(thread, 0), key >= 0)",
+            "gathered keys have the key_bias of the first keys", THRESHOLDS, WALKS),
+    in_file("sm80/keys.cuh", "batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);", "batch * plan.batch_stride + head % static_cast<int>(plan.heads);",
+            "a head walks the list of another one", THRESHOLDS, WALKS),
+    in_file("sm80/keys.cuh", "to.bits_row = first_query % static_cast<int>(p_.mask.tile_q);", "to.bits_row = 0;",
+            "tiles of 256 queries use the bits of their first 128 twice", BACKWARD + "test_tiles_larger_than_the_kernels_own", WALKS),
+    in_file("sm80/keys.cuh", "const bool wanted = stage.span[copy.row + r].touches(low, high);", "const bool wanted = stage.span[copy.row + r].first <= high || true;",
+            "keys that no query sees are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect", WALKS),
+    in_file("sm80/keys.cuh", "if (!(bits & 2)) x[m][n][2 * r + 1] = negative_infinity();", "if (!(bits & 1)) x[m][n][2 * r + 1] = negative_infinity();",
+            "odd keys have the bits of even ones", BACKWARD + "test_tiles_larger_than_the_kernels_own " + FORWARD + "test_each_mask_with_everything_else_plain", WALKS),
+    in_file("sm80/keys.cuh", "entry_++ % Queues::kRing, begin", "++entry_ % Queues::kRing, begin",
+            "the first tile of a row of a block mask is left out", BACKWARD + "test_tiles_larger_than_the_kernels_own", WALKS),
+    in_file("sm80/keys.cuh", "if (!is_seen) stage.span[thread] = Span::empty();", "if (!is_seen) stage.span[thread] = stage.span[thread];",
+            "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect", WALKS),
+    # Backward.
+    in_file("sm80/backward.cuh", "gradient = grad_logit * terms.slope(capped);", "gradient = grad_logit;",
+            "gradients lack softcap's slope", CAPPED),
+    in_file("sm80/backward.cuh", "for (int step = 4; step < 32; step *= 2) total +=", "for (int step = 4; step < 16; step *= 2) total +=",
+            "half of a warp's rows are missing in the gradient of key_bias", THRESHOLDS + " " + RAGGED),
+    in_file("sm80/backward.cuh", "(gradient * kept - delta[m][r])", "(gradient - delta[m][r])",
+            "gradients of logits ignore what was dropped", CAPPED),
+    in_file("sm80/backward_queries.cuh", "value_rows[m][r] = key_rows[m][r] + key_width;", "value_rows[m][r] = key_rows[m][r] + value_width;",
+            "grad_value is added at the wrong place of a row when D and Dv differ", BACKWARD + "test_grouped_heads_add_up " + BACKWARD + "test_drawn_cases"),
+    in_file("sm80/backward_queries.cuh", "(batch * p.kv_heads + kv_head) * p.key_length * row_bytes;", "(batch * p.kv_heads + head % p.kv_heads) * p.key_length * row_bytes;",
+            "gradients of keys go to another key head", THRESHOLDS),
+    in_file("sm80/backward_queries.cuh", "has_chunk = walk.next(shared.stage[turn ^ 1], coming);", "has_chunk = walk.next(shared.stage[turn], coming);",
+            "the next chunk's notes overwrite this one's", THRESHOLDS),
+    in_file("sm80/backward_keys.cuh", "whole_from_ = p.mask.is_causal ? first_key + kKeys - 1 - shift : 0;", "whole_from_ = p.mask.is_causal ? first_key - shift : 0;",
+            "the chunk on the diagonal is not tested in the key-major backward", RAGGED),
+    in_file("sm80/backward_keys.cuh", "if (first_key + kKeys > p.key_length) whole_from_ = stop_;", "",
+            "keys beyond the end get weights in the key-major backward", RAGGED),
+    in_file("sm80/backward_keys.cuh", "if (8 * n + 1 >= seen) x[m][n][2 * r + 1]", "if (8 * n + 1 > seen) x[m][n][2 * r + 1]",
+            "odd keys see one query too many", RAGGED),
+    in_file("sm80/backward_keys.cuh", "stop_ = min(query_length, bounds[3] - shift_);", "stop_ = min(query_length, bounds[2] - shift_);",
+            "the walk over queries ends with the first key that does", BACKWARD + "test_dead_keys_full_of_nan_leave_gradients_alone " + BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key " + BACKWARD + "test_deterministic_is_the_gradient_too"),
+    in_file("sm80/backward_keys.cuh", "put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });\n        __syncthreads();", "put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });",
+            "warps do not wait for the scores of the others", RAGGED + " " + BACKWARD + "test_deterministic_is_the_gradient_too"),
+    in_file("sm80/backward_keys.cuh", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return 1.0f; });",
+            "grad_key lacks the scale in the key-major backward", RAGGED),
+    in_file("sm80/backward_keys.cuh", "for (int row = 0; row < kShape.warp_rows; ++row) sum +=", "for (int row = 1; row < kShape.warp_rows; ++row) sum +=",
+            "some queries are missing in the deterministic gradient of key_bias", BACKWARD + "test_deterministic_is_the_gradient_too " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
+    in_file("common/plan.cu", "if (!keeps && item < items) plan.order", "if (item < items) plan.order",
+            "an order of tiles names some twice and others never", CUDA + "test_block_masks_with_more_tiles_than_blocks", "plan.cu"),
+]  # fmt: skip

@@ -1,5 +1,115 @@
-"""Faults."""
+# ruff: noqa: E501  (one edit a line, however long)
+"""Faults in Hopper's own kernels."""
+
+from __future__ import annotations
 
 from faults import Fault
 
-FAULTS: list[Fault] = []
+
+def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "") -> Fault:
+    return Fault("cuda_sm90", f"cpp/cuda/sm90/{name}", old, new, wrong, tests, objects)
+
+
+FORWARD, BACKWARD, CUDA = "test_forward.py::", "test_backward.py::", "test_cuda.py::"
+THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
+RAGGED, LISTS = BACKWARD + "test_ragged_lengths", CUDA + "test_lists_of_long_problems"
+TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
+ALL, GATHERED, GENERAL, IN_ORDER = (
+    "sm90_forward",
+    "sm90_forward*kGathered",
+    "sm90_forward*kGeneral",
+    "sm90_forward*kDense sm90_forward*kPlain",
+)
+
+FAULTS = [
+    # Notes.
+    in_file("note.cuh", "static_cast<uint32_t>(position - first) < length;", "static_cast<uint32_t>(position - first) <= length;",
+            "a key is seen by the query it ends at", ALONE + " " + THRESHOLDS, ALL + " sm90_backward"),
+    in_file("note.cuh", "return row % 8 * (kKeys / 8) + row / 8;", "return row % 8 * (kKeys / 8) + row / 8 % 4;",
+            "keys of a chunk's rows are written over each other", THRESHOLDS + " " + ALONE, ALL + " sm90_backward"),
+    # Which keys a tile meets.
+    in_file("walk.cuh", "limit = p.mask.is_causal ? max(0, min(key_length, high_ + 1))", "limit = p.mask.is_causal ? max(0, min(key_length, high_))",
+            "the last key of a causal tile is left out", FORWARD + "test_ragged_lengths", IN_ORDER),
+    in_file("walk.cuh", "accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));", "accept(kInOrder | (end > whole_limit ? kLimit : 0));",
+            "zeros in front of the first key count as keys", FORWARD + "test_ragged_lengths", IN_ORDER),
+    in_file("walk.cuh", "note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;", "note.index[index_place<kKeys>(thread_)] = base + thread_;",
+            "keys that no query sees are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
+    in_file("walk.cuh", "if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;", "",
+            "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
+    in_file("walk.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
+            "tiles of 256 queries use the bits of their first rows again", TILES, ALL),
+    in_file("walk.cuh", "base < min(first + tile_k, limit); base += kKeys", "base + kKeys <= min(first + tile_k, limit); base += kKeys",
+            "the last partial chunk of a mask's tile is dropped", TILES + " " + FORWARD + "test_each_mask_with_everything_else_plain", ALL),
+    in_file("walk.cuh", "partial_head_ += from_partial, partial_count_ -= from_partial;", "partial_count_ -= from_partial;",
+            "keys that some see come twice", THRESHOLDS + " " + LISTS, GATHERED),
+    in_file("walk.cuh", "whole_head_ += kKeys, whole_count_ -= kKeys;", "whole_head_ += kKeys - 1, whole_count_ -= kKeys;",
+            "a key that all see comes twice, and another never", LISTS + " " + BACKWARD + "test_lists_that_all_queries_see", GATHERED),
+    in_file("walk.cuh", "const bool is_run = last - first == kKeys - 1;", "const bool is_run = last - first <= kKeys;",
+            "keys with a gap count as a run", BACKWARD + "test_lists_that_all_queries_see", GATHERED),
+    in_file("walk.cuh", "int whole_place = whole_head_ + whole_count_ + (place & 0xffff);", "int whole_place = whole_head_ + (place & 0xffff);",
+            "keys are put over those still in the ring", BACKWARD + "test_lists_that_all_queries_see " + LISTS, GATHERED),
+    in_file("walk.cuh", "batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);", "batch_ * plan.batch_stride + head_ % static_cast<int>(plan.heads);",
+            "a head walks the list of another one", THRESHOLDS, ALL),
+    in_file("walk.cuh", "to_warp = last / 16;", "to_warp = (last + 15) / 16;",
+            "a warp with one row that does not see a key is not tested", THRESHOLDS + " " + ALONE, GATHERED),
+    in_file("walk.cuh", "static_cast<uint16_t>(rows >> 16);", "static_cast<uint16_t>(rows);",
+            "every second warp tests as the one before", THRESHOLDS + " " + ALONE, GATHERED),
+    in_file("walk.cuh", "from_partial <= kFewRows && from_whole > 0", "from_partial <= 2 * kFewRows && from_whole > 0",
+            "only the first 32 of 64 keys that some see are tested", BACKWARD + "test_some_keys_beside_those_that_all_see", GATHERED),
+    # Loading.
+    in_file("load.cuh", "query_full.at(tiles), panel * 64, 0, first_query, head >> work.pack_shift, tile_batch);", "query_full.at(tiles), panel * 64, 0, first_query, head, tile_batch);",
+            "queries of a pack are those of a later one", FORWARD + "test_grouped_heads " + THRESHOLDS, ALL),
+    in_file("load.cuh", "batch = note.batch, kv_head = note.head / group;", "batch = note.batch, kv_head = note.head % static_cast<int>(p.kv_heads);",
+            "query heads are dealt to key heads in turn", FORWARD + "test_grouped_heads", ALL),
+    in_file("load.cuh", "copy_async_wait<0>();\n    fence_async();\n    barrier_arrive(due);", "fence_async();\n    barrier_arrive(due);",
+            "gathered rows are announced before they have landed", THRESHOLDS + " " + LISTS, ALL),
+    in_file("load.cuh", "key = in_order ? note.base + at : note.index[index_place<kShape.keys>(at)];", "key = in_order ? note.base + at : note.index[at % kShape.keys];",
+            "gathered keys have the key_bias of their neighbours", THRESHOLDS, GATHERED),
+    in_file("load.cuh", "        query_empty.wait_empty(tiles);\n", "",
+            "queries are overwritten while they are used", CUDA + "test_block_masks_with_more_tiles_than_blocks " + CUDA + "test_edges_of_tiles_and_segments " + CUDA + "test_more_tiles_than_blocks", ALL),
+    # Computing.
+    in_file("forward.cuh", "const uint32_t bits = note.bits[queries[r]][w] >> column;", "const uint32_t bits = note.bits[queries[0]][w] >> column;",
+            "rows 8 further down have the bits of the first", TILES, ALL),
+    in_file("forward.cuh", "return flags & kInOrder ? note.base + column + 8 * i + e :", "return flags & kInOrder ? note.base + column + 8 * i :",
+            "dropout and bias of odd keys are those of even ones", FORWARD + "test_dropout_is_a_function_of_the_seed " + FORWARD + "test_drawn_cases", GENERAL),
+    in_file("forward.cuh", "dropout.row_key(tile.first_query + (row + 8 * r >> work.pack_shift));", "dropout.row_key(tile.first_query + row + 8 * r);",
+            "dropout draws by row instead of by query where heads are packed", BACKWARD + "test_softcap_and_dropout", GENERAL),
+    in_file("forward.cuh", "const int query = tile.first_query + (row + 8 * r >> work.pack_shift);\n#pragma unroll\n        for (int i = 0; i < kN; ++i) {", "const int query = tile.first_query + (row >> work.pack_shift);\n#pragma unroll\n        for (int i = 0; i < kN; ++i) {",
+            "rows 8 further down have the bias of the first", BACKWARD + "test_biases_that_are_parts_of_wider_ones", GENERAL),
+    in_file("forward.cuh", "    } else if (moves) {", "    } else if (moves && n > 1000) {",
+            "sums are not rescaled when a maximum grows", FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
+    # Backward.
+    in_file("backward.cuh", "      if (kIsGathered && note.head != head) {\n        flush_bias(tile);", "      if (kIsGathered && note.head != head) {",
+            "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
+    in_file("backward.cuh", "if (!(word & 256)) x[i][2 + e]", "if (!(word & 128)) x[i][2 + e]",
+            "keys 8 further on have the bits of others", TILES),
+    in_file("backward.cuh", "const int key = first_key + place.row + 8 * r;", "const int key = first_key + place.row;",
+            "grad_key of eight rows is written over that of the eight before", RAGGED),
+    in_file("backward.cuh", "if (i * 8 < both - key_width) {", "if (i * 8 < key_width) {",
+            "grad_value of gathered keys has the width of keys", BACKWARD + "test_grouped_heads_add_up " + BACKWARD + "test_gathered_keys_of_other_widths"),
+    in_file("backward.cuh", "add_floats(to + 8 * width, staged + kRowBytes, bytes);", "add_floats(to + 8 * kPart, staged + kRowBytes, bytes);",
+            "half of grad_query is added at the wrong place", RAGGED),
+    in_file("backward.cuh", "if (chunk > first_chunk) score_full.wait_full(chunk - 1);", "",
+            "grad_query is computed before the other warpgroup's scores are there", RAGGED + " " + THRESHOLDS),
+    in_file("backward.cuh", "add_grad_query(grad_query, n - 1, batch);", "add_grad_query(grad_query, n - 2, batch);",
+            "the last chunk's grad_query goes to the queries before", RAGGED),
+    in_file("backward_load.cuh", "max(note.bounds[0][3], note.bounds[1][3]) - shift);", "note.bounds[0][3] - shift);",
+            "queries that only later keys of a tile see are left out", THRESHOLDS + " " + ALONE),
+    in_file("backward_load.cuh", "high < min(note.bounds[0][2], note.bounds[1][2]);", "high <= min(note.bounds[0][2], note.bounds[1][2]);",
+            "a chunk of queries whose last sees a key no more is not tested", ALONE + " " + THRESHOLDS + " " + BACKWARD + "test_keys_that_end_with_a_chunk_of_queries"),
+    in_file("backward_load.cuh", "bits += row_in_tile * words + note.first_key / 32 % words;", "bits += row_in_tile * words;",
+            "tiles of 256 keys use the bits of their first 128 twice", TILES),
+    in_file("backward_load.cuh", "if (++at == chunks) at = 0;", "if (++at == chunks) at = 1;",
+            "a chunk of queries comes twice and the first never", THRESHOLDS + " " + RAGGED),
+    in_file("backward_load.cuh", "terms = (note.batch * p.heads + head) * call.padded_queries + first_query;", "terms = (note.batch * p.heads + head) * p.query_length + first_query;",
+            "lse and delta are those of other queries", RAGGED),
+    in_file("backward_load.cuh", "head = static_cast<int>(pack % packs_per_batch) * work.heads;", "head = static_cast<int>(pack % packs_per_batch);",
+            "packs of heads overlap", RAGGED + " " + THRESHOLDS),
+    in_file("backward_load.cuh", "base < list.y; base += work.shares * kBackwardKeys", "base + kBackwardKeys <= list.y; base += work.shares * kBackwardKeys",
+            "the last keys of a list are dropped", THRESHOLDS),
+    # Laying out the work.
+    in_file("family.cu", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
+            "heads with a key_bias of their own share one", THRESHOLDS, "sm90/family.cu"),
+    in_file("family.cu", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(i > 1 ? sizes[i - 1] * strides[i - 1] : strides[i]) * 2;",
+            "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/family.cu"),
+]  # fmt: skip
