@@ -29,7 +29,7 @@ def test_a_fault_whose_text_is_gone_says_so():
     with pytest.raises(ValueError, match="this fault must be rewritten: its old text occurs 0 times"):
         planted_faults.applied(gone, ROOT)
     often = dataclasses.replace(FAULTS[0], old="return")
-    with pytest.raises(ValueError, match="this fault must be rewritten: its old text occurs [0-9]+ times"):
+    with pytest.raises(ValueError, match=r"this fault must be rewritten: its old text occurs [0-9]+ times"):
         planted_faults.applied(often, ROOT)
 
 
