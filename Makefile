@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+FAULT_ARGS ?=
 # Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
 CUDA ?= AUTO
 # Which family of them the GPU tests run: auto (the best for the device), sm80 or sm90.
@@ -19,7 +20,7 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format wheel bench asan build clean
+.PHONY: help demo test gpu lint format wheel bench asan faults build clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -53,6 +54,9 @@ bench: $(VENV)/test.ready build  ## time the ops beside their peers; JSON and a 
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/sanitize.sh
+
+faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
+	$(BIN)/python tests/planted_faults.py $(FAULT_ARGS)
 
 build: $(VENV)/build.ready  ## compile and install into .venv
 	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .

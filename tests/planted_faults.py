@@ -1,7 +1,7 @@
 """Plants faults in copies of the sources, one at a time, and says which of them the tests find.
 
     python tests/planted_faults.py --only python --only cpu         what a machine without a GPU can show
-    python tests/planted_faults.py --only cuda_sm90 --jobs 16       on a GPU; needs nvcc, and no network
+    python tests/planted_faults.py --only cuda_sm90 --timeout 90    on a GPU; needs nvcc, and no network
     python tests/planted_faults.py --list
 
 The faults are data (``tests/faults/``). The sources are built once with CMake; a fault compiles again what includes its file, from a copy
@@ -67,9 +67,10 @@ class Base:
         self.source, self.build, self.site = work / "base/source", work / "base/build", work / "base/site"
         self.with_cuda = with_cuda
         self.source.mkdir(parents=True, exist_ok=True)
-        for name in ("cpp", "cmake", "python"):
+        for name in ("cpp", "cmake", "python", "tests"):
             shutil.copytree(ROOT / name, self.source / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "CMakeLists.txt", self.source)
+        for name in ("CMakeLists.txt", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.source)
         version = re.search(r'__version__ = "(.*)"', (ROOT / "python/dmattn/_version.py").read_text())
         assert version is not None
         has_nanobind = importlib.util.find_spec("nanobind") is not None
@@ -189,8 +190,11 @@ class Planter:
                 outcome.state, outcome.detail = "error", f"does not compile: {output[-600:]}"
                 return None
         link = self.base.commands[LIBRARY].replace(f"-o {LIBRARY}", f"-o {site / LIBRARY}")
-        for name, path in made.items():
-            link = link.replace(f" {name} ", f" {path} ")
+        words = [os.path.normpath(word) if word.endswith(".o") else word for word in link.split(" ")]
+        missing = set(made) - set(words)
+        if missing:
+            raise ValueError(f"{fault}: the library is not linked from {missing}")
+        link = " ".join(str(made.get(word, word)) for word in words)
         code, output = await self.shell(link)
         if code != 0:
             raise ValueError(f"{fault}: does not link: {output[-600:]}")
@@ -223,7 +227,10 @@ class Planter:
 
     async def pytest(self, site: Path, tests: list[str], kind: str, environment: str, timeout: float | None) -> tuple[int, str]:
         """Exit status and output; -1 when the time is up."""
-        paths = [str(ROOT / "tests" / test) for test in tests] or [str(ROOT / "tests")]
+        root = (
+            self.base.source if tests else ROOT
+        )  # a copy, which nobody edits meanwhile; some of the other tests need the checkout
+        paths = [str(root / "tests" / test) for test in tests] or [str(root / "tests")]
         command = [
             sys.executable,
             "-m",
@@ -242,13 +249,12 @@ class Planter:
         if kind.startswith("cuda"):
             command += ["-p", "faults.reduced"]
             extra = {"DMATTN_REDUCED": REDUCED, "DMATTN_FAMILY": FAMILIES[kind], **extra}
-        if kind == "cpu" and self.options.test_jobs > 1:
-            extra.setdefault("OMP_NUM_THREADS", "2")
+        extra.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 2) // self.options.test_jobs)))
         # The copy of the sources comes before an installed package.
-        extra["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        extra["PYTHONPATH"] = os.pathsep.join([str(site), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
         extra["PYTHONDONTWRITEBYTECODE"] = "1"
         process = await asyncio.create_subprocess_exec(
-            *command, *paths, cwd=ROOT, env={**os.environ, **extra}, start_new_session=True,
+            *command, *paths, cwd=root, env={**os.environ, **extra}, start_new_session=True,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -302,6 +308,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the faults and plant none")
     parser.add_argument("--only", action="append", choices=KINDS, help="faults of this kind; may be given again")
     parser.add_argument("--match", default="", help="faults whose file, description or tests contain this")
+    parser.add_argument("--part", default="1/1", help="of the faults chosen, the K-th of N parts: K/N")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite for each fault")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="files compiled side by side")
     parser.add_argument(
@@ -315,6 +322,8 @@ def main() -> int:
     options = parser.parse_args()
     kinds = options.only or KINDS
     faults = [f for f in all_faults() if f.kind in kinds and options.match.lower() in f"{f} {f.tests} {f.old}".lower()]
+    part, parts = map(int, options.part.split("/"))
+    faults = faults[part - 1 :: parts]
     if options.list:
         for fault in faults:
             print(f"{fault.kind:11} {fault}  [{'harmless: ' + fault.harmless if fault.harmless else fault.tests}]")

@@ -80,6 +80,7 @@ def test_key_bias_gradients_sum_over_what_was_broadcast(device, dtype, lead):
         bias=strategies.random_tensor((1, 2, 1, 53), 8, device=device),
     )
     assert_matches_reference(both)
+    assert_matches_reference(dataclasses.replace(both, bias=None))  # alone, the op gets it with the heads it has
 
 
 def test_only_some_tensors_want_gradients(device, dtype):

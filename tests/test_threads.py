@@ -32,7 +32,7 @@ def make(B=1, H=2, Hkv=1, Sq=70, Sk=None, D=16, **options):
     )
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 2), (1, 8)], ids=str)
 @pytest.mark.parametrize("Sq", [40, 140])
 def test_bias_gradients_of_shared_heads_are_not_raced_for(lead, Sq):
     """Heads of a group, in tasks of their own, have one bias: a lost sum shows within some runs."""
