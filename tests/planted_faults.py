@@ -306,7 +306,12 @@ async def plant_all(options: argparse.Namespace, faults: list[Fault], work: Path
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the faults and plant none")
-    parser.add_argument("--only", action="append", choices=KINDS, help="faults of this kind; may be given again")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=KINDS,
+        help="faults of this kind; may be given again; default: all, or, without nvcc, those in Python and CPU kernels",
+    )
     parser.add_argument("--match", default="", help="faults whose file, description or tests contain this")
     parser.add_argument("--part", default="1/1", help="of the faults chosen, the K-th of N parts: K/N")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite for each fault")
@@ -320,7 +325,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave what was built for each fault in the working folder")
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a fault first")
     options = parser.parse_args()
-    kinds = options.only or KINDS
+    kinds = options.only or (KINDS if options.list or shutil.which("nvcc") else KINDS[:2])
     faults = [f for f in all_faults() if f.kind in kinds and options.match.lower() in f"{f} {f.tests} {f.old}".lower()]
     part, parts = map(int, options.part.split("/"))
     faults = faults[part - 1 :: parts]

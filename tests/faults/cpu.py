@@ -78,7 +78,7 @@ FAULTS = [
     in_file("cpu/convert.h", "_MM_FROUND_TO_NEAREST_INT", "_MM_FROUND_TO_ZERO",
             "float16 is truncated", ROUNDING),
     in_file("cpu/convert.h", "for (int64_t i = n; i < width; ++i) to[i] = 0;", "",
-            "what pads a row to whole vectors is not zero", BACKWARD + "test_ragged_lengths " + BACKWARD + "test_grouped_heads_add_up"),
+            "what pads a row to whole vectors is not zero", THRESHOLDS),
     # Forward.
     in_file("cpu/forward_tile.h", "    rescale_rows<R>(s.correction, tile.rows, value_width, s.out);\n", "",
             "sums are not rescaled when a maximum grows", FORWARD + "test_rising_logits_rescale_the_sum"),
