@@ -102,7 +102,7 @@ def test_all_hidden(device, dtype, kind):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
-@pytest.mark.parametrize("kind", ["padding", "block", "bool", "top_k", "empty interval"])
+@pytest.mark.parametrize("kind", ["padding", "block", "bool", "top_k", "empty interval", "empty interval & block"])
 def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):
     clean = make(device, dtype, B=2, H=4, Hkv=2, Sq=70, Sk=150)
     hidden = torch.zeros(150, dtype=torch.bool, device=device)
@@ -117,6 +117,8 @@ def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):
         "top_k": IntervalMask.top_k(scores, 150, causal=False),
         "empty interval": IntervalMask(torch.zeros(150, dtype=torch.int32, device=device), torch.where(hidden, 0, 500).int()),
     }
+    everything = BlockMask.from_bool(torch.ones(70, 150, dtype=torch.bool, device=device))  # so keys are met in order
+    masks["empty interval & block"] = masks["empty interval"] & everything
     visible = (~hidden).expand(1, 1, 70, 150)
     clean = dataclasses.replace(
         clean, mask=masks[kind], visible=visible, key_bias=strategies.random_tensor((1, 2, 150), 9, device=device)

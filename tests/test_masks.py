@@ -157,6 +157,20 @@ def test_bits_beyond_the_lengths_are_zero(mask_device):
     assert not (mask.bits[:, :, 2:]).any()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask(mask_device, is_transposed):
+    """Where memory beyond the last query and key holds more of the mask, all of it True; its strides fit no fast way."""
+    wide = torch.ones(1, 2, 90, 91, dtype=torch.bool, device=mask_device)
+    wide[:, :, 3, 3] = False  # else the tile is full and has no bits
+    part = (wide.transpose(2, 3) if is_transposed else wide)[:, :, :37, :41]
+    mask = BlockMask.from_bool(part)
+    tiles = mask.bits[: int((mask.tiles >= 2).sum())]
+    assert tiles.numel()
+    assert not tiles[:, 37:].any()
+    assert not tiles[:, :, 2:].any()
+    assert not (tiles[:, :, 1] >> (41 - 32)).any()
+
+
 def test_too_few_slots_leave_bits_out_and_touch_nothing_else(mask_device):
     mask = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(mask_device) < 0.5
     tiles, _, _ = torch.ops.dmattn.pack_tiles(mask, 64, 64, 1, 1, 32, 32)

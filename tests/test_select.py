@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -164,3 +165,17 @@ def test_a_million_keys_in_a_second_per_head(kind, window):
     alive_at_last = end[0, 0] == torch.iinfo(torch.int32).max
     assert int(alive_at_last.sum()) == window
     assert elapsed < 1.0
+
+
+@pytest.mark.parametrize("length", [300, 5000, 20000])
+@pytest.mark.parametrize("window", [3, 200])
+def test_documents_of_all_lengths(mask_device, length, window):
+    """Selection starts anew with each document, wherever its borders lie among the chunks that a GPU works in."""
+    generator = torch.Generator().manual_seed(length + window)
+    borders = torch.randperm(length - 1, generator=generator)[: max(length // 150, 2)].sort().values + 1
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), borders, torch.tensor([length])])
+    scores = torch.randint(0, 50, (1, 2, length), generator=generator).float()
+    mask = IntervalMask.top_k(scores.to(mask_device), window, base=IntervalMask.documents(length, ends.to(mask_device)))
+    for first, last in itertools.pairwise(ends.tolist()):
+        alone = IntervalMask.top_k(scores[:, :, first:last], window)
+        assert torch.equal(mask.end[:, :, first:last].cpu(), (alone.end.long() + first).clamp(max=last).int())

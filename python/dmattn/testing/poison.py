@@ -21,14 +21,11 @@ def poisoned_memory(like: torch.Tensor | None = None) -> Iterator[None]:
     CUDA it frees NaN-filled blocks of ``like``'s size and of small sizes, which the caching allocator then hands out first.
     """
     if like is not None and like.is_cuda:
-        sizes = [max(like.numel() * like.element_size(), 512) * factor // 8 for factor in (1, 2, 4, 8)] + [
-            1 << 10,
-            1 << 14,
-            1 << 18,
-        ]
-        blocks = [
-            torch.full((-(-size // 8),), torch.nan, dtype=torch.float64, device=like.device) for size in sizes for _ in range(4)
-        ]
+        # Blocks of tensors like the given one and of small ones; then what the allocator cuts other sizes from: whole segments of the
+        # 2 MB that small sizes come from, and one large block.
+        sizes = [max(like.numel() * like.element_size(), 512) * factor // 8 for factor in (1, 2, 4, 8)] * 4
+        sizes += [1 << 10, 1 << 14, 1 << 18] * 4 + [1 << 20] * 8 + [1 << 25]
+        blocks = [torch.full((-(-size // 8),), torch.nan, dtype=torch.float64, device=like.device) for size in sizes]
         del blocks
         yield
         return
