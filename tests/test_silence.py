@@ -57,10 +57,15 @@ def test_autocast_leaves_float64_alone():
 
 @pytest.mark.parametrize("extra", [5, 2**31, 2**40])
 def test_lengths_beyond_int32_do_not_wrap(extra):
-    """A length longer than everything is as good as all keys, not what its low 32 bits say."""
+    """They are refused where their values are known; where not, they are as good as all keys, not what their low 32 bits say."""
     lengths = torch.tensor([2**32 + extra, 3])
-    assert IntervalMask.padding(9, lengths).to_bool(9, 9)[:, 0, 0].sum(-1).tolist() == [9, 3]
-    assert IntervalMask.prefix(9, lengths).to_bool(9, 9)[:, 0, 0].sum(-1).tolist() == [9, 3]
+    for make in (IntervalMask.padding, IntervalMask.prefix):
+        with pytest.raises(ValueError, match=f"lengths: expected lengths from 0 to 1048576, got {2**32 + extra}"):
+            make(9, lengths)
+        traced = torch.compile(
+            lambda given, make=make: make(9, given).to_bool(9, 9)[:, 0, 0].sum(-1), fullgraph=True, backend="eager"
+        )
+        assert traced(lengths).tolist() == [9, 3]
     ids = torch.tensor([1, 1 + 2**32, 1 + 2**32, 2])
     assert IntervalMask.documents(4, ids=ids, causal=False).to_bool(4, 4)[0, 0].sum(-1).tolist() == [1, 2, 2, 1]
 

@@ -74,6 +74,8 @@ FAULTS = [
             "a & b of documents and padding forgets that one of them is causal", "test_silence.py::test_and_keeps_the_causality_of_either"),
     in_file("masks/interval.py", "given.clamp(max=checks.MAX_LENGTH).to(torch.int32)", "given.to(torch.int32)",
             "int64 lengths wrap: 2^32 + 5 becomes 5", "test_silence.py::test_lengths_beyond_int32_do_not_wrap"),
+    in_file("masks/interval.py", "if least < 0 or most > checks.MAX_LENGTH:", "if least < 0:",
+            "lengths beyond the largest are taken", "test_silence.py::test_lengths_beyond_int32_do_not_wrap"),
     in_file("masks/interval.py", "torch.arange(Sk - Sq, Sk, device=self.start.device", "torch.arange(0, Sq, device=self.start.device",
             "to_bool aligns positions at the top left", MASKS + "test_to_bool_is_the_definition"),
     in_file("masks/block.py", "return all(-(-own // block) == -(-length // block)", "return any(-(-own // block) == -(-length // block)",
