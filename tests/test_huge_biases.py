@@ -69,10 +69,12 @@ def test_rows_masked_by_a_large_bias(device, any_dtype, value, softcap, same_dty
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("length", [129, 600, 1100])
-def test_good_keys_in_a_later_chunk(device, any_dtype, value, length):
-    """The first chunks of keys hold nothing but huge biases; the last keys are good."""
+@pytest.mark.parametrize("is_first", [False, True])
+def test_good_keys_in_a_later_chunk(device, any_dtype, value, length, is_first):
+    """All chunks of keys but the last hold nothing but huge biases; or all but the first, for kernels that begin at the end."""
     key_bias = torch.zeros(length, device=device)
     key_bias[: length - 5] = value
+    key_bias = key_bias.flip(0) if is_first else key_bias
     case = make(device, any_dtype, H=1, Sq=70, Sk=length, D=32, key_bias=key_bias)
     brute_check.assert_right(case, run(case), rounded=True)
 
