@@ -181,7 +181,7 @@ _rules = rules()
 
 def _has_tangent(inputs: tuple[Any, ...]) -> bool:
     """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``."""
-    tensors = (x for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+    tensors = (x for x in inputs if isinstance(x, Tensor) and x.layout == torch.strided and x.is_floating_point())
     return any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
 
 
