@@ -20,7 +20,7 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format wheel bench asan faults build clean
+.PHONY: help demo test gpu lint format docs wheel bench asan faults build clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -44,6 +44,11 @@ format: $(VENV)/lint.ready  ## rewrite sources in the one format
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files 'cpp/*.h' 'cpp/*.cpp' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cpp')
+
+docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a warning is an error
+	$(BIN)/python docs/draw.py
+	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
+	@echo "build/site/index.html"
 
 wheel: $(VENV)/build.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C cmake.define.DMATTN_CUDA=$(CUDA) .

@@ -1,0 +1,37 @@
+"""How Sphinx builds the site: pages are Markdown (MyST), the API reference comes from the docstrings, any warning is an error (make docs)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import pictures  # noqa: E402
+
+import dmattn  # noqa: E402
+
+project = "dmattn"
+author = "the dmattn authors"
+copyright = author
+version = release = dmattn.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build", "generated/*.md"]
+html_theme = "furo"
+html_title = "dmattn"
+html_copy_source = False
+
+autodoc_typehints = "none"  # the docstrings say shapes and dtypes, which say more
+autodoc_member_order = "bysource"
+napoleon_use_ivar = True
+nitpicky = False
+
+
+def setup(app: object) -> None:
+    """Draws the pictures that come from code and from measured results, before pages are read."""
+    pictures.draw_all(HERE / "generated")

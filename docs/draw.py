@@ -1,0 +1,207 @@
+"""Draws the diagrams of the documentation as SVG, without any library: ``python docs/draw.py`` rewrites docs/figures/."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+INK, PALE, LINE = "#1f2933", "#e4e9f0", "#9aa5b1"
+BLUE, ORANGE, GREEN = "#2f6fb0", "#e08e45", "#4d9a6a"
+WHITE = "#ffffff"
+
+
+class Drawing:
+    """A list of SVG elements on a white sheet."""
+
+    def __init__(self, width: int, height: int, about: str) -> None:
+        self.width, self.height, self.about = width, height, about
+        self.parts: list[str] = []
+
+    def rect(self, x: float, y: float, w: float, h: float, fill: str, stroke: str = "none", radius: float = 0) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
+        )
+
+    def text(self, x: float, y: float, words: str, size: int = 14, anchor: str = "start", fill: str = INK, bold: bool = False) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        safe = words.replace("&", "&amp;").replace("<", "&lt;")
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{weight}>{safe}</text>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, arrow: bool = False, dashed: bool = False) -> None:
+        extra = (' marker-end="url(#arrow)"' if arrow else "") + (' stroke-dasharray="4 3"' if dashed else "")
+        self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{stroke}" stroke-width="1.5"{extra}/>')
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+            f'font-family="DejaVu Sans, Verdana, sans-serif">'
+        )
+        arrow = (
+            '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0 8 4 0 8z" fill="{LINE}"/></marker></defs>'
+        )
+        sheet = f'<rect width="{self.width}" height="{self.height}" rx="8" fill="{WHITE}"/>'
+        return "\n".join([head, f"<title>{self.about}</title>", arrow, sheet, *self.parts, "</svg>", ""])
+
+
+def lifetimes(scores: list[float], window: int) -> list[tuple[int, int]]:
+    """[start, end) of each key under causal selection of the `window` best, the later key winning ties."""
+    count = len(scores)
+    ends = []
+    for key in range(count):
+        end = key
+        while end < count and sum((scores[j], j) > (scores[key], key) for j in range(end + 1)) < window:
+            end += 1
+        ends.append((key, end))
+    return ends
+
+
+def picture(d: Drawing, x: float, y: float, cell: float, spans: list[tuple[int, int]], fill: str, marked: int | None = None) -> None:
+    """Queries down, keys across: each key's lifetime as one vertical bar."""
+    count = len(spans)
+    d.rect(x, y, count * cell, count * cell, "#f6f8fa", PALE)
+    for i in range(1, count):
+        d.line(x, y + i * cell, x + count * cell, y + i * cell, PALE)
+    for key, (start, end) in enumerate(spans):
+        if end > start:
+            color = ORANGE if key == marked else fill
+            d.rect(x + key * cell + 1, y + start * cell + 1, cell - 2, (end - start) * cell - 2, color, radius=3)
+
+
+def lifetime() -> Drawing:
+    d = Drawing(860, 470, "The lifetime of a key")
+    values = random.Random(5)
+    count, cell, x, y = 16, 20, 96, 116
+    scores = [values.random() for _ in range(count)]
+    spans = lifetimes(scores, 4)
+    marked = max((key for key in range(count) if spans[key][1] < count), key=lambda key: spans[key][1] - spans[key][0])
+    d.text(x, 32, "Every query sees the 4 best-scored keys before it", 16, bold=True)
+    for key, score in enumerate(scores):
+        d.rect(x + key * cell + 3, y - 12 - 44 * score, cell - 6, 44 * score, ORANGE if key == marked else LINE)
+    d.text(x - 10, y - 18, "scores", 12, "end")
+    picture(d, x, y, cell, spans, BLUE, marked)
+    for i in (0, 4, 8, 12):
+        d.text(x - 10, y + i * cell + 15, f"query {i}", 12, "end")
+        d.text(x + i * cell + 10, y + count * cell + 18, f"key {i}", 12, "middle")
+    start, end = spans[marked]
+    side = x + count * cell + 40
+    d.line(x + count * cell, y + start * cell, side + 60, y + start * cell, ORANGE, dashed=True)
+    d.line(x + count * cell, y + end * cell, side + 60, y + end * cell, ORANGE, dashed=True)
+    d.text(side, y + start * cell + 18, f"start = {start}: query {marked} is the first to see key {marked}", 14)
+    d.text(side, y + end * cell + 18, f"end = {end}: by query {end}, four better keys have arrived.", 14)
+    d.text(side, y + end * cell + 38, "The set before a query only grows, so", 14)
+    d.text(side, y + end * cell + 58, "the key never comes back.", 14)
+    d.text(side, y - 34, "A key is visible to the queries of one interval.", 14, bold=True)
+    d.text(side, y - 14, "Two integers a key are the whole mask, exactly.", 14, bold=True)
+    return d
+
+
+def composition() -> Drawing:
+    d = Drawing(860, 300, "Masks compose: documents and a sliding window")
+    count, cell, y = 14, 15, 60
+    limits = (0, 6, 14)
+    documents = [(j, next(end for end in limits if end > j)) for j in range(count)]
+    window = [(j, min(j + 4, count)) for j in range(count)]
+    both = [(max(a, c), min(b, e)) for (a, b), (c, e) in zip(documents, window, strict=True)]
+    for number, (name, spans, fill) in enumerate(
+        (("documents", documents, GREEN), ("sliding window", window, BLUE), ("both", both, ORANGE))
+    ):
+        x = 40 + number * 285
+        d.text(x + count * cell / 2, 40, name, 16, "middle", bold=True)
+        picture(d, x, y, cell, spans, fill)
+        if number < 2:
+            d.text(x + count * cell + 37, y + count * cell / 2 + 8, "&=" [number], 26, "middle")
+    d.text(430, 292, "start = the later start, end = the earlier end: an interval again", 14, "middle")
+    return d
+
+
+def chunks() -> Drawing:
+    d = Drawing(860, 440, "How the keys of a tile become chunks")
+    values = random.Random(11)
+    first, last = 26, 29  # the tile's queries
+    spans = lifetimes([values.random() for _ in range(last + 1)], 12)
+    states = ["whole" if s <= first and last < e else "partial" if e > first and s <= last else "hidden" for s, e in spans]
+    fills = {"whole": BLUE, "partial": ORANGE, "hidden": PALE}
+    cell, x = 26, 40
+    d.text(x, 32, f"1. Look at each key: which of the tile's queries, {first} to {last}, see it?", 15, bold=True)
+    for key, state in enumerate(states):
+        d.rect(x + key * cell, 46, cell - 3, 34, fills[state], radius=3)
+        d.text(x + key * cell + 11, 68, str(key), 11, "middle", INK if state == "hidden" else WHITE)
+    for number, (state, words) in enumerate(
+        (("whole", "whole: all of them see it"), ("partial", "partial: some of them do"), ("hidden", "hidden: no query of the tile sees it, never loaded"))
+    ):
+        d.rect(x + number * 230, 96, 14, 14, fills[state], radius=2)
+        d.text(x + number * 230 + 20, 108, words, 13)
+    queues = {state: [key for key, own in enumerate(states) if own == state] for state in ("whole", "partial")}
+    d.text(x, 156, "2. Put live keys into two queues", 15, bold=True)
+    for row, (state, keys) in enumerate(queues.items()):
+        top = 170 + row * 44
+        d.text(x, top + 22, state, 13)
+        for place, key in enumerate(keys):
+            d.rect(x + 70 + place * cell, top, cell - 3, 34, fills[state], radius=3)
+            d.text(x + 81 + place * cell, top + 22, str(key), 11, "middle", WHITE)
+    d.text(x, 300, "3. Compute chunks of equal size, first the whole keys, then the rest", 15, bold=True)
+    order = [(key, "whole") for key in queues["whole"]] + [(key, "partial") for key in queues["partial"]]
+    size = 4
+    for chunk in range(-(-len(order) // size)):
+        left = x + chunk * (size * cell + 22)
+        held = order[chunk * size : (chunk + 1) * size]
+        d.rect(left - 6, 314, size * cell + 9, 50, WHITE, LINE, 5)
+        for place, (key, state) in enumerate(held):
+            d.rect(left + place * cell, 322, cell - 3, 34, fills[state], radius=3)
+            d.text(left + place * cell + 11, 344, str(key), 11, "middle", WHITE)
+        test = any(state == "partial" for _, state in held) or len(held) < size
+        d.text(left + size * cell / 2 - 2, 384, "test each pair" if test else "no test", 12, "middle")
+    d.text(x, 422, "Whole keys come first, so that only the last chunks are tested pair by pair.", 13)
+    return d
+
+
+def pipeline() -> Drawing:
+    d = Drawing(860, 400, "The pipeline of the Hopper forward kernel")
+    x, unit = 170, 128
+    d.text(20, 32, "One thread block, over time: each row is a group of warps", 16, bold=True)
+    lanes = ("walking warps", "loading warps", "warpgroup A", "warpgroup B")
+    for row, name in enumerate(lanes):
+        d.text(20, 92 + row * 76, name, 14)
+        d.line(x, 118 + row * 76, 845, 118 + row * 76, PALE)
+
+    def box(row: int, start: float, length: float, words: str, fill: str) -> None:
+        d.rect(x + start * unit, 62 + row * 76, length * unit - 4, 42, fill, radius=4)
+        d.text(x + start * unit + (length * unit - 4) / 2, 88 + row * 76, words, 12, "middle", WHITE)
+
+    for n in range(5):
+        box(0, n * 0.95, 0.75, f"note {n}", GREEN)
+    for n in range(4):
+        box(1, 0.75 + n * 1.08, 1.0, f"K, V of chunk {n}", BLUE)
+    for row, offset in ((2, 1.9), (3, 2.4)):
+        for n in range(2):
+            at = offset + n * 1.5
+            products = "S0 = Q K0" if n == 0 else "S1, O += P0 V0"
+            if at + 0.9 <= 5.28:
+                box(row, at, 0.9, products, INK)
+            if at + 1.5 <= 5.28:
+                box(row, at + 0.9, 0.6, f"softmax {n}", ORANGE)
+    for x1, y1, x2, y2 in ((0.75, 104, 0.85, 136), (1.75, 180, 1.95, 212)):
+        d.line(x + x1 * unit, y1, x + x2 * unit, y2, LINE, arrow=True)
+    for number, (fill, words) in enumerate(
+        ((GREEN, "which keys"), (BLUE, "rows into shared memory"), (INK, "tensor cores"), (ORANGE, "ordinary arithmetic"))
+    ):
+        d.rect(20 + number * 205, 366, 14, 14, fill, radius=2)
+        d.text(40 + number * 205, 378, words, 13)
+    return d
+
+
+FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline}
+
+
+def main() -> None:
+    folder = Path(__file__).parent / "figures"
+    folder.mkdir(exist_ok=True)
+    for name, draw in FIGURES.items():
+        (folder / f"{name}.svg").write_text(draw().svg())
+
+
+if __name__ == "__main__":
+    main()
