@@ -22,14 +22,18 @@ class Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}" fill="{fill}" stroke="{stroke}"/>'
         )
 
-    def text(self, x: float, y: float, words: str, size: int = 14, anchor: str = "start", fill: str = INK, bold: bool = False) -> None:
+    def text(
+        self, x: float, y: float, words: str, size: int = 14, anchor: str = "start", fill: str = INK, bold: bool = False
+    ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         safe = words.replace("&", "&amp;").replace("<", "&lt;")
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{weight}>{safe}</text>'
         )
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, arrow: bool = False, dashed: bool = False) -> None:
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, arrow: bool = False, dashed: bool = False
+    ) -> None:
         extra = (' marker-end="url(#arrow)"' if arrow else "") + (' stroke-dasharray="4 3"' if dashed else "")
         self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{stroke}" stroke-width="1.5"{extra}/>')
 
@@ -58,7 +62,9 @@ def lifetimes(scores: list[float], window: int) -> list[tuple[int, int]]:
     return ends
 
 
-def picture(d: Drawing, x: float, y: float, cell: float, spans: list[tuple[int, int]], fill: str, marked: int | None = None) -> None:
+def picture(
+    d: Drawing, x: float, y: float, cell: float, spans: list[tuple[int, int]], fill: str, marked: int | None = None
+) -> None:
     """Queries down, keys across: each key's lifetime as one vertical bar."""
     count = len(spans)
     d.rect(x, y, count * cell, count * cell, "#f6f8fa", PALE)
@@ -112,7 +118,7 @@ def composition() -> Drawing:
         d.text(x + count * cell / 2, 40, name, 16, "middle", bold=True)
         picture(d, x, y, cell, spans, fill)
         if number < 2:
-            d.text(x + count * cell + 37, y + count * cell / 2 + 8, "&=" [number], 26, "middle")
+            d.text(x + count * cell + 37, y + count * cell / 2 + 8, "&="[number], 26, "middle")
     d.text(430, 292, "start = the later start, end = the earlier end: an interval again", 14, "middle")
     return d
 
@@ -130,7 +136,11 @@ def chunks() -> Drawing:
         d.rect(x + key * cell, 46, cell - 3, 34, fills[state], radius=3)
         d.text(x + key * cell + 11, 68, str(key), 11, "middle", INK if state == "hidden" else WHITE)
     for number, (state, words) in enumerate(
-        (("whole", "whole: all of them see it"), ("partial", "partial: some of them do"), ("hidden", "hidden: no query of the tile sees it, never loaded"))
+        (
+            ("whole", "whole: all of them see it"),
+            ("partial", "partial: some of them do"),
+            ("hidden", "hidden: no query of the tile sees it, never loaded"),
+        )
     ):
         d.rect(x + number * 230, 96, 14, 14, fills[state], radius=2)
         d.text(x + number * 230 + 20, 108, words, 13)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.fake import table_size
-from dmattn.masks import tables
+from dmattn.masks import drawing, tables
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import IntervalMask
@@ -214,6 +214,22 @@ class BlockMask(MaskData):
         """The mask as booleans [B|1, H|Hkv|1, query_length, key_length], True = visible."""
         return tables.elements(self.tiles, self.bits, self.query_length, self.key_length)
 
+    def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
+        Sq = self._drawn_length(Sq)
+        return drawing.pairs(None, self._of_head(head, batch, self.tiles.shape[1]), Sq, self.key_length, ax)
+
+    def _drawn_length(self, Sq: int | None) -> int:
+        if Sq is None:
+            return self.query_length
+        checks.length("Sq", Sq)
+        if not self.fits(Sq, self.key_length):
+            raise ValueError(f"Sq: expected the mask's own number of queries {self.query_length}, got {Sq}")
+        return Sq
+
+    def _of_head(self, head: int, batch: int, heads: int) -> tuple[Tensor, Tensor]:
+        """tiles int32 [Nq, Nk] of one head of ``heads``, and bits, on the CPU."""
+        return drawing.head_of(self.tiles, head, batch, heads), self.bits.detach().cpu()
+
     def _describe(self) -> str:
         table = f"tiles={checks.shape_of(self.tiles)} of {self.tile[0]}x{self.tile[1]}, slots={self.bits.shape[0]}"
         return f"shape={list(self.shape)}, {table}, block_size={self.block_size}, dtype=int32, device={str(self.device)!r}"
@@ -319,6 +335,12 @@ class CombinedMask(MaskData):
             raise ValueError(f"Sq, Sk: expected the block mask's lengths {self.block.lengths}, got {(Sq, Sk)}")
         interval, block = same_heads(self.interval.to_bool(Sq, Sk), self.block.cut(Sq, Sk).to_bool(), "block")
         return interval & block
+
+    def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
+        Sq, Sk = self.block._drawn_length(Sq), self.interval.key_length or self.block.key_length
+        heads = max(self.interval.start.shape[1], self.interval.end.shape[1], self.block.tiles.shape[1])
+        interval = self.interval._of_head(head, batch, heads, Sk)
+        return drawing.pairs(interval, self.block._of_head(head, batch, heads), Sq, Sk, ax)
 
     def _describe(self) -> str:
         return f"shape={list(self.shape)}, interval={self.interval!r}, block={self.block!r}"

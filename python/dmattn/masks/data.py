@@ -118,6 +118,30 @@ class MaskData:
         """Whether all of the mask lies in page-locked memory."""
         return all(tensor.is_pinned() for tensor in self._tensors())
 
+    # Pictures ---------------------------------------------------------------------------------------------------------------------
+
+    def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
+        """Draws the mask of one head with matplotlib (``pip install 'dmattn[plot]'``).
+
+        An interval mask without ``Sq`` is drawn as lifetimes: a bar for each key, from its start to its end. With ``Sq``, and for all
+        other masks, the picture says which query sees which key. In a block mask blue is a full tile, orange what a partial tile
+        shows, pale orange what it hides. Of more than 1,024 keys or queries, 1,024 at equal distances are drawn.
+
+        Args:
+            Sq: number of queries; a block mask has its own.
+            head, batch: which head (of the mask's largest number of heads) and sequence to draw; any where the mask serves all.
+            ax: matplotlib Axes to draw on; None makes a figure.
+
+        Returns:
+            The matplotlib Axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            TypeError, ValueError: Sq, head or batch is not an int >= 0, or Sq is not a length that the mask serves.
+            IndexError: a head or a batch that the mask does not have.
+        """
+        raise NotImplementedError
+
     # Batches ----------------------------------------------------------------------------------------------------------------------
 
     def __getitem__(self: M, index: Any) -> M:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops
+from dmattn.masks import drawing
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
 
@@ -235,6 +236,20 @@ class IntervalMask(MaskData):
         start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
         return visible.expand(*visible.shape[:3], Sk)
+
+    def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
+        if Sq is not None:
+            checks.length("Sq", Sq)
+        start, end = self._of_head(head, batch, max(self.start.shape[1], self.end.shape[1]), Sq)
+        if Sq is None:
+            return drawing.lifetimes(start, end, ax)
+        return drawing.pairs((start, end), None, Sq, end.shape[0], ax)
+
+    def _of_head(self, head: int, batch: int, heads: int, any_length: int | None = None) -> tuple[Tensor, Tensor]:
+        """start and end of one head of ``heads``, int32 [Sk] on the CPU; a mask that serves any length gives ``any_length`` keys."""
+        start, end = (drawing.head_of(given, head, batch, heads) for given in (self.start, self.end))
+        length = self._length if not self.any_length or any_length is None else any_length
+        return start.expand(length), end.expand(length)
 
     def _describe(self) -> str:
         shape: list[Any] = [*self.shape[:-1], "any" if self.any_length else self.shape[-1]]

@@ -55,14 +55,14 @@ def lifetimes(start: Tensor, end: Tensor, ax: Any) -> Any:
     width = 0.9 * max(1.0, end.shape[0] / MOST)
     bars = [
         [(key - width / 2, low), (key - width / 2, high), (key + width / 2, high), (key + width / 2, low)]
-        for key, low, high in zip(
-            keys.tolist(), first.clamp(top, bottom).tolist(), last.clamp(top, bottom).tolist(), strict=True
-        )
+        for key, low, high in zip(keys.tolist(), first.clamp(top, bottom).tolist(), last.clamp(top, bottom).tolist(), strict=True)
         if low < high
     ]
     collections = importlib.import_module("matplotlib.collections")
     ax.add_collection(collections.PolyCollection(bars, facecolors=COLORS[VISIBLE], edgecolors="none"))
-    ax.set(xlim=(-0.5, max(end.shape[0], 1) - 0.5), ylim=(max(bottom, top + 1), top), xlabel="key", ylabel="position of the query")
+    ax.set(
+        xlim=(-0.5, max(end.shape[0], 1) - 0.5), ylim=(max(bottom, top + 1), top), xlabel="key", ylabel="position of the query"
+    )
     return ax
 
 
