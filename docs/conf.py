@@ -8,9 +8,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-import pictures  # noqa: E402
-
 import dmattn  # noqa: E402
+import pictures  # noqa: E402
 
 project = "dmattn"
 author = "the dmattn authors"

@@ -38,7 +38,7 @@ def close_figures():
     pyplot.close("all")
 
 
-@pytest.mark.parametrize("head, batch", [(0, 0), (3, 1)])
+@pytest.mark.parametrize(("head", "batch"), [(0, 0), (3, 1)])
 @pytest.mark.parametrize("name", list(masks()))
 def test_the_picture_is_the_mask(name, head, batch):
     mask = masks()[name]
@@ -88,7 +88,7 @@ def test_any_length_fewer_queries_and_axes_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    "call, error, words",
+    ("call", "error", "words"),
     [
         (lambda m: m["top_k"].plot(head=4), IndexError, "head: expected 0 <= head < 4, got 4"),
         (lambda m: m["top_k"].plot(batch=2), IndexError, "batch: expected 0 <= batch < 2, got 2"),
