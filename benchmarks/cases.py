@@ -26,7 +26,7 @@ class Case:
             ones; drifting: a random walk, the kept keys come in runs.
         peers: names that ``peers.peer_call`` knows, the one to quote first.
         group: what ``run.py --only`` chooses by.
-        in_readme: whether the README's table shows it; all cases are in the JSON.
+        in_readme: whether tables of results show it; all cases are in the JSON.
     """
 
     length: int

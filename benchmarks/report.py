@@ -1,4 +1,7 @@
-"""Turns benchmarks/results/*/NAME.json into the README's tables, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``."""
+"""Turns benchmarks/results into tables of README.md and docs/lab/results.md, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
+
+NAME is that of results/*/NAME.json, or ``summary`` for the few rows that the README shows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs/lab/results.md")
+SUMMARY = {  # the README's rows: results, then cases of them
+    "nvidia-h200/cuda.json": (
+        "32768, window 1024, D=128", "131072, window 2048, D=128", "4096, window 410, D=128", "16384, blocks, density 0.1, D=128",
+        "16384, dense causal, D=128",
+    ),
+    "amd-epyc-2-threads/cpu.json": ("16384, window 819",),
+}  # fmt: skip
 SHORT_NAMES = {
     "F.scaled_dot_product_attention": "SDPA",
     "F.scaled_dot_product_attention by CUDNN_ATTENTION": "cuDNN",
@@ -20,7 +31,7 @@ SHORT_NAMES = {
 
 
 def columns(row: dict[str, Any], with_peer: bool, with_kernels: bool) -> list[tuple[str, str]]:
-    """One line of the README's table, headers and cells; forward includes the selection; the extra memory is the larger of forward's and
+    """One line of a table of results, headers and cells; forward includes the selection; the extra memory is the larger of forward's and
     backward's."""
     calls, kernels = row["medians"], row.get("kernel_medians", {})
     line = [("length, mask", row["case"])]
@@ -109,7 +120,7 @@ def console_lines(row: dict[str, Any]) -> list[list[str]]:
 
 
 def markdown_table(result: dict[str, Any]) -> str:
-    """The rows chosen for the README, all of them in older results, each beside its first peer."""
+    """The rows chosen for tables (``in_readme``), all of them in older results, each beside its first peer."""
     rows = [row for row in result["rows"] if row.get("in_readme", True)]
     several = len({peers_of(row)[0] for row in rows}) > 1
     with_kernels = any(row.get("kernel_medians") for row in rows)
@@ -118,6 +129,42 @@ def markdown_table(result: dict[str, Any]) -> str:
     text = ["| " + " | ".join(header for header, _ in lines[0]) + " |", "|" + "---|" * texts + "---:|" * (len(lines[0]) - texts)]
     text += ["| " + " | ".join(cell for _, cell in line) + " |" for line in lines]
     return "\n".join(text) + "\n\n" + caption(result, rows)
+
+
+def summary_table(results: Path) -> str:
+    """The README's table: how much faster whole calls are than the peer, and how long they take."""
+    lines = ["| length and mask | beside | forward | backward |", "|---|---|---:|---:|"]
+    machines = []
+    for path, cases in SUMMARY.items():
+        result = json.loads((results / path).read_text())
+        found = {row["case"]: row for row in result["rows"]}
+        first = found[cases[0]]
+        machine = result["machine"]
+        hardware = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+        shape = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}"
+        machines.append(f"{hardware}, {shape}, torch {result['torch']}, {result['date'][:10]}")
+        for case in cases:
+            row, place = found[case], "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
+            cells = [plain_ratio(row, name) + ", " + duration(row["medians"][name]) for name in ("forward", "backward")]
+            lines.append(f"| {row['length']:,} tokens, {plain_mask(row)}{place} | {dense_peer(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n" + "; ".join(machines) + "."
+
+
+def plain_mask(row: dict[str, Any]) -> str:
+    if row.get("kind") == "blocks":
+        return f"block mask, {row['density']:.0%} visible"
+    return f"window {row['window']:,}" if row["window"] is not None else "dense causal" if row["is_causal"] else "dense"
+
+
+def dense_peer(row: dict[str, Any]) -> str:
+    name = short(peers_of(row)[0])
+    return {"SDPA": "torch's SDPA, causal", "cuDNN": "cuDNN, causal"}.get(name, name)
+
+
+def plain_ratio(row: dict[str, Any], name: str) -> str:
+    """Two digits are what can be relied on."""
+    times = row["medians"]["peer_" + name] / row["medians"][name]
+    return f"{times:.0f}x" if times >= 10 else f"{times:.1f}x" if times >= 1 else f"{times:.2f}x"
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -129,6 +176,8 @@ def rewritten(text: str, results: Path) -> str:
 
     def fill(found: re.Match[str]) -> str:
         name = found[1]
+        if name == "summary":
+            return f"<!-- bench:summary -->\n{summary_table(results)}\n<!-- /bench:summary -->"
         paths = sorted(results.glob(f"*/{name}.json"))
         if not paths:
             sys.exit(f"report: no results for bench:{name}, expected {results}/*/{name}.json; make bench writes them")
@@ -140,17 +189,18 @@ def rewritten(text: str, results: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when the README is not what the results say")
-    parser.add_argument("--readme", type=Path, default=HERE.parent / "README.md")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when a page is not what the results say")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
     options = parser.parse_args()
-    before = options.readme.read_text()
-    after = rewritten(before, HERE / "results")
-    if before == after:
-        return
-    if options.check:
-        sys.exit(f"report: {options.readme.name} differs from benchmarks/results; python benchmarks/report.py rewrites it")
-    options.readme.write_text(after)
-    print(f"{options.readme.name} rewritten")
+    for page in options.pages:
+        before = page.read_text()
+        after = rewritten(before, HERE / "results")
+        if before == after:
+            continue
+        if options.check:
+            sys.exit(f"report: {page.name} differs from benchmarks/results; python benchmarks/report.py rewrites it")
+        page.write_text(after)
+        print(f"{page.name} rewritten")
 
 
 if __name__ == "__main__":
