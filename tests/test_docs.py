@@ -1,0 +1,110 @@
+"""The pages: their Python runs as printed, their links and files exist, they are short, and their drawings and tables are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)]
+MOST_WORDS = {"README.md": 900, "docs/kernels/hopper.md": 800, "docs/kernels/live_keys.md": 800}
+MOST_WORDS_OF_A_PAGE = 1000  # docs/lab/ is the laboratory: as long as it likes
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def with_python() -> list[Path]:
+    return [page for page in PAGES if "```python\n" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", with_python(), ids=name_of)
+def test_python_runs_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some blocks write files
+    if importlib.util.find_spec("matplotlib"):
+        monkeypatch.setenv("MPLBACKEND", "Agg")
+    torch.manual_seed(0)
+    text = page.read_text()
+    if "plot(" in text:
+        pytest.importorskip("matplotlib")
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, name_of(page), "exec"), names)
+    out = names.get("out")
+    assert out is None or (isinstance(out, torch.Tensor) and bool(out.isfinite().all()))
+
+
+def test_most_pages_that_teach_have_python():
+    pages = {name_of(page) for page in with_python()}
+    assert {"README.md", "docs/quickstart.md", "docs/training.md", "docs/export.md", "docs/masks.md", "docs/gallery.md"} <= pages
+
+
+def words(page: Path) -> int:
+    """Words a reader reads: table rules, comments and the targets of links do not count."""
+    text = re.sub(r"<!--.*?-->|\]\([^)]*\)|\|[-:| ]+\|", " ", page.read_text(), flags=re.DOTALL)
+    return len(re.findall(r"\w[\w'.,:/-]*", text))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=name_of)
+def test_pages_are_short(page):
+    most = MOST_WORDS.get(name_of(page), MOST_WORDS_OF_A_PAGE)
+    assert words(page) <= most, f"{name_of(page)}: {words(page)} words, expected at most {most}"
+
+
+def test_the_readme_has_at_most_900_words_however_they_are_counted():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http") and not target.startswith("generated/"):
+            assert (page.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=name_of)
+def test_named_files_exist(page):
+    for name in re.findall(r"`((?:cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_contents():
+    listed = set()
+    for page in PAGES:
+        for tree in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
+            names = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{name}.md").resolve() for name in names}
+    assert {page for page in PAGES if page.parent != ROOT} - {DOCS / "index.md"} == listed
+
+
+def test_the_gallery_has_every_constructor():
+    from dmattn import BlockMask, IntervalMask
+
+    text = (DOCS / "gallery.md").read_text()
+    for cls in (IntervalMask, BlockMask):
+        own = [name for name, value in vars(cls).items() if isinstance(value, classmethod) and not name.startswith("_")]
+        assert own
+        for name in own:
+            assert f"{cls.__name__}.{name}(" in text, f"{cls.__name__}.{name}"
+
+
+def test_drawings_are_what_the_script_draws(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import draw
+
+    drawn = {f"{name}.svg": figure().svg() for name, figure in draw.FIGURES.items()}
+    assert drawn == {path.name: path.read_text() for path in (DOCS / "figures").iterdir()}
+
+
+def test_tables_are_what_the_results_say():
+    report = ROOT / "benchmarks" / "report.py"
+    done = subprocess.run([sys.executable, str(report), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
