@@ -23,7 +23,9 @@ LENGTH = 64
 def flex_mask() -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return BlockMask.from_flex(create_block_mask(lambda b, h, q, k: (q - k).abs() < 90, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
+    return BlockMask.from_flex(
+        create_block_mask(lambda b, h, q, k: (q - k).abs() < 90, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    )
 
 
 def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
@@ -48,7 +50,9 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
         "intersection": IntervalMask.documents(LENGTH, ends) & IntervalMask.sliding_window(LENGTH, left=11),
         "from_bool": BlockMask.from_bool(odd, block_size=32),
         "from_blocks": BlockMask.from_blocks(table, block_size=32),
-        "from_function": BlockMask.from_function(lambda b, h, q, k: (q // 48 + k // 48) % 2 == 0, None, None, 192, 192, block_size=32),
+        "from_function": BlockMask.from_function(
+            lambda b, h, q, k: (q // 48 + k // 48) % 2 == 0, None, None, 192, 192, block_size=32
+        ),
         "from_flex": flex_mask(),
         "combined": IntervalMask.causal(192) & BlockMask.from_blocks(table, block_size=32),
     }
@@ -93,7 +97,9 @@ def draw_speed_over_length(path: Path) -> None:
         measured = rows(kind="dma", is_causal=True, scores="random", heads=16)
         lengths = [row["length"] for row in measured]
         for source, color, words in (("medians", BLUE, "whole eager calls"), ("kernel_medians", ORANGE, "kernels alone")):
-            ax.plot(lengths, [row[source]["peer_" + name] / row[source][name] for row in measured], "o-", color=color, label=words)
+            ax.plot(
+                lengths, [row[source]["peer_" + name] / row[source][name] for row in measured], "o-", color=color, label=words
+            )
         ax.axhline(1, color=GREY, lw=1)
         ax.set_yscale("log")
         ax.set_yticks([1, 2, 5, 10, 20], ["1x", "2x", "5x", "10x", "20x"])
@@ -108,13 +114,19 @@ def draw_time_over_length(path: Path) -> None:
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
         measured = rows(kind="dma", is_causal=True, scores="random", heads=16)
         lengths = [row["length"] for row in measured]
-        ax.plot(lengths, [1e3 * row["kernel_medians"]["peer_" + name] for row in measured], "o-", color=GREY, label="cuDNN, dense causal")
+        ax.plot(
+            lengths,
+            [1e3 * row["kernel_medians"]["peer_" + name] for row in measured],
+            "o-",
+            color=GREY,
+            label="cuDNN, dense causal",
+        )
         ax.plot(lengths, [1e3 * row["kernel_medians"][name] for row in measured], "o-", color=BLUE, label="dmattn, dynamic mask")
         for row in measured:
             at = (row["length"], 1e3 * row["kernel_medians"][name])
             ax.annotate(f"{row['window']:,}", at, (0, -13), textcoords="offset points", fontsize=7, ha="center")
         ax.set_yscale("log")
-        ax.set_ylim(0.05, 500)
+        ax.set_ylim(0.03, 500)
         ax.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
         by_length(ax)
     axes[0].set_ylabel("milliseconds")
@@ -128,7 +140,13 @@ def draw_density(path: Path) -> None:
         measured = sorted(rows(kind="blocks"), key=lambda row: row["density"])
         density = [row["density"] for row in measured]
         times = [1e3 * row["kernel_medians"][name] for row in measured]
-        ax.plot(density, [1e3 * row["kernel_medians"]["peer_" + name] for row in measured], "o-", color=GREY, label="FlexAttention, compiled")
+        ax.plot(
+            density,
+            [1e3 * row["kernel_medians"]["peer_" + name] for row in measured],
+            "o-",
+            color=GREY,
+            label="FlexAttention, compiled",
+        )
         ax.plot(density, times, "o-", color=BLUE, label="dmattn")
         ax.plot(density, [times[-1] * share for share in density], ":", color=BLUE, lw=1, label="in proportion to density")
         ax.set_xscale("log")
