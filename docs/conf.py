@@ -24,6 +24,8 @@ exclude_patterns = ["_build", "generated/*.md"]
 html_theme = "furo"
 html_title = "dmattn"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 autodoc_typehints = "none"  # the docstrings say shapes and dtypes, which say more
 autodoc_member_order = "bysource"
