@@ -491,6 +491,9 @@ def test_vmap_over_masks(mask_device, dtype):
     start, end = torch.stack([m.start for m in masks]), torch.stack([m.end for m in masks])
     expected = torch.stack([dmattn.attention(query, key, value, mask) for mask in masks])
 
+    mask = pytree.tree_map(lambda *parts: torch.stack(parts), *masks)
+    torch.testing.assert_close(vmap(lambda mask: dmattn.attention(query, key, value, mask))(mask), expected)
+
     by_parts = vmap(lambda start, end: dmattn.attention(query, key, value, IntervalMask(start, end)))(start, end)
     torch.testing.assert_close(by_parts, expected)
 

@@ -316,12 +316,13 @@ def _without_autocast(query: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def primals(ctx: Any) -> Iterator[list[Any]]:
-    """What a Function saved for its jvp, without the tangents of the level that is differentiated, and inside, forward mode as elsewhere:
-    torch turns it off around a jvp, for levels further out as well, whose tangents would be lost."""
+    """What a Function saved for its jvp, without the tangents that are being pushed forward.
+
+    Inside, forward mode is on: torch turns it off around a jvp, for transforms further out as well, whose tangents would be lost.
+    """
+    level = 0  # torch has no other, and compiled code does not say that it has opened it
     with forward_ad._set_fwd_grad_enabled(True):
-        yield [
-            None if x is None else forward_ad.unpack_dual(x, level=0).primal for x in ctx.saved_tensors
-        ]  # torch has this level alone
+        yield [None if x is None else forward_ad.unpack_dual(x, level=level).primal for x in ctx.saved_tensors]
 
 
 def in_front(given: Tensor, dim: int | None, size: int) -> Tensor:
