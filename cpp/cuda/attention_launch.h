@@ -36,19 +36,19 @@ struct Plan {
   int2* lists = nullptr;     // [rows, most_lists]: where in the row the list of a segment begins, and its length
   int4* groups = nullptr;  // [rows, parts, kPlanGroups]: the plan's own: neighbouring live keys, where they begin, how many they
                            // are, and the positions between which some see some of them
-  int64_t count_blocks = 0;     // that share the parts of a row where they are counted
-  int32_t* counts = nullptr;    // [rows, count_blocks, 2, segments]: the plan's own; the next two as well
-  int32_t* partial = nullptr;   // [rows, count_blocks]: are some of their keys seen by a part of the queries only?
-  int32_t* live = nullptr;      // [rows, parts]: how many of the part's keys are seen at all
-  int32_t* ticket = nullptr;    // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
-  int32_t* has_huge = nullptr;  // one int: does backward meet a row with a huge lse? launch_plan zeroes it
-  bool keeps_live = false;      // are the live keys read, even where no list is made of them?
-  bool joins = false;           // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
-  bool lengthens = false;       // are segments longer than they need be, where their lists are then hardly longer?
-  int64_t capacity = 0;         // kPlanEntries * Sk, for one segment just Sk
-  int64_t most_lists = 0;       // that a row may have
-  int64_t parts = 0;            // of kPlanPart keys
-  int64_t batch_stride = 0;     // 0 or plan_heads, in rows
+  int64_t count_blocks = 0;      // that share the parts of a row where they are counted
+  int32_t* counts = nullptr;     // [rows, count_blocks, 2, segments]: the plan's own; the next two as well
+  int32_t* partial = nullptr;    // [rows, count_blocks]: are some of their keys seen by a part of the queries only?
+  int32_t* live = nullptr;       // [rows, parts]: how many of the part's keys are seen at all
+  int32_t* ticket = nullptr;     // one int: tiles handed out to blocks as they come free; launch_plan zeroes it
+  int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); launch_plan zeroes it
+  bool keeps_live = false;       // are the live keys read, even where no list is made of them?
+  bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
+  bool lengthens = false;        // are segments longer than they need be, where their lists are then hardly longer?
+  int64_t capacity = 0;          // kPlanEntries * Sk, for one segment just Sk
+  int64_t most_lists = 0;        // that a row may have
+  int64_t parts = 0;             // of kPlanPart keys
+  int64_t batch_stride = 0;      // 0 or plan_heads, in rows
   int64_t batches = 0, heads = 0, head_divisor = 1;
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
@@ -84,6 +84,9 @@ enum class Variant : int32_t {
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.
 inline constexpr float kHugeExponent = 4096.0f;
 
+// What backward may meet among its rows: an lse beyond kHugeExponent; rows that see nothing, and are not finite (delta).
+enum RowFlag : int32_t { kHugeRows = 1, kBadRows = 2 };
+
 // Does a call gather live keys by a plan? With a block mask keys come in order, intervals or not.
 inline bool gathers(const AttentionParams& p) {
   return (p.mask.start.data || p.mask.end.data) && !p.mask.tiles.data && p.query_length > 0 && p.key_length > 0;
@@ -117,7 +120,9 @@ struct BackwardCall {
   Plan plan;
   float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
   float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
-  float* delta = nullptr;              // [B, H, padded_queries]: <dout, out> - dlse
+  // [B, H, padded_queries]: <dout, out> - dlse; of a row that sees nothing 0, or NaN when its query or grad_out is not finite.
+  float* delta = nullptr;
+  int32_t* row_flags = nullptr;  // one int: kHugeRows and kBadRows, zero before launch_row_terms
   // For rows whose lse is beyond kHugeExponent, where rounding lse2 would scale the probabilities of the row.
   float* lse = nullptr;        // [B, H, padded_queries]: as it came, +inf as in lse2
   float* lse_rest2 = nullptr;  // [B, H, padded_queries]: what rounding left out of it, in base 2

@@ -128,7 +128,7 @@ inline OwnedPlan make_plan(const AttentionParams& p, const Tensor& like, cudaStr
   plan.count = plan.live + row_parts;
   plan.shift = plan.count + rows;
   plan.ticket = plan.shift + rows;
-  plan.has_huge = plan.ticket + 1;
+  plan.row_flags = plan.ticket + 1;
   DMATTN_CUDA_CHECK(launch_plan(p, plan, stream));
   return {memory, plan};
 }

@@ -171,6 +171,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.delta = call.lse2 + terms;
   call.lse = call.delta + terms;
   call.lse_rest2 = call.lse + terms;
+  std::optional<Tensor> row_flags;
+  call.row_flags = plan.plan.row_flags;
+  if (!call.row_flags) {
+    row_flags = empty_on(query, {1}, ScalarType::Int);
+    call.row_flags = static_cast<int32_t*>(row_flags->data_ptr());
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, sizeof(int32_t), stream));
+  }
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
   if (is_sm90 && run_sm90(call, query, device)) return results();

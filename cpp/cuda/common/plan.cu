@@ -191,7 +191,7 @@ __global__ __launch_bounds__(kThreads) void small_plan_kernel(const __grid_const
     if (blockIdx.y == 0) {
       if (lane < count) row.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
       if (lane == 0) plan.shift[row_number] = shift, plan.count[row_number] = live;
-      if (lane == 0 && row_number == 0) *plan.ticket = *plan.has_huge = 0;
+      if (lane == 0 && row_number == 0) *plan.ticket = *plan.row_flags = 0;
     }
   }
   __syncthreads();
@@ -248,7 +248,7 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
     __syncthreads();
   }
   if (thread == 0) plan.partial[blockIdx.x] = has_partial;
-  if (blockIdx.x == 0 && thread == 0) *plan.ticket = *plan.has_huge = 0;
+  if (blockIdx.x == 0 && thread == 0) *plan.ticket = *plan.row_flags = 0;
 }
 
 // What a block that chooses keeps in mind.

@@ -47,6 +47,9 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   const int64_t query = share.row % call.padded_queries, batch_head = share.row / call.padded_queries;
   const int64_t head = batch_head % p.heads, batch = batch_head / p.heads;
   const bool is_query = inside && query < p.query_length;
+  const int64_t dense_row = batch_head * p.query_length + query;
+  const float lse = is_query ? static_cast<const float*>(p.lse)[dense_row] : negative_infinity();
+  const bool is_empty = lse == negative_infinity();
   float sum = 0.0f;
   if (is_query && share.part * 8 < p.value_dim) {
     const auto at = [&](const Rows& rows) {
@@ -62,18 +65,24 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
       sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
     }
   }
+  if (is_query && is_empty) {  // NaN when the query is not finite, either
+    const T* const row = static_cast<const T*>(p.query.data) + batch * p.query.batch_stride + head * p.query.head_stride +
+                         query * p.query.row_stride;
+    for (int i = share.part * 8; i < p.head_dim; i += lanes * 8) {
+      for (int j = i; j < i + 8; ++j) sum = fmaf(Element<T>::widen(row[j]), 0.0f, sum);
+    }
+  }
   for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
   if (!inside || share.part != 0) return;
-  const int64_t dense_row = batch_head * p.query_length + query;
-  const float lse = is_query ? static_cast<const float*>(p.lse)[dense_row] : negative_infinity();
-  const bool is_empty = lse == negative_infinity();
   const float grad_lse = call.b.grad_lse && is_query ? static_cast<const float*>(call.b.grad_lse)[dense_row] : 0.0f;
   const float lse2 = is_empty ? -negative_infinity() : lse * kLog2e;
   call.lse2[share.row] = lse2;
   call.lse[share.row] = is_empty ? -negative_infinity() : lse;
   call.lse_rest2[share.row] = !is_empty && p.lse_rest ? static_cast<const float*>(p.lse_rest)[dense_row] * kLog2e : 0.0f;
-  if (call.plan.has_huge && !is_empty && fabsf(lse2) > kHugeExponent) *call.plan.has_huge = 1;
-  call.delta[share.row] = is_empty ? 0.0f : sum - grad_lse;
+  // out of a row that sees nothing is 0, so the sum is 0, or NaN, which says that its query or grad_out must not be multiplied.
+  call.delta[share.row] = is_empty ? sum : sum - grad_lse;
+  const int flags = (!is_empty && fabsf(lse2) > kHugeExponent ? kHugeRows : 0) | (is_empty && sum != sum ? kBadRows : 0);
+  if (flags) atomicOr(call.row_flags, flags);
 }
 
 // Does any query head of the kv head's group see the key?

@@ -19,6 +19,16 @@ constexpr bool has_room(Room room) {
 #endif
 }
 
+// Is this a row that sees nothing, with a query or grad_out that is not finite? Even a weight of 0 must not meet those.
+__device__ __forceinline__ bool is_bad_row(float lse, float delta) { return lse == -negative_infinity() && delta != delta; }
+
+// Zeros in place of a row of a tile.
+template <int kDim>
+__device__ __forceinline__ void clear_row(void* tile, int row) {
+  uint4* const pieces = reinterpret_cast<uint4*>(static_cast<uint8_t*>(tile) + row * Tile<kDim>::kRowBytes);
+  for (int i = 0; i < Tile<kDim>::kChunks; ++i) pieces[i] = {0, 0, 0, 0};
+}
+
 // Shared-memory width of a block of scores.
 template <int kKeys>
 inline constexpr int kScoreWidth = kKeys < 64 ? 64 : kKeys;

@@ -343,7 +343,17 @@ __global__ __launch_bounds__(
       while (has_chunk) {
         const uint32_t query_tile = query_tile_of(turn), grad_out_tile = grad_out_tile_of(turn);
         copy_async_wait<0>();
-        __syncthreads();
+        // Clear rows that see nothing but are not finite: each thread asks for the row whose terms it copied.
+        const int own = static_cast<int>(thread_index());
+        const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[turn][own], shared.delta[turn][own]);
+        if (__syncthreads_or(is_bad)) {
+          if (is_bad) {
+            clear_row<kDim>(shared.query[kShape.late_stages == 2 ? turn : 0], own);
+            clear_row<kDim>(shared.grad_out[kShape.early_stages == 2 ? turn : 0], own);
+            shared.delta[turn][own] = 0.0f;
+          }
+          __syncthreads();
+        }
         has_chunk = next_chunk(coming_query, coming);
         if (has_chunk && kShape.late_stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
         if (kHasEarlyStages) {

@@ -84,10 +84,31 @@ __global__ __launch_bounds__(
       delta[m][r] = call.delta[row];
     }
   }
+  // Clear rows that see nothing but are not finite.
+  bool has_bad = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!is_bad_row(lse2[m][r], delta[m][r])) continue;
+      has_bad = true;
+      delta[m][r] = 0.0f;
+    }
+  }
+  if (__syncthreads_or(has_bad)) {
+    copy_async_wait<0>();
+    __syncthreads();
+    for (int row = threadIdx.x; row < kShape.queries; row += kThreads) {
+      const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + row;
+      if (!is_bad_row(call.lse2[at], call.delta[at])) continue;
+      clear_row<kDim>(shared.query, row);
+      clear_row<kDim>(shared.grad_out, row);
+    }
+  }
   float grad_query[kM][kDimN][4];
   clear(grad_query);
   const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
-  const bool rows_are_huge = kVariant == Variant::kGathered && *call.plan.has_huge;
+  const bool rows_are_huge = kVariant == Variant::kGathered && (*call.row_flags & kHugeRows) != 0;
   float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   const uint32_t grad_scores = describe_panels(shared_address(shared.grad_score), kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
-  const bool has_huge = kIsGathered && *call.plan.has_huge;
+  const int row_flags = *call.row_flags;
 
   // Products of rows: to = keys * queries^T, or values * grad_out^T.
   auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
@@ -113,6 +113,31 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
   };
 
+  // Puts zeros in place of queries that see nothing but are, like what comes in for them, not finite: even a weight of 0 must not
+  // meet those. Their delta is NaN.
+  auto clear_bad_rows = [&](uint32_t stage) {
+    constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
+    group_sync(kClearBarrier, kThreads);
+    const int thread = static_cast<int>(thread_index()), row = thread / kEach;
+    const bool is_bad = shared.lse2[stage][row] == -negative_infinity() && shared.delta[stage][row] != shared.delta[stage][row];
+    __syncwarp();
+    if (is_bad) {
+#pragma unroll 1
+      for (uint16_t* const tile : {shared.query[stage], shared.grad_out[stage]}) {
+#pragma unroll 1
+        for (int panel = 0; panel < kDim / 64; ++panel) {
+#pragma unroll 1
+          for (int i = thread % kEach; i < 8; i += kEach) {
+            reinterpret_cast<uint4*>(tile)[(panel * kQueryPanel + row * 128) / 16 + i] = {0, 0, 0, 0};
+          }
+        }
+      }
+      if (thread % kEach == 0) shared.delta[stage][row] = 0.0f;
+    }
+    fence_async();
+    group_sync(kClearBarrier, kThreads);
+  };
+
   // Of the thread's two keys.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
@@ -167,6 +192,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       wait_products<0>();
       pin(x);
+      if (row_flags & kBadRows) clear_bad_rows(stage);
       pin(y);
       begin_products();
       begin_rows(y, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
@@ -240,7 +266,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
           }
         }
       };
-      if (kIsGathered && has_huge) {
+      if (kIsGathered && (row_flags & kHugeRows)) {
         weigh_huge();
       } else {
         weigh();

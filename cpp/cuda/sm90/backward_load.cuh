@@ -87,7 +87,7 @@ struct alignas(1024) BackwardShared {
   uint64_t score_full[2], score_empty[2];
 };
 
-inline constexpr int kLoadBarrier = 1;  // 0 is the whole block's
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
 
 // Tiles of keys and values, one after the other, by half a warpgroup.
 template <int kDim, Variant kVariant>
