@@ -1,6 +1,6 @@
-"""Turns benchmarks/results into tables of README.md and docs/lab/results.md, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
+"""Turns benchmarks/results into tables of README.md and pages of docs/, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
 
-NAME is that of results/*/NAME.json, or ``summary`` for the few rows that the README shows.
+NAME is that of results/*/NAME.json, or of one of the short tables below.
 """
 
 from __future__ import annotations
@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs/lab/results.md")
-SUMMARY = {  # the README's rows: results, then cases of them
-    "nvidia-h200/cuda.json": (
-        "32768, window 1024, D=128", "131072, window 2048, D=128", "4096, window 410, D=128", "16384, blocks, density 0.1, D=128",
-        "16384, dense causal, D=128",
-    ),
-    "amd-epyc-2-threads/cpu.json": ("16384, window 819",),
+PAGES = (HERE.parent / "README.md", HERE.parent / "docs/performance.md", HERE.parent / "docs/lab/results.md")
+GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
+SHORT_TABLES = {  # results, then cases of them
+    "summary": {
+        GPU: (
+            "32768, window 1024, D=128", "131072, window 2048, D=128", "4096, window 410, D=128", "16384, blocks, density 0.1, D=128",
+            "16384, dense causal, D=128",
+        ),
+        CPU: ("16384, window 819",),
+    },
+    "lengths": {
+        GPU: ("1024, window 204 of all, D=128", "4096, window 410, D=128", "32768, window 1024, D=128"),
+        CPU: ("4096, window 410", "16384, window 819"),
+    },
+    "intervals": {GPU: ("65536, sliding window 4096, D=128", "65536, streaming 64 + 1024, D=128", "65536, 64 documents, D=128")},
+    "dense": {
+        GPU: ("16384, dense full, D=128", "16384, dense causal, D=128", "16384, dense full, D=64", "16384, dense causal, D=64"),
+        CPU: ("16384, dense causal",),
+    },
 }  # fmt: skip
 SHORT_NAMES = {
     "F.scaled_dot_product_attention": "SDPA",
@@ -131,40 +143,63 @@ def markdown_table(result: dict[str, Any]) -> str:
     return "\n".join(text) + "\n\n" + caption(result, rows)
 
 
-def summary_table(results: Path) -> str:
-    """The README's table: how much faster whole calls are than the peer, and how long they take."""
-    lines = ["| length and mask | beside | forward | backward |", "|---|---|---:|---:|"]
+def short_table(name: str, results: Path) -> str:
+    """How much faster calls are than the peer, whole and (but in the README) as kernels alone, and how long whole calls take."""
+    with_kernels = name != "summary"
+    titles = [
+        "length and mask",
+        "beside",
+        "forward",
+        *["its kernels"] * with_kernels,
+        "backward",
+        *["its kernels"] * with_kernels,
+    ]
+    lines = ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     machines = []
-    for path, cases in SUMMARY.items():
+    for path, cases in SHORT_TABLES[name].items():
         result = json.loads((results / path).read_text())
         found = {row["case"]: row for row in result["rows"]}
-        first = found[cases[0]]
-        machine = result["machine"]
+        first, machine = found[cases[0]], result["machine"]
         hardware = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
-        shape = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}"
+        differ = len({found[case]["head_dim"] for case in cases}) > 1
+        shape = f"{first['dtype']}, {first['heads']} heads of {first['head_dim']}{' unless named' * differ}"
         machines.append(f"{hardware}, {shape}, torch {result['torch']}, {result['date'][:10]}")
         for case in cases:
-            row, place = found[case], "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
-            cells = [plain_ratio(row, name) + ", " + duration(row["medians"][name]) for name in ("forward", "backward")]
-            lines.append(f"| {row['length']:,} tokens, {plain_mask(row)}{place} | {dense_peer(row)} | {' | '.join(cells)} |")
+            row = found[case]
+            line = [f"{row['length']:,} tokens, {plain_mask(row)}", short_peer(row)]
+            line[0] += f", D = {row['head_dim']}" if row["head_dim"] != first["head_dim"] else ""
+            line[0] += "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
+            for part in ("forward", "backward"):
+                line.append(plain_ratio(row["medians"], part) + ", " + duration(row["medians"][part]))
+                if with_kernels:
+                    line.append(plain_ratio(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
+            lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines) + "\n\n" + "; ".join(machines) + "."
 
 
 def plain_mask(row: dict[str, Any]) -> str:
-    if row.get("kind") == "blocks":
-        return f"block mask, {row['density']:.0%} visible"
-    return f"window {row['window']:,}" if row["window"] is not None else "dense causal" if row["is_causal"] else "dense"
+    kind, window = row.get("kind", "dense" if row["window"] is None else "dma"), row["window"]
+    dense = "dense causal" if row["is_causal"] else "dense"
+    return {
+        "dense": dense,
+        "dma": f"window {window:,}{'' if row['is_causal'] else ' of all'}" if window else "",
+        "blocks": f"block mask, {row.get('density', 1):.0%} visible",
+        "sliding": f"sliding window {window:,}" if window else "",
+        "streaming": f"{row.get('sink')} sinks and {window:,} local keys" if window else "",
+        "documents": f"{row.get('documents')} documents",
+    }[kind]
 
 
-def dense_peer(row: dict[str, Any]) -> str:
+def short_peer(row: dict[str, Any]) -> str:
     name = short(peers_of(row)[0])
-    return {"SDPA": "torch's SDPA, causal", "cuDNN": "cuDNN, causal"}.get(name, name)
+    name = {"SDPA": "torch's SDPA", "dmattn dense": "dmattn"}.get(name, name)
+    return name if name == "FlexAttention" else name + (", causal" if row["is_causal"] else ", dense")
 
 
-def plain_ratio(row: dict[str, Any], name: str) -> str:
+def plain_ratio(times: dict[str, float], part: str) -> str:
     """Two digits are what can be relied on."""
-    times = row["medians"]["peer_" + name] / row["medians"][name]
-    return f"{times:.0f}x" if times >= 10 else f"{times:.1f}x" if times >= 1 else f"{times:.2f}x"
+    ratio = times["peer_" + part] / times[part]
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2f}x"
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -176,8 +211,8 @@ def rewritten(text: str, results: Path) -> str:
 
     def fill(found: re.Match[str]) -> str:
         name = found[1]
-        if name == "summary":
-            return f"<!-- bench:summary -->\n{summary_table(results)}\n<!-- /bench:summary -->"
+        if name in SHORT_TABLES:
+            return f"<!-- bench:{name} -->\n{short_table(name, results)}\n<!-- /bench:{name} -->"
         paths = sorted(results.glob(f"*/{name}.json"))
         if not paths:
             sys.exit(f"report: no results for bench:{name}, expected {results}/*/{name}.json; make bench writes them")

@@ -125,3 +125,30 @@ def test_settled_times_come_after_runs_of_the_same_call(modules, monkeypatch):
     assert turns[:2] == [1, 1]  # the warm-up
     assert len(turns) == 6
     assert min(turns[2:]) >= 2
+
+
+def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import report
+
+    times = {
+        "forward": 0.002,
+        "backward": 0.5,
+        "peer_forward": 0.0172,
+        "peer_backward": 0.47,
+        "peer2_forward": 9.0,
+        "peer2_backward": 9.0,
+    }
+    row = {
+        "case": "a case", "kind": "streaming", "length": 65536, "window": 1024, "sink": 64, "heads": 16, "head_dim": 128, "is_causal": True,
+        "dtype": "bfloat16", "medians": times, "kernel_medians": {**times, "forward": 0.001}, "peer_names": ["flex_attention, compiled", "x"],
+    }  # fmt: skip
+    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row]}
+    (tmp_path / "all.json").write_text(json.dumps(result))
+    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": ("a case",)}})
+    lines = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path).splitlines()
+    assert (
+        lines[3]
+        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
+    )
+    assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."

@@ -97,6 +97,16 @@ def test_the_gallery_has_every_constructor():
             assert f"{cls.__name__}.{name}(" in text, f"{cls.__name__}.{name}"
 
 
+def test_the_reference_has_every_public_name():
+    import dmattn
+
+    text = (DOCS / "api.md").read_text()
+    for name in dmattn.__all__:
+        value = getattr(dmattn, name)
+        if callable(value):
+            assert f"dmattn.{name}\n" in text, name
+
+
 def test_drawings_are_what_the_script_draws(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     import draw
