@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 
 options = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(attention_cases())
-@settings(max_examples=50, **options)
+@settings(max_examples=35, **options)
 def drawn(case):
     assert_matches_reference(case)
 @given(attention_cases(max_length=1100, max_pairs=100_000))

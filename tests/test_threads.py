@@ -32,21 +32,25 @@ def make(B=1, H=2, Hkv=1, Sq=70, Sk=None, D=16, **options):
     )
 
 
-@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 2), (1, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("B", "H", "Hkv", "lead"),
+    [(2, 8, 2, (1, 1)), (2, 8, 2, (1, 2)), (2, 8, 2, (2, 2)), (2, 8, 2, (1, 8)), (8, 1, 1, (1, 1))],
+    ids=str,
+)
 @pytest.mark.parametrize("Sq", [40, 140])
-def test_bias_gradients_of_shared_heads_are_not_raced_for(lead, Sq):
-    """Heads of a group, in tasks of their own, have one bias: a lost sum shows within some runs."""
-    case = make(B=2, H=8, Hkv=2, Sq=Sq, Sk=300, D=8, bias=tensor((*lead, Sq, 300), 5), deterministic=True)
+def test_bias_gradients_of_shared_heads_are_not_raced_for(B, H, Hkv, lead, Sq):
+    """Heads of a group, or batches, in tasks of their own, have one bias: a lost sum shows within some runs."""
+    case = make(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=300, D=8, bias=tensor((*lead, Sq, 300), 5), deterministic=True)
     with threads(1):
         alone = run(case)
     assert_close_to_reference(case, alone)
     with threads(8):
-        for _ in range(10):
+        for _ in range(5):
             assert_same_bits(run(case), alone)
 
 
-@pytest.mark.parametrize("count", THREADS)
-@pytest.mark.parametrize("Sk", [1023, 1024, 1025, 2060])
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("Sk", [1024, 1025, 2060])
 @pytest.mark.parametrize("D", [16, 24])
 def test_parts_of_a_head_add_up(count, Sk, D):
     """With fewer heads than threads, queries are dealt to several workers and their sums of keys added up, 1,024 keys a task."""
