@@ -130,3 +130,39 @@ def test_sdpa_drops_weights(device, dtype):
         dmattn.scaled_dot_product_attention(q, q, value)[0, 0, :1].expand(400, 8),
         dmattn.scaled_dot_product_attention(q, q, value)[0, 0],
     )
+
+
+def test_masks_and_biases_of_key_heads_meet_those_of_query_heads(device, dtype):
+    """Query heads 0 and 1 share key head 0, not 0 and 2."""
+    heads = torch.arange(4, device=device)
+    of_key_heads = IntervalMask.padding(9, 9, device=device) & IntervalMask(
+        torch.zeros(1, 2, 9, dtype=torch.int32, device=device),
+        (torch.arange(2, device=device) * 5 + 3).int()[None, :, None].expand(1, 2, 9),
+    )
+    of_query_heads = IntervalMask(
+        heads.int()[None, :, None].expand(1, 4, 9), torch.full((1, 4, 9), 2**31 - 1, dtype=torch.int32, device=device)
+    )
+    for both in (of_key_heads & of_query_heads, of_query_heads & of_key_heads):
+        seen = both.to_bool(9, 9)[0, :, :, 0]
+        position = torch.arange(9, device=device)
+        assert torch.equal(seen, (position >= heads[:, None]) & (position < (heads // 2 * 5 + 3)[:, None]))
+    q, k = (tensor((1, h, 9, 8), 0, dtype, device) for h in (4, 2))
+    key_bias, bias = tensor((1, 2, 9), 1, device=device), tensor((1, 4, 1, 9), 2, device=device)
+    summed = key_bias.repeat_interleave(2, dim=1) + bias[:, :, 0]
+    assert torch.equal(dmattn.attention(q, k, k, key_bias=key_bias, bias=bias), dmattn.attention(q, k, k, key_bias=summed))
+
+
+@pytest.mark.parametrize("batches", [0, 2, 4])
+@pytest.mark.parametrize("which", ["mask", "key_bias", "bias", "block"])
+def test_other_batches_are_refused_by_the_public_function(which, batches):
+    q = torch.zeros(3, 2, 4, 8)
+    given = {
+        "mask": {
+            "mask": IntervalMask(torch.zeros(batches, 1, 4, dtype=torch.int32), torch.ones(batches, 1, 4, dtype=torch.int32))
+        },
+        "key_bias": {"key_bias": torch.zeros(batches, 1, 4)},
+        "bias": {"bias": torch.zeros(batches, 1, 4, 4)},
+        "block": {"mask": torch.ones(batches, 1, 4, 4, dtype=torch.bool)},
+    }[which]
+    with pytest.raises(ValueError, match=r"expected \[B\|1, H\|Hkv\|1, .*\] with B=3, .*, got \[" + str(batches)):
+        dmattn.attention(q, q, q, **given)

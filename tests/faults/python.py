@@ -89,7 +89,7 @@ FAULTS = [
     in_file("masks/block.py", "block_mask.kv_indices) & block_mask.mask_mod(*index)", "block_mask.kv_indices)",
             "partial blocks of FlexAttention become full", MASKS + "test_from_flex"),
     in_file("masks/heads.py", "given.repeat_interleave(heads // given.shape[1], dim=1)", "given.repeat(1, heads // given.shape[1], *(1,) * (given.dim() - 2))",
-            "query heads are dealt to key heads in turn instead of by groups", MASKS + "test_and_is_the_intersection"),
+            "query heads are dealt to key heads in turn instead of by groups", "test_silence.py::test_masks_and_biases_of_key_heads_meet_those_of_query_heads"),
     # The rest.
     in_file("flops.py", "return forward * 5 // 2", "return forward * 2",
             "backward counts as many FLOPs as two forwards", REGISTRATION + "test_flop_counter_counts_visible_work"),
@@ -106,7 +106,7 @@ FAULTS = [
     in_file("checks.py", "query_length > MAX_LENGTH or key_length > MAX_LENGTH", "query_length >= MAX_LENGTH or key_length >= MAX_LENGTH",
             "a length of 2^20 itself is refused", "test_silence.py::test_the_largest_length_is_taken"),
     in_file("checks.py", "batch == 1 or batch == query.shape[0]", "batch <= query.shape[0]",
-            "a mask of fewer batches is taken", "test_errors.py::test_public_call"),
+            "a mask of fewer batches is taken", "test_silence.py::test_other_batches_are_refused_by_the_public_function"),
     in_file("checks.py", "MAX_HEAD_DIM = 256", "MAX_HEAD_DIM = 264",
             "a head size that no kernel has is let through", "test_errors.py::test_public_call"),
     # What tests compare with.
