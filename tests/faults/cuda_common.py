@@ -46,7 +46,7 @@ FAULTS = [
     in_file("common/packed.cuh", "call.plan.count[row] <= call.packed.capacity", "call.plan.count[row] <= 4 * call.packed.capacity",
             "more keys are packed than there is room", PACKED, "plan.cu sm90_forward*kGathered"),
     # Rows of gradients.
-    in_file("common/rows.cu", "is_empty ? 0.0f : sum - grad_lse", "is_empty ? 0.0f : sum",
+    in_file("common/rows.cu", "is_empty ? sum : sum - grad_lse", "is_empty ? sum : sum",
             "delta lacks the gradient of lse", BACKWARD + "test_ragged_lengths"),
     in_file("common/rows.cu", "query = share.row % call.padded_queries,", "query = share.row % p.query_length,",
             "terms of padded rows are those of others", BACKWARD + "test_ragged_lengths"),
