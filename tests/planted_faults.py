@@ -148,11 +148,12 @@ class Planter:
     async def plant(self, number: int, fault: Fault) -> Outcome:
         outcome = Outcome(fault)
         place = self.work / f"fault{number}"
+        shutil.rmtree(place, ignore_errors=True)
         try:
             library = await self.build(fault, place, outcome)
             if library is not None:
                 await self.test(fault, place, outcome)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             outcome.state, outcome.detail = "error", str(error)
         if not self.options.keep:
             shutil.rmtree(place, ignore_errors=True)
@@ -263,6 +264,9 @@ class Planter:
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             return -1, ""
+        finally:
+            if process.returncode is None:  # the script ends
+                os.killpg(process.pid, signal.SIGKILL)
         return process.returncode or 0, output.decode(errors="replace")
 
 
