@@ -27,9 +27,11 @@ function(dmattn_add_cuda target)
   dmattn_sm80_instances(instance_sources instance_include)
   target_sources(${target} PRIVATE
     cpp/cuda/pack.cpp cpp/cuda/common/pack.cu
-    cpp/cuda/select.cpp cpp/cuda/common/select.cu
-    cpp/cuda/forward.cpp cpp/cuda/backward.cpp cpp/cuda/common/plan.cu cpp/cuda/common/rows.cu
-    cpp/cuda/sm80/family.cu ${instance_sources})
+    cpp/cuda/select.cpp cpp/cuda/common/select/select.cu
+    cpp/cuda/forward.cpp cpp/cuda/backward.cpp cpp/cuda/owned_live_keys.cpp
+    cpp/cuda/common/live_keys.cu cpp/cuda/common/compact_keys.cu
+    cpp/cuda/common/tile_order.cu cpp/cuda/common/gradient_sums.cu
+    cpp/cuda/sm80/dispatch.cu ${instance_sources})
   target_include_directories(${target} PRIVATE cpp/cuda ${instance_include})
   set(cuda_targets ${target})
   # Hopper's instructions assemble for 90a alone.
@@ -37,7 +39,7 @@ function(dmattn_add_cuda target)
     message(STATUS "dmattn: no 90a among the CUDA targets, so no kernels for Hopper alone")
   else()
     dmattn_sm90_instances(sm90_sources sm90_include)
-    add_library(dmattn_sm90 OBJECT cpp/cuda/sm90/family.cu ${sm90_sources})
+    add_library(dmattn_sm90 OBJECT cpp/cuda/sm90/dispatch.cu ${sm90_sources})
     set_target_properties(dmattn_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
     target_include_directories(dmattn_sm90 PRIVATE cpp/cuda ${sm90_include})
     target_compile_definitions(${target} PRIVATE DMATTN_WITH_SM90)

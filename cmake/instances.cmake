@@ -1,5 +1,5 @@
 # The kernel instances of both families, as data. The sm80 family: dmattn_sm80_instances(out_sources out_include) writes one .cu per (kernel, type, size,
-# room) into the build tree and sm80_instances.h with the tables that cpp/cuda/sm80/family.cu searches.
+# room) into the build tree and sm80_instances.h with the tables that cpp/cuda/sm80/dispatch.cu searches.
 #
 # A row is kernel|size|room|variants. A variant that is left out is served by kGeneral, a kLarge room by kSmall.
 set(DMATTN_SM80_ROWS
@@ -84,7 +84,7 @@ set(DMATTN_SM90_ROWS
 
 function(dmattn_sm90_instances out_sources out_include)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/generated)
-  set(parameters_forward "const ForwardCall&, const WorkPlan&, const Maps&, int, cudaStream_t")
+  set(parameters_forward "const ForwardCall&, const ForwardWork&, const ForwardMaps&, int, cudaStream_t")
   set(parameters_backward "const BackwardCall&, const BackwardWork&, const BackwardMaps&, int, cudaStream_t")
   set(count 0)
   foreach(type "kBFloat16|__nv_bfloat16" "kFloat16|__half")

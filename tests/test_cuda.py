@@ -102,7 +102,7 @@ def test_a_second_device_while_the_first_is_current(side):
 
 
 def long_spans(kind, heads, queries, keys):
-    """Starts and ends that make the plan's lists short, long, many, or not worth it."""
+    """Starts and ends that make the lists of live keys short, long, many, or not worth it."""
 
     def draw(low, high):
         return torch.randint(low, high, (2, heads, keys), device="cuda", dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_lists_of_many_heads(kind, queries):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("queries", [1, 191, 192, 193, 385, 767, 768, 769, 1537])
 def test_edges_of_tiles_and_segments(queries, size, heads, kind):
-    """Tiles are 128 or 192 rows, of up to 64 or 128 heads each; the plan's segments 768 queries and more."""
+    """Tiles are 128 or 192 rows, of up to 64 or 128 heads each; segments 768 queries and more."""
     torch.manual_seed(0)
     keys = queries + queries % 3 * 50
     q, k, v = (
@@ -218,7 +218,7 @@ def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):
 
 
 @pytest.mark.parametrize(
-    "kind", ["all queries see them", "some leave", "some come late", "more than are packed", "none in one head"]
+    "kind", ["all queries see them", "some leave", "some come late", "more than are copied", "none in one head"]
 )
 @pytest.mark.parametrize(
     ("heads", "mask_heads", "bias_heads"), [(2, 2, 2), (2, 1, None), (6, 2, 2), (6, 6, 6), (6, 2, 6), (32, 2, 2)]
@@ -227,12 +227,12 @@ def check_some_rows(out, lse, q, k, v, start, end, causal, key_bias=None):
     ("size", "lengths"), [(64, (9000, 3001)), (128, (8192, 5000)), (256, (8200, 2000)), (72, (3000, 9000)), (64, (512, 4096))]
 )
 def test_one_list_of_keys_for_all_queries(kind, heads, mask_heads, bias_heads, size, lengths):
-    """Without causality: long enough for packed rows where the live keys are the same for all queries."""
+    """Without causality: long enough for compact keys where the live keys are the same for all queries."""
     queries, keys = lengths
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, h, n, size, device="cuda").bfloat16() for h, n in ((heads, queries), (2, keys), (2, keys)))
     key_bias = None if bias_heads is None else torch.randn(2, bias_heads, keys, device="cuda")
-    window = keys // 2 if kind == "more than are packed" else keys // 5
+    window = keys // 2 if kind == "more than are copied" else keys // 5
     end = torch.ops.dmattn.select(torch.randn(2, mask_heads, keys, device="cuda"), None, window, False)
     if kind == "some leave":
         inside = torch.randint(keys - queries, keys, end.shape, device="cuda", dtype=torch.int32)
@@ -352,7 +352,7 @@ def test_block_masks_with_rows_of_many_entries():
 
 
 def test_keys_that_the_last_query_of_a_segment_sees():
-    """And the first of the next: 768 neighbouring keys each, so that whole groups of a plan's keys begin there."""
+    """And the first of the next: 768 neighbouring keys each, so that whole groups of live keys begin there."""
     length, generator = 9216, torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 2, length, 64, generator=generator).bfloat16() for _ in range(3)]
     start = (torch.arange(length, dtype=torch.int32) // 768 + 1) * 768 - 1

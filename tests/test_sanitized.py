@@ -36,17 +36,17 @@ def check(case, on_gpu):
 
 def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     """A case on the CPU and its mask on the GPU."""
-    # Long enough that the rings of keys and values come round; gathered: more than one segment of queries in the plan; long: more
-    # keys than one block of the plan looks at; packed: queries enough for copies of the keys that all of them see.
-    lengths = {"plain": (150, 1333), "gathered": (800, 900), "long": (1100, 4500), "packed": (1030, 700)}
+    # Long enough that the rings of keys and values come round; gathered: more than one segment of queries; long: more
+    # keys than one block that finds live keys looks at; compact: queries enough for copies of the keys that all of them see.
+    lengths = {"plain": (150, 1333), "gathered": (800, 900), "long": (1100, 4500), "compact": (1030, 700)}
     queries, keys = lengths.get(kind, (200, 500))
-    query = tensor((1, 8 if kind == "packed" else 2, queries, size), 0, dtype)
+    query = tensor((1, 8 if kind == "compact" else 2, queries, size), 0, dtype)
     key, value = tensor((1, 1, keys, size), 1, dtype), tensor((1, 1, keys, value_size), 2, dtype)
     case = AttentionCase(query, key, value, is_causal=True, scale=0.1, deterministic=deterministic, description=kind)
     if kind == "plain":
         return case, None
-    if kind in ("gathered", "long", "packed"):
-        causal = kind != "packed"
+    if kind in ("gathered", "long", "compact"):
+        causal = kind != "compact"
         mask = IntervalMask.top_k(tensor((1, 1, keys), 3), WINDOW if causal else keys // 5, causal)
         case = dataclasses.replace(case, key_bias=tensor((1, 1, keys), 3), visible=mask.to_bool(queries, keys), is_causal=causal)
         return case, IntervalMask(mask.start.cuda(), mask.end.cuda())
@@ -68,7 +68,7 @@ def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
     [
         *itertools.product(["plain", "gathered", "blocks", "general"], [(64, 64), (128, 128), (40, 96), (256, 256)]),
         ("long", (64, 64)),
-        ("packed", (64, 64)),
+        ("compact", (64, 64)),
     ],
     ids=str,
 )

@@ -133,7 +133,7 @@ def test_a_case_prints_in_one_line():
 
 @pytest.mark.parametrize(
     ("header", "named"),
-    [("cpp/cpu/limits.h", strategies.CPU_THRESHOLDS), ("cpp/cuda/attention_launch.h", strategies.CUDA_THRESHOLDS)],
+    [("cpp/cpu/limits.h", strategies.CPU_THRESHOLDS), ("cpp/cuda/live_keys.h", strategies.CUDA_THRESHOLDS)],
     ids=["cpu", "cuda"],
 )
 def test_thresholds_are_those_of_the_kernels(header, named):

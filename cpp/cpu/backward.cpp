@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   const int64_t workers = deterministic ? kDeterministicWorkers : static_cast<int64_t>(torch::stable::get_num_threads());
   const BackwardCall call = {checked.params, workers, batches(checked.grad_key_bias), batches(checked.grad_bias)};
   const Kernels& kernels = best_kernels();
-  run_phases(kernels.plan_backward(call),
+  run_phases(kernels.backward_sizes(call),
              [&](int phase, int64_t task, void* scratch, void* shared) { kernels.backward(call, phase, task, scratch, shared); });
   return {checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
 }

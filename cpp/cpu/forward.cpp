@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
   const AttentionParams& p = checked.inputs.params;
   if (p.query_length == 0) return {checked.out, checked.lse, checked.lse_rest};
   const Kernels& kernels = best_kernels();
-  run_phases(kernels.plan_forward(p),
+  run_phases(kernels.forward_sizes(p),
              [&](int phase, int64_t task, void* scratch, void* shared) { kernels.forward(p, phase, task, scratch, shared); });
   return {checked.out, checked.lse, checked.lse_rest};
 }

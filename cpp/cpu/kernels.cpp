@@ -9,7 +9,7 @@ namespace {
 
 // Forward: phase 0 summarises the mask, phase 1 computes query tiles, the longest of a causal head first.
 template <class R>
-Plan plan_forward_as(const AttentionParams& p) {
+PhaseSizes forward_sizes_as(const AttentionParams& p) {
   Arena shared(nullptr), scratch(nullptr);
   const Summaries summaries = take_summaries(shared, p);
   ForwardScratch<R> measured(scratch, p);
@@ -29,7 +29,7 @@ void forward_as(const AttentionParams& p, int phase, int64_t task, void* scratch
 // Backward: phase 0 summarises the mask, 1 computes, 2 adds up parts, 3 and 4 finish the gradients of key_bias and of a shared
 // bias.
 template <class R>
-Plan plan_backward_as(const BackwardCall& c) {
+PhaseSizes backward_sizes_as(const BackwardCall& c) {
   const AttentionParams& p = c.params.forward;
   Arena shared_arena(nullptr), scratch(nullptr);
   const BackwardShared<R> shared(shared_arena, c);
@@ -59,16 +59,16 @@ void backward_as(const BackwardCall& c, int phase, int64_t task, void* scratch, 
   }
 }
 
-Plan plan_forward(const AttentionParams& p) {
-  return p.dtype == DType::kFloat64 ? plan_forward_as<double>(p) : plan_forward_as<float>(p);
+PhaseSizes forward_sizes(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? forward_sizes_as<double>(p) : forward_sizes_as<float>(p);
 }
 
 void forward(const AttentionParams& p, int phase, int64_t task, void* scratch, void* shared) {
   (p.dtype == DType::kFloat64 ? forward_as<double> : forward_as<float>)(p, phase, task, scratch, shared);
 }
 
-Plan plan_backward(const BackwardCall& c) {
-  return c.params.forward.dtype == DType::kFloat64 ? plan_backward_as<double>(c) : plan_backward_as<float>(c);
+PhaseSizes backward_sizes(const BackwardCall& c) {
+  return c.params.forward.dtype == DType::kFloat64 ? backward_sizes_as<double>(c) : backward_sizes_as<float>(c);
 }
 
 void backward(const BackwardCall& c, int phase, int64_t task, void* scratch, void* shared) {
@@ -83,7 +83,7 @@ void backward(const BackwardCall& c, int phase, int64_t task, void* scratch, voi
 #define DMATTN_JOIN(a, b) DMATTN_JOIN_OF(a, b)
 
 extern const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL);
-const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {DMATTN_TEXT(DMATTN_CPU_LEVEL), plan_forward, forward, plan_backward,
+const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes,
                                                           backward};
 
 }  // namespace dmattn::cpu

@@ -13,7 +13,7 @@ namespace dmattn::cpu {
 
 inline constexpr int kMaxPhases = 5;
 
-struct Plan {
+struct PhaseSizes {
   int64_t tasks[kMaxPhases];  // of each phase
   size_t scratch_bytes;       // a worker's, aligned to 64, uninitialised, used by one task at a time
   size_t shared_bytes;        // of the call, aligned to 64, uninitialised: how phases hand on results
@@ -29,9 +29,9 @@ struct BackwardCall {
 
 struct Kernels {
   const char* name;
-  Plan (*plan_forward)(const AttentionParams&);
+  PhaseSizes (*forward_sizes)(const AttentionParams&);
   void (*forward)(const AttentionParams&, int phase, int64_t task, void* scratch, void* shared);
-  Plan (*plan_backward)(const BackwardCall&);
+  PhaseSizes (*backward_sizes)(const BackwardCall&);
   void (*backward)(const BackwardCall&, int phase, int64_t task, void* scratch, void* shared);
 };
 

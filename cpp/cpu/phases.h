@@ -7,13 +7,13 @@
 
 namespace dmattn::cpu {
 
-// Calls run(phase, task, scratch, shared) for every task of the plan.
+// Calls run(phase, task, scratch, shared) for every task of every phase.
 template <class Run>
-void run_phases(const Plan& plan, const Run& run) {
-  const int64_t most_tasks = *std::max_element(plan.tasks, plan.tasks + kMaxPhases);
-  const Scratch scratch(worker_count(most_tasks), plan.scratch_bytes), shared(1, plan.shared_bytes);
+void run_phases(const PhaseSizes& sizes, const Run& run) {
+  const int64_t most_tasks = *std::max_element(sizes.tasks, sizes.tasks + kMaxPhases);
+  const Scratch scratch(worker_count(most_tasks), sizes.scratch_bytes), shared(1, sizes.shared_bytes);
   for (int phase = 0; phase < kMaxPhases; ++phase) {
-    for_each_task(plan.tasks[phase], [&](int64_t task, int64_t worker) { run(phase, task, scratch.of(worker), shared.of(0)); });
+    for_each_task(sizes.tasks[phase], [&](int64_t task, int64_t worker) { run(phase, task, scratch.of(worker), shared.of(0)); });
   }
 }
 

@@ -6,7 +6,10 @@
 // deterministic runs both, each without its adds.
 #include <algorithm>
 
-#include "attention_plan.h"
+#include "calls.h"
+#include "family.h"
+#include "inputs.h"
+#include "owned_live_keys.h"
 
 namespace dmattn::cuda {
 namespace {
@@ -61,11 +64,11 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
        {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
     if (row->data) row->data = static_cast<char*>(row->data) + row->offset(batch, head) * 4;
   }
-  Plan& plan = part.plan;
-  if (plan.index) {
-    const int64_t row = batch * plan.batch_stride + head / plan.head_divisor;
-    plan.index += row * plan.capacity, plan.span += row * plan.capacity;
-    plan.count += row, plan.shift += row, plan.lists += row * plan.most_lists;
+  LiveKeys& live_keys = part.live_keys;
+  if (live_keys.index) {
+    const int64_t mask_head = live_keys.mask_head_of(static_cast<int>(batch), static_cast<int>(head));
+    live_keys.index += mask_head * live_keys.capacity, live_keys.span += mask_head * live_keys.capacity;
+    live_keys.count += mask_head, live_keys.shift += mask_head, live_keys.lists += mask_head * live_keys.most_lists;
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
@@ -82,7 +85,7 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
   constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
-  const bool is_gathered = call.plan.index;
+  const bool is_gathered = call.live_keys.index;
   const int64_t query_floats = p.heads / p.kv_heads * call.padded_queries * sum_width(p.head_dim);
   const int64_t key_floats = is_gathered ? p.key_length * key_sum_width(p) : 0, floats = query_floats + key_floats;
   if (is_gathered && floats > kTooMany) return false;
@@ -155,14 +158,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
-  // The plan and the terms of each query.
-  PlanNeeds needs;
-  needs.live_keys = deterministic;
+  // The live keys and the terms of each query.
+  LiveKeysOptions options;
+  options.keeps_live = deterministic;
   const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, deterministic);
-  needs.order = !is_sm90;
-  if (is_sm90 && p.query_length >= 65536) needs.shortest = 1;  // what a tile of keys costs once is a smaller part then
-  const OwnedPlan plan = make_plan(p, query, stream, needs);
-  call.plan = plan.plan;
+  options.orders = !is_sm90;
+  if (is_sm90 && p.query_length >= 65536) options.shortest = 1;  // what a tile of keys costs once is a smaller part then
+  const OwnedLiveKeys owned = make_live_keys(p, query, stream, options);
+  call.live_keys = owned.live_keys;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
@@ -172,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   call.lse = call.delta + terms;
   call.lse_rest2 = call.lse + terms;
   std::optional<Tensor> row_flags;
-  call.row_flags = plan.plan.row_flags;
+  call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {
     row_flags = empty_on(query, {1}, ScalarType::Int);
     call.row_flags = static_cast<int32_t*>(row_flags->data_ptr());
@@ -184,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
 
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
   const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
-  const bool is_sparse = call.plan.index || p.mask.tiles.data;
+  const bool is_sparse = call.live_keys.index || p.mask.tiles.data;
   if (deterministic) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
@@ -192,10 +195,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     take_in_turn(by_keys, call.grad_bias);
     // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
     // in turn.
-    const bool is_in_turn = by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.plan.batches * call.plan.heads > 1;
-    if (is_in_turn || call.plan.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.plan = {};
+    const bool is_in_turn =
+        by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.live_keys.batches * call.live_keys.heads > 1;
+    if (is_in_turn || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
     check_launch(sm80::key_major(by_keys, room, stream), p);
-    if (by_keys.plan.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
+    if (by_keys.live_keys.index)
+      DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     check_launch(sm80::query_major(by_queries, room, stream), p);
   } else if (is_sparse) {
     const Tensor sums = empty_on(query, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one edit a line, however long)
-"""Faults in what both families of CUDA kernels share: the plan, rows, packing, selection, visibility."""
+"""Faults in what both families of CUDA kernels share: live keys, sums of gradients, packing, selection, visibility."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ FORWARD, BACKWARD, CUDA, MASKS, SELECT = (
     "test_select.py::",
 )
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
-LISTS, PACKED = CUDA + "test_lists_of_long_problems", CUDA + "test_one_list_of_keys_for_all_queries"
+LISTS, COMPACT = CUDA + "test_lists_of_long_problems", CUDA + "test_one_list_of_keys_for_all_queries"
 EVERYTHING = "sm80_forward sm80_query_major sm90_forward sm90_backward"
 
 FAULTS = [
-    # The plan.
-    in_file("common/plan.cu", "(from > 0 ? ended[from - 1] : 0)", "(from > 0 ? ended[from] : 0)",
+    # Live keys.
+    in_file("common/live_keys.cu", "(from > 0 ? ended[from - 1] : 0)", "(from > 0 ? ended[from] : 0)",
             "a segment's list is shorter than its keys", THRESHOLDS + " " + LISTS),
-    in_file("common/plan.cu", "segment_of(min(span.last - 1 - row.low, row.queries - 1)", "segment_of(min(span.last - row.low, row.queries - 1)",
+    in_file("common/live_keys.cu", "segment_of(min(span.last - 1 - mask_head.low, mask_head.queries - 1)", "segment_of(min(span.last - mask_head.low, mask_head.queries - 1)",
             "a key that ends where a segment begins is counted in that segment, whose list is then longer than what is written", ALONE + " " + LISTS),
-    in_file("common/plan.cu", "+ sum_before(length, false) : 0;", "+ sum_before(length, true) : 0;",
+    in_file("common/live_keys.cu", "+ sum_before(length, false) : 0;", "+ sum_before(length, true) : 0;",
             "a segment's list is written behind its place", THRESHOLDS + " " + ALONE),
-    in_file("common/plan.cu", "lane < warp ? of_warp : 0", "lane <= warp ? of_warp : 0",
+    in_file("common/live_keys.cu", "lane < warp ? of_warp : 0", "lane <= warp ? of_warp : 0",
             "warps write their keys one warp's keys too far", THRESHOLDS),
-    in_file("common/plan.cu", "group.y > 0 && Span{group.z, group.w}.touches(low, high)", "group.y > 0 && Span{group.z, group.w}.touches(low, high - 1)",
+    in_file("common/live_keys.cu", "group.y > 0 && Span{group.z, group.w}.touches(low, high)", "group.y > 0 && Span{group.z, group.w}.touches(low, high - 1)",
             "a group of keys that only a segment's last query sees is left out", LISTS + " " + CUDA + "test_lists_of_many_heads " + CUDA + "test_keys_that_the_last_query_of_a_segment_sees"),
-    in_file("common/plan.cu", "from = min(from, span.first), to = max(to, span.last);", "from = min(from, span.first), to = max(from, span.last);",
+    in_file("common/live_keys.cu", "from = min(from, span.first), to = max(to, span.last);", "from = min(from, span.first), to = max(from, span.last);",
             "a group's last position is that of its last key", LISTS),
-    in_file("common/plan.cu", "    before += seen.all;\n    __syncthreads();", "    __syncthreads();",
+    in_file("common/live_keys.cu", "    before += seen.all;\n    __syncthreads();", "    __syncthreads();",
             "the live keys of a part are written over those of the part before", LISTS + " test_cuda.py::test_lists_of_many_heads test_cuda.py::test_one_list_of_keys_for_all_queries test_cuda.py::test_more_than_a_thousand_lists"),
-    in_file("common/plan.cu", "at += place, place += all;", "at += place;",
+    in_file("common/live_keys.cu", "at += place, place += all;", "at += place;",
             "later groups of a list are written over the first", LISTS),
-    in_file("common/plan.cu", "call.packed.key_bias[to] = bias[key];", "call.packed.key_bias[to] = bias[at];",
-            "packed keys have the key_bias of others", PACKED),
-    in_file("common/plan.cu", "(batch * rows.batch_stride + kv_head * rows.head_stride) * 2 + piece * 16", "(batch * rows.batch_stride + head * rows.head_stride) * 2 + piece * 16",
-            "rows are packed from the key head that has the query head's number", PACKED),
-    in_file("common/packed.cuh", "call.plan.count[row] <= call.packed.capacity", "call.plan.count[row] <= 4 * call.packed.capacity",
-            "more keys are packed than there is room", PACKED, "plan.cu sm90_forward*kGathered"),
+    in_file("common/compact_keys.cu", "call.compact.key_bias[to] = bias[key];", "call.compact.key_bias[to] = bias[at];",
+            "compact keys have the key_bias of others", COMPACT),
+    in_file("common/compact_keys.cu", "(batch * rows.batch_stride + kv_head * rows.head_stride) * 2 + piece * 16", "(batch * rows.batch_stride + head * rows.head_stride) * 2 + piece * 16",
+            "rows are copied from the key head that has the query head's number", COMPACT),
+    in_file("common/compact_keys.cuh", "call.live_keys.count[mask_head] <= call.compact.capacity", "call.live_keys.count[mask_head] <= 4 * call.compact.capacity",
+            "more keys are copied than there is room", COMPACT, "compact_keys.cu sm90_forward*kGathered"),
     # Rows of gradients.
-    in_file("common/rows.cu", "is_empty ? sum : sum - grad_lse", "is_empty ? sum : sum",
+    in_file("common/gradient_sums.cu", "is_empty ? sum : sum - grad_lse", "is_empty ? sum : sum",
             "delta lacks the gradient of lse", BACKWARD + "test_ragged_lengths"),
-    in_file("common/rows.cu", "query = share.row % call.padded_queries,", "query = share.row % p.query_length,",
+    in_file("common/gradient_sums.cu", "query = share.row % call.padded_queries,", "query = share.row % p.query_length,",
             "terms of padded rows are those of others", BACKWARD + "test_ragged_lengths"),
-    in_file("common/rows.cu", "sums + sum_width(p.head_dim), 1.0f);", "sums + sum_width(p.head_dim), call.scale);",
+    in_file("common/gradient_sums.cu", "sums + sum_width(p.head_dim), 1.0f);", "sums + sum_width(p.head_dim), call.scale);",
             "grad_value is scaled", THRESHOLDS),
-    in_file("common/rows.cu", "for (int i = lane * 4; i < width; i += lanes * 4)", "for (int i = lane * 4; i < width; i += lanes * 8)",
+    in_file("common/gradient_sums.cu", "for (int i = lane * 4; i < width; i += lanes * 4)", "for (int i = lane * 4; i < width; i += lanes * 8)",
             "sums are added to what the memory held", BACKWARD + "test_gathered_keys_of_other_widths"),
-    in_file("common/rows.cu", "batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;\n      return", "batch * rows.batch_stride + head * rows.row_stride * p.query_length + query * rows.row_stride;\n      return",
+    in_file("common/gradient_sums.cu", "batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;\n      return", "batch * rows.batch_stride + head * rows.row_stride * p.query_length + query * rows.row_stride;\n      return",
             "delta reads out and grad_out as if heads were packed", BACKWARD + "test_strides_of_incoming_gradients " + FORWARD + "test_strides"),
-    in_file("common/rows.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
+    in_file("common/gradient_sums.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
             "grad_query of a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),
-    in_file("common/rows.cu", "row * tile_q + r + shift + 1 - first_key", "row * tile_q + r + shift - first_key",
+    in_file("common/gradient_sums.cu", "row * tile_q + r + shift + 1 - first_key", "row * tile_q + r + shift - first_key",
             "a key that only its own query sees counts as seen by none", ALONE),
     # Visibility, logits, sums.
     in_file("common/visibility.cuh", "return first <= high && low < last && first < last;", "return first < high && low < last && first < last;",
@@ -66,9 +66,9 @@ FAULTS = [
     in_file("common/visibility.cuh", "return first <= low && high < last;", "return first <= low && high <= last;",
             "a key that ends at a tile's last query is seen by it", THRESHOLDS + " " + ALONE, EVERYTHING),
     in_file("common/visibility.cuh", "first = max(first, is_causal ? key : kFirstPosition);", "first = max(first, is_causal ? key + 1 : kFirstPosition);",
-            "causality hides a query's own key where there are intervals", ALONE, EVERYTHING + " plan.cu"),
+            "causality hides a query's own key where there are intervals", ALONE, EVERYTHING + " live_keys.cu"),
     in_file("common/visibility.cuh", "(head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride", "(head % static_cast<int>(tensor.head_divisor)) * tensor.head_stride",
-            "masks and biases are read with the wrong head of the group", THRESHOLDS, EVERYTHING + " plan.cu rows.cu"),
+            "masks and biases are read with the wrong head of the group", THRESHOLDS, EVERYTHING + " live_keys.cu gradient_sums.cu"),
     in_file("common/logits.cuh", "return 1.0f - t * t;", "return 1.0f - t * t * 0.5f;",
             "softcap's slope is wrong", BACKWARD + "test_softcap_and_dropout", "sm80_query_major sm80_key_major sm90_backward"),
     in_file("common/logits.cuh", "batch_head(static_cast<uint32_t>(batch * p.heads + head))", "batch_head(static_cast<uint32_t>(batch + head))",
@@ -78,13 +78,13 @@ FAULTS = [
     in_file("common/softmax.cuh", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;",
             "half of a row's sum is forgotten", FORWARD + "test_ragged_lengths", "sm80_forward sm90_forward"),
     # Selection.
-    in_file("common/select.cu", "max(0, ordinals[index - base] - room)", "max(0, ordinals[index - base] - room - 1)",
+    in_file("common/select/select.cu", "max(0, ordinals[index - base] - room)", "max(0, ordinals[index - base] - room - 1)",
             "a key dies a step before it has come", SELECT + "test_op_equals_brute_force_in_every_dtype " + SELECT + "test_scores_of_16_bits_are_selected_as_in_float32"),
-    in_file("common/select.cu", "rank < work.window;", "rank <= work.window;",
+    in_file("common/select/select.cu", "rank < work.window;", "rank <= work.window;",
             "one key too many lives where one set serves a document", SELECT + "test_top_k_equals_brute_force"),
-    in_file("common/select.cu", "if (chunk_of(word) > death) continue;", "if (chunk_of(word) >= death) continue;",
+    in_file("common/select/select.cu", "if (chunk_of(word) > death) continue;", "if (chunk_of(word) >= death) continue;",
             "keys that die in the chunk they come in are forgotten", SELECT + "test_op_equals_brute_force_in_every_dtype"),
-    in_file("common/select.cu", "same_group ? cause : lasting_end(head, index, work.length);", "cause;",
+    in_file("common/select/select.cu", "same_group ? cause : lasting_end(head, index, work.length);", "cause;",
             "a key is dropped for one of the next document", SELECT + "test_documents_of_all_lengths"),
     # Packing.
     in_file("common/pack.cu", "static_cast<uint32_t>(4 * w + i < limit ? from[4 * w + i] : beyond)", "static_cast<uint32_t>(4 * w + i <= limit ? from[4 * w + i] : beyond)",

@@ -77,17 +77,17 @@ __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-// 16-bit element types: how to convert, pack and multiply them.
+// 16-bit element types: how to convert them, alone and in pairs, and multiply them.
 template <class T>
 struct Element;
 
 template <>
 struct Element<__nv_bfloat16> {
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+  static __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+  static __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
     return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
   }
   static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -101,11 +101,11 @@ struct Element<__nv_bfloat16> {
 
 template <>
 struct Element<__half> {
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+  static __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
-  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+  static __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
   }
   static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }

@@ -7,7 +7,7 @@
 // product with log2(e) must not be rounded before the maximum is subtracted.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "device.cuh"
 
 namespace dmattn::cuda {

@@ -20,7 +20,7 @@ struct Span {
   __device__ __forceinline__ bool touches(int low, int high) const { return first <= high && low < last && first < last; }
   __device__ __forceinline__ bool covers(int low, int high) const { return first <= low && high < last; }
   static __device__ __forceinline__ Span empty() { return {0, 0}; }
-  static __device__ __forceinline__ Span of(int2 span) { return {span.x, span.y}; }  // as plans keep them
+  static __device__ __forceinline__ Span of(int2 span) { return {span.x, span.y}; }  // as lists of live keys hold it
 };
 
 // The element of a PerHead tensor where the data of (batch, query head) begins.

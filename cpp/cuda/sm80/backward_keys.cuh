@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "backward.cuh"
+#include "backward_tile.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -60,7 +60,7 @@ class PlainQueryWalk {
 
 // Hides keys beyond the end and, with causality, keys after the query. `query` and `key` are those of the thread's first element.
 template <int kM, int kN>
-__device__ __forceinline__ void hide_in_order(float (&x)[kM][kN][4], const AttentionParams& p, int query, int key) {
+__device__ __forceinline__ void hide_in_order(float (&scores)[kM][kN][4], const AttentionParams& p, int query, int key) {
   const int key_length = static_cast<int>(p.key_length), shift = key_length - static_cast<int>(p.query_length);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ void hide_in_order(float (&x)[kM][kN][4], const Atten
       const int seen = (p.mask.is_causal ? min(key_length, query + 16 * m + 8 * r + shift + 1) : key_length) - key;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (8 * n >= seen) x[m][n][2 * r] = negative_infinity();
-        if (8 * n + 1 >= seen) x[m][n][2 * r + 1] = negative_infinity();
+        if (8 * n >= seen) scores[m][n][2 * r] = negative_infinity();
+        if (8 * n + 1 >= seen) scores[m][n][2 * r + 1] = negative_infinity();
       }
     }
   }
@@ -144,6 +144,9 @@ class QueryWalk {
   const uint32_t* bits_ = nullptr;
 };
 
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and walks the queries of
+// its group, head by head, chunk by chunk; scores are [queries, keys].
 template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kKeyMajorShape<kDim, kRoom>.warps * 32,
@@ -161,7 +164,7 @@ __global__ __launch_bounds__(
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
   constexpr bool kIsPlain = kVariant == Variant::kPlain, kHasEarlyStages = kShape.early_stages == 2;
-  const bool is_gathered = !kIsPlain && call.plan.index;
+  const bool is_gathered = !kIsPlain && call.live_keys.index;
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
   const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
@@ -188,11 +191,11 @@ __global__ __launch_bounds__(
       int key = first_key + thread;
       bool is_live = false;
       if (is_gathered) {
-        const int64_t plan_row = batch * call.plan.batch_stride + kv_head * group / static_cast<int>(call.plan.head_divisor);
-        const int live_keys = call.plan.count[plan_row];
-        if (first_key >= live_keys) continue;
-        is_live = thread < kShape.keys && first_key + thread < live_keys;
-        key = is_live ? call.plan.index[plan_row * call.plan.capacity + first_key + thread] : -1;
+        const int64_t mask_head = call.live_keys.mask_head_of(batch, kv_head * group);
+        const int live_count = call.live_keys.count[mask_head];
+        if (first_key >= live_count) continue;
+        is_live = thread < kShape.keys && first_key + thread < live_count;
+        key = is_live ? call.live_keys.index[mask_head * call.live_keys.capacity + first_key + thread] : -1;
       } else if (thread < kShape.keys) {
         const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
         for (int h = kv_head * group; h < (kv_head + 1) * group && !is_live; ++h) {
@@ -251,6 +254,7 @@ __global__ __launch_bounds__(
         copy.start(to, r, from + max(at, 0) * rows.row_stride * 2, at >= 0);
       }
     };
+    // Start the copies of the tile's keys and values.
     copy_keys(key_tile, p.key, head_dim);
     copy_keys(value_tile, p.value, value_dim);
 
@@ -309,20 +313,20 @@ __global__ __launch_bounds__(
 #pragma unroll
         for (int r = 0; r < kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
       };
-      const auto copy_terms = [&](int turn, int first_query) {
+      const auto copy_terms = [&](int buffer, int first_query) {
         const int thread = static_cast<int>(thread_index());
         if (thread >= kShape.queries) return;
         const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + thread;
-        copy_async_4(shared_address(&shared.lse2[turn][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
-        if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[turn][thread]), call.lse_rest2 + at, true);
-        copy_async_4(shared_address(&shared.delta[turn][thread]), call.delta + at, true);
+        copy_async_4(shared_address(&shared.lse2[buffer][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
+        if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[buffer][thread]), call.lse_rest2 + at, true);
+        copy_async_4(shared_address(&shared.delta[buffer][thread]), call.delta + at, true);
       };
       constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
-      const auto query_tile_of = [&](int turn) { return query_tile_0 + (kShape.late_stages == 2 ? turn : 0) * kTileBytes; };
-      const auto grad_out_tile_of = [&](int turn) {
-        return grad_out_tile_0 + (kShape.early_stages == 2 ? turn : 0) * kTileBytes;
+      const auto query_tile_of = [&](int buffer) { return query_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kTileBytes; };
+      const auto grad_out_tile_of = [&](int buffer) {
+        return grad_out_tile_0 + (kShape.early_stages == 2 ? buffer : 0) * kTileBytes;
       };
-      int first_query = 0, coming_query = 0, turn = 0;
+      int first_query = 0, coming_query = 0, buffer = 0;
       Chunk chunk, coming;
       bool has_chunk = next_chunk(first_query, chunk);
       if (has_chunk) {
@@ -335,27 +339,27 @@ __global__ __launch_bounds__(
       // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
       const auto copy_early = [&] {
         if (!has_chunk) return;
-        copy_bits(turn ^ 1);
-        copy_queries(grad_out_tile_of(turn ^ 1), call.b.grad_out, coming_query, value_dim);
-        copy_terms(turn ^ 1, coming_query);
+        copy_bits(buffer ^ 1);
+        copy_queries(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
+        copy_terms(buffer ^ 1, coming_query);
       };
 
       while (has_chunk) {
-        const uint32_t query_tile = query_tile_of(turn), grad_out_tile = grad_out_tile_of(turn);
+        const uint32_t query_tile = query_tile_of(buffer), grad_out_tile = grad_out_tile_of(buffer);
         copy_async_wait<0>();
         // Clear rows that see nothing but are not finite: each thread asks for the row whose terms it copied.
         const int own = static_cast<int>(thread_index());
-        const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[turn][own], shared.delta[turn][own]);
+        const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[buffer][own], shared.delta[buffer][own]);
         if (__syncthreads_or(is_bad)) {
           if (is_bad) {
-            clear_row<kDim>(shared.query[kShape.late_stages == 2 ? turn : 0], own);
-            clear_row<kDim>(shared.grad_out[kShape.early_stages == 2 ? turn : 0], own);
-            shared.delta[turn][own] = 0.0f;
+            clear_row<kDim>(shared.query[kShape.late_stages == 2 ? buffer : 0], own);
+            clear_row<kDim>(shared.grad_out[kShape.early_stages == 2 ? buffer : 0], own);
+            shared.delta[buffer][own] = 0.0f;
           }
           __syncthreads();
         }
         has_chunk = next_chunk(coming_query, coming);
-        if (has_chunk && kShape.late_stages == 2) copy_queries(query_tile_of(turn ^ 1), p.query, coming_query, head_dim);
+        if (has_chunk && kShape.late_stages == 2) copy_queries(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
         if (kHasEarlyStages) {
           copy_early();
           copy_async_commit();
@@ -368,33 +372,34 @@ __global__ __launch_bounds__(
 #pragma unroll
           for (int m = 0; m < kM; ++m) to[m][0] = from[row + 16 * m], to[m][1] = from[row + 16 * m + 8];
         };
-        float x[kM][kN][4], y[kM][kN][4], lse2[kM][2], delta[kM][2];
-        clear(x);
-        multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+        float scores[kM][kN][4], grad_scores[kM][kN][4], lse2[kM][2], delta[kM][2];
+        clear(scores);
+        multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                        Fragment<kDim>::wide(key_tile, warp_column, 0));
-        if (kIsPlain && chunk.needs_test) hide_in_order(x, p, first_query + row, first_key + column);
-        load_terms(lse2, shared.lse2[turn]);
-        put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
-                                              nullptr, column, 0, 1);
-        clear(y);
-        multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+        if (kIsPlain && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
+        load_terms(lse2, shared.lse2[buffer]);
+        put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2,
+                                              call.scale_2, nullptr, column, 0, 1);
+        clear(grad_scores);
+        multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
                                        Fragment<kDim>::wide(value_tile, warp_column, 0));
-        load_terms(delta, shared.delta[turn]);
+        load_terms(delta, shared.delta[buffer]);
+        // Turn them into gradients of the scores.
         ColumnSums<kN> sums;
         if constexpr (kIsPlain) {
-          to_gradients(x, y, delta);
+          to_gradients(scores, grad_scores, delta);
         } else {
-          const auto& stage = shared.tile.stage[turn];
+          const auto& stage = shared.tile.stage[buffer];
           float lse_rest2[kM][2];
-          load_terms(lse_rest2, shared.tile.lse_rest2[turn]);
-          to_gradients<T>(x, y, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test, first_query, row,
-                          column, [&](int column) { return stage.index[column]; });
+          load_terms(lse_rest2, shared.tile.lse_rest2[buffer]);
+          to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test,
+                          first_query, row, column, [&](int column) { return stage.index[column]; });
           if (call.grad_key_bias.data) {
             sums.finish(column, [&](int column, float sum) { shared.tile.column_sums[warp / kColumns][column] += sum; });
           }
-          put_tile<T, kWidth>(probability_tile, x, warp_row, warp_column, [](int, int) { return 1.0f; });
+          put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
         }
-        put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+        put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
         __syncthreads();
 
         if (!kHasEarlyStages) {
@@ -439,9 +444,10 @@ __global__ __launch_bounds__(
         }
         chunk = coming;
         first_query = coming_query;
-        turn ^= 1;
+        buffer ^= 1;
       }
       __syncthreads();
+      // Add the gradient of key_bias of this head.
       if constexpr (!kIsPlain) {
         if (call.grad_key_bias.data && thread < kShape.keys) {
           const int key = shared.tile.stage[0].index[thread];

@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "backward.cuh"
+#include "backward_tile.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -24,6 +24,8 @@ struct alignas(128) QueryMajorShared {
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
 };
 
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
+// Sq, D], and rows of key_sums. A block has one tile of queries of one head and walks chunks of keys; scores are [queries, keys].
 template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kQueryMajorShape<kDim, kRoom>.warps * 32,
@@ -38,7 +40,7 @@ __global__ __launch_bounds__(
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
-  const QueryTile<kShape.queries> here(p, call.plan);
+  const QueryTile<kShape.queries> here(p, call.live_keys);
   const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
@@ -61,9 +63,10 @@ __global__ __launch_bounds__(
   };
   copy_queries(query_tile, p.query, head_dim);
   copy_queries(grad_out_tile, call.b.grad_out, value_dim);
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, kv_head, first_query);
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.live_keys, shared.queues, batch, head, kv_head,
+                                                                first_query);
   Chunk chunk, coming;
-  int turn = 0;
+  int buffer = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
     walk.template load_keys<kDim>(key_tile_0 + (kShape.late_stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of);
   };
@@ -112,44 +115,46 @@ __global__ __launch_bounds__(
   float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {
-    auto& stage = shared.stage[turn];
-    const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? turn : 0) * kShape.keys * kDim * 2;
+    auto& stage = shared.stage[buffer];
+    const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kShape.keys * kDim * 2;
     copy_async_wait<0>();
     __syncthreads();
 
     // Scores and their gradients, to shared memory.
-    float x[kM][kN][4], y[kM][kN][4];
-    clear(x);
-    multiply_by_rows<T, kDim / 16>(x, Fragment<kDim>::tall(query_tile, warp_row, 0),
+    float scores[kM][kN][4], grad_scores[kM][kN][4];
+    clear(scores);
+    multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                    Fragment<kDim>::wide(key_tile, warp_column, 0));
     if (kVariant != Variant::kGeneral && walk.needs_test(stage, chunk))
-      hide(x, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, walk.low());
+      hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, walk.low());
     const int column = warp_column + lane % 4 * 2;  // of the thread's first element
     const auto compare_values = [&](auto are_exponents) {
-      clear(y);
-      multiply_by_rows<T, kDim / 16>(y, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+      clear(grad_scores);
+      multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
                                      Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
                                        put_probabilities<T, kVariant, decltype(are_exponents)::value>(
-                                           PairPlace<kWidth>(probability_tile, warp_row, warp_column), x, lse2, call.scale_2,
+                                           PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
                                            stage.key_bias, column, part, total);
                                      });
     };
     if (kVariant == Variant::kGathered && rows_are_huge) {
-      to_exponents(x, call, stage.key_bias, (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4,
-                   column);
+      to_exponents(scores, call, stage.key_bias,
+                   (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4, column);
       compare_values(std::true_type{});
     } else {
       compare_values(std::false_type{});
     }
+    // Turn them into gradients of the scores.
     ColumnSums<kN> sums;
     if constexpr (kVariant == Variant::kGeneral) {
-      to_gradients<T>(x, y, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, walk.needs_test(stage, chunk),
-                      first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
+      to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk,
+                      walk.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
                       [&](int column) { return walk.key_of(stage, chunk, column); });
     } else {
-      to_gradients(x, y, delta);
-      if (kVariant == Variant::kGathered) sums.add(y);
+      to_gradients(scores, grad_scores, delta);
+      if (kVariant == Variant::kGathered) sums.add(grad_scores);
     }
+    // Add the gradient of key_bias.
     if (kVariant != Variant::kPlain && grad_key_bias) {
       sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
         const int key = walk.key_of(stage, chunk, column);
@@ -157,14 +162,14 @@ __global__ __launch_bounds__(
       });
     }
     if (kVariant == Variant::kGeneral)
-      put_tile<T, kWidth>(probability_tile, x, warp_row, warp_column, [](int, int) { return 1.0f; });
-    put_tile<T, kWidth>(grad_score_tile, y, warp_row, warp_column, [](int, int) { return 1.0f; });
+      put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+    put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
 
     // The values are read: start on the next chunk.
-    has_chunk = walk.next(shared.stage[turn ^ 1], coming);
-    if (has_chunk) copy_values(turn ^ 1, coming);
-    if (has_chunk && kShape.late_stages == 2) copy_keys(turn ^ 1, coming);
+    has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
+    if (has_chunk) copy_values(buffer ^ 1, coming);
+    if (has_chunk && kShape.late_stages == 2) copy_keys(buffer ^ 1, coming);
     copy_async_commit();
 
     // Rows of grad_value and grad_key, and grad_query. The rows of one product are added beside the next.
@@ -197,11 +202,11 @@ __global__ __launch_bounds__(
     }
     if (kShape.late_stages == 1 && has_chunk) {
       __syncthreads();
-      copy_keys(turn ^ 1, coming);
+      copy_keys(buffer ^ 1, coming);
       copy_async_commit();
     }
     chunk = coming;
-    turn ^= 1;
+    buffer ^= 1;
   }
 
   copy_async_wait<0>();

@@ -4,10 +4,10 @@
 // number of keys the tile sees, wherever they lie.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
-#include "keys.cuh"
+#include "walk.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -21,6 +21,8 @@ struct alignas(128) ForwardShared {
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
 };
 
+// query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. A block has one tile of
+// queries of one head; each warp has some rows of it, with scores [rows, keys] and sums [rows, Dv] in registers.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(
     kForwardShape<kDim, kVariant>.warps * 32,
@@ -31,7 +33,7 @@ __global__ __launch_bounds__(
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   const AttentionParams& p = call.p;
 
-  const QueryTile<kShape.queries> here(p, call.plan);
+  const QueryTile<kShape.queries> here(p, call.live_keys);
   const int batch = here.batch, head = here.head, first_query = here.first_query;
   const int warp = threadIdx.x / 32;
 
@@ -49,23 +51,23 @@ __global__ __launch_bounds__(
       copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
     }
   }
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.plan, shared.queues, batch, head, here.kv_head,
+  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.live_keys, shared.queues, batch, head, here.kv_head,
                                                                 first_query);
   Chunk chunk, coming;
-  int turn = 0;
+  int buffer = 0;
   bool has_chunk = walk.next(shared.stage[0], chunk);
   if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[0], chunk);
   copy_async_commit();
 
   float out[kM][kDim / 8][4];
   clear(out);
-  constexpr bool kNatural = kVariant != Variant::kPlain;  // x become the logits themselves
+  constexpr bool kNatural = kVariant != Variant::kPlain;  // scores become the logits themselves
   OnlineSoftmax<kM, kNatural> softmax;
   const auto query_fragment = Fragment<kDim>::tall(query_tile, warp * kM * 16, 0);
   const auto key_fragment = Fragment<kDim>::wide(key_tile, 0, 0);
 
   while (has_chunk) {
-    auto& stage = shared.stage[turn];
+    auto& stage = shared.stage[buffer];
     // Fresh thread indices, here and below: registers are too few to keep what follows from one.
     const int lane = static_cast<int>(thread_index() % 32), tile_row = warp * kM * 16 + lane / 4,
               column = lane % 4 * 2;  // of this thread's first element
@@ -80,12 +82,14 @@ __global__ __launch_bounds__(
     walk.template load_values<kDim>(value_tile, stage, chunk);
     copy_async_commit();
     // The gathered walk needs many registers, so it comes here, where few are in use.
-    if (kVariant == Variant::kGathered) has_chunk = walk.next(shared.stage[turn ^ 1], coming);
+    if (kVariant == Variant::kGathered) has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
 
-    float x[kM][kN][4];
-    clear(x);
-    multiply_by_rows<T, kDim / 16>(x, queries(), key_fragment);
+    // Multiply scores = Q K^T.
+    float scores[kM][kN][4];
+    clear(scores);
+    multiply_by_rows<T, kDim / 16>(scores, queries(), key_fragment);
 
+    // Add key_bias.
     if constexpr (kVariant == Variant::kGathered) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -93,10 +97,11 @@ __global__ __launch_bounds__(
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[m][n][e] = fmaf(x[m][n][e], call.scale, e % 2 == 0 ? key_bias.x : key_bias.y);
+          for (int e = 0; e < 4; ++e) scores[m][n][e] = fmaf(scores[m][n][e], call.scale, e % 2 == 0 ? key_bias.x : key_bias.y);
         }
       }
     }
+    // Cap the scores, add key_bias and bias.
     if constexpr (kVariant == Variant::kGeneral) {
       const LogitTerms<T> terms(p, batch, head);
 #pragma unroll
@@ -110,23 +115,26 @@ __global__ __launch_bounds__(
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               const int query = first_query + tile_row + 16 * m + 8 * r;
-              float& logit = x[m][n][2 * r + e];
+              float& logit = scores[m][n][2 * r + e];
               logit = terms.capped(logit) + key_bias + terms.bias_at(query, key, static_cast<int>(p.query_length));
             }
           }
         }
       }
     }
-    if (walk.needs_test(stage, chunk)) hide(x, stage, chunk, tile_row, column, walk.low());
+    // Hide what some queries of the tile do not see.
+    if (walk.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, walk.low());
 
     // Values are here, and nobody reads these keys any more: start on the next ones.
     copy_async_wait<0>();
     __syncthreads();
-    if (kVariant != Variant::kGathered) has_chunk = walk.next(shared.stage[turn ^ 1], coming);
-    if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[turn ^ 1], coming);
+    if (kVariant != Variant::kGathered) has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
+    if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[buffer ^ 1], coming);
     copy_async_commit();
 
-    softmax.update(x, call.scale_2, out);
+    // Turn scores into weights, and rescale the sums if a maximum moved.
+    softmax.update(scores, call.scale_2, out);
+    // Drop weights.
     if constexpr (kVariant == Variant::kGeneral) {
       const Dropout dropout(p, batch, head);
       if (dropout.is_on()) {
@@ -140,24 +148,25 @@ __global__ __launch_bounds__(
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 const int key = walk.key_of(stage, chunk, column + 8 * n + e);
-                if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) x[m][n][2 * r + e] = 0.0f;
+                if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) scores[m][n][2 * r + e] = 0.0f;
               }
             }
           }
         }
       }
     }
+    // Multiply out += weights V.
     multiply_by_columns<T, kShape.keys / 16>(
-        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(x[m], k, a); },
+        out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },
         Fragment<kDim>::tall(value_tile, 0, 0, (kVariant == Variant::kGathered || kN == 16 ? thread_index() : threadIdx.x) % 32));
     chunk = coming;
-    turn ^= 1;
+    buffer ^= 1;
   }
 
   // Normalise, and write out by way of shared memory so that rows leave in 16-byte pieces.
   copy_async_wait<0>();
   __syncthreads();
-  const QueryTile<kShape.queries> tile(p, call.plan);
+  const QueryTile<kShape.queries> tile(p, call.live_keys);
   float keep_scale = 1.0f;
   if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
   put_tile<T, kDim>(query_tile, out, warp * kM * 16, 0, [&](int m, int r) {

@@ -4,20 +4,20 @@
 // conflicts, and because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "../common/device.cuh"
 
 namespace dmattn::cuda::sm80 {
 
 // Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them
-// long; or what the plan says.
+// long; or in the order that was made for a block mask.
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
-  __device__ __forceinline__ QueryTile(const AttentionParams& p, const Plan& plan) {
+  __device__ __forceinline__ QueryTile(const AttentionParams& p, const LiveKeys& live_keys) {
     const uint32_t tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
     uint32_t index = block_index();
-    if (kQueries == kQueryPadding && plan.order) index = static_cast<uint32_t>(plan.order[index]);
+    if (kQueries == kQueryPadding && live_keys.order) index = static_cast<uint32_t>(live_keys.order[index]);
     const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
     const uint32_t batch_head = index / tiles;
     batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
@@ -152,10 +152,10 @@ __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA 
 // The accumulators of a product as the A operand of the next: columns 16 k to 16 k + 15.
 template <class T, int kColumns>
 __device__ __forceinline__ void as_operand(const float (&x)[kColumns][4], int k, uint32_t (&a)[4]) {
-  a[0] = Element<T>::pack(x[2 * k][0], x[2 * k][1]);
-  a[1] = Element<T>::pack(x[2 * k][2], x[2 * k][3]);
-  a[2] = Element<T>::pack(x[2 * k + 1][0], x[2 * k + 1][1]);
-  a[3] = Element<T>::pack(x[2 * k + 1][2], x[2 * k + 1][3]);
+  a[0] = Element<T>::narrow_pair(x[2 * k][0], x[2 * k][1]);
+  a[1] = Element<T>::narrow_pair(x[2 * k][2], x[2 * k][3]);
+  a[2] = Element<T>::narrow_pair(x[2 * k + 1][0], x[2 * k + 1][1]);
+  a[3] = Element<T>::narrow_pair(x[2 * k + 1][2], x[2 * k + 1][3]);
 }
 
 // Where a thread's pairs of accumulators go in a tile of 16-bit elements: columns 8 n from `column` on, which is a multiple of as
@@ -184,7 +184,7 @@ __device__ __forceinline__ void put_tile(uint32_t tile, const float (&x)[kM][kN]
       for (int n = 0; n < kN; ++n) {
         // A row that sees nothing has factor 0, and NaN from its neighbours' keys must not survive that.
         const float left = f == 0.0f ? 0.0f : x[m][n][2 * r] * f, right = f == 0.0f ? 0.0f : x[m][n][2 * r + 1] * f;
-        store_shared_4(place.at(m, r, n), Element<T>::pack(left, right));
+        store_shared_4(place.at(m, r, n), Element<T>::narrow_pair(left, right));
       }
     }
   }

@@ -4,7 +4,7 @@
 // a smaller sibling that runs there.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 
 namespace dmattn::cuda::sm80 {
 
@@ -12,7 +12,7 @@ struct ForwardShape {
   int queries, keys, warps, blocks_per_sm;
 };
 
-// The general variant holds more per element, so it takes fewer keys at a time.
+// queries, keys, warps, blocks_per_sm. The general variant holds more per element, so it takes fewer keys at a time.
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <Variant kVariant>
@@ -46,6 +46,7 @@ struct BackwardShape {
 
 enum class Room : int32_t { kLarge, kSmall };  // shared memory: 160 KB and more (sm80, sm90, sm100), 99 KB
 
+// queries, keys, warps, warp_rows, early_stages, late_stages, blocks_per_sm
 template <int kDim, Room kRoom>
 inline constexpr BackwardShape kQueryMajorShape = {};
 template <Room kRoom>
@@ -59,6 +60,7 @@ inline constexpr BackwardShape kQueryMajorShape<256, Room::kLarge> = {64, 32, 8,
 template <>
 inline constexpr BackwardShape kQueryMajorShape<256, Room::kSmall> = {32, 32, 4, 2, 1, 1, 1};
 
+// queries, keys, warps, warp_rows, early_stages, late_stages, blocks_per_sm
 template <int kDim, Room kRoom>
 inline constexpr BackwardShape kKeyMajorShape = {};
 template <>

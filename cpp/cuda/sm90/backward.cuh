@@ -10,6 +10,9 @@
 
 namespace dmattn::cuda::sm90 {
 
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of 64 queries.
+// Scores and their gradients are [64 keys, 64 queries].
 template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
   using Shared = BackwardShared<kDim>;
@@ -43,7 +46,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr uint32_t kToValues = (offsetof(Shared, value) - offsetof(Shared, key)) >> 4;
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
   constexpr uint32_t kToGradOuts = (offsetof(Shared, grad_out) - offsetof(Shared, query)) >> 4;
-  const uint32_t grad_scores = describe_panels(shared_address(shared.grad_score), kKeyPanel);
+  const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
   const int row_flags = *call.row_flags;
@@ -58,14 +61,14 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     commit_products();
   };
   // Sums over queries: to += scores * queries, or * grad_out.
-  auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&scores)[kSteps][4], uint32_t b) {
+  auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t b) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, scores[k], complete(b + (k * (16 * 128) >> 4)));
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + (k * (16 * 128) >> 4)));
     commit_products();
   };
   // The sum over keys: this warpgroup's columns of grad_query.
   auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
-    const uint32_t a = grad_scores + chunk % 2 * kScoreStep;
+    const uint32_t a = grad_score_tiles + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + (k * (16 * 128) >> 4)),
@@ -73,13 +76,13 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
     commit_products();
   };
-  auto pack = [&](uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
+  auto narrow = [&](uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto& four = from[2 * k + i / 2];
-        to[k][i] = Element<T>::pack(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+        to[k][i] = Element<T>::narrow_pair(four[i % 2 * 2], four[i % 2 * 2 + 1]);
       }
     }
   };
@@ -159,9 +162,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   };
 
   uint32_t n = 0;  // notes of queries
-  for (uint32_t turn = 0;; ++turn) {
-    note_full.wait_full(turn);
-    const KeyNote& tile = shared.key_notes[turn % Shared::kKeyNotes];
+  for (uint32_t visit = 0;; ++visit) {
+    note_full.wait_full(visit);
+    const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
     if (tile.head < 0) break;
     head = -1;
 #pragma unroll
@@ -171,31 +174,32 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
 
     // The tensor cores always have a product to do beside what the threads do: scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A turn's first chunk computes a
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes a
     // grad_query and its last begins scores that mean nothing, so that registers are the same on all ways through the loop.
-    const uint32_t first_chunk = n - turn;  // notes that ended a turn do not count
-    float x[kN][4];
+    const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
+    float scores[kN][4];
     auto begin_scores = [&] {
       query_full.wait_full(n);
-      pin(x);
+      pin(scores);
       begin_products();
-      begin_rows(x, my_keys, queries + n % kShape.query_stages * kQueryStep);
-      return !shared.query_notes[n % Shared::kQueryNotes].ends_turn;
+      begin_rows(scores, my_keys, queries + n % kShape.query_stages * kQueryStep);
+      return !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
     };
-    key_full.wait_full(turn);
+    key_full.wait_full(visit);
     bool has_chunk = begin_scores();
-    value_full.wait_full(turn);
+    value_full.wait_full(visit);
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - turn;
+      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-      float y[kN][4], grad_query[kPart / 8][4];
+      float grad_scores[kN][4], grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
+      // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
       wait_products<0>();
-      pin(x);
+      pin(scores);
       if (row_flags & kBadRows) clear_bad_rows(stage);
-      pin(y);
+      pin(grad_scores);
       begin_products();
-      begin_rows(y, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
+      begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
       if (kIsGathered && note.head != head) {
         flush_bias(tile);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
@@ -208,6 +212,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       head = note.head;
 
       // Scores to probabilities.
+      // Hide what spans hide.
       if (note.needs_test) {
         const Place place;
         const int position = note.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
@@ -216,10 +221,11 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            if (!span[e / 2].by(position + 8 * i + e % 2)) x[i][e] = negative_infinity();
+            if (!span[e / 2].by(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
           }
         }
       }
+      // Hide what the bits of a block mask hide.
       if (!kIsGathered && note.bits) {
         const int words = static_cast<int>(p.mask.tile_k) / 32;
         const Place place;
@@ -229,8 +235,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const uint32_t word = bits[(8 * i + e) * words] >> place.row % 32;
-            if (!(word & 1)) x[i][e] = negative_infinity();
-            if (!(word & 256)) x[i][2 + e] = negative_infinity();
+            if (!(word & 1)) scores[i][e] = negative_infinity();
+            if (!(word & 256)) scores[i][2 + e] = negative_infinity();
           }
         }
       }
@@ -250,8 +256,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int64_t at = terms + 8 * i + e % 2;
-            x[i][e] =
-                exp2_approx(probability_exponent(fmaf(x[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+            scores[i][e] = exp2_approx(
+                probability_exponent(fmaf(scores[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
           }
         }
       };
@@ -262,40 +268,44 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const float shift_2 = (kIsGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
-            x[i][e] = exp2_approx(fmaf(x[i][e], call.scale_2, shift_2));
+            scores[i][e] = exp2_approx(fmaf(scores[i][e], call.scale_2, shift_2));
           }
         }
       };
+      // Exponentiate: weights = exp(score - lse).
       if (kIsGathered && (row_flags & kHugeRows)) {
         weigh_huge();
       } else {
         weigh();
       }
-      pack(weights, x);
+      // Issue grad_value += weights dO.
+      narrow(weights, scores);
       pin(grad_value);
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
 
       // Gradients of the scores, from the probabilities as the product before has them: both copies would not fit into registers.
       wait_products<1>();
-      pin(y);
+      pin(grad_scores);
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
         const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float2 pair = Element<T>::unpack(weights[i / 2][i % 2 * 2 + e / 2]);
-          y[i][e] = (e % 2 == 0 ? pair.x * (y[i][e] - delta.x) : pair.y * (y[i][e] - delta.y));
-          if (kIsGathered) bias_sum[e / 2] += y[i][e];
+          const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
+          grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
+          if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
         }
       }
-      pack(gradients, y);
+      narrow(gradients, grad_scores);
+      // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (chunk > first_chunk) score_full.wait_full(chunk - 1);
       pin(grad_query);
       pin(grad_key);
       begin_products();
       begin_grad_query(grad_query, chunk - 1);
       begin_sums(grad_key, gradients, queries + stage * kQueryStep);
+      // Leave the score gradients in shared memory for grad_query.
       score_empty.wait_empty(chunk);
       {
         const Place place;
@@ -309,6 +319,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       fence_async();
       barrier_arrive(score_full.at(chunk));
+      // Wait for the three products; the chunk's place is free. Issue the scores of the next chunk.
       ++n;
       wait_products<0>();
       pin(grad_value);
@@ -316,16 +327,17 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_key);
       barrier_arrive(query_empty.at(n - 1));
       has_chunk = begin_scores();
+      // Add grad_query of the chunk before to global memory.
       if (chunk > first_chunk) {
         barrier_arrive(score_empty.at(chunk - 1));
         add_grad_query(grad_query, n - 2, tile.batch);
       }
     }
 
-    // The end of the turn: the last chunk's grad_query, then the keys' own sums.
-    const uint32_t chunks = n - turn;
+    // The end of the visit: the last chunk's grad_query, then the keys' own sums.
+    const uint32_t chunks = n - visit;
     wait_products<0>();
-    pin(x);
+    pin(scores);
     if (chunks > first_chunk) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
@@ -333,7 +345,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     begin_grad_query(grad_query, chunks - 1);
     wait_products<0>();
     pin(grad_query);
-    barrier_arrive(tile_empty.at(turn));
+    barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
     flush_bias(tile);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_key;
@@ -342,7 +354,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       barrier_arrive(score_empty.at(chunks - 1));
       add_grad_query(grad_query, n - 1, batch);
     }
-    barrier_arrive(note_empty.at(turn));
+    barrier_arrive(note_empty.at(visit));
     ++n;
     if constexpr (kIsGathered) {
       if (chunks == first_chunk) continue;  // nothing was added
@@ -373,7 +385,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         for (int i = 0; i < kOut; i += 4) {
           uint32_t piece[4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) piece[j] = Element<T>::pack(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
+          for (int j = 0; j < 4; ++j)
+            piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
           transpose_quad(piece);
           const int at = (i + place.lane % 4) * 8;
           if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};

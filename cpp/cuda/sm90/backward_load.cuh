@@ -1,72 +1,35 @@
 // What the warpgroups of a backward block share, and the warpgroup that loads: half of it tiles of keys and values, one thread of
 // the other half the chunks of queries that see them.
 //
-// The one surprise is the turn: a tile of keys is kept for one turn, which is all the queries that see it, or, where live keys
-// are gathered, those of one segment. A turn ends with a note that brings no queries.
+// The one surprise is the visit: a tile of keys is kept for one visit, which is all the queries that see it, or, where live keys
+// are gathered, those of one segment. A visit ends with a note that brings no queries.
 #pragma once
 
-#include "load.cuh"
+#include "forward_load.cuh"
 
 namespace dmattn::cuda::sm90 {
 
-struct BackwardMaps {
-  CUtensorMap query;     // D, Sq, H, B
-  CUtensorMap grad_out;  // Dv, Sq, H, B
-  CUtensorMap key;       // D, Sk, Hkv, B
-  CUtensorMap value;     // Dv, Sk, Hkv, B
-};
-
-// How the turns of a call are numbered: `heads` query heads that share their keys and their mask make a pack; a pack has `tiles`
-// items, each a tile of keys in order, or a share of the list of a segment of the queries.
-struct BackwardWork {
-  uint32_t items;
-  int tiles;
-  uint32_t packs;          // batches x packs of heads
-  uint32_t section_packs;  // packs whose queries and sums fit into L2 together
-  int heads;
-  int shares;   // items that share the list of a segment
-  int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
-};
-
-// An item: packs in sections, early tiles of keys first because causality makes them long, late segments first for the same
-// reason.
-struct BackwardItem {
-  int batch, head, kv_head, tile;
-
-  __device__ __forceinline__ BackwardItem(const AttentionParams& p, const BackwardWork& work, uint32_t item) {
-    const uint32_t tiles = static_cast<uint32_t>(work.tiles), section = item / (tiles * work.section_packs);
-    const uint32_t rest = item - section * tiles * work.section_packs;
-    const uint32_t packs = min(work.section_packs, work.packs - section * work.section_packs);
-    const uint32_t pack = section * work.section_packs + rest % packs;
-    const uint32_t packs_per_batch = static_cast<uint32_t>(p.heads) / work.heads;
-    tile = static_cast<int>(rest / packs);
-    batch = static_cast<int>(pack / packs_per_batch);
-    head = static_cast<int>(pack % packs_per_batch) * work.heads;
-    kv_head = head / static_cast<int>(p.heads / p.kv_heads);
-  }
-};
-
 // A tile of keys: whose, and who sees it.
 struct KeyNote {
-  int batch, head, kv_head;      // head: the first of the pack; -1: there is no turn, the work is done
+  int batch, head, kv_head;      // head: the first of the head group; -1: there is no visit, the work is done
   int first_key;                 // of keys in order; gathered: of the list
-  int from, to;                  // queries of the turn
+  int from, to;                  // queries of the visit
   int bounds[kLoaders / 32][4];  // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
 };
 
-// A chunk of queries, or the end of a turn.
+// A chunk of queries, or the end of a visit.
 struct QueryNote {
   const uint32_t* bits;  // of the first query and the tile's first key; null: no bits to test
   int first_query, head;
-  bool ends_turn, needs_test;
+  bool ends_visit, needs_test;
 };
 
 template <int kDim>
 struct alignas(1024) BackwardShared {
   static constexpr BackwardShape kShape = kBackwardShape<kDim>;
-  static constexpr int kKeyNotes = 2;    // the next turn's queries come before this turn has ended
+  static constexpr int kKeyNotes = 2;    // the next visit's queries come before this visit has ended
   static constexpr int kQueryNotes = 8;  // a note is read until the chunk after it has been computed
   static_assert(kQueryNotes > kShape.query_stages + 2);
   uint16_t key[kBackwardKeys * kDim];
@@ -100,13 +63,13 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
       tile_empty{shared_address(&shared.tile_empty)};
-  uint32_t turn = 0;
+  uint32_t visit = 0;
 
-  // One turn: leaves the note, then brings the tile. key_of(row) and span_of(row, key) tell what it is; a tile
+  // One visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) tell what it is; a tile
   // without gaps comes in one piece.
   auto load = [&](const BackwardItem& item, int first_key, int from, int to, auto key_of, auto span_of) {
-    note_empty.wait_empty(turn);
-    KeyNote& note = shared.key_notes[turn % Shared::kKeyNotes];
+    note_empty.wait_empty(visit);
+    KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
     bool has_gaps = kIsGathered;
 #pragma unroll 1
@@ -131,9 +94,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       note.batch = item.batch, note.head = item.head, note.kv_head = item.kv_head;
       note.first_key = first_key, note.from = from, note.to = to;
     }
-    barrier_arrive(note_full.at(turn));
+    barrier_arrive(note_full.at(visit));
     has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // everyone's index is there, too
-    tile_empty.wait_empty(turn);
+    tile_empty.wait_empty(visit);
     const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const Rows& rows, int64_t width, uint32_t full) {
       const uint32_t tile = shared_address(to);
       if (has_gaps) {
@@ -163,7 +126,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       fence_async();
       barrier_arrive(value_full.at(0));
     }
-    ++turn;
+    ++visit;
   };
 
   for (uint32_t number = blockIdx.x; number < work.items;) {
@@ -173,18 +136,18 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     const BackwardItem item(p, work, number);
     const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
-      const Plan& plan = call.plan;
-      const int64_t row_of_plan = item.batch * plan.batch_stride + item.head / static_cast<int>(plan.head_divisor);
-      const int shift = plan.shift[row_of_plan], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
+      const LiveKeys& live_keys = call.live_keys;
+      const int64_t mask_head = live_keys.mask_head_of(item.batch, item.head);
+      const int shift = live_keys.shift[mask_head], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
       if (segment < segments_at(query_length, shift)) {
-        const int2 list = plan.lists[row_of_plan * plan.most_lists + segment];
-        const int64_t begin = row_of_plan * plan.capacity + list.x;
+        const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment];
+        const int64_t begin = mask_head * live_keys.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
               item, base, first_query_of(segment, shift), to,
-              [&](int row) { return base + row < list.y ? plan.index[begin + base + row] : -1; },
-              [&](int row, int) { return Span::of(plan.span[begin + base + row]); });
+              [&](int row) { return base + row < list.y ? live_keys.index[begin + base + row] : -1; },
+              [&](int row, int) { return Span::of(live_keys.span[begin + base + row]); });
         }
       }
     } else {
@@ -203,12 +166,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
   }
-  note_empty.wait_empty(turn);
-  if (thread == 0) shared.key_notes[turn % Shared::kKeyNotes].head = -1;
-  barrier_arrive(note_full.at(turn));
+  note_empty.wait_empty(visit);
+  if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
+  barrier_arrive(note_full.at(visit));
 }
 
-// The chunks of queries of every turn, by one thread.
+// The chunks of queries of every visit, by one thread.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                              BackwardShared<kDim>& shared) {
@@ -220,9 +183,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
   uint32_t n = 0;
-  for (uint32_t turn = 0;; ++turn) {
-    note_full.wait_full(turn);
-    const KeyNote& note = shared.key_notes[turn % Shared::kKeyNotes];
+  for (uint32_t visit = 0;; ++visit) {
+    note_full.wait_full(visit);
+    const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     const int from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift) / kQueries * kQueries;
@@ -280,10 +243,10 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       }
     }
     empty.wait_empty(n);
-    shared.query_notes[n % Shared::kQueryNotes].ends_turn = true;
+    shared.query_notes[n % Shared::kQueryNotes].ends_visit = true;
     barrier_arrive(full.at(n));
     ++n;
-    barrier_arrive(note_empty.at(turn));
+    barrier_arrive(note_empty.at(visit));
   }
 }
 

@@ -9,20 +9,20 @@
 #include "../common/dependent_launch.cuh"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
-#include "load.cuh"
+#include "forward_load.cuh"
 
 namespace dmattn::cuda::sm90 {
 
-// Hides what the note hides: x becomes -inf there. `positions` are those of the thread's two rows.
+// Hides what the note hides: scores become -inf there. `positions` are those of the thread's two rows.
 template <int kN, class Chunk>
-__device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint32_t flags, bool is_causal, int column,
+__device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, uint32_t flags, bool is_causal, int column,
                                      const int (&positions)[2], const int (&queries)[2]) {
   auto keep = [&](int i, int r, bool left, bool right) {
-    if (!left) x[i][2 * r] = negative_infinity();
-    if (!right) x[i][2 * r + 1] = negative_infinity();
+    if (!left) scores[i][2 * r] = negative_infinity();
+    if (!right) scores[i][2 * r + 1] = negative_infinity();
   };
   if (Chunk::kIsDense || flags & kLimit) {
-    const int base = note.base + column;
+    const int base = note.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int last = is_causal ? positions[r] : kLastPosition;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) keep(i + j, r, words[j] & row << 8 * r, words[j] & row << 16 + 8 * r);
+          for (int r = 0; r < 2; ++r) keep(i + j, r, words[j] & row << 8 * r, words[j] & row << (16 + 8 * r));
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
@@ -73,18 +73,21 @@ __device__ __forceinline__ void hide(float (&x)[kN][4], const Chunk& note, uint3
   }
   if constexpr (Chunk::kIsGathered) {
     if (flags & kGaps) {
-      const int there = note.base - column;
+      const int rows_present = note.rows_present - column;
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) keep(i, r, 8 * i < there, 8 * i + 1 < there);
+        for (int r = 0; r < 2; ++r) keep(i, r, 8 * i < rows_present, 8 * i + 1 < rows_present);
       }
     }
   }
 }
 
+// query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq].
+// What a computing warpgroup does: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys [keys, D] and values
+// [keys, Dv] in shared memory, as the notes say. Scores [64, keys] and sums [64, Dv] stay in registers.
 template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
+__device__ __forceinline__ void compute_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   using Chunk = Note<kDim, kVariant>;
@@ -106,7 +109,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   const uint32_t value_tiles = describe_panels(shared_address(shared.value), kShape.keys * 128);
   constexpr uint32_t kStageStep = kShape.keys * kDim * 2 >> 4, kTileStep = kRows * kDim * 2 >> 4;  // in units of a description
 
-  float out[1][kOut][4], x[1][kN][4];
+  float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
   // The gathered variant's key_bias is what the scores are added to.
@@ -114,7 +117,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
   constexpr bool kNatural = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
-    x[0][i][0] = x[0][i][2] = pair.x, x[0][i][1] = x[0][i][3] = pair.y;
+    scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage, uint32_t flags) {
     const bool is_biased = has_bias && !(flags & kHuge);
@@ -122,7 +125,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     const uint32_t b = key_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kShape.keys>::from_shared(x[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
+      Product<T, kShape.keys>::from_shared(scores[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
                                            complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), is_biased || k > 0);
     }
     commit_products();
@@ -140,24 +143,24 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     }
     commit_products();
   };
-  // The weights of one chunk leave x, and the key_bias of the next takes their place.
-  auto pack_weights = [&](const Chunk& next) {
-    auto pack = [&](const auto& then) {
+  // The weights of one chunk leave the scores, and the key_bias of the next takes their place.
+  auto narrow_weights = [&](const Chunk& next) {
+    auto narrow = [&](const auto& then) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const auto& pair = x[0][2 * k + i / 2];
-          weights[k][i] = Element<T>::pack(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+          const auto& pair = scores[0][2 * k + i / 2];
+          weights[k][i] = Element<T>::narrow_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
         then(2 * k), then(2 * k + 1);
       }
     };
     if (has_bias) {
-      pack([&](int i) { read_bias(next, i); });
-      pin(x[0]);
+      narrow([&](int i) { read_bias(next, i); });
+      pin(scores[0]);
     } else {
-      pack([](int) {});
+      narrow([](int) {});
     }
   };
   auto clear_out = [&] {
@@ -174,7 +177,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float bias = e % 2 == 0 ? pair.x : pair.y;
-        x[0][i][e] = is_natural ? fmaf(x[0][i][e], call.scale, bias) : (x[0][i][e] + bias) * call.scale;
+        scores[0][i][e] = is_natural ? fmaf(scores[0][i][e], call.scale, bias) : (scores[0][i][e] + bias) * call.scale;
       }
       asm volatile("" ::: "memory");  // not all loads at once: registers are short here
     }
@@ -190,58 +193,61 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
     const int32_t* const indices = &note.index[index_place<kShape.keys>(column)];
     auto key_of = [&](int i, int e) {
-      return flags & kInOrder ? note.base + column + 8 * i + e : indices[index_place<kShape.keys>(8 * i + e)];
+      return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<kShape.keys>(8 * i + e)];
     };
     if constexpr (kVariant == Variant::kGeneral) {
       unit = 1.0f, to_base_2 = kLog2e;
       const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const LogitTerms<T> terms(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1));
-        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+        const LogitTerms<T> terms(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
+        const int query = tile.first_query + work.query_of_row(row + 8 * r);
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            float& logit = x[0][i][2 * r + e];
+            float& logit = scores[0][i][2 * r + e];
             const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
             logit = terms.capped(logit) + key_bias[Chunk::bias_place(8 * i + e)] + bias;
           }
         }
       }
     }
+    // Hide what the note says some rows do not see.
     // A warp all of whose rows see the keys in question has nothing to hide.
-    if (kVariant == Variant::kGathered && !(flags & kTested << threadIdx.x / 32)) flags &= ~(kSpans | kFew);
+    if (kVariant == Variant::kGathered && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
     if (has_bias) flags &= ~kGaps;
     if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
       const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
-      const int queries[2] = {row >> work.pack_shift, row + 8 >> work.pack_shift};
-      hide(x[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
+      const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
+      hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
     }
     const bool has_huge = kVariant == Variant::kGathered && __any_sync(0xffffffffu, flags & kHuge);
     if (has_huge) {
       add_bias(note);
       unit = 1.0f;
     }
-    moves = softmax.move_maximum(x[0], unit, factor);
+    // Move the running maximum where scores have outgrown it.
+    moves = softmax.move_maximum(scores[0], unit, factor);
     between();
     if (has_huge || kVariant == Variant::kGeneral) {
-      if constexpr (kNatural) softmax.subtract_maximum(x[0]);
+      if constexpr (kNatural) softmax.subtract_maximum(scores[0]);
       to_base_2 = 1.0f;
     }
-    softmax.exponentiate(x[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
+    // Turn scores into weights and add them to the rows' sums.
+    softmax.exponentiate(scores[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
     if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const Dropout dropout(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1));
+        const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
         if (dropout.is_on()) {
-          const uint32_t row_key = dropout.row_key(tile.first_query + (row + 8 * r >> work.pack_shift));
+          const uint32_t row_key = dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r));
 #pragma unroll
           for (int i = 0; i < kN; ++i) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const uint32_t key = static_cast<uint32_t>(key_of(i, e));
-              if (!dropout_keeps(row_key, key, dropout.threshold)) x[0][i][2 * r + e] = 0.0f;
+              if (!dropout_keeps(row_key, key, dropout.threshold)) scores[0][i][2 * r + e] = 0.0f;
             }
           }
         }
@@ -260,7 +266,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     for (int r = 0; r < 2; ++r) {
       sums.finish(0, r, log_sums[r], scales[r]);
       if constexpr (kVariant == Variant::kGeneral) {
-        scales[r] *= Dropout(p, tile.batch, tile.head + (row + 8 * r & (1 << work.pack_shift) - 1)).keep_scale;
+        scales[r] *= Dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r)).keep_scale;
       }
     }
     if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {  // empty rows: no NaN of their neighbours' keys
@@ -273,8 +279,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     if constexpr (!kByCopy) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-        const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+        const int head = tile.head + work.head_of_row(row + 8 * r);
+        const int query = tile.first_query + work.query_of_row(row + 8 * r);
         T* const to =
             static_cast<T*>(p.out.data) + tile.batch * p.out.batch_stride + head * p.out.head_stride + query * p.out.row_stride;
 #pragma unroll
@@ -282,7 +288,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
           uint32_t piece[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            piece[j] = Element<T>::pack(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
+            piece[j] = Element<T>::narrow_pair(out[0][i + j][2 * r] * scales[r], out[0][i + j][2 * r + 1] * scales[r]);
           }
           transpose_quad(piece);
           const int at = (i + lane % 4) * 8;
@@ -300,26 +306,26 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
       for (int i = 0; i < kOut; i += 2) {
         store_matrix(to + i / 8 * (kRows * 128) + (swizzle ^ i % 8 * 16),
-                     Element<T>::pack(out[0][i][0] * scales[0], out[0][i][1] * scales[0]),
-                     Element<T>::pack(out[0][i][2] * scales[1], out[0][i][3] * scales[1]),
-                     Element<T>::pack(out[0][i + 1][0] * scales[0], out[0][i + 1][1] * scales[0]),
-                     Element<T>::pack(out[0][i + 1][2] * scales[1], out[0][i + 1][3] * scales[1]));
+                     Element<T>::narrow_pair(out[0][i][0] * scales[0], out[0][i][1] * scales[0]),
+                     Element<T>::narrow_pair(out[0][i][2] * scales[1], out[0][i][3] * scales[1]),
+                     Element<T>::narrow_pair(out[0][i + 1][0] * scales[0], out[0][i + 1][1] * scales[0]),
+                     Element<T>::narrow_pair(out[0][i + 1][2] * scales[1], out[0][i + 1][3] * scales[1]));
       }
       fence_async();
       __syncwarp();
       if (lane == 0) {
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, first_row & (1 << work.pack_shift) - 1,
-                    tile.first_query + (first_row >> work.pack_shift), tile.head >> work.pack_shift, tile.batch);
+          store_box(&maps.out, rows + panel * (kRows * 128), panel * 64, work.head_of_row(first_row),
+                    tile.first_query + work.query_of_row(first_row), tile.head >> work.log2_heads_per_tile, tile.batch);
         }
         commit_stores();
       }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {  // after the fence, which waits for stores
-      const int head = tile.head + (row + 8 * r & (1 << work.pack_shift) - 1);
-      const int query = tile.first_query + (row + 8 * r >> work.pack_shift);
+      const int head = tile.head + work.head_of_row(row + 8 * r);
+      const int query = tile.first_query + work.query_of_row(row + 8 * r);
       if (query < p.query_length && lane % 4 == 0) {
         const int64_t at = (tile.batch * p.heads + head) * p.query_length + query;
         static_cast<float*>(p.lse)[at] = log_sums[r].value;
@@ -346,11 +352,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 #pragma unroll
     for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
   }
-  pin(x[0]);
+  pin(scores[0]);
   begin_products();
   begin_scores(0, 0, flags);
   wait_products<0>();
-  pin(x[0]);
+  pin(scores[0]);
   barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
   weigh(shared.notes[0], flags, 0, [] {});
@@ -367,23 +373,28 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
   // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
   look_ahead();
-  pack_weights(shared.notes[n % kShape.notes]);  // of the end as well: then it is whatever it is, and not used
+  narrow_weights(shared.notes[n % kShape.notes]);  // of the end as well: then it is whatever it is, and not used
   while (!(flags & kEnd)) {
+    // Wait for the queries of the next tile, if chunk n is its first.
     if (is_first) {
       if (is_storing) free_queries(tile - 1);
       query_full.wait_full(tile + 1);
     }
-    pin(x[0]);
+    pin(scores[0]);
     pin(out[0]);
     begin_products();
+    // Issue scores = Q K^T of chunk n.
     begin_scores(tile + is_first, n % kShape.stages, flags);
+    // Wait for the values of chunk n - 1, and issue out += weights V.
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
+    // Wait for the scores; the keys' place is free.
     wait_products<1>();
-    pin(x[0]);
+    pin(scores[0]);
     barrier_arrive(key_empty.at(n));
     if (!kByCopy && flags & kLast) free_queries(tile + is_first);
+    // Turn the scores of chunk n into weights, beside the product with the values of chunk n - 1.
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax();
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
@@ -396,11 +407,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
     // wait, where no product hides them.
     barrier_arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
+    // Wait for the note of chunk n + 1, then for the sums of chunk n - 1.
     const bool ends_tile = is_first;
     look_ahead();
     wait_products<0>();
     pin(out[0]);
     if constexpr (kVariant != Variant::kGathered) barrier_arrive(value_empty.at(n - 2));
+    // Store the tile that has ended, or rescale its sums if a maximum moved.
     if (ends_tile) {
       store(ended, tile++);
       is_storing = kByCopy;
@@ -408,8 +421,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
     } else if (moves) {
       Softmax::rescale(out[0], factor);
     }
-    pack_weights(shared.notes[n % kShape.notes]);
+    // Narrow the weights to the operand of the next product.
+    narrow_weights(shared.notes[n % kShape.notes]);
   }
+  // Add the last chunk, and store the last tile.
   value_full.wait_full(n - 1);
   pin(out[0]);
   begin_products();
@@ -423,13 +438,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const Wor
 
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
-                                                                                     const __grid_constant__ WorkPlan work,
-                                                                                     const __grid_constant__ Maps maps) {
+                                                                                     const __grid_constant__ ForwardWork work,
+                                                                                     const __grid_constant__ ForwardMaps maps) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single = kVariant == Variant::kDense || (!call.plan.index && !call.p.mask.tiles.data);
+  const bool is_single = kVariant == Variant::kDense || (!call.live_keys.index && !call.p.mask.tiles.data);
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
     constexpr int kComputing = kShape.consumers * kWarpgroup;
@@ -472,7 +487,8 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
 }
 
 template <class T, int kDim, Variant kVariant>
-cudaError_t launch_forward(const ForwardCall& call, const WorkPlan& work, const Maps& maps, int blocks, cudaStream_t stream) {
+cudaError_t launch_forward(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps, int blocks,
+                           cudaStream_t stream) {
   constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
   static_assert(kBytes <= 227 * 1024 && is_valid(kForwardShape<kDim, kVariant>, kVariant));
   const auto kernel = forward_kernel<T, kDim, kVariant>;

@@ -13,13 +13,13 @@ enum Flag : uint32_t {
   kFirst = 1,         // of a tile
   kLast = 2,          // of a tile
   kEnd = 4,           // no chunk at all: the work is done
-  kInOrder = 8,       // keys base, base + 1, ...; otherwise those of `index`
+  kInOrder = 8,       // keys first_key, first_key + 1, ...; otherwise those of `index`
   kLimit = 16,        // needs a test against the first key and causality; in order only
   kSpans = 32,        // needs a test of spans, in the gathered variant of `seen`; where it is not in order, rows may be missing
   kBits = 64,         // needs a test of bits; the same
   kFew = 128,         // gathered variant only: the first kFewRows rows need a test of `seen`
-  kGaps = 256,        // the same: rows from `base` on are missing; key_bias hides them, or a test
-  kPacked = 512,      // in order, places in the packed rows instead of keys; all chunks of a tile, or none
+  kGaps = 256,        // the same: rows from rows_present on are missing; key_bias hides them, or a test
+  kCompact = 512,     // in order, places in the compact copies instead of keys; all chunks of a tile, or none
   kHuge = 1024,       // gathered variant, added by who loads keys: some key_bias is beyond kHugeBias
   kTested = 1 << 16,  // gathered variant, and the next bits: which computing warps need the test of kSpans or kFew
 };
@@ -48,8 +48,8 @@ __device__ __forceinline__ constexpr int index_place(int row) {
 template <int kDim, Variant kVariant>
 struct Note {
   static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
-  static constexpr bool kIsDense = kVariant == Variant::kDense;                  // `base` says it all
-  static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // the plan has none
+  static constexpr bool kIsDense = kVariant == Variant::kDense;                  // first_key says it all
+  static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // live keys are listed without bits
   static constexpr bool kIsGathered = kVariant == Variant::kGathered;
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
   static constexpr int kBiasWarps = kIsGathered ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
@@ -64,8 +64,11 @@ struct Note {
     return column % 8 / 2 * (kKeys / 4) + column / 8 * 2 + column % 2;
   }
   uint32_t flags;
-  int base;                      // kInOrder: the first key, or place; gathered variant, not in order: how many rows are there
-  int batch, head, first_query;  // of the tile: the first head of those packed in it
+  union {
+    int first_key;     // kInOrder: the first key; with kCompact, its place among the compact keys
+    int rows_present;  // otherwise, in the gathered variant: how many rows are there
+  };
+  int batch, head, first_query;          // of the tile: the first of its heads
   alignas(16) int32_t index[kRowNotes];  // by index_place; not in order: the key; for none -1, in the gathered variant 0
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   // The gathered variant: over the scale, but as it is where has_huge says so; -inf for rows that are missing.

@@ -6,7 +6,7 @@
 
 #include <initializer_list>
 
-#include "../attention_launch.h"
+#include "../calls.h"
 
 namespace dmattn::cuda::sm90 {
 
@@ -30,6 +30,7 @@ struct ForwardShape {
   constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
 };
 
+// consumers, keys, stages, query_tiles, notes, loading_warps, walking_warps, then registers: computing, loading, walking
 template <int kDim, Variant kVariant>
 inline constexpr ForwardShape kForwardShape = {};
 template <>
@@ -89,6 +90,7 @@ struct BackwardShape {
 };
 inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
 
+// queries, query_stages, computing_registers, loading_registers
 template <int kDim>
 inline constexpr BackwardShape kBackwardShape = {};
 template <>

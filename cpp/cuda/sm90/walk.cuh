@@ -1,25 +1,26 @@
 // Which keys a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes for them.
 //
-// The one surprise is that keys in order, where no mask names them, and packed ones are walked backwards from the last one the
-// tile sees: chunks then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first are zeros
-// by the rules of tensor copies.
+// The one surprise is that keys in order, where no mask names them, and compact copies of keys are walked backwards from the last
+// one the tile sees: chunks then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first
+// are zeros by the rules of tensor copies.
 #pragma once
 
-#include "../common/packed.cuh"
-#include "hopper.cuh"
+#include "../common/compact_keys.cuh"
 #include "note.cuh"
-#include "work.cuh"
+#include "schedule.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
 
 namespace dmattn::cuda::sm90 {
 
-// What the walk keeps in shared memory; the plain and dense variants have no plan to walk.
+// What the walk keeps in shared memory; the plain and dense variants have no lists to walk.
 template <int kDim, Variant kVariant>
 struct WalkQueues {
   static constexpr int kThreads = kForwardShape<kDim, kVariant>.walkers(), kWarps = kThreads / 32;
-  static constexpr bool kHasPlan = kMayHavePlan<kVariant>;
-  static constexpr int kRing = kHasPlan ? 1024 : 1;
+  static constexpr bool kHasLists = kMayGather<kVariant>;
+  static constexpr int kRing = kHasLists ? 1024 : 1;
   // The place of the n-th entry of a queue, n >= 0; a remainder of signed numbers would be four instructions.
-  static __device__ __forceinline__ int place(int n) { return n & kRing - 1; }
+  static __device__ __forceinline__ int place(int n) { return n & (kRing - 1); }
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][kWarps];
@@ -43,7 +44,7 @@ class Walk {
   using Stage = Note<kDim, kVariant>;
 
   // thread: among those that walk.
-  __device__ __forceinline__ Walk(const ForwardCall& call, const WorkPlan& work, int thread, Queues& queues, Stage* notes,
+  __device__ __forceinline__ Walk(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues, Stage* notes,
                                   uint32_t note_full, uint32_t note_empty)
       : call_(call),
         work_(work),
@@ -55,7 +56,7 @@ class Walk {
 
   // Walks tile after tile until there are none, then says so.
   __device__ __forceinline__ void run() {
-    const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.packs;
+    const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.head_groups;
     for (uint32_t item = blockIdx.x; item < items;) {  // the first one's queries are being loaded: load_tiles counts on it
       walk_tile(item);
       // Drawn as late as consumers leave time for, so that no block has tiles in store while others have none.
@@ -98,7 +99,7 @@ class Walk {
     // So few entries that no more than a quarter of some tiles have fewer.
     const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kThreads));
     int few = 0;
-    for (int step = 1 << 31 - __clz(static_cast<int>(call_.p.mask.tiles_k)); step > 0; step /= 2) {
+    for (int step = 1 << (31 - __clz(static_cast<int>(call_.p.mask.tiles_k))); step > 0; step /= 2) {
       if (group_count(kBarrier, kThreads, sample < few + step) <= kThreads / 4) few += step;
     }
     uint32_t is_short = 0;
@@ -135,7 +136,7 @@ class Walk {
     const bool is_short = static_cast<int>(at) >= long_tiles;
     const int rank = static_cast<int>(at) - (is_short ? long_tiles + short_before : first - short_before);
     const uint32_t tiles = queues_.is_short[thread_] ^ (is_short ? 0u : 0xffffffffu);
-    uint32_t candidates = mine == 32 ? tiles : tiles & (1u << mine) - 1;
+    uint32_t candidates = mine == 32 ? tiles : tiles & ((1u << mine) - 1);
     if (rank >= 0 && rank < __popc(candidates)) {
       for (int i = 0; i < rank; ++i) candidates &= candidates - 1;
       queues_.item = gridDim.x + static_cast<uint32_t>(first + __ffs(static_cast<int>(candidates)) - 1);
@@ -166,9 +167,9 @@ class Walk {
     if constexpr (kVariant == Variant::kDense) {
       walk_in_order();
     } else if constexpr (kVariant == Variant::kGathered) {
-      walk_plan();
-    } else if (Queues::kHasPlan && call_.plan.index) {
-      walk_plan();
+      walk_live_keys();
+    } else if (Queues::kHasLists && call_.live_keys.index) {
+      walk_live_keys();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
     } else {
@@ -176,7 +177,7 @@ class Walk {
     }
     if (!has_pending_) {  // nobody sees anything: a chunk of nothing keeps everyone in step
       Stage& note = begin_chunk();
-      if (thread_ == 0) note.base = -kKeys;
+      if (thread_ == 0) note.first_key = -kKeys;
       if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Stage::bias_place(thread_)] = 0.0f;
       accept(kInOrder | kLimit);
     }
@@ -221,7 +222,7 @@ class Walk {
     for (int end = limit; end > 0; end -= kKeys) {
       Stage& note = begin_chunk();
       const int base = end - kKeys;
-      if (thread_ == 0) note.base = base;
+      if (thread_ == 0) note.first_key = base;
       if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
       accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
     }
@@ -256,7 +257,7 @@ class Walk {
       if (bits) bits += first_query_ % tile_q * (tile_k / 32);
       for (int base = first; base < min(first + tile_k, limit); base += kKeys) {
         Stage& note = begin_chunk();
-        if (thread_ == 0) note.base = base;
+        if (thread_ == 0) note.first_key = base;
         uint32_t flags = kInOrder;
         if (bits || base + kKeys > whole_limit || spans.has_intervals()) {
           flags = test_chunk(note, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
@@ -314,16 +315,16 @@ class Walk {
 
   // ---- live keys gathered ----
 
-  __device__ __forceinline__ void walk_plan() {
-    const Plan& plan = call_.plan;
-    const int64_t row = batch_ * plan.batch_stride + head_ / static_cast<int>(plan.head_divisor);
-    const int2 list = plan.lists[row * plan.most_lists + segment_of(first_query_, plan.shift[row])];
-    const int64_t begin = row * plan.capacity + list.x;
-    index_ = plan.index + begin;
-    span_ = plan.span + begin;
+  __device__ __forceinline__ void walk_live_keys() {
+    const LiveKeys& live_keys = call_.live_keys;
+    const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
+    const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment_of(first_query_, live_keys.shift[mask_head])];
+    const int64_t begin = mask_head * live_keys.capacity + list.x;
+    index_ = live_keys.index + begin;
+    span_ = live_keys.span + begin;
     listed_ = list.y;
-    if (kVariant == Variant::kGathered && is_packed(call_, row)) {
-      walk_packed();
+    if (kVariant == Variant::kGathered && is_compact(call_, mask_head)) {
+      walk_compact();
       return;
     }
     at_ = 0;
@@ -342,12 +343,13 @@ class Walk {
     }
   }
 
-  // The list is packed, and every query sees all of it: in order, from its end, so that no place behind it is read.
-  __device__ __forceinline__ void walk_packed() {
+  // The keys of the list are copied to one place, and every query sees all of it: in order, from its end, so that no place behind
+  // it is read.
+  __device__ __forceinline__ void walk_compact() {
     for (int end = listed_; end > 0; end -= kKeys) {
       Stage& note = begin_chunk();
-      if (thread_ == 0) note.base = end - kKeys;
-      accept(kInOrder | kPacked | (end < kKeys ? kLimit : 0));
+      if (thread_ == 0) note.first_key = end - kKeys;
+      accept(kInOrder | kCompact | (end < kKeys ? kLimit : 0));
     }
   }
 
@@ -388,13 +390,13 @@ class Walk {
       counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
     }
     fetch();
-    turn_ ^= 1;
-    if (thread_ % 32 == 0) queues_.warp_counts[turn_][warp] = counts;
+    buffer_ ^= 1;
+    if (thread_ % 32 == 0) queues_.warp_counts[buffer_][warp] = counts;
     sync();
     int place = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const int other = queues_.warp_counts[turn_][w];
+      const int other = queues_.warp_counts[buffer_][w];
       place += w < warp ? other : 0;
       total += other;
     }
@@ -420,7 +422,7 @@ class Walk {
     const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
     Stage& note = begin_chunk();
     const bool is_run = last - first == kKeys - 1;  // in the order of the keys, so a run is as long as its ends are apart
-    if (thread_ == 0) note.base = first;
+    if (thread_ == 0) note.first_key = first;
     if (!is_run || kVariant == Variant::kGeneral) {
 #pragma unroll
       for (int row = thread_; row < kKeys; row += kThreads) {
@@ -459,7 +461,7 @@ class Walk {
     if (kVariant == Variant::kGathered && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
-    if (thread_ == 0) note.base = taken;
+    if (thread_ == 0) note.rows_present = taken;
     if constexpr (Stage::kIsGathered) flags |= note_seen(note, span, flags & kSpans ? kKeys : min(kFewRows, taken));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -490,7 +492,7 @@ class Walk {
   // Notes which rows of the tile see the keys of this thread's rows of the chunk; flags for the computing warps that need the
   // test, because one of their rows does not see one of the first `tested` keys.
   __device__ __forceinline__ uint32_t note_seen(Stage& note, const Span (&spans)[kRowsPerThread], int tested) {
-    const int shift = work_.pack_shift;  // a query is 2^shift rows
+    const int shift = work_.log2_heads_per_tile;  // a query is 2^shift rows
     int thread = thread_;
     asm volatile("" : "+r"(thread));  // what follows from it is computed here and now: registers are short
     uint32_t mine = 0;
@@ -510,23 +512,23 @@ class Walk {
       // The warps, by bit, of which every row sees the key need no test of it.
       const int from_warp = (first + 15) / 16, to_warp = last / 16;
       const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
-      if (row < tested) mine |= (1u << kRows / 16) - 1 & ~whole;
+      if (row < tested) mine |= ((1u << (kRows / 16)) - 1) & ~whole;
     }
-    turn_ ^= 1;
+    buffer_ ^= 1;
     mine = __reduce_or_sync(0xffffffffu, mine);
-    if (thread % 32 == 0) queues_.warp_flags[turn_][thread / 32] = mine;
+    if (thread % 32 == 0) queues_.warp_flags[buffer_][thread / 32] = mine;
     sync();
     uint32_t all = 0;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) all |= queues_.warp_flags[turn_][warp];
+    for (int warp = 0; warp < kWarps; ++warp) all |= queues_.warp_flags[buffer_][warp];
     return all * kTested;
   }
 
   static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // of a list, looked at at once
-  static_assert(!Queues::kHasPlan || Queues::kRing >= kBlock + 2 * kKeys);
+  static_assert(!Queues::kHasLists || Queues::kRing >= kBlock + 2 * kKeys);
   static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the general variant has no registers to spare
   const ForwardCall& call_;
-  const WorkPlan& work_;
+  const ForwardWork& work_;
   Queues& queues_;
   Stage* const notes_;
   const uint32_t note_full_, note_empty_;
@@ -542,7 +544,7 @@ class Walk {
   int fetched_key_[kPerThread], fetched_at_ = 0;
   const int32_t* index_ = nullptr;
   const int2* span_ = nullptr;
-  int listed_ = 0, at_ = 0, turn_ = 0;
+  int listed_ = 0, at_ = 0, buffer_ = 0;
   int whole_head_ = 0, whole_count_ = 0, partial_head_ = 0, partial_count_ = 0;
 };
 

@@ -22,11 +22,11 @@ from dmattn.testing.case import AttentionCase
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "strided")
-# Lengths at which kernels change their way, by the names they have in cpp/cpu/limits.h and cpp/cuda/attention_launch.h.
+# Lengths at which kernels change their way, by the names they have in cpp/cpu/limits.h and cpp/cuda/live_keys.h.
 CPU_THRESHOLDS = {
     "kSummaryKeys": 64, "kPieceDepth": 64, "kMaxTileQueries": 128, "kChunkKeys": 128, "kUnsummedQueries": 256, "kReduceKeys": 1024,
 }  # fmt: skip
-CUDA_THRESHOLDS = {"kQueryPadding": 128, "kPlanBlock": 512, "kSegmentQueries": 768, "kPlanPart": 4096}
+CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
 

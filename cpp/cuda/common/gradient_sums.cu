@@ -2,7 +2,7 @@
 //
 // The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen,
 // and the sums of the rest would be most of the memory traffic.
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "device.cuh"
 #include "visibility.cuh"
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_8(T* to, const float* row, int part, float
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float2 x = *reinterpret_cast<const float2*>(row + sum_place(part * 8 + i * 2, step));
-    pairs[i] = Element<T>::pack(x.x * factor, x.y * factor);
+    pairs[i] = Element<T>::narrow_pair(x.x * factor, x.y * factor);
   }
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
@@ -61,7 +61,7 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
     const uint32_t *pairs_a = &a.x, *pairs_b = &b.x;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 x = Element<T>::unpack(pairs_a[i]), y = Element<T>::unpack(pairs_b[i]);
+      const float2 x = Element<T>::widen_pair(pairs_a[i]), y = Element<T>::widen_pair(pairs_b[i]);
       sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
     }
   }

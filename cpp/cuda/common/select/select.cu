@@ -16,15 +16,15 @@
 // O(N log N) operations whatever the scores are, in about log2(N / 4608) + 5 launches (4608 keys are sorted by one block, 2304 if
 // wide), with 25 bytes of workspace per key (41 for float64 or documents, and 4 for each of a table of N/4608 x N/1024 counts).
 // Documents are the leading digits of the sort key: the keys of a later document beat all earlier ones, whose deaths then count
-// as the end of their document. Not causal: the order alone decides, and mostly not even that is needed (select_best.cuh).
+// as the end of their document. Not causal: the order alone decides, and mostly not even that is needed (best.cuh).
 #include <cub/block/block_scan.cuh>
 
-#include "../launch.h"
-#include "dependent_launch.cuh"
-#include "select_best.cuh"
-#include "select_groups.cuh"
-#include "select_keys.cuh"
-#include "select_sort.cuh"
+#include "../../launch.h"
+#include "../dependent_launch.cuh"
+#include "best.cuh"
+#include "groups.cuh"
+#include "keys.cuh"
+#include "sort.cuh"
 
 namespace dmattn::cuda {
 namespace selection {
@@ -284,7 +284,7 @@ bool needs_wide_keys(const SelectParams& p) { return p.dtype == DType::kFloat64 
 bool keeps_all(const SelectParams& p) { return p.window >= p.length && (p.is_causal || p.segment_end.data == nullptr); }
 
 // Lays out the workspace from `memory` on (null when only the size is wanted) and returns its size.
-size_t plan(const SelectParams& p, char* memory, Work& work) {
+size_t lay_out(const SelectParams& p, char* memory, Work& work) {
   const bool wide = needs_wide_keys(p);
   const int64_t rows = p.batch * p.heads, tile = wide ? kTile<WideKey> : kTile<NarrowKey>;
   work.length = static_cast<int32_t>(p.length);
@@ -347,7 +347,7 @@ cudaError_t launch_all(const SelectParams& p, const Work& work, unsigned rows, c
 
 size_t select_workspace_bytes(const SelectParams& p) {
   selection::Work work;
-  return selection::plan(p, nullptr, work);
+  return selection::lay_out(p, nullptr, work);
 }
 
 cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t stream) {
@@ -355,7 +355,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   const int64_t rows = p.batch * p.heads, keys = rows * p.length;
   if (keys == 0) return cudaSuccess;
   Work work;
-  plan(p, static_cast<char*>(workspace), work);
+  lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
   if (keeps_all(p)) return launch_dependent(keep_all, simple_grid, 256, 0, stream, p, work, keys);
   if (has_one_set(p)) {

@@ -8,8 +8,8 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "dependent_launch.cuh"
-#include "select_keys.cuh"
+#include "../dependent_launch.cuh"
+#include "keys.cuh"
 
 namespace dmattn::cuda::selection {
 

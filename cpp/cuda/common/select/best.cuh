@@ -7,9 +7,9 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "cluster.cuh"
-#include "dependent_launch.cuh"
-#include "select_keys.cuh"
+#include "../cluster.cuh"
+#include "../dependent_launch.cuh"
+#include "keys.cuh"
 
 namespace dmattn::cuda::selection {
 
@@ -56,16 +56,16 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
   // The code of the worst key that is kept, from the front: its digits so far, and how many keys that begin with them are kept.
   // The low bits of codes of 16-bit scores follow from the others.
   uint32_t worst = 0;
-  int32_t needed = window, tied = 0, shift = 32, turn = 0;
-  for (const int32_t last_shift = p.dtype == DType::kFloat32 ? 0 : 32 - 2 * kDigitBits; shift > last_shift; turn ^= 1) {
-    int32_t* const counts = all_counts[turn];
+  int32_t needed = window, tied = 0, shift = 32, buffer = 0;
+  for (const int32_t last_shift = p.dtype == DType::kFloat32 ? 0 : 32 - 2 * kDigitBits; shift > last_shift; buffer ^= 1) {
+    int32_t* const counts = all_counts[buffer];
     const int32_t width = min(shift, kDigitBits);
     const uint64_t decided = worst;
     shift -= width;
     counts[thread] = counts[thread + kBestThreads] = 0;
     __syncthreads();
     for_piece([&](int32_t, uint32_t code) {
-      if (uint64_t{code} >> shift + width == decided) atomicAdd(&counts[code >> shift & (1U << width) - 1], 1);
+      if (uint64_t{code} >> (shift + width) == decided) atomicAdd(&counts[(code >> shift) & ((1U << width) - 1)], 1);
     });
     Cluster::sync();
     const int32_t bin = kBins - 1 - 2 * thread;  // the best one first
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
   }
 
   // Of the keys that tie, the last ones.
-  const int32_t* const counts = all_counts[turn ^ 1];
+  const int32_t* const counts = all_counts[buffer ^ 1];
   const int32_t digit = chosen, tied_here = counts[digit];
   if (needed < tied) {
     for (int32_t i = rank + 1; i < blocks; ++i) needed -= Cluster::of(counts, i)[digit];

@@ -4,17 +4,10 @@
 // before the tensor cores may read them, and until then the copies of the next chunk are started, if that can be done at once.
 #pragma once
 
+#include "maps.h"
 #include "walk.cuh"
 
 namespace dmattn::cuda::sm90 {
-
-struct Maps {
-  CUtensorMap query;                     // D, packed heads, Sq, packs, B
-  CUtensorMap key;                       // D, Sk, Hkv, B
-  CUtensorMap value;                     // Dv, Sk, Hkv, B
-  CUtensorMap out;                       // as query: Dv, packed heads, Sq, packs, B
-  CUtensorMap packed_key, packed_value;  // D or Dv, capacity, Hkv, B
-};
 
 // The tile whose queries are in shared memory.
 struct TileNote {
@@ -59,10 +52,10 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
 }
 
 // Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads; with holes, rows without a key and those from
-// `there` on become zeros. A thread copies rows in batches, every eighth row, where the swizzle is the same; where it has the
-// registers it reads the keys of a batch ahead. `early` is called after the first batch.
+// `rows_present` on become zeros. A thread copies rows in batches, every eighth row, where the swizzle is the same; where it has
+// the registers it reads the keys of a batch ahead. `early` is called after the first batch.
 template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
-__device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int there, const char* rows,
+__device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int rows_present, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
   constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
   constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;  // a batch: some copies of rows of one residue
@@ -90,7 +83,7 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
-      is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < there));
+      is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < rows_present));
       rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
     }
     if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // their latency is hidden by the copies
@@ -103,7 +96,7 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
 // Loads what the notes say: one half of the threads keys and queries, the other values, by the same code. Without gathering,
 // one thread of each does. loader: which of them this thread is.
 template <int kDim, Variant kVariant>
-__device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPlan& work, const Maps& maps,
+__device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                            ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   using Chunk = Note<kDim, kVariant>;
@@ -151,7 +144,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       copy_box(shared_address(shared.query[tiles % kShape.query_tiles]) + panel * (kRows * 128), &maps.query,
-               query_full.at(tiles), panel * 64, 0, first_query, head >> work.pack_shift, tile_batch);
+               query_full.at(tiles), panel * 64, 0, first_query, head >> work.log2_heads_per_tile, tile_batch);
     }
   };
   if (is_keys && thread == 0) {  // the first tile's are known before the walk's first note
@@ -173,22 +166,22 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
       from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
       if constexpr (kIsGathered) {
         bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
-        const bool is_from_packed = flags & kPacked;
-        map = is_keys ? is_from_packed ? &maps.packed_key : &maps.key : is_from_packed ? &maps.packed_value : &maps.value;
-        if (bias && is_from_packed) {
-          bias = call.packed.key_bias + (batch * p.kv_heads + kv_head) * call.packed.capacity;
+        const bool is_from_compact = flags & kCompact;
+        map = is_keys ? is_from_compact ? &maps.compact_key : &maps.key : is_from_compact ? &maps.compact_value : &maps.value;
+        if (bias && is_from_compact) {
+          bias = call.compact.key_bias + (batch * p.kv_heads + kv_head) * call.compact.capacity;
         }
       }
     }
     const bool has_bias = kIsGathered && bias && !(flags & kEnd);
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
-    const int there = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.base : kShape.keys;
+    const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.rows_present : kShape.keys;
     if (has_bias) {  // read now, written when the copies are under way
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int at = thread + i * kLoaders, key = in_order ? note.base + at : note.index[index_place<kShape.keys>(at)];
-        bias_of[i] = key >= 0 && at < there ? bias[key] : negative_infinity();
+        const int at = thread + i * kLoaders, key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
+        bias_of[i] = key >= 0 && at < rows_present ? bias[key] : negative_infinity();
       }
     }
     const uint32_t stage_full = full + 8 * stage;
@@ -205,19 +198,20 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const WorkPl
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
     if (kVariant != Variant::kDense && !in_order) {
       // The gathered variant has code of its own for chunks of which no row is missing.
-      if (kIsGathered && there == kShape.keys) {
+      if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
-        gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, note.index, there, from, row_bytes, width,
-                                                                        settle);
+        gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, note.index, rows_present, from, row_bytes,
+                                                                        width, settle);
       } else {
-        gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, note.index, there, from, row_bytes, width, settle);
+        gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, note.index, rows_present, from, row_bytes, width,
+                                                                 settle);
       }
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
       barrier_expect(stage_full, kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * (kShape.keys * 128), map, stage_full, panel * 64, note.base, kv_head, batch);
+        copy_box(tile + panel * (kShape.keys * 128), map, stage_full, panel * 64, note.first_key, kv_head, batch);
       }
     }
     if (has_bias) {

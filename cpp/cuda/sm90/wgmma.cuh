@@ -1,10 +1,8 @@
-// Hopper's own instructions as functions: barriers in shared memory, tensor copies, warpgroup products, register hand-over.
+// Warpgroup products as functions, and what moves their operands: registers handed over, fragments stored.
 //
 // The one surprise is that a warpgroup product runs on after its instruction: until wait_products, the compiler must neither read
 // the result nor reuse an operand's registers, which is what `pin` tells it.
 #pragma once
-
-#include <cuda.h>
 
 #include "../common/device.cuh"
 
@@ -17,69 +15,6 @@ __device__ __forceinline__ int read_lane() {
   return lane;
 }
 
-// ---- barriers in shared memory: a phase completes when all arrivals, and all bytes announced, have come ----
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and announces bytes that tensor copies will bring.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Waits for the end of the phase with this parity; a fresh barrier has just ended its phase of parity 1.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// Has the phase with this parity ended?
-__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.b32 %0, 1, 0, done; }"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-
-// Named barriers, for `threads` threads of the block.
-__device__ __forceinline__ void group_sync(int id, int threads) {
-  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ bool group_any(int id, int threads, bool mine) {
-  int any;
-  asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q; }"
-               : "=r"(any)
-               : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
-               : "memory");
-  return any != 0;
-}
-__device__ __forceinline__ int group_count(int id, int threads, bool mine) {
-  int count;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; barrier.red.popc.u32 %0, %1, %2, p; }"
-               : "=r"(count)
-               : "r"(id), "r"(threads), "r"(static_cast<int>(mine))
-               : "memory");
-  return count;
-}
-
-// What ordinary stores and copies wrote to shared memory becomes visible to products and tensor copies.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -88,50 +23,6 @@ template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// ---- tensor copies ----
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3,
-                                         int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
-      "[%2];" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
-// Consecutive bytes, a multiple of 16, as are both addresses.
-__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// The other way: a box in shared memory to the tensor. What lies outside the tensor is not written.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-               : "memory");
-}
-// Adds consecutive floats to global memory; 16-byte units.
-__device__ __forceinline__ void add_floats(float* to, uint32_t from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's stores have read shared memory.
-__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 __device__ __forceinline__ void store_shared_16(uint32_t to, float x0, float x1, float x2, float x3) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
@@ -161,8 +52,6 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
     }
   }
 }
-
-// ---- warpgroup products ----
 
 // A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
 // Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows. Only the low half of

@@ -3,11 +3,13 @@
 // The one surprise is the miss: cudaErrorNotSupported for what has no kernel here, which another family then takes.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 
 namespace dmattn::cuda::sm90 {
 
-// call.plan.ticket: one int of scratch, which a plan has zeroed. processors: of the device.
+// Is there a forward kernel for the call? Asked before its live keys are found.
+bool has_forward(const AttentionParams& p);
+// call.live_keys.ticket: one int of scratch, which launch_live_keys has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
 // Is there a backward kernel for the call? It wants query_sums, in tiles, and key_sums too where live keys are gathered; with a

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "tiles.h"
 
 namespace dmattn::cuda::sm80 {

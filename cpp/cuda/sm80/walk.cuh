@@ -1,5 +1,5 @@
-// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from the
-// plan.
+// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from
+// lists of live keys.
 //
 // The one surprise is the two queues of the gathered walk: keys that every query of the tile sees and keys that only some see are
 // chunked apart, in whatever order they come, so that all but one or two chunks need no test.
@@ -7,7 +7,7 @@
 
 #include <new>
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "../common/visibility.cuh"
 #include "tile.cuh"
 #include "tiles.h"
@@ -49,7 +49,7 @@ struct RingState {
 template <int kThreads, int kKeys>
 struct KeyQueues {
   static constexpr int kRing = 1024;
-  static_assert(kRing >= kPlanBlock + kKeys && kPlanBlock % kThreads == 0);
+  static_assert(kRing >= kListBlock + kKeys && kListBlock % kThreads == 0);
   int32_t whole[kRing];    // keys that every query of the tile sees; in order: the tiles of a block mask
   int32_t partial[kRing];  // places in the list of keys that some see; in order: the states of those tiles
   int32_t warp_counts[kThreads / 32];
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* span
 
 // A chunk of keys in order; the same in all threads.
 struct Chunk {
-  int base = 0;             // keys in order: the first key
+  int first_key = 0;        // keys in order: the first of them
   bool needs_test = false;  // spans are filled in and decide
   bool has_bits = false;    // so are bits
 };
@@ -82,9 +82,9 @@ class KeyWalk {
   using Queues = KeyQueues<kThreads, kKeys>;
 
   // A tile of the queries [first_query, first_query + kQueries) of a head.
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const Plan& plan, Queues& queues, int batch, int head, int kv_head,
-                                     int first_query)
-      : p_(p), queues_(queues), is_gathered_(plan.index != nullptr) {
+  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const LiveKeys& live_keys, Queues& queues, int batch, int head,
+                                     int kv_head, int first_query)
+      : p_(p), queues_(queues), is_gathered_(live_keys.index != nullptr) {
     if (threadIdx.x == 0) {
       auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
                                                        row_of<const float>(p.key_bias, batch, head),
@@ -95,7 +95,7 @@ class KeyWalk {
       sources.low = first_query + shift;
       sources.high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       if (gathered()) {
-        find_list(sources, plan, batch, head, first_query);
+        find_list(sources, live_keys, batch, head, first_query);
       } else {
         find_tiles(sources, batch, head, first_query);
       }
@@ -125,7 +125,7 @@ class KeyWalk {
 
   // The key in column `column` of a chunk.
   __device__ __forceinline__ int key_of(const Stage& stage, const Chunk& chunk, int column) const {
-    return gathered() ? stage.index[column] : chunk.base + column;
+    return gathered() ? stage.index[column] : chunk.first_key + column;
   }
 
   // Starts copying the chunk's keys or values into a tile; rows no query of the tile sees become zeros.
@@ -166,11 +166,11 @@ class KeyWalk {
       for (int r = 0; r < kKeys; r += Copy::kRows) {
         const bool wanted = stage.span[copy.row + r].touches(low, high);
         copy.start(tile, r,
-                   rows + (wanted ? static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row + r)) * row_bytes : 0),
+                   rows + (wanted ? static_cast<uint64_t>(static_cast<uint32_t>(chunk.first_key + copy.row + r)) * row_bytes : 0),
                    wanted);
       }
     } else {
-      const char* from = rows + static_cast<uint64_t>(static_cast<uint32_t>(chunk.base + copy.row)) * row_bytes;
+      const char* from = rows + static_cast<uint64_t>(static_cast<uint32_t>(chunk.first_key + copy.row)) * row_bytes;
 #pragma unroll
       for (int r = 0; r < kKeys; r += Copy::kRows, from += Copy::kRows * row_bytes) copy.start(tile, r, from, true);
     }
@@ -222,10 +222,10 @@ class KeyWalk {
       } else if (cursor_ >= sources().limit) {
         return false;
       }
-      chunk.base = cursor_;
+      chunk.first_key = cursor_;
       cursor_ += kKeys;
       chunk.has_bits = bits != nullptr;
-      chunk.needs_test = bits || chunk.base + kKeys > sources().whole_limit || sources().spans.has_intervals();
+      chunk.needs_test = bits || chunk.first_key + kKeys > sources().whole_limit || sources().spans.has_intervals();
       if (!chunk.needs_test || prepare_test(stage, chunk, bits)) {
         copy_key_bias(stage, chunk);
         return true;
@@ -238,7 +238,7 @@ class KeyWalk {
     const int thread = threadIdx.x, low = sources().low, high = sources().high;
     bool touches = false, covers = true;
     if (thread < kKeys) {
-      const Span span = sources().spans.of_key(chunk.base + thread);
+      const Span span = sources().spans.of_key(chunk.first_key + thread);
       stage.span[thread] = span;
       touches = span.touches(low, high);
       covers = span.covers(low, high);
@@ -271,12 +271,13 @@ class KeyWalk {
 
   // ---- live keys gathered ----
 
-  static __device__ __forceinline__ void find_list(KeySources& to, const Plan& plan, int batch, int head, int first_query) {
-    const int64_t row = batch * plan.batch_stride + head / static_cast<int>(plan.head_divisor);
-    const int2 list = plan.lists[row * plan.most_lists + segment_of(first_query, plan.shift[row])];
-    const int64_t begin = row * plan.capacity + list.x;
-    to.index = plan.index + begin;
-    to.span = plan.span + begin;
+  static __device__ __forceinline__ void find_list(KeySources& to, const LiveKeys& live_keys, int batch, int head,
+                                                   int first_query) {
+    const int64_t mask_head = live_keys.mask_head_of(batch, head);
+    const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment_of(first_query, live_keys.shift[mask_head])];
+    const int64_t begin = mask_head * live_keys.capacity + list.x;
+    to.index = live_keys.index + begin;
+    to.span = live_keys.span + begin;
     to.listed = list.y;
   }
 
@@ -285,7 +286,7 @@ class KeyWalk {
     const int first = queues_.cursor + static_cast<int>(threadIdx.x);
     if (queues_.cursor >= sources().listed) return false;
 
-    constexpr int kPerThread = kPlanBlock / kThreads;  // what can be had anew is not kept: registers are short
+    constexpr int kPerThread = kListBlock / kThreads;  // what can be had anew is not kept: registers are short
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
@@ -301,7 +302,7 @@ class KeyWalk {
     }
     if (threadIdx.x % 32 == 0) queues_.warp_counts[threadIdx.x / 32] = counts;
     __syncthreads();
-    if (threadIdx.x == 0) queues_.cursor = first + kPlanBlock;
+    if (threadIdx.x == 0) queues_.cursor = first + kListBlock;
     int place = 0, total = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) {
@@ -366,7 +367,7 @@ class KeyWalk {
 
   __device__ __forceinline__ void copy_key_bias(Stage& stage, const Chunk& chunk) {
     if (kVariant == Variant::kPlain || !sources().key_bias || threadIdx.x >= kKeys) return;
-    const int key = chunk.base + static_cast<int>(threadIdx.x);
+    const int key = chunk.first_key + static_cast<int>(threadIdx.x);
     const bool is_key = key < p_.key_length;
     copy_async_4(shared_address(&stage.key_bias[threadIdx.x]), sources().key_bias + (is_key ? key : 0), is_key);
   }
@@ -386,10 +387,10 @@ __device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chun
   return !chunk.has_bits || (stage.bits[row][column / 32] >> column % 32 & 1);
 }
 
-// Hides what the chunk's spans and bits hide: x becomes -inf there. `row` is the tile row of the thread's first element, `column`
-// its chunk column.
+// Hides what the chunk's spans and bits hide: scores become -inf there. `row` is the tile row of the thread's first element,
+// `column` its chunk column.
 template <int kM, int kN, class Stage>
-__device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
+__device__ __forceinline__ void hide(float (&scores)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
                                      int low) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
@@ -399,8 +400,8 @@ __device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int position = low + row + 16 * m + 8 * r;
-        if (!left.sees(position)) x[m][n][2 * r] = negative_infinity();
-        if (!right.sees(position)) x[m][n][2 * r + 1] = negative_infinity();
+        if (!left.sees(position)) scores[m][n][2 * r] = negative_infinity();
+        if (!right.sees(position)) scores[m][n][2 * r + 1] = negative_infinity();
       }
     }
   }
@@ -412,8 +413,8 @@ __device__ __forceinline__ void hide(float (&x)[kM][kN][4], const Stage& stage, 
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint32_t bits = stage.bits[row + 16 * m + 8 * r][(column + 8 * n) / 32] >> (column + 8 * n) % 32;
-        if (!(bits & 1)) x[m][n][2 * r] = negative_infinity();
-        if (!(bits & 2)) x[m][n][2 * r + 1] = negative_infinity();
+        if (!(bits & 1)) scores[m][n][2 * r] = negative_infinity();
+        if (!(bits & 2)) scores[m][n][2 * r + 1] = negative_infinity();
       }
     }
   }

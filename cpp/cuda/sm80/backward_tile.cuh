@@ -1,12 +1,12 @@
 // What both backward kernels do with a block of scores: products to probabilities and score gradients, element by element.
 //
-// The one surprise is that both leave in place: x holds products and then probabilities, y holds <dout, value> and then the
-// gradient of the scaled product, so that a thread never has four copies of its block.
+// The one surprise is that both leave in place: scores holds products and then probabilities, grad_scores holds <dout, value> and
+// then the gradient of the scaled product, so that a thread never has four copies of its block.
 #pragma once
 
-#include "../attention_launch.h"
+#include "../calls.h"
 #include "../common/logits.cuh"
-#include "keys.cuh"
+#include "walk.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -42,11 +42,12 @@ struct ColumnSums {
     for (int n = 0; n < kN; ++n) sum[n][0] = sum[n][1] = 0.0f;
   }
   template <int kM>
-  __device__ __forceinline__ void add(const float (&y)[kM][kN][4]) {
+  __device__ __forceinline__ void add(const float (&grad_scores)[kM][kN][4]) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) sum[n][0] += y[m][n][0] + y[m][n][2], sum[n][1] += y[m][n][1] + y[m][n][3];
+      for (int m = 0; m < kM; ++m)
+        sum[n][0] += grad_scores[m][n][0] + grad_scores[m][n][2], sum[n][1] += grad_scores[m][n][1] + grad_scores[m][n][3];
     }
   }
   // add(column, sum over the warp's rows), each column once
@@ -67,7 +68,7 @@ struct ColumnSums {
 // The gathered variant, in rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`:
 // the place of the thread's first row in call.lse.
 template <int kM, int kN>
-__device__ __forceinline__ void to_exponents(float (&x)[kM][kN][4], const BackwardCall& call, const float* key_bias,
+__device__ __forceinline__ void to_exponents(float (&scores)[kM][kN][4], const BackwardCall& call, const float* key_bias,
                                              int64_t first_row, int column) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void to_exponents(float (&x)[kM][kN][4], const Backwa
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& element = x[m][n][2 * r + e];
+          float& element = scores[m][n][2 * r + e];
           element = probability_exponent(fmaf(element, call.scale, key_bias[column + 8 * n + e]), lse, lse_rest2);
         }
       }
@@ -92,7 +93,7 @@ __device__ __forceinline__ void to_exponents(float (&x)[kM][kN][4], const Backwa
 // `column` are those of the thread's first element in the block; lse2 belongs to its rows. are_exponents: to_exponents came
 // first.
 template <class T, Variant kVariant, bool are_exponents, int kWidth, int kM, int kN>
-__device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&x)[kM][kN][4], const float (&lse2)[kM][2],
+__device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&scores)[kM][kN][4], const float (&lse2)[kM][2],
                                                   float scale_2, const float* key_bias, int column, int part, int total) {
   if constexpr (kVariant == Variant::kGeneral) return;
   constexpr int kPairs = kM * 2 * kN;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float
   for (int i = 0; i < kPairs; ++i) {
     if (i < part * kPairs / total || i >= (part + 1) * kPairs / total) continue;
     const int m = i / (2 * kN), r = i / kN % 2, n = i % kN;
-    float (&pair)[4] = x[m][n];
+    float (&pair)[4] = scores[m][n];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float& element = pair[2 * r + e];
@@ -110,30 +111,31 @@ __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float
       }
       element = exp2_approx(element);
     }
-    store_shared_4(place.at(m, r, n), Element<T>::pack(pair[2 * r], pair[2 * r + 1]));
+    store_shared_4(place.at(m, r, n), Element<T>::narrow_pair(pair[2 * r], pair[2 * r + 1]));
   }
 }
 
-// x is the probabilities and y becomes the gradients of the scaled products, also those of the logits.
+// scores is the probabilities and grad_scores becomes the gradients of the scaled products, also those of the logits.
 template <int kM, int kN>
-__device__ __forceinline__ void to_gradients(const float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&delta)[kM][2]) {
+__device__ __forceinline__ void to_gradients(const float (&scores)[kM][kN][4], float (&grad_scores)[kM][kN][4],
+                                             const float (&delta)[kM][2]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) y[m][n][e] = x[m][n][e] * (y[m][n][e] - delta[m][e / 2]);
+      for (int e = 0; e < 4; ++e) grad_scores[m][n][e] = scores[m][n][e] * (grad_scores[m][n][e] - delta[m][e / 2]);
     }
   }
 }
 
-// The general variant: x is the products and becomes the probabilities.
+// The general variant: scores is the products and becomes the probabilities.
 template <class T, int kM, int kN, class Stage, class KeyOf>
-__device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[kM][kN][4], const float (&lse)[kM][2],
-                                             const float (&lse_rest2)[kM][2], const float (&delta)[kM][2], ColumnSums<kN>& sums,
-                                             const BackwardCall& call, int batch, int head, const Stage& stage,
-                                             const Chunk& chunk, bool needs_test, int first_query, int row, int column,
-                                             KeyOf key_of) {
+__device__ __forceinline__ void to_gradients(float (&scores)[kM][kN][4], float (&grad_scores)[kM][kN][4],
+                                             const float (&lse)[kM][2], const float (&lse_rest2)[kM][2],
+                                             const float (&delta)[kM][2], ColumnSums<kN>& sums, const BackwardCall& call,
+                                             int batch, int head, const Stage& stage, const Chunk& chunk, bool needs_test,
+                                             int first_query, int row, int column, KeyOf key_of) {
   const AttentionParams& p = call.b.forward;
   const int low = first_query + static_cast<int>(p.key_length - p.query_length);
   const LogitTerms<T> terms(p, batch, head);
@@ -151,7 +153,7 @@ __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[k
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = column + 8 * n + e, key = key_of(at);
-          float &probability = x[m][n][2 * r + e], &gradient = y[m][n][2 * r + e];
+          float &probability = scores[m][n][2 * r + e], &gradient = grad_scores[m][n][2 * r + e];
           const float capped = terms.capped(probability);
           const float logit = capped + (p.key_bias.data ? stage.key_bias[at] : 0.0f) + terms.bias_at(query, key, query_length);
           const bool visible = !needs_test || is_visible(stage, chunk, tile_row, at, low);
@@ -173,9 +175,9 @@ __device__ __forceinline__ void to_gradients(float (&x)[kM][kN][4], float (&y)[k
 
 // to[32 keys, 8 kN] += scores^T * by: scores [kQueries, kWidth] from column key_row on, by [kQueries, kDim] from `column` on.
 template <class T, int kQueries, int kWidth, int kDim, int kN, class Beside = Nothing>
-__device__ __forceinline__ void accumulate(float (&to)[2][kN][4], uint32_t scores, int key_row, uint32_t by, int column,
+__device__ __forceinline__ void accumulate(float (&to)[2][kN][4], uint32_t score_tile, int key_row, uint32_t by, int column,
                                            Beside beside = {}) {
-  const auto transposed = Fragment<kWidth>::wide(scores, 0, key_row / 8);
+  const auto transposed = Fragment<kWidth>::wide(score_tile, 0, key_row / 8);
   multiply_by_columns<T, kQueries / 16>(
       to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix_transposed(a, transposed.step(16 * k, 2 * m)); },
       Fragment<kDim>::tall(by, 0, column / 8), beside);
@@ -183,9 +185,9 @@ __device__ __forceinline__ void accumulate(float (&to)[2][kN][4], uint32_t score
 
 // to[16 kM queries, 8 kN] += scores * keys: scores [queries, kWidth] from query_row on, keys [kKeys, kDim] from `column` on.
 template <class T, int kKeys, int kWidth, int kDim, int kM, int kN, class Beside = Nothing>
-__device__ __forceinline__ void accumulate_queries(float (&to)[kM][kN][4], uint32_t scores, int query_row, uint32_t keys,
+__device__ __forceinline__ void accumulate_queries(float (&to)[kM][kN][4], uint32_t score_tile, int query_row, uint32_t keys,
                                                    int column, Beside beside = {}) {
-  const auto rows = Fragment<kWidth>::tall(scores, query_row, 0);
+  const auto rows = Fragment<kWidth>::tall(score_tile, query_row, 0);
   multiply_by_columns<T, kKeys / 16>(
       to, [&](int k, int m, uint32_t (&a)[4]) { load_matrix(a, rows.step(16 * m, 2 * k)); },
       Fragment<kDim>::tall(keys, 0, column / 8), beside);

@@ -5,7 +5,7 @@
 
 #include "backward_keys.cuh"
 #include "backward_queries.cuh"
-#include "family.h"
+#include "dispatch.h"
 #include "forward.cuh"
 #include "sm80_instances.h"
 
@@ -65,16 +65,16 @@ void list(std::ostream& text, const char* name, const Instance<Call> (&instances
 }  // namespace
 
 cudaError_t forward(const ForwardCall& call, cudaStream_t stream) {
-  return launch(kForward, call.p, variant_of(call.p, call.plan), Room::kSmall, call, stream);
+  return launch(kForward, call.p, variant_of(call.p, call.live_keys), Room::kSmall, call, stream);
 }
 
 cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream) {
-  return launch(kQueryMajor, call.b.forward, variant_of(call.b.forward, call.plan), room, call, stream);
+  return launch(kQueryMajor, call.b.forward, variant_of(call.b.forward, call.live_keys), room, call, stream);
 }
 
 cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const Variant variant = variant_of(p, call.plan);
+  const Variant variant = variant_of(p, call.live_keys);
   const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
   const bool is_plain = variant == Variant::kPlain && !has_mask && call.batches_in_turn * call.kv_heads_in_turn == 1;
   return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);

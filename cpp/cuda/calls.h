@@ -1,0 +1,93 @@
+// What a kernel gets: the forward call, the backward call, their variants, and the launches of kernels that both families share.
+// Plain structs, no torch.
+#pragma once
+
+#include "live_keys.h"
+
+namespace dmattn::cuda {
+
+inline constexpr double kLog2OfE = 1.4426950408889634;
+
+// What a kernel instance can do at compile time; everything else is a run-time flag.
+enum class Variant : int32_t {
+  kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
+  kGathered,  // live keys, gathered from lists; key_bias
+  kGeneral,   // both, and bias, softcap, dropout, any scale
+  kDense,     // all keys, or causal ones, and nothing else; only where a family has more for them than kPlain
+};
+
+// An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.
+inline constexpr float kHugeExponent = 4096.0f;
+
+// What backward may meet among its rows: an lse beyond kHugeExponent; rows that see nothing, and are not finite (delta).
+enum RowFlag : int32_t { kHugeRows = 1, kBadRows = 2 };
+
+// The variant that just suffices.
+inline Variant variant_of(const AttentionParams& p, bool is_gathered) {
+  const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
+  if (is_simple && is_gathered) return Variant::kGathered;
+  return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
+}
+inline Variant variant_of(const AttentionParams& p, const LiveKeys& live_keys) {
+  return variant_of(p, live_keys.index != nullptr);
+}
+
+// Copies of the live keys and values in the order of their list, for kernels that copy rows in order faster than gathered ones.
+// Made on the device where all queries are one segment and `capacity` is enough: not for every head, nor known here.
+struct CompactKeys {
+  void *key = nullptr, *value = nullptr;  // [B, Hkv, capacity, D or Dv]; null: no copies
+  float* key_bias = nullptr;              // [B, Hkv, capacity]; null: there is none
+  int64_t capacity = 0;
+};
+
+struct ForwardCall {
+  AttentionParams p;
+  LiveKeys live_keys;
+  float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale * log2(e), 1 / scale
+  CompactKeys compact;
+};
+
+struct BackwardCall {
+  BackwardParams b;
+  LiveKeys live_keys;
+  float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
+  float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
+  // [B, H, padded_queries]: <dout, out> - dlse; of a row that sees nothing 0, or NaN when its query or grad_out is not finite.
+  float* delta = nullptr;
+  int32_t* row_flags = nullptr;  // one int: kHugeRows and kBadRows, zero before launch_row_terms
+  // For rows whose lse is beyond kHugeExponent, where rounding lse2 would scale the probabilities of the row.
+  float* lse = nullptr;        // [B, H, padded_queries]: as it came, +inf as in lse2
+  float* lse_rest2 = nullptr;  // [B, H, padded_queries]: what rounding left out of it, in base 2
+  int64_t padded_queries = 0;  // Sq rounded up to kQueryPadding
+  PerHead grad_key_bias;       // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
+  PerHead grad_bias;           // float [B|1, H|Hkv|1, Sq, Sk]
+  // fp32 sums in global memory, null: not accumulated there. Both have one more row, to which rows that do not exist are added.
+  float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
+  float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
+  bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
+  // With a block mask, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
+  uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
+  int seen_words = 0;        // 4 for each 128 keys
+  // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
+  // turn.
+  int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
+};
+
+// Floats in a row of sums of `dim` elements, and where element i is, `step` floats from one 16 columns to the next. A lane of
+// mma.sync holds two pairs of columns of 16: they are neighbours here, so that it adds 16 bytes at once.
+constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
+constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
+
+// Floats of a row of key_sums.
+constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }
+
+// Common kernels.
+cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream);
+cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
+cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen, without intervals
+cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
+cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query
+// key_sums -> grad_key and grad_value, zeros for keys nobody sees; without key_sums only those zeros.
+cudaError_t launch_store_key_sums(const BackwardCall& call, cudaStream_t stream);
+
+}  // namespace dmattn::cuda

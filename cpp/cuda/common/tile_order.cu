@@ -1,0 +1,70 @@
+// In which order the portable family starts query tiles under a block mask, whose tiles are as long as the mask says.
+#include "../calls.h"
+#include "device.cuh"
+#include "visibility.cuh"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int kWarps = 32, kThreads = kWarps * 32;
+
+// One block puts the quarter of the query tiles with the shortest lists last, longest first, so that all SMs finish together. The
+// others stay as they are, head by head, so that their keys stay in L2.
+__global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__ AttentionParams p,
+                                                         const __grid_constant__ LiveKeys live_keys) {
+  constexpr int kBuckets = kThreads;
+  __shared__ int places[kBuckets], warp_counts[2][kWarps];
+  __shared__ int shortest_kept;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int tiles = (static_cast<int>(p.query_length) + kQueryPadding - 1) / kQueryPadding;
+  const int items = static_cast<int>(p.batch * p.heads) * tiles;
+  int shift = 0;
+  while ((p.mask.tiles_k >> shift) >= kBuckets) ++shift;
+  const auto length_of = [&](int item) {
+    const int batch_head = item / tiles, heads = static_cast<int>(p.heads);
+    const int row = (tiles - 1 - item % tiles) * kQueryPadding / static_cast<int>(p.mask.tile_q);
+    const int32_t* const rows = TileSource(p.mask, batch_head / heads, batch_head % heads).rows;
+    return min(max(rows[row * (p.mask.tiles_k + 1)], 0), static_cast<int>(p.mask.tiles_k)) >> shift;
+  };
+
+  // How many tiles have each length; which lengths make up the shortest quarter; where each of those begins.
+  places[thread] = 0;
+  __syncthreads();
+  for (int item = thread; item < items; item += kThreads) atomicAdd(&places[length_of(item)], 1);
+  __syncthreads();
+  if (thread == 0) {
+    int shorter = 0, length = 0;
+    for (; length < kBuckets && shorter + places[length] <= items / 4; ++length) {
+      const int count = places[length];
+      shorter += count;
+      places[length] = items - shorter;
+    }
+    shortest_kept = length;
+  }
+  __syncthreads();
+
+  int kept = 0;
+  for (int base = 0, buffer = 0; base < items; base += kThreads, buffer ^= 1) {
+    const int item = base + thread, length = item < items ? length_of(item) : 0;
+    const bool keeps = item < items && length >= shortest_kept;
+    const unsigned keepers = __ballot_sync(0xffffffffu, keeps);
+    if (lane == 0) warp_counts[buffer][warp] = __popc(keepers);
+    __syncthreads();
+    int place = kept;
+    for (int w = 0; w < kWarps; ++w) {
+      place += w < warp ? warp_counts[buffer][w] : 0;
+      kept += warp_counts[buffer][w];
+    }
+    if (keeps) live_keys.order[place + __popc(keepers & lanes_before())] = item;
+    if (!keeps && item < items) live_keys.order[atomicAdd(&places[length], 1)] = item;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream) {
+  order_kernel<<<1, kThreads, 0, stream>>>(p, live_keys);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,36 @@
+// What attention on CUDA takes: dtypes, tile sizes, and rows that 16-byte copies can read.
+//
+// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied: a view that starts at an odd element is
+// rare.
+#pragma once
+
+#include "runtime.h"
+
+namespace dmattn::cuda {
+
+inline void check_cuda_support(const AttentionParams& p) {
+  check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
+        "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",
+        p.dtype == DType::kFloat32 ? "float32" : "float64");
+  if (p.mask.tiles.data) {
+    check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0,
+          "bits: expected tile sizes that are multiples of 128 on CUDA, got ", p.mask.tile_q, " x ", p.mask.tile_k);
+  }
+}
+
+// Reads as rows of 16-byte pieces: the given tensor, or a copy of it.
+inline Tensor with_aligned_rows(const Tensor& tensor) {
+  bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) is_aligned = is_aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0);
+  is_aligned = is_aligned && tensor.stride(2) >= 0 && tensor.stride(2) < (int64_t{1} << 31);
+  return is_aligned ? tensor : torch::stable::clone(torch::stable::contiguous(tensor));
+}
+
+inline void align_inputs(CheckedAttention& checked) {
+  AttentionParams& p = checked.params;
+  checked.query = with_aligned_rows(checked.query), p.query = to_rows(checked.query);
+  checked.key = with_aligned_rows(checked.key), p.key = to_rows(checked.key);
+  checked.value = with_aligned_rows(checked.value), p.value = to_rows(checked.value);
+}
+
+}  // namespace dmattn::cuda

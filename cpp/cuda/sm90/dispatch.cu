@@ -1,0 +1,180 @@
+// Picks an instance of the sm90 kernels and lays out the work.
+#include <algorithm>
+
+#include "backward.cuh"
+#include "dispatch.h"
+#include "encode_maps.h"
+#include "forward.cuh"
+#include "sm90_instances.h"
+
+namespace dmattn::cuda::sm90 {
+namespace {
+
+struct ForwardInstance {
+  DType dtype;
+  int dim;
+  Variant variant;
+  cudaError_t (*launch)(const ForwardCall&, const ForwardWork&, const ForwardMaps&, int, cudaStream_t);
+  ForwardShape shape;
+};
+
+struct BackwardInstance {
+  DType dtype;
+  int dim;
+  Variant variant;
+  cudaError_t (*launch)(const BackwardCall&, const BackwardWork&, const BackwardMaps&, int, cudaStream_t);
+  int queries;
+};
+
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_forward<TYPE, DIM, Variant::VARIANT>, kForwardShape<DIM, Variant::VARIANT>},
+constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
+#undef DMATTN_ROW
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM>.queries},
+constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
+#undef DMATTN_ROW
+
+// The smallest head size that is large enough, then the special variant before the general one.
+template <class Instance, size_t kCount>
+const Instance* find_instance(const Instance (&instances)[kCount], const AttentionParams& p, Variant variant) {
+  const int64_t width = std::max(p.head_dim, p.value_dim);
+  const Instance* best = nullptr;
+  for (const Instance& instance : instances) {
+    if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
+    if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
+    if (best && instance.dim == best->dim && best->variant == variant) continue;
+    best = &instance;
+  }
+  return best;
+}
+
+// Heads of a group share their keys, so they go into one tile, as long as masks and key_bias do not tell them apart.
+int find_log2_heads_per_tile(const AttentionParams& p, int rows) {
+  const int64_t group = p.heads / p.kv_heads;
+  int shift = 0;
+  while (rows % (2 << shift) == 0 && group % (int64_t{2} << shift) == 0) ++shift;
+  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}) {
+    while (row->data && row->head_divisor % (int64_t{1} << shift) != 0) --shift;
+  }
+  return shift;
+}
+
+// Of L2. Less where nothing is causal: the more keys come from memory, the lower the clock that the power leaves.
+constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
+
+// Where tiles meet few keys, those of all tiles at work have to fit together: the fewer head groups at a time, the fewer keys.
+constexpr uint32_t kLocalSectionHeadGroups = 4;
+
+// Head groups that fit into so much of L2 together, each with so many bytes.
+uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, int64_t section_bytes) {
+  return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
+}
+
+const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
+  const Variant variant = variant_of(p, is_gathered);
+  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
+  const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
+  return dense && dense->variant == Variant::kDense ? dense : find_instance(kForward, p, variant);
+}
+
+}  // namespace
+
+bool has_forward(const AttentionParams& p) {
+  return p.key_length > 0 && p.query_length > 0 && find_forward(p, gathers(p)) != nullptr;
+}
+
+cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream) {
+  const AttentionParams& p = call.p;
+  const ForwardInstance* const instance = find_forward(p, call.live_keys.index != nullptr);
+  if (!instance || p.key_length == 0) return cudaErrorNotSupported;
+
+  ForwardWork work;
+  work.log2_heads_per_tile = find_log2_heads_per_tile(p, instance->shape.rows());
+  const int64_t heads_per_tile = int64_t{1} << work.log2_heads_per_tile,
+                queries = instance->shape.rows() >> work.log2_heads_per_tile, head_groups = p.batch * p.heads / heads_per_tile;
+  work.queries = static_cast<int>(queries);
+  work.tiles = static_cast<int>((p.query_length + queries - 1) / queries);
+  work.head_groups = static_cast<uint32_t>(head_groups);
+  const int64_t head_group_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * heads_per_tile * p.kv_heads / p.heads;
+  const bool is_local = call.live_keys.index != nullptr;  // tiles of few keys
+  const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kNonCausalSectionBytes;
+  work.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, work.head_groups)
+                                      : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
+  work.end_tiles = is_local ? work.tiles / 8 : 0;
+  const int64_t items = work.tiles * head_groups;
+  if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
+  const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
+  work.ticket = items > blocks ? call.live_keys.ticket : nullptr;
+
+  ForwardMaps maps;
+  const int keys = instance->shape.keys, heads_per_warp = static_cast<int>(std::min<int64_t>(heads_per_tile, 16));
+  const bool is_encoded =
+      encode<5>(&maps.query, p.query.data, {p.head_dim, heads_per_tile, p.query_length, p.heads / heads_per_tile, p.batch},
+                {1, p.query.head_stride, p.query.row_stride, p.query.head_stride * heads_per_tile, p.query.batch_stride},
+                {64, static_cast<int>(heads_per_tile), static_cast<int>(queries), 1, 1}) &&
+      encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, keys) &&
+      encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, keys) &&
+      encode<5>(&maps.out, p.out.data, {p.value_dim, heads_per_tile, p.query_length, p.heads / heads_per_tile, p.batch},
+                {1, p.out.head_stride, p.out.row_stride, p.out.head_stride * heads_per_tile, p.out.batch_stride},
+                {64, heads_per_warp, 16 / heads_per_warp, 1, 1}) &&  // a warp's 16 rows
+      (!call.compact.key || (encode_compact(&maps.compact_key, call.compact, call.compact.key, p, p.head_dim, keys) &&
+                             encode_compact(&maps.compact_value, call.compact, call.compact.value, p, p.value_dim, keys)));
+  if (!is_encoded) return cudaErrorNotSupported;
+  if (work.ticket && !call.live_keys.index) {
+    const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
+    if (status != cudaSuccess) return status;
+  }
+  return instance->launch(call, work, maps, blocks, stream);
+}
+
+bool has_backward(const AttentionParams& p, bool deterministic) {
+  // Intervals beside a block mask are the portable family's.
+  const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
+  return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 &&
+         find_instance(kBackward, p, variant_of(p, gathers(p)));
+}
+
+cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const Variant variant = variant_of(p, call.live_keys);
+  const BackwardInstance* const instance = find_instance(kBackward, p, variant);
+  if (!instance) return cudaErrorNotSupported;
+
+  BackwardWork work;
+  const bool is_gathered = variant == Variant::kGathered;
+  const int64_t group = p.heads / p.kv_heads;
+  work.heads = static_cast<int>(is_gathered ? std::min(group, call.live_keys.head_divisor) : group);
+  const int64_t head_groups = p.batch * p.heads / work.heads;
+  int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
+  work.shares = 1;
+  if (is_gathered) {
+    // So many that no block has much more to do than the others, if there are only a few segments as well.
+    const int64_t segments = segments_at(static_cast<int>(p.query_length), call.live_keys.shortest),
+                  few = head_groups * std::min<int64_t>(segments, 4);
+    work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
+    tiles = segments * work.shares;
+  }
+  const int64_t items = tiles * head_groups;
+  if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
+  work.tiles = static_cast<int>(tiles);
+  work.head_groups = static_cast<uint32_t>(head_groups);
+  work.items = static_cast<uint32_t>(items);
+  // What the keys of a head all meet: its queries, their gradients and their sums.
+  const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
+  work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
+  const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
+  work.ticket = items > blocks ? ticket : nullptr;
+
+  BackwardMaps maps;
+  const bool is_encoded =
+      encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, instance->queries) &&
+      encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch, instance->queries) &&
+      encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
+      encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
+  if (!is_encoded) return cudaErrorNotSupported;
+  const cudaError_t status = work.ticket ? cudaMemsetAsync(work.ticket, 0, sizeof(int), stream) : cudaSuccess;
+  return status == cudaSuccess ? instance->launch(call, work, maps, blocks, stream) : status;
+}
+
+}  // namespace dmattn::cuda::sm90

@@ -1,0 +1,61 @@
+// Describes tensors to the copy engine, on the host.
+//
+// The one surprise is where cuTensorMapEncodeTiled comes from: the driver, asked for at run time, because the library links no
+// CUDA.
+#pragma once
+
+#include <cuda.h>
+
+#include "../calls.h"
+
+namespace dmattn::cuda::sm90 {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+inline Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+      found != cudaDriverEntryPointSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  return reinterpret_cast<Encode>(function);
+}
+
+// A tensor of 16-bit elements, its inner dimension contiguous, copied in boxes of 64 columns. Strides count elements.
+template <int kRank>
+inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
+                   const int (&box)[kRank]) {
+  static const Encode function = find_encode();
+  if (!function) return false;
+  cuuint64_t extents[kRank], steps[kRank];
+  cuuint32_t boxes[kRank], unit[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    extents[i] = static_cast<cuuint64_t>(sizes[i]);
+    // The stride of a dimension of one element is anything.
+    steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;
+    boxes[i] = static_cast<cuuint32_t>(box[i]);
+    unit[i] = 1;
+  }
+  return function(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, const_cast<void*>(data), extents, steps + 1, boxes, unit,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// [B, heads, S, width] in boxes of `rows` rows.
+inline bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t length, int64_t heads, int64_t batch,
+                        int box) {
+  return encode<4>(map, rows.data, {width, length, heads, batch}, {1, rows.row_stride, rows.head_stride, rows.batch_stride},
+                   {64, box, 1, 1});
+}
+
+inline bool encode_compact(CUtensorMap* map, const CompactKeys& compact, void* data, const AttentionParams& p, int64_t width,
+                           int box) {
+  Rows rows;
+  rows.data = data;
+  rows.row_stride = width, rows.head_stride = width * compact.capacity, rows.batch_stride = rows.head_stride * p.kv_heads;
+  return encode_rows(map, rows, width, compact.capacity, p.kv_heads, p.batch, box);
+}
+
+}  // namespace dmattn::cuda::sm90

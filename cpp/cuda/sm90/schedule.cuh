@@ -1,0 +1,83 @@
+// Which tiles a call has, forward and backward, and in which order blocks take them.
+//
+// The one surprise is the end: where tiles meet few keys, the short ones of all heads come last, so that the blocks finish
+// together.
+#pragma once
+
+#include "../calls.h"
+
+namespace dmattn::cuda::sm90 {
+
+// The variants that walk lists of live keys; the general one only where a call has lists.
+template <Variant kVariant>
+inline constexpr bool kMayGather = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+
+// How the tiles of a call are numbered. A tile is 2^log2_heads_per_tile heads that share their keys, each with `queries` queries.
+struct ForwardWork {
+  int tiles, queries;            // tiles of so many queries
+  uint32_t head_groups;          // batches x groups of heads
+  uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
+  int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
+  int log2_heads_per_tile;
+  int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
+
+  // A row of a tile is a (query, head) pair, the heads of a query one after the other: which head, and which query, counted from
+  // the tile's first.
+  __device__ __forceinline__ int head_of_row(int row) const { return row & ((1 << log2_heads_per_tile) - 1); }
+  __device__ __forceinline__ int query_of_row(int row) const { return row >> log2_heads_per_tile; }
+};
+
+// One number per tile: heads in sections whose keys fit into L2, late queries first because causality makes them long, then
+// heads; what comes at the very end is one section.
+template <Variant kVariant>
+struct WorkTile {
+  int batch, head, first_query;
+
+  __device__ __forceinline__ WorkTile(const ForwardCall& call, const ForwardWork& work, uint32_t item) {
+    constexpr bool kHasEnd = kMayGather<kVariant>;
+    const uint32_t end_tiles = kHasEnd ? static_cast<uint32_t>(work.end_tiles) : 0,
+                   tiles = static_cast<uint32_t>(work.tiles) - end_tiles;
+    const bool is_end = kHasEnd && item >= tiles * work.head_groups;
+    const uint32_t section = is_end ? 0 : item / (tiles * work.section_head_groups);
+    const uint32_t rest = item - (is_end ? tiles * work.head_groups : section * tiles * work.section_head_groups);
+    const uint32_t head_groups =
+        is_end ? work.head_groups : min(work.section_head_groups, work.head_groups - section * work.section_head_groups);
+    const uint32_t head_group = section * work.section_head_groups + rest % head_groups;
+    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / head_groups) * work.queries);
+    const uint32_t head_groups_per_batch = static_cast<uint32_t>(call.p.heads) >> work.log2_heads_per_tile;
+    batch = static_cast<int>(head_group / head_groups_per_batch);
+    head = static_cast<int>(head_group % head_groups_per_batch) << work.log2_heads_per_tile;
+  }
+};
+
+// How the visits of a call are numbered: `heads` query heads that share their keys and their mask make a head group, which has
+// `tiles` items, each a tile of keys in order, or a share of the list of a segment of the queries.
+struct BackwardWork {
+  uint32_t items;
+  int tiles;
+  uint32_t head_groups;          // batches x groups of heads
+  uint32_t section_head_groups;  // head groups whose queries and sums fit into L2 together
+  int heads;
+  int shares;   // items that share the list of a segment
+  int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
+};
+
+// An item: head groups in sections, early tiles of keys first because causality makes them long, late segments first for the same
+// reason.
+struct BackwardItem {
+  int batch, head, kv_head, tile;
+
+  __device__ __forceinline__ BackwardItem(const AttentionParams& p, const BackwardWork& work, uint32_t item) {
+    const uint32_t tiles = static_cast<uint32_t>(work.tiles), section = item / (tiles * work.section_head_groups);
+    const uint32_t rest = item - section * tiles * work.section_head_groups;
+    const uint32_t head_groups = min(work.section_head_groups, work.head_groups - section * work.section_head_groups);
+    const uint32_t head_group = section * work.section_head_groups + rest % head_groups;
+    const uint32_t head_groups_per_batch = static_cast<uint32_t>(p.heads) / work.heads;
+    tile = static_cast<int>(rest / head_groups);
+    batch = static_cast<int>(head_group / head_groups_per_batch);
+    head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;
+    kv_head = head / static_cast<int>(p.heads / p.kv_heads);
+  }
+};
+
+}  // namespace dmattn::cuda::sm90
