@@ -11,6 +11,8 @@ import dmattn
 import hypothesis
 import pytest
 import torch
+from devices import DEVICE
+from selection import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
 _slow_is_fine = [
     hypothesis.HealthCheck.too_slow,
@@ -27,21 +29,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def has_kernels(op: str, backend: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{op}", backend)
-
-
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The device attention runs on: a GPU when there is one and this build has kernels for it."""
-    return "cuda" if torch.cuda.is_available() and has_kernels("forward", "CUDA") else "cpu"
-
-
-@pytest.fixture(scope="session")
-def mask_device() -> str:
-    """The device selection and packing run on."""
-    ready = torch.cuda.is_available() and has_kernels("select", "CUDA") and has_kernels("pack_bits", "CUDA")
-    return "cuda" if ready else "cpu"
+    """The device a test runs on. Who takes this fixture carries the marker ``gpu`` where it is a GPU (``selection``)."""
+    return DEVICE
 
 
 @pytest.fixture(scope="session")

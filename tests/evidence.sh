@@ -1,42 +1,89 @@
 #!/usr/bin/env bash
-# What CI cannot show, on a GPU machine that may have neither network nor much time: tests/evidence.sh WHEEL OUT COMMIT [PART ...]
+# What CI cannot show, on a machine with a GPU: tests/evidence.sh [-o FOLDER] [PART ...]
 #
-# Installs the wheel into a folder of its own beside the machine's torch and runs the parts in their order, one after another: two at once
-# fight for the cores that the references run on, and times suffer. OUT/evidence.tgz holds all logs and JSON and is written anew after each part, so that a
-# run that is cut short leaves what was done. LIMIT (seconds, default 300) is for each part. Ends with 1 when a part failed.
-# Parts: suite-sm90 suite-sm80 tools-sm90 tools-sm80 turns settled; all by default.
+# Parts, all by default, each for every family of kernels that the device runs:
+#   suite        the tests marked gpu
+#   fuzz         tests/test_fuzz.py with 5,000 examples an op
+#   sanitizers   tests/test_sanitized.py under memcheck, racecheck and synccheck of compute-sanitizer
+# Results are written to FOLDER/MACHINE/suite.json and fuzz.json after each family, logs to FOLDER/evidence.tgz; without -o they are written
+# to benchmarks/results and build. Ends with 1 when something failed or did not run. Needs no network and no installation: any dmattn
+# that Python can import (PYTHONPATH) will do. Variables: PYTHON, DMATTN_COMMIT where git does not know it, FAMILIES="sm90 sm80",
+# WORKERS, TOOLS="memcheck initcheck", LIMIT in seconds for each program.
 set -uo pipefail
-[ $# -ge 3 ] || { sed -n '2,8s/^# \?//p' "$0"; exit 2; }
-wheel=$(realpath "$1") out=$(realpath "$2") commit=$3
-shift 3
 cd "$(dirname "$0")/.."
-parts=${*:-suite-sm90 suite-sm80 tools-sm90 tools-sm80 turns settled}
-python=${PYTHON:-python3}
-site=$(mktemp -d) logs=$(mktemp -d)
-"$python" -m pip install -q --no-deps --no-index --no-compile --target "$site" "$wheel" || exit 2
-export PYTHONPATH=$site PYTHON=$(command -v "$python") DMATTN_COMMIT=$commit
-tests=$(sed -nE 's/^GPU_TESTS := .*,(.*)\)$/\1/p' Makefile | sed -E 's|(\w+)|tests/test_\1.py|g')  # those of make gpu, where there is no make
-plain="-q -p no:cacheprovider -p no:xdist -p no:benchmark"  # plugins that the machine may have, and that warn
+output=benchmarks/results archive=build/evidence.tgz
+while getopts o: option; do
+  [ "$option" = o ] || { sed -n '2,11s/^# \?//p' "$0"; exit 2; }
+  output=$(realpath -m "$OPTARG") archive=$(realpath -m "$OPTARG")/evidence.tgz
+done
+shift $((OPTIND - 1))
+parts=${*:-suite fuzz sanitizers}
+for part in $parts; do
+  [[ " suite fuzz sanitizers " == *" $part "* ]] || { echo "evidence: expected the parts suite, fuzz and sanitizers, got $part"; exit 2; }
+done
+if [ -z "${PYTHON:-}" ]; then PYTHON=python3; [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python; fi
+workers=${WORKERS:-$(($(nproc) < 10 ? $(nproc) : 10))}
+tools=${TOOLS:-memcheck racecheck synccheck}
+shards=4
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+mkdir -p "$output" "$(dirname "$archive")"
+able=$("$PYTHON" tests/evidence.py facts "$logs") || exit 2
+families=${FAMILIES:-$able}
+pytest=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark -W ignore)
 
-run_part() {
-  case $1 in
-    suite-*) DMATTN_FAMILY=${1#suite-} "$python" -m pytest $plain --durations 5 $tests ;;
-    tools-*) DMATTN_FAMILY=${1#tools-} LOGS=$logs/$1 bash tests/sanitize.sh --gpu $plain ;;
-    turns) "$python" benchmarks/run.py --table cuda --output "$logs" ;;
-    settled) "$python" benchmarks/run.py --table cuda --settle 0.3 --repeats 2 --no-memory --output "$logs" ;;
-    *) echo "evidence: no part $1"; return 2 ;;
-  esac
+# logged NAME PROGRAM...: leaves NAME.log and NAME.exit, the exit status and seconds, in $logs.
+logged() {
+  local name=$1 began=$EPOCHREALTIME
+  shift
+  timeout "${LIMIT:-900}" "$@" >"$logs/$name.log" 2>&1
+  echo "$? $began $EPOCHREALTIME" >"$logs/$name.exit"
 }
-export -f run_part
-export python tests logs plain
+
+suite() {
+  OMP_NUM_THREADS=2 logged "suite-$1" "${pytest[@]}" -n "$workers" --durations 5 --junitxml "$logs/suite-$1.xml" tests
+}
+
+fuzz() {
+  OMP_NUM_THREADS=2 HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-thorough} DMATTN_FUZZ_LOG=$logs/fuzz.json \
+    logged "fuzz-$1" "${pytest[@]}" -n "$workers" --junitxml "$logs/fuzz-$1.xml" tests/test_fuzz.py
+  "$PYTHON" tests/test_fuzz.py "$logs/fuzz.json" >>"$logs/fuzz-$1.log" 2>&1
+}
+
+# A read past the end, on purpose: memcheck has to see our kernels at all.
+planted='import torch, dmattn
+q = torch.randn(1, 2, 300, 64, device="cuda").half()
+mask = dmattn.IntervalMask.sliding_window(300, 9, device="cuda")
+mask.end.untyped_storage().resize_(64)
+dmattn.attention(q, q, q, mask)
+torch.cuda.synchronize()'
+
+# All shards of all tools run at once, one thread each.
+sanitizers() {
+  local tool shard only
+  # Each tensor is an allocation of its own, so that a byte too far is seen.
+  export OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  for tool in $tools; do
+    # initcheck has to see torch's kernels write; the others look at ours alone.
+    only=(--kernel-name kernel_substring=dmattn)
+    if [ "$tool" = initcheck ]; then only=(); fi
+    for shard in $(seq $shards); do
+      DMATTN_SANITIZER=$tool DMATTN_SHARD=$shard/$shards logged "sanitizers-$1-$tool-$shard" \
+        compute-sanitizer --tool "$tool" "${only[@]}" --error-exitcode 99 --print-limit 20 \
+        "${pytest[@]}" -p no:xdist --junitxml "$logs/sanitizers-$1-$tool-$shard.xml" tests/test_sanitized.py &
+    done
+  done
+  logged "sanitizers-$1-planted" \
+    compute-sanitizer --tool memcheck --kernel-name kernel_substring=dmattn --error-exitcode 99 "$PYTHON" -c "$planted" &
+  wait
+}
 
 failed=0
 for part in $parts; do
-  began=$SECONDS
-  timeout "${LIMIT:-300}" bash -c "run_part $part" >"$logs/$part.txt" 2>&1
-  code=$?
-  [ $code = 0 ] || failed=1
-  tar czf "$out/evidence.tgz" -C "$logs" .
-  printf '%-11s exit %3d  %3d s  %s\n' "$part" $code $((SECONDS - began)) "$(grep -E 'passed|failed|Written|SUMMARY' "$logs/$part.txt" | tail -1)"
+  for family in $families; do
+    (export DMATTN_FAMILY=$family && "$part" "$family")
+    "$PYTHON" tests/evidence.py record "$logs" "$output" "$part" "$family" || failed=1
+    tar czf "$archive" -C "$logs" .
+  done
 done
 exit $failed

@@ -7,6 +7,7 @@ import dataclasses
 import dmattn
 import pytest
 import torch
+from devices import DEVICE
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import (
     AttentionCase,
@@ -155,6 +156,7 @@ GRADCHECK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", GRADCHECK.values(), ids=GRADCHECK)
 def test_gradcheck(options):
     """Numerical derivatives of out and lse with respect to everything, in float64 on the CPU."""
@@ -168,6 +170,7 @@ def test_gradcheck(options):
     assert torch.autograd.gradcheck(fn, leaves)
 
 
+@pytest.mark.slow
 def test_gradcheck_of_dynamic_mask_attention():
     sizes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9)]
     leaves = [strategies.random_tensor(size, i, torch.float64).requires_grad_() for i, size in enumerate(sizes)]
@@ -283,7 +286,7 @@ def random_intervals(heads, Sk, seed, device, width=150):
 
 
 @pytest.mark.parametrize("which", ["Sq", "Sk"])
-@pytest.mark.parametrize("n", [n for n in strategies.edge_lengths("" if torch.cuda.is_available() else "cpu") if n < 2000])
+@pytest.mark.parametrize("n", [n for n in strategies.edge_lengths("cpu" if DEVICE == "cpu" else "") if n < 2000])
 def test_lengths_around_every_threshold(device, dtype, n, which):
     """Masks of their own for key heads, which query heads share; where there are many queries, by way of a summary of the mask."""
     Sq, Sk = (n, 200) if which == "Sq" else (70 if n % 2 else 300, n)

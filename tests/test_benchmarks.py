@@ -104,7 +104,7 @@ def test_an_unknown_group_is_an_error():
     assert "expected groups of the table cpu, dma, dense, got blocks" in done.stderr
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_kernel_times_come_from_a_captured_graph(modules):
     cases, measure, _ = modules
     case = dataclasses.replace(cases.TABLES["cuda"].cases[0].resized(300), peers=("dmattn",))

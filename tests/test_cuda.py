@@ -8,7 +8,7 @@ import torch
 from dmattn.testing.case import AttentionCase
 from dmattn.testing.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 def inputs(length=777, heads=4, kv_heads=2, size=64, seed=0, batch=2):

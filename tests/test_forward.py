@@ -186,6 +186,7 @@ def test_more_than_65535_heads(device, dtype, left):
     assert_matches_reference(case)
 
 
+@pytest.mark.slow
 def test_values_wider_than_two_to_the_31_elements(device, dtype):
     """Offsets beyond 2^31: key and value are rows of one long allocation, addressed by stride, of which only a few pages are touched."""
     B, Sk, D = 3, 16, 32
@@ -294,6 +295,7 @@ def test_combined_with_is_causal_and_everything(device, dtype):
     assert_matches_reference(case)
 
 
+@pytest.mark.slow
 def test_memory_stays_linear(run_python):
     """At 16384 tokens a dense mask alone would be 256 MB; forward and backward may grow the process by 32 MB beyond their results."""
     program = """

@@ -485,9 +485,9 @@ class Counted(TorchDispatchMode):
         return results
 
 
-def test_vmap_over_masks(mask_device, dtype):
-    query, key, value = (tensor(size, number, dtype, mask_device) for number, size in enumerate(SIZES[:3]))
-    masks = [IntervalMask.sliding_window(9, 1 + v, device=mask_device) for v in range(V)]
+def test_vmap_over_masks(device, dtype):
+    query, key, value = (tensor(size, number, dtype, device) for number, size in enumerate(SIZES[:3]))
+    masks = [IntervalMask.sliding_window(9, 1 + v, device=device) for v in range(V)]
     start, end = torch.stack([m.start for m in masks]), torch.stack([m.end for m in masks])
     expected = torch.stack([dmattn.attention(query, key, value, mask) for mask in masks])
 
@@ -498,20 +498,20 @@ def test_vmap_over_masks(mask_device, dtype):
     torch.testing.assert_close(by_parts, expected)
 
     made_inside = vmap(lambda lengths: dmattn.attention(query, key, value, IntervalMask.padding(9, lengths)))
-    lengths = torch.tensor([[9, 1], [5, 2], [0, 3]], device=mask_device)
+    lengths = torch.tensor([[9, 1], [5, 2], [0, 3]], device=device)
     each = [dmattn.attention(query, key, value, IntervalMask.padding(9, row)) for row in lengths]
     torch.testing.assert_close(made_inside(lengths), torch.stack(each))
 
 
 @pytest.mark.parametrize("kind", ["interval", "block", "combined"])
-def test_vmap_over_a_mask_as_a_pytree(mask_device, dtype, kind):
+def test_vmap_over_a_mask_as_a_pytree(device, dtype, kind):
     """in_dims has the mask's own structure: 0 where there is a tensor, None elsewhere."""
-    query, key, value = (tensor(size, number, dtype, mask_device) for number, size in enumerate(SIZES[:3]))
+    query, key, value = (tensor(size, number, dtype, device) for number, size in enumerate(SIZES[:3]))
 
     def mask_of(v):
-        interval = IntervalMask.sliding_window(9, 1 + v, device=mask_device)
+        interval = IntervalMask.sliding_window(9, 1 + v, device=device)
         elements = torch.rand(1, 4, 7, 9, generator=torch.Generator().manual_seed(v)) < 0.5
-        block = BlockMask.from_bool(elements.to(mask_device))
+        block = BlockMask.from_bool(elements.to(device))
         bits = torch.cat([block.bits, block.bits[:1].expand(4 - block.bits.shape[0], -1, -1)])  # as many slots in every sample
         block = dataclasses.replace(block, bits=bits)
         return {"interval": interval, "block": block, "combined": interval & block}[kind]
@@ -544,10 +544,10 @@ def test_vmap_over_masks_in_second_gradients(small_tiles):
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_vmap_of_select(mask_device, in_dims, causal):
+def test_vmap_of_select(device, in_dims, causal):
     scores, segments = (
-        tensor((V, V, 2, 20), 0, device=mask_device),
-        torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=mask_device),
+        tensor((V, V, 2, 20), 0, device=device),
+        torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=device),
     )
     segments[0, :, :, :7] = 7
     given_tensors = [x[0] if dim is None else x for x, dim in zip((scores, segments), in_dims, strict=True)]
@@ -562,9 +562,9 @@ def test_vmap_of_select(mask_device, in_dims, causal):
 
 @pytest.mark.parametrize("in_dim", [0, 2])
 @pytest.mark.parametrize("block", [1, 16])
-def test_vmap_of_packing(mask_device, in_dim, block):
-    tile = 32 if mask_device == "cpu" else 128
-    mask = torch.stack([tensor((2, 3, -(-140 // block), -(-300 // block)), v, device=mask_device) > v - 1 for v in range(V)])
+def test_vmap_of_packing(device, in_dim, block):
+    tile = 32 if device == "cpu" else 128
+    mask = torch.stack([tensor((2, 3, -(-140 // block), -(-300 // block)), v, device=device) > v - 1 for v in range(V)])
     mask[2] = True
     sizes = (140, 300, block, block, tile, tile)
 
@@ -578,10 +578,10 @@ def test_vmap_of_packing(mask_device, in_dim, block):
         assert torch.equal(ours, expected)
 
 
-def test_vmap_of_bool_masks(mask_device, dtype):
+def test_vmap_of_bool_masks(device, dtype):
     """BlockMask.from_bool inside: how many tiles are partial is not known there."""
-    query, key, value = (tensor(size, number, dtype, mask_device) for number, size in enumerate(SIZES[:3]))
-    visible = torch.stack([drawn_bools(v, 0.4, (2, 1, 7, 9)) for v in range(V)]).to(mask_device)
+    query, key, value = (tensor(size, number, dtype, device) for number, size in enumerate(SIZES[:3]))
+    visible = torch.stack([drawn_bools(v, 0.4, (2, 1, 7, 9)) for v in range(V)]).to(device)
     call = lambda q, m: dmattn.attention(q, key, value, m)  # noqa: E731
     ours = vmap(call, in_dims=(None, 0))(query, visible)
     torch.testing.assert_close(ours, torch.stack([call(query, row) for row in visible]))

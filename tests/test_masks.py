@@ -40,17 +40,17 @@ def assert_same_mask(mask, visible, shape):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_to_bool_is_the_definition(mask_device, kind, data):
+def test_to_bool_is_the_definition(device, kind, data):
     shape = data.draw(strategies.shapes())
-    drawn = data.draw(KINDS[kind](shape, mask_device))
+    drawn = data.draw(KINDS[kind](shape, device))
     assert_same_mask(drawn.mask, drawn.visible, shape)
 
 
 @given(data=st.data())
-def test_and_is_the_intersection(mask_device, data):
+def test_and_is_the_intersection(device, data):
     shape = data.draw(strategies.shapes(max_length=130))
-    kinds = strategies.interval_masks(shape, mask_device) | strategies.block_masks(shape, mask_device)
-    parts = data.draw(st.lists(kinds | strategies.combined_masks(shape, mask_device), min_size=2, max_size=3))
+    kinds = strategies.interval_masks(shape, device) | strategies.block_masks(shape, device)
+    parts = data.draw(st.lists(kinds | strategies.combined_masks(shape, device), min_size=2, max_size=3))
     mask, visible = parts[0].mask, per_query_head(parts[0].visible, shape.H)
     for part in parts[1:]:
         mask, visible = mask & part.mask, visible & per_query_head(part.visible, shape.H)
@@ -118,9 +118,9 @@ def expected_tiles(visible: torch.Tensor, tile_q: int, tile_k: int, tiles_q: int
 
 
 @given(data=st.data())
-def test_from_bool_there_and_back(mask_device, data):
+def test_from_bool_there_and_back(device, data):
     shape = data.draw(strategies.shapes(min_length=1))
-    drawn = data.draw(strategies.block_masks_from_bool(shape, mask_device))
+    drawn = data.draw(strategies.block_masks_from_bool(shape, device))
     assert torch.equal(drawn.mask.to_bool(), drawn.visible)
     assert_consistent(drawn.mask)
     tile_q, tile_k = drawn.mask.bits.shape[1], drawn.mask.bits.shape[2] * 32
@@ -130,19 +130,19 @@ def test_from_bool_there_and_back(mask_device, data):
 
 
 @given(data=st.data())
-def test_from_blocks_there_and_back(mask_device, data):
+def test_from_blocks_there_and_back(device, data):
     shape = data.draw(strategies.shapes())
-    drawn = data.draw(strategies.block_masks_from_blocks(shape, mask_device))
+    drawn = data.draw(strategies.block_masks_from_blocks(shape, device))
     assert_consistent(drawn.mask)
     assert_same_mask(drawn.mask, drawn.visible, shape)
 
 
 @pytest.mark.parametrize("tile", [(32, 32), (64, 32), (32, 128), (128, 128), (96, 64)])
-def test_packing_ops_in_every_tile_shape(mask_device, tile):
+def test_packing_ops_in_every_tile_shape(device, tile):
     mask = torch.rand(2, 3, 150, 170, generator=torch.Generator().manual_seed(0)) < 0.5
     mask[:, :, 20:140, 30:150] = True
     mask[:, :, :, 165:] = False
-    mask = mask.to(mask_device).transpose(0, 1).contiguous().transpose(0, 1)
+    mask = mask.to(device).transpose(0, 1).contiguous().transpose(0, 1)
     with poisoned_memory(mask):
         tiles, rows, columns = torch.ops.dmattn.pack_tiles(mask, 150, 170, 1, 1, *tile)
         bits = torch.ops.dmattn.pack_bits(mask, tiles, 150, 170, 1, 1, *tile, int((tiles >= 2).sum()))
@@ -151,16 +151,16 @@ def test_packing_ops_in_every_tile_shape(mask_device, tile):
     assert_consistent(packed)
 
 
-def test_bits_beyond_the_lengths_are_zero(mask_device):
-    mask = BlockMask.from_bool(torch.eye(37, dtype=torch.bool, device=mask_device))
+def test_bits_beyond_the_lengths_are_zero(device):
+    mask = BlockMask.from_bool(torch.eye(37, dtype=torch.bool, device=device))
     assert not mask.bits[:, 37:].any()
     assert not (mask.bits[:, :, 2:]).any()
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask(mask_device, is_transposed):
+def test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask(device, is_transposed):
     """Where memory beyond the last query and key holds more of the mask, all of it True; its strides fit no fast way."""
-    wide = torch.ones(1, 2, 90, 91, dtype=torch.bool, device=mask_device)
+    wide = torch.ones(1, 2, 90, 91, dtype=torch.bool, device=device)
     wide[:, :, 3, 3] = False  # else the tile is full and has no bits
     part = (wide.transpose(2, 3) if is_transposed else wide)[:, :, :37, :41]
     mask = BlockMask.from_bool(part)
@@ -171,14 +171,15 @@ def test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask(mask_device, 
     assert not (tiles[:, :, 1] >> (41 - 32)).any()
 
 
-def test_too_few_slots_leave_bits_out_and_touch_nothing_else(mask_device):
-    mask = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(mask_device) < 0.5
+def test_too_few_slots_leave_bits_out_and_touch_nothing_else(device):
+    mask = torch.rand(1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
     tiles, _, _ = torch.ops.dmattn.pack_tiles(mask, 64, 64, 1, 1, 32, 32)
     all_bits = torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 4)
     assert torch.equal(torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 2), all_bits[:2])
     assert torch.equal(torch.ops.dmattn.pack_bits(mask, tiles, 64, 64, 1, 1, 32, 32, 6)[4:], torch.zeros_like(all_bits[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(256, 256), (200, 300), (128, 77)])
 @pytest.mark.parametrize("name", ["causal", "sliding", "per_head", "documents"])
 def test_from_flex(name, lengths):
@@ -197,6 +198,7 @@ def test_from_flex(name, lengths):
     assert_consistent(mask)
 
 
+@pytest.mark.slow
 def test_from_flex_default_block_size_and_no_batch():
     flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
     assert torch.equal(BlockMask.from_flex(flex).to_bool()[0, 0], torch.ones(300, 300, dtype=torch.bool).tril())
@@ -222,8 +224,8 @@ def test_visible_pairs_counts_the_mask(data):
     assert count == int(expected.sum())
 
 
-def test_tiles_beyond_the_lengths_are_empty_though_a_block_reaches_them(mask_device):
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=mask_device)
+def test_tiles_beyond_the_lengths_are_empty_though_a_block_reaches_them(device):
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     tiles, rows, _ = torch.ops.dmattn.pack_tiles(mask, 53, 53, 200, 200, 64, 64)
     assert tiles[0, 0].tolist() == [[1, 0], [0, 0]]
     assert rows[0, 0, :, 0].tolist() == [1, 0]

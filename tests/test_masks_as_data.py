@@ -107,9 +107,8 @@ def test_on_the_way_to_a_gpu_small_tiles_become_tiles_of_128(kind):
     assert ready._for_device(torch.device("cuda")) is ready
 
 
-def test_to_a_gpu(mask, device):
-    if device == "cpu":
-        pytest.skip("no GPU")
+@pytest.mark.gpu
+def test_to_a_gpu(mask):
     moved = mask.cuda()
     assert moved.device.type == "cuda"
     assert same(moved.cpu(), mask)

@@ -1,4 +1,4 @@
-"""What ``tests/sanitize.sh --gpu`` runs under compute-sanitizer: every kind of CUDA kernel, each on an input as small as shows it.
+"""What ``tests/evidence.sh sanitizers`` runs under compute-sanitizer: every kind of CUDA kernel, each on an input as small as shows it.
 
 The reference runs on the CPU, so that the GPU runs little but the kernels in question.
 """
@@ -18,7 +18,7 @@ from dmattn.testing.case import AttentionCase
 from dmattn.testing.checks import run
 from dmattn.testing.tolerance import assert_close_to_reference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.gpu
 
 tensor = strategies.random_tensor
 WINDOW = 400

@@ -21,16 +21,16 @@ def visible_sets(end: torch.Tensor) -> torch.Tensor:
 
 
 @given(data=st.data())
-def test_top_k_equals_brute_force(mask_device, data):
+def test_top_k_equals_brute_force(device, data):
     shape = data.draw(strategies.shapes(max_length=130))
-    drawn = data.draw(strategies.top_k_masks(shape, mask_device))
+    drawn = data.draw(strategies.top_k_masks(shape, device))
     assert torch.equal(drawn.mask.to_bool(shape.Sq, shape.Sk).expand_as(drawn.visible), drawn.visible)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(strategies.SCORE_KINDS))
-def test_op_equals_brute_force_in_every_dtype(mask_device, data, dtype, kind):
+def test_op_equals_brute_force_in_every_dtype(device, data, dtype, kind):
     length, window = data.draw(strategies.lengths(130)), data.draw(st.integers(1, 140))
-    scores = strategies.make_scores((2, 2, length), kind, data.draw(strategies.seeds()), dtype, mask_device)
+    scores = strategies.make_scores((2, 2, length), kind, data.draw(strategies.seeds()), dtype, device)
     with poisoned_memory(scores):
         end = torch.ops.dmattn.select(scores, None, window, True)
     assert end.dtype == torch.int32
@@ -39,23 +39,23 @@ def test_op_equals_brute_force_in_every_dtype(mask_device, data, dtype, kind):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_equal_scores_keep_the_later_key(mask_device, causal):
-    visible = IntervalMask.top_k(torch.zeros(1, 1, 6, device=mask_device), 2, causal=causal).to_bool(6, 6)[0, 0].cpu()
+def test_equal_scores_keep_the_later_key(device, causal):
+    visible = IntervalMask.top_k(torch.zeros(1, 1, 6, device=device), 2, causal=causal).to_bool(6, 6)[0, 0].cpu()
     latest = torch.tensor([j >= 4 for j in range(6)]).expand(6, 6)
     sliding = IntervalMask.sliding_window(6, 1).to_bool(6, 6)[0, 0]
     assert torch.equal(visible, sliding if causal else latest)
 
 
-def test_signed_zeros_tie(mask_device):
-    scores = torch.tensor([[[0.0, -0.0, 0.0, -0.0]]], device=mask_device)
+def test_signed_zeros_tie(device):
+    scores = torch.tensor([[[0.0, -0.0, 0.0, -0.0]]], device=device)
     assert IntervalMask.top_k(scores, 1).end.tolist() == [[[1, 2, 3, torch.iinfo(torch.int32).max]]]
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing"])
 @pytest.mark.parametrize("length", [1, 1023, 1025, 4097, 8192, 20_000, 131_072, 131_073])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dtype):
-    scores = strategies.make_scores((2, 3, length), kind, length, dtype, mask_device)
+def test_one_set_for_all_queries_is_the_best_keys(device, kind, length, dtype):
+    scores = strategies.make_scores((2, 3, length), kind, length, dtype, device)
     scores[:, 1, ::3] = -torch.inf
     scores[:, 1, 1::3] = torch.nan
     for window in {1, length // 20 + 1, length // 2 + 1, length}:
@@ -70,8 +70,8 @@ def test_one_set_for_all_queries_is_the_best_keys(mask_device, kind, length, dty
 @pytest.mark.parametrize("kind", ["random", "ties", "increasing"])
 @pytest.mark.parametrize("length", [1, 4000, 10_001])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_16_bits_are_selected_as_in_float32(mask_device, kind, length, dtype):
-    scores = strategies.make_scores((1, 3, length), kind, length, dtype, mask_device)
+def test_scores_of_16_bits_are_selected_as_in_float32(device, kind, length, dtype):
+    scores = strategies.make_scores((1, 3, length), kind, length, dtype, device)
     scores[:, 1, ::3] = -torch.inf
     scores[:, 2, 1::3] = torch.nan
     for window in {1, length // 10 + 1}:
@@ -81,36 +81,36 @@ def test_scores_of_16_bits_are_selected_as_in_float32(mask_device, kind, length,
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-def test_nan_and_minus_inf_are_never_selected(mask_device, bad, causal):
-    scores = torch.tensor([[[bad, 1.0, bad, 0.5, bad]]], device=mask_device)
+def test_nan_and_minus_inf_are_never_selected(device, bad, causal):
+    scores = torch.tensor([[[bad, 1.0, bad, 0.5, bad]]], device=device)
     visible = IntervalMask.top_k(scores, 5, causal=causal).to_bool(5, 5)
     assert not visible[..., [0, 2, 4]].any()
     assert visible[0, 0, 4].tolist() == [False, True, False, True, False]
 
 
-def test_plus_inf_is_selected_first(mask_device):
-    scores = torch.tensor([[[float("inf"), 1.0, 2.0, float("inf"), 3.0]]], device=mask_device)
+def test_plus_inf_is_selected_first(device):
+    scores = torch.tensor([[[float("inf"), 1.0, 2.0, float("inf"), 3.0]]], device=device)
     assert IntervalMask.top_k(scores, 2).to_bool(5, 5)[0, 0, 4].tolist() == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize("window", [7, 8, 2**40])
-def test_window_of_at_least_the_length_keeps_everything(mask_device, window):
-    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).to(mask_device)
+def test_window_of_at_least_the_length_keeps_everything(device, window):
+    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).to(device)
     assert torch.equal(
-        IntervalMask.top_k(scores, window).to_bool(7, 7), IntervalMask.causal(7).to_bool(7, 7).expand(2, 3, 7, 7).to(mask_device)
+        IntervalMask.top_k(scores, window).to_bool(7, 7), IntervalMask.causal(7).to_bool(7, 7).expand(2, 3, 7, 7).to(device)
     )
 
 
-def test_a_dropped_key_never_comes_back(mask_device):
-    scores = strategies.make_scores((1, 4, 500), "ties", 3, device=mask_device)
+def test_a_dropped_key_never_comes_back(device):
+    scores = strategies.make_scores((1, 4, 500), "ties", 3, device=device)
     end = IntervalMask.top_k(scores, 20).end
-    assert bool((end > torch.arange(500, device=mask_device)).any())
-    assert torch.equal(visible_sets(end).sum(-1), torch.arange(1, 501, device=mask_device).clamp(max=20).expand(1, 4, 500))
+    assert bool((end > torch.arange(500, device=device)).any())
+    assert torch.equal(visible_sets(end).sum(-1), torch.arange(1, 501, device=device).clamp(max=20).expand(1, 4, 500))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_strided_scores(mask_device, causal):
-    room = torch.randn(2, 50, 3, 2, generator=torch.Generator().manual_seed(1)).to(mask_device)
+def test_strided_scores(device, causal):
+    room = torch.randn(2, 50, 3, 2, generator=torch.Generator().manual_seed(1)).to(device)
     for scores in (
         room[..., 0].transpose(1, 2),
         room[:, :, :1, 1].transpose(1, 2).expand(2, 3, 50),
@@ -123,8 +123,8 @@ def test_strided_scores(mask_device, causal):
 
 @pytest.mark.parametrize("shape", [(0, 2, 5), (2, 0, 5), (2, 2, 0), (1, 1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_degenerate_shapes(mask_device, shape, causal):
-    mask = IntervalMask.top_k(torch.zeros(shape, device=mask_device), 3, causal)
+def test_degenerate_shapes(device, shape, causal):
+    mask = IntervalMask.top_k(torch.zeros(shape, device=device), 3, causal)
     assert mask.end.shape == shape
 
 
@@ -140,10 +140,10 @@ def test_selection_is_the_same_on_every_run_and_thread_count():
         torch.set_num_threads(threads)
 
 
-def test_segments_beyond_the_ends_are_clamped(mask_device):
-    scores = torch.ones(1, 1, 4, device=mask_device)
+def test_segments_beyond_the_ends_are_clamped(device):
+    scores = torch.ones(1, 1, 4, device=device)
     for causal in (True, False):
-        wild = torch.tensor([[[2**31 - 1, -(2**31), 3, 2]]], dtype=torch.int32, device=mask_device)
+        wild = torch.tensor([[[2**31 - 1, -(2**31), 3, 2]]], dtype=torch.int32, device=device)
         end = torch.ops.dmattn.select(scores, wild, 2, causal)
         assert end.shape == (1, 1, 4)
         assert int(end.max()) <= 4
@@ -169,13 +169,13 @@ def test_a_million_keys_in_a_second_per_head(kind, window):
 
 @pytest.mark.parametrize("length", [300, 5000, 20000])
 @pytest.mark.parametrize("window", [3, 200])
-def test_documents_of_all_lengths(mask_device, length, window):
+def test_documents_of_all_lengths(device, length, window):
     """Selection starts anew with each document, wherever its borders lie among the chunks that a GPU works in."""
     generator = torch.Generator().manual_seed(length + window)
     borders = torch.randperm(length - 1, generator=generator)[: max(length // 150, 2)].sort().values + 1
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), borders, torch.tensor([length])])
     scores = torch.randint(0, 50, (1, 2, length), generator=generator).float()
-    mask = IntervalMask.top_k(scores.to(mask_device), window, base=IntervalMask.documents(length, ends.to(mask_device)))
+    mask = IntervalMask.top_k(scores.to(device), window, base=IntervalMask.documents(length, ends.to(device)))
     for first, last in itertools.pairwise(ends.tolist()):
         alone = IntervalMask.top_k(scores[:, :, first:last], window)
         assert torch.equal(mask.end[:, :, first:last].cpu(), (alone.end.long() + first).clamp(max=last).int())
