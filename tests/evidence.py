@@ -1,7 +1,7 @@
 """Turns what tests/evidence.sh left in a folder of logs into JSON of results beside those of the benchmarks, and says what failed.
 
-    python tests/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
-    python tests/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
+python tests/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
+python tests/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def facts(logs: Path) -> str:
 def counts(logs: Path, name: str) -> Results:
     """How the tests of one pytest ended; exit is its status."""
     code, began, ended = (logs / f"{name}.exit").read_text().split()
-    result: Results = {"passed": 0, "failed": 0, "skipped": 0, "seconds": round(float(ended) - float(began), 1), "exit": int(code)}
+    result: Results = {
+        "passed": 0,
+        "failed": 0,
+        "skipped": 0,
+        "seconds": round(float(ended) - float(began), 1),
+        "exit": int(code),
+    }
     report = logs / f"{name}.xml"
     if report.is_file():
         tree = xml.etree.ElementTree.parse(report)
@@ -62,7 +68,9 @@ def counts(logs: Path, name: str) -> Results:
 def of_pytest(logs: Path, part: str, family: str) -> tuple[Results, list[str]]:
     """The counts of a suite or of the fuzz, and what is wrong."""
     result = counts(logs, f"{part}-{family}")
-    wrong = [] if result["exit"] == 0 and result["passed"] else [f"{part} {family}: exit {result['exit']}, {result['passed']} passed"]
+    wrong = (
+        [] if result["exit"] == 0 and result["passed"] else [f"{part} {family}: exit {result['exit']}, {result['passed']} passed"]
+    )
     return result, wrong + [f"  {name}" for name in result.get("failures", [])]
 
 
@@ -117,7 +125,9 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
         about[family] = result
         by_tool = [tool for of in about.values() if isinstance(of, dict) for tool in of.values() if isinstance(tool, dict)]
         about["reports"] = sum(tool["errors"] or 0 for tool in by_tool)
-        line = ", ".join(f"{tool} {value['passed']} passed, {value['errors']} errors" for tool, value in result.items() if value in tools)
+        line = ", ".join(
+            f"{tool} {value['passed']} passed, {value['errors']} errors" for tool, value in result.items() if value in tools
+        )
     else:
         result, wrong = of_pytest(logs, part, family)
         about = run.setdefault(part, {})
