@@ -23,6 +23,7 @@ from dmattn.testing import (
     run_reference,
     shapes,
     strategies,
+    tolerance,
 )
 from hypothesis import find, given, settings
 
@@ -65,6 +66,35 @@ def test_the_rule_rejects_a_single_dropped_key():
 def test_the_rule_has_nothing_to_turn():
     assert list(inspect.signature(assert_close_to_reference).parameters) == ["case", "results"]
     assert list(inspect.signature(assert_matches_reference).parameters) == ["case", "fn", "gradients"]
+    for check in (tolerance.assert_same_by_another_way, tolerance.assert_same_in_another_order):
+        assert list(inspect.signature(check).parameters) == ["result", "expected", "dtype"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_tell_rounding_from_errors(dtype):
+    """Numbers in three roundings, twice, pass as two ways to one result; those of one order pass as the other only when they hardly differ."""
+    exact = strategies.random_tensor((400, 300), 0, torch.float64)
+    eps = torch.finfo(dtype).eps
+
+    def rounded(seed):
+        noise = strategies.random_tensor((2, 400, 300), seed, torch.float64).sum(0) * eps / 12**0.5
+        return (exact * (1 + noise)).to(dtype)
+
+    one, other = rounded(1), rounded(2)
+    tolerance.assert_same_by_another_way(one, other, dtype)
+    nearly = (one.float() * (1 + 50 * torch.finfo(torch.float32).eps * strategies.random_tensor((400, 300), 3).sign())).to(dtype)
+    tolerance.assert_same_in_another_order(nearly, one, dtype)
+    with pytest.raises(AssertionError, match="distance .* allowed"):
+        tolerance.assert_same_in_another_order(one, other, dtype)
+    for check, share in ((tolerance.assert_same_by_another_way, 1.0), (tolerance.assert_same_in_another_order, 0.5)):
+        with pytest.raises(AssertionError, match="distance .* allowed"):
+            check(one.float() * (1 + share * eps), one, dtype)
+        wrong = one.clone()
+        wrong[7] = torch.nan
+        with pytest.raises(AssertionError, match="distance nan"):
+            check(wrong, one, dtype)
+        with pytest.raises(AssertionError, match=r"expected shape \[400, 300\], got \[300\]"):
+            check(one[0], one, dtype)
 
 
 @settings(max_examples=15)

@@ -27,6 +27,7 @@ STORAGE_ULPS: Final = (
     2  # half an ulp each for a result, a weight, a logit's gradient, out as saved for backward; a few deviations
 )
 ARITHMETIC_ULPS: Final = 8  # a product of D terms, exp, a sum over keys: a few roundings each, a few deviations
+LONGEST: Final = 2**20  # terms of a sum
 TRUTH: Final = torch.float64
 
 
@@ -89,8 +90,7 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
             logits = logits + (wide[:, :, None] if rank == 3 else wide)
 
     _, lse = exact.call_reference()
-    identity = torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(exact.key.shape[0], kv_heads, -1, -1)
-    weights = dataclasses.replace(exact, dropout_p=0.0, value=identity).call_reference()[0]
+    weights = _weights(exact)
     kept = torch.ones_like(weights)
     if exact.dropout_p > 0:
         kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
@@ -185,8 +185,7 @@ def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[st
             )
             logits = logits + (bias[:, :, None] if rank == 3 else bias)
             logits_t = logits_t + (bias_t[:, :, None] if rank == 3 else bias_t)
-    identity = torch.eye(seen.shape[3], dtype=TRUTH, device=seen.device).expand(*exact.key.shape[:2], -1, -1)
-    weights = dataclasses.replace(exact, dropout_p=0.0, value=identity).call_reference()[0]
+    weights = _weights(exact)
     logits, logits_t = (torch.where(weights > 0, given, 0.0) for given in (logits, logits_t))
     wrong = weights * (1.0 + logits + (weights * logits).sum(-1, keepdim=True))
     kept = torch.ones_like(weights)
@@ -197,6 +196,59 @@ def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[st
         "out": Terms(torch.zeros((), dtype=TRUTH), (wrong * kept * moved) @ value + (wrong * kept) @ value_t),
         "lse": Terms(torch.zeros((), dtype=TRUTH), (wrong * moved).sum(-1)),
     }
+
+
+def assert_same_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """The rule for two ways to compute one result of a problem that is too large for the reference.
+
+    Either way rounds to the dtype of query at most three times: a weight or a logit's gradient, out as saved for backward, the result. A
+    rounding is off by up to half an ulp to either side, eps / sqrt(12) in the root mean square. Six of them, taken as independent, make
+    eps / sqrt(2) of the result's norm.
+
+    Args:
+        result, expected: tensors of one shape.
+        dtype: that of query.
+
+    Raises:
+        AssertionError: gives the distance, relative in the Euclidean norm, and what was allowed.
+    """
+    _compare_norms(result, expected, torch.finfo(dtype).eps / 2**0.5)
+
+
+def assert_same_in_another_order(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """The rule for two results that are rounded alike, and differ only in the order of their sums in the accumulate dtype.
+
+    2^20 roundings, taken as independent, take a sum 2^10 ulps away. A number that moves by a part of the ulp it is stored with is stored
+    an ulp off with that part as its probability. So the root mean square of what is stored moves by the root of the product of both.
+
+    Args:
+        result, expected: tensors of one shape.
+        dtype: that of query.
+
+    Raises:
+        AssertionError: gives the distance, relative in the Euclidean norm, and what was allowed.
+    """
+    moved = LONGEST**0.5 * torch.finfo(accumulate_dtype(dtype)).eps
+    _compare_norms(result, expected, (moved * torch.finfo(dtype).eps) ** 0.5)
+
+
+def _compare_norms(result: Tensor, expected: Tensor, allowed: float) -> None:
+    assert result.shape == expected.shape, f"expected shape {list(expected.shape)}, got {list(result.shape)}"
+    given, wanted = result.detach().to(TRUTH), expected.detach().to(TRUTH)
+    error, norm = float(torch.linalg.vector_norm(given - wanted)), float(torch.linalg.vector_norm(wanted))
+    if not error <= allowed * norm:  # NaN is not, either
+        raise AssertionError(f"{list(result.shape)}: distance {error:.3g} of a norm of {norm:.3g}, allowed {allowed:.3g} of it")
+
+
+def _weights(exact: AttentionCase) -> Tensor:
+    """The softmax before dropout, [B, H, Sq, Sk]: the gradient of lse with respect to the logits."""
+    shape = exact.seen().shape
+    logits = torch.zeros(shape, dtype=TRUTH, device=exact.query.device)
+    if exact.bias is not None:
+        logits += reference.per_query_head(with_rank(exact.bias, 4), shape[1])
+    with torch.enable_grad():
+        _, lse = dataclasses.replace(exact, bias=logits.requires_grad_(), dropout_p=0.0).call_reference()
+        return torch.autograd.grad(lse, logits, torch.ones_like(lse))[0]
 
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:
