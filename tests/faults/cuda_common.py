@@ -10,15 +10,16 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
 
 
-FORWARD, BACKWARD, CUDA, MASKS, SELECT = (
+FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
     "test_forward.py::",
     "test_backward.py::",
-    "test_cuda.py::",
+    "test_cuda_live_keys.py::",
+    "test_cuda_tiles.py::",
     "test_masks.py::",
     "test_select.py::",
 )
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
-LISTS, COMPACT = CUDA + "test_lists_of_long_problems", CUDA + "test_one_list_of_keys_for_all_queries"
+LISTS, COMPACT = LIVE_KEYS + "test_lists_of_long_problems", LIVE_KEYS + "test_one_list_of_keys_for_all_queries"
 EVERYTHING = "sm80_forward sm80_query_major sm90_forward sm90_backward"
 
 FAULTS = [
@@ -32,11 +33,11 @@ FAULTS = [
     in_file("common/live_keys.cu", "lane < warp ? of_warp : 0", "lane <= warp ? of_warp : 0",
             "warps write their keys one warp's keys too far", THRESHOLDS),
     in_file("common/live_keys.cu", "group.y > 0 && Span{group.z, group.w}.touches(low, high)", "group.y > 0 && Span{group.z, group.w}.touches(low, high - 1)",
-            "a group of keys that only a segment's last query sees is left out", LISTS + " " + CUDA + "test_lists_of_many_heads " + CUDA + "test_keys_that_the_last_query_of_a_segment_sees"),
+            "a group of keys that only a segment's last query sees is left out", LISTS + " " + LIVE_KEYS + "test_lists_of_many_heads " + LIVE_KEYS + "test_keys_that_the_last_query_of_a_segment_sees"),
     in_file("common/live_keys.cu", "from = min(from, span.first), to = max(to, span.last);", "from = min(from, span.first), to = max(from, span.last);",
             "a group's last position is that of its last key", LISTS),
     in_file("common/live_keys.cu", "    before += seen.all;\n    __syncthreads();", "    __syncthreads();",
-            "the live keys of a part are written over those of the part before", LISTS + " test_cuda.py::test_lists_of_many_heads test_cuda.py::test_one_list_of_keys_for_all_queries test_cuda.py::test_more_than_a_thousand_lists"),
+            "the live keys of a part are written over those of the part before", LISTS + " test_cuda_live_keys.py::test_lists_of_many_heads test_cuda_live_keys.py::test_one_list_of_keys_for_all_queries test_cuda_live_keys.py::test_more_than_a_thousand_lists"),
     in_file("common/live_keys.cu", "at += place, place += all;", "at += place;",
             "later groups of a list are written over the first", LISTS),
     in_file("common/compact_keys.cu", "call.compact.key_bias[to] = bias[key];", "call.compact.key_bias[to] = bias[at];",
@@ -90,7 +91,7 @@ FAULTS = [
     in_file("common/pack.cu", "static_cast<uint32_t>(4 * w + i < limit ? from[4 * w + i] : beyond)", "static_cast<uint32_t>(4 * w + i <= limit ? from[4 * w + i] : beyond)",
             "the element behind a row counts", MASKS + "test_from_bool_there_and_back"),
     in_file("common/pack.cu", "row_slots[row] = before + items[i];", "row_slots[row] = items[i];",
-            "slots begin again after 4,096 rows of tiles", CUDA + "test_slots_of_many_rows_of_tiles"),
+            "slots begin again after 4,096 rows of tiles", CUDA_TILES + "test_slots_of_many_rows_of_tiles"),
     in_file("common/pack.cu", "tiles[k] = kTilePartial + slot + __popc(", "tiles[k] = kTilePartial + slot + 1 + __popc(",
             "slots are numbered from one", MASKS + "test_from_bool_there_and_back"),
     in_file("common/pack.cu", "if (query >= place.q_end || key >= place.k_end) return 0;", "if (query > place.q_end || key > place.k_end) return 0;",

@@ -10,10 +10,11 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
 
 
-FORWARD, BACKWARD, CUDA = "test_forward.py::", "test_backward.py::", "test_cuda.py::"
+FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 RAGGED, CAPPED = BACKWARD + "test_ragged_lengths", BACKWARD + "test_softcap_and_dropout"
-LISTS = CUDA + "test_lists_of_long_problems"
+LISTS = LIVE_KEYS + "test_lists_of_long_problems"
 WALKS = "sm80_forward sm80_query_major"
 
 FAULTS = [
@@ -92,5 +93,5 @@ FAULTS = [
     in_file("sm80/backward_keys.cuh", "for (int row = 0; row < kShape.warp_rows; ++row) sum +=", "for (int row = 1; row < kShape.warp_rows; ++row) sum +=",
             "some queries are missing in the deterministic gradient of key_bias", BACKWARD + "test_deterministic_is_the_gradient_too " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     in_file("common/tile_order.cu", "if (!keeps && item < items) live_keys.order", "if (item < items) live_keys.order",
-            "an order of tiles names some twice and others never", CUDA + "test_block_masks_with_more_tiles_than_blocks", "tile_order.cu"),
+            "an order of tiles names some twice and others never", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks", "tile_order.cu"),
 ]  # fmt: skip

@@ -10,9 +10,10 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_sm90", f"cpp/cuda/sm90/{name}", old, new, wrong, tests, objects)
 
 
-FORWARD, BACKWARD, CUDA = "test_forward.py::", "test_backward.py::", "test_cuda.py::"
+FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
-RAGGED, LISTS = BACKWARD + "test_ragged_lengths", CUDA + "test_lists_of_long_problems"
+RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
@@ -66,7 +67,7 @@ FAULTS = [
     in_file("forward_load.cuh", "key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];", "key = in_order ? note.first_key + at : note.index[at % kShape.keys];",
             "gathered keys have the key_bias of their neighbours", THRESHOLDS, GATHERED),
     in_file("forward_load.cuh", "        query_empty.wait_empty(tiles);\n", "",
-            "queries are overwritten while they are used", CUDA + "test_block_masks_with_more_tiles_than_blocks " + CUDA + "test_edges_of_tiles_and_segments " + CUDA + "test_more_tiles_than_blocks", ALL),
+            "queries are overwritten while they are used", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks " + LIVE_KEYS + "test_edges_of_tiles_and_segments " + CUDA_TILES + "test_more_tiles_than_blocks", ALL),
     # Computing.
     in_file("forward.cuh", "const uint32_t bits = note.bits[queries[r]][w] >> column;", "const uint32_t bits = note.bits[queries[0]][w] >> column;",
             "rows 8 further down have the bits of the first", TILES, ALL),
