@@ -193,10 +193,15 @@ def test_what_goes_wrong_under_a_sanitizer_is_a_failure(checkout, environment, s
 
 def test_without_a_gpu_nothing_counts_as_passed(checkout):
     (checkout / "tests/devices.py").write_text('DEVICE = "cpu"\n')
-    done, ran = evidence(checkout, "suite")
+    fuzz = checkout / "out/a-gpu/fuzz.json"
+    fuzz.parent.mkdir(parents=True)
+    fuzz.write_text("{}")
+    done, ran = evidence(checkout, "suite", "fuzz")
     assert done.returncode == 1
     assert not ran
-    assert results(checkout)["runs"][0]["suite"]["sm80"]["passed"] == 0
+    (run,) = results(checkout)["runs"]
+    assert (run["suite"]["sm80"]["passed"], run["suite"]["complete"]) == (0, False)
+    assert fuzz.read_text() == "{}"
 
 
 def test_a_part_that_does_not_exist(checkout):
