@@ -107,66 +107,6 @@ def scale(value: object, name: str = "scale") -> float:
     return factor
 
 
-def attention_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Rank, dtype, device, head counts and sizes of query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]."""
-    if not (
-        isinstance(query, Tensor)
-        and isinstance(key, Tensor)
-        and isinstance(value, Tensor)
-        and query.layout is key.layout is value.layout is torch.strided
-        and not (query.is_nested or key.is_nested or value.is_nested)
-    ):
-        tensor("query", query), tensor("key", key), tensor("value", value)
-    device, kind = query.device, query.dtype
-    dtypes = DTYPES.get(device.type)
-    if dtypes is None:
-        raise ValueError(f"query: no dmattn kernel for device {device}; supported are {', '.join(DTYPES)}")
-    dtype("query", query, dtypes)
-    alike = key.device == device == value.device and key.dtype == kind == value.dtype
-    if not (alike and query.dim() == 4 and key.dim() == 4 and value.dim() == 4):
-        _explain_unlike(query, key, value)
-    batch, heads, query_length, head_dim = query.shape
-    key_batch, kv_heads, key_length, key_dim = key.shape
-    value_batch, value_heads, value_length, value_dim = value.shape
-    if key_batch != batch or key_dim != head_dim:
-        raise ValueError(f"key: expected [B, Hkv, Sk, D] with B={batch}, D={head_dim}, got {shape_of(key)}")
-    if value_batch != batch or value_heads != kv_heads or value_length != key_length:
-        raise ValueError(
-            f"value: expected [B, Hkv, Sk, Dv] with B={batch}, Hkv={kv_heads}, Sk={key_length}, got {shape_of(value)}"
-        )
-    if (heads % kv_heads if kv_heads else heads) != 0:
-        raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
-    if head_dim % 8 != 0 or head_dim > MAX_HEAD_DIM or head_dim <= 0:
-        raise ValueError(f"query: expected a last dimension that is a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
-    if value_dim % 8 != 0 or value_dim > MAX_HEAD_DIM or value_dim <= 0:
-        raise ValueError(f"value: expected a last dimension that is a multiple of 8 up to {MAX_HEAD_DIM}, got {value_dim}")
-    if query_length > MAX_LENGTH or key_length > MAX_LENGTH:
-        raise ValueError(f"query, key: expected lengths up to {MAX_LENGTH}, got Sq={query_length}, Sk={key_length}")
-
-
-def _explain_unlike(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, given, layout in (
-        ("query", query, "[B, H, Sq, D]"),
-        ("key", key, "[B, Hkv, Sk, D]"),
-        ("value", value, "[B, Hkv, Sk, Dv]"),
-    ):
-        if given.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {shape_of(given)}")
-        same_device(name, given, query)
-        if given.dtype != query.dtype:
-            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
-
-
-def per_head(name: str, value: Tensor, query: Tensor, key: Tensor, rest: Sequence[Any], layout: str) -> None:
-    """A mask or bias of shape [B|1, H|Hkv|1, *rest] on query's device."""
-    same_device(name, value, query)
-    batch, heads, *sizes_given = value.shape if value.dim() > 1 else (0, 0)
-    fits = sizes_given == [*rest] and (batch == 1 or batch == query.shape[0])
-    if not (fits and (heads == 1 or heads == query.shape[1] or heads == key.shape[1])):
-        sizes = f"B={query.shape[0]}, H={query.shape[1]}, Hkv={key.shape[1]}, Sq={query.shape[2]}, Sk={key.shape[2]}"
-        raise ValueError(f"{name}: expected {layout} with {sizes}, got {shape_of(value)}")
-
-
 def values_are_known(value: Tensor) -> bool:
     """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func)."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn import autograd
+from dmattn import autograd, unsupported
 
 # nothing symbolic, fake, wrapped or otherwise special
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
@@ -21,6 +21,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
 def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their derivatives out."""
     if _watched(inputs):
+        unsupported.refuse_onnx()
         if torch.compiler.is_compiling() or not autograd.transforms_are_active():
             out, lse, _ = torch.ops.dmattn.forward(*inputs)
         else:
@@ -36,6 +37,7 @@ def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
 def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
     """``torch.ops.dmattn.select``, likewise; selection has no derivative."""
     if _watched((scores, segment_end, window)):
+        unsupported.refuse_onnx()
         end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal)
         return end
     with torch._C._AutoDispatchBelowAutograd():

@@ -1,0 +1,129 @@
+"""One call of the op ``dmattn::forward``: checks a public function's options, mask and biases and brings them into the op's form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dmattn import checks, ops
+from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks.heads import same_heads
+from dmattn.masks.interval import ALWAYS, FOREVER
+from dmattn.sizes import Sizes, bias_rows, fitting_block, four_dims, interval_rows, key_bias_rows
+
+# A mask as the op takes it: start and end of an interval mask; tiles, rows, columns and bits of a block mask.
+MaskTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_MASK: MaskTensors = (None, None, None, None, None, None)
+
+
+class Options(NamedTuple):
+    """The last arguments of the op ``forward``, in its order: checked, defaults filled in, and a seed wherever dropout has an effect."""
+
+    dropout_seed: Tensor | None
+    is_causal: bool
+    scale: float
+    softcap: float
+    dropout_p: float
+    deterministic: bool
+
+
+def options_of(
+    sizes: Sizes,
+    dropout_seed: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+) -> Options:
+    """Checks the options of a public function. A seed is checked even where it has no effect, and then left out."""
+    scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
+    if type(softcap) is not float or softcap != 0.0:
+        softcap = checks.softcap(softcap)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
+    if dropout_seed is not None:
+        checks.tensor("dropout_seed", dropout_seed)
+        checks.dtype("dropout_seed", dropout_seed, (torch.int64,))
+        if dropout_seed.numel() != 1:
+            raise ValueError(f"dropout_seed: expected one element, got shape {checks.shape_of(dropout_seed)}")
+        if dropout_seed.device != sizes.device:
+            raise ValueError(f"dropout_seed: expected device {sizes.device} like query, got {dropout_seed.device}")
+    if dropout_p == 0:
+        dropout_seed = None
+    elif dropout_seed is None:
+        dropout_seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=sizes.device)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under torch.autocast, query, key and value take its dtype; masks and biases stay as they are."""
+    if not torch._C._is_any_autocast_enabled():
+        return query, key, value
+    if not isinstance(query, Tensor) or query.device.type == "meta":  # meta has no autocast, and asking raises
+        return query, key, value
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+
+        def cast(given: Tensor) -> Tensor:
+            eligible = isinstance(given, Tensor) and given.is_floating_point() and given.dtype != torch.float64
+            return given.to(dtype) if eligible else given
+
+        return cast(query), cast(key), cast(value)
+    return query, key, value
+
+
+def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
+    """Checks a mask and brings it into the form the op takes."""
+    if isinstance(mask, IntervalMask):
+        return *_interval_tensors(mask, sizes), None, None, None, None
+    if isinstance(mask, BlockMask):
+        return None, None, *_block_tensors(mask, sizes)
+    if isinstance(mask, CombinedMask):
+        return *_interval_tensors(mask.interval, sizes), *_block_tensors(mask.block, sizes)
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got {type(mask).__name__}"
+        )
+    checks.tensor("mask", mask)
+    checks.dtype("mask", mask, (torch.bool,))
+    mask = four_dims("mask", mask, sizes)
+    if mask.shape[2] == 1 and sizes.query_length != 1:  # a mask of keys alone is an interval: O(N)
+        visible = mask[:, :, 0]
+        end = torch.where(visible, FOREVER, ALWAYS).int()
+        return torch.full_like(visible, ALWAYS, dtype=torch.int32), end, None, None, None, None
+    return None, None, *_block_tensors(BlockMask.from_bool(mask), sizes)
+
+
+def _interval_tensors(interval: IntervalMask, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    if not interval.serves(sizes.key_length):
+        raise ValueError(f"mask: expected an IntervalMask for Sk={sizes.key_length} keys, got one for {interval.key_length}")
+    return interval_rows("mask.start", interval.start, sizes), interval_rows("mask.end", interval.end, sizes)
+
+
+def _block_tensors(block: BlockMask, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    block = fitting_block(block, sizes)
+    return block.tiles, block.rows, block.columns, block.bits
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Sizes,
+    masks: MaskTensors,
+    key_bias: Tensor | None,
+    bias: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Checks biases, brings them into the op's form, and calls the op: (out, lse) from arguments that are otherwise checked."""
+    if key_bias is not None:
+        key_bias = key_bias_rows(key_bias, sizes)
+    if bias is not None:
+        from_bias, bias = bias_rows(bias, sizes)
+        if from_bias is not None:
+            key_bias = from_bias if key_bias is None else torch.add(*same_heads(key_bias, from_bias, "bias", "key_bias"))
+    return ops.forward(query, key, value, *masks, key_bias, bias, *options)

@@ -1,0 +1,155 @@
+"""The sizes of one attention call, checked once, and the shapes that masks and biases take beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.fake import accumulate_dtype
+from dmattn.masks import BlockMask
+from dmattn.masks.interval import with_three_dims
+
+
+class Sizes(NamedTuple):
+    """What query [B, H, Sq, D], key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv] have in common."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query_length: int
+    key_length: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"B={self.batch}, H={self.heads}, Hkv={self.kv_heads}, Sq={self.query_length}, Sk={self.key_length}"
+
+
+def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> Sizes:
+    """Checks rank, dtype, device, head counts and sizes of query, key and value, and returns them.
+
+    Raises:
+        TypeError, ValueError: names the first argument that does not fit.
+    """
+    if not (
+        isinstance(query, Tensor)
+        and isinstance(key, Tensor)
+        and isinstance(value, Tensor)
+        and query.layout is key.layout is value.layout is torch.strided
+        and not (query.is_nested or key.is_nested or value.is_nested)
+    ):
+        checks.tensor("query", query), checks.tensor("key", key), checks.tensor("value", value)
+    device, dtype = query.device, query.dtype
+    dtypes = checks.DTYPES.get(device.type)
+    if dtypes is None:
+        raise ValueError(f"query: no dmattn kernel for device {device}; supported are {', '.join(checks.DTYPES)}")
+    if dtype not in dtypes:
+        checks.dtype("query", query, dtypes)
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    alike = key.device == device == value.device and key.dtype == dtype == value.dtype
+    if not alike or not len(query_shape) == len(key_shape) == len(value_shape) == 4:
+        _explain_unlike(query, key, value)
+    batch, heads, query_length, head_dim = query_shape
+    key_batch, kv_heads, key_length, key_dim = key_shape
+    value_batch, value_heads, value_length, value_dim = value_shape
+    if key_batch != batch or key_dim != head_dim:
+        raise ValueError(f"key: expected [B, Hkv, Sk, D] with B={batch}, D={head_dim}, got {checks.shape_of(key)}")
+    if value_batch != batch or value_heads != kv_heads or value_length != key_length:
+        raise ValueError(
+            f"value: expected [B, Hkv, Sk, Dv] with B={batch}, Hkv={kv_heads}, Sk={key_length}, got {checks.shape_of(value)}"
+        )
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
+    most, longest = checks.MAX_HEAD_DIM, checks.MAX_LENGTH
+    if head_dim % 8 != 0 or head_dim > most or head_dim <= 0:
+        raise ValueError(f"query: expected a last dimension that is a multiple of 8 up to {most}, got {head_dim}")
+    if value_dim % 8 != 0 or value_dim > most or value_dim <= 0:
+        raise ValueError(f"value: expected a last dimension that is a multiple of 8 up to {most}, got {value_dim}")
+    if query_length > longest or key_length > longest:
+        raise ValueError(f"query, key: expected lengths up to {longest}, got Sq={query_length}, Sk={key_length}")
+    return Sizes(batch, heads, kv_heads, query_length, key_length, head_dim, dtype, device)
+
+
+def _explain_unlike(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, given, layout in (
+        ("query", query, "[B, H, Sq, D]"),
+        ("key", key, "[B, Hkv, Sk, D]"),
+        ("value", value, "[B, Hkv, Sk, Dv]"),
+    ):
+        if given.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {checks.shape_of(given)}")
+        checks.same_device(name, given, query)
+        if given.dtype != query.dtype:
+            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
+
+
+def per_head(name: str, given: Tensor, sizes: Sizes, rest: Sequence[int], layout: str) -> None:
+    """Checks that a mask or bias has the shape [B|1, H|Hkv|1, *rest] and lies on query's device."""
+    if given.device != sizes.device:
+        raise ValueError(f"{name}: expected device {sizes.device} like query, got {given.device}")
+    batch, heads, *rest_given = given.shape if given.dim() > 1 else (0, 0)
+    fits = rest_given == [*rest] and (batch == 1 or batch == sizes.batch)
+    if not (fits and (heads == 1 or heads == sizes.heads or heads == sizes.kv_heads)):
+        raise ValueError(f"{name}: expected {layout} with {sizes}, got {checks.shape_of(given)}")
+
+
+def four_dims(name: str, given: Tensor, sizes: Sizes) -> Tensor:
+    """A mask or bias broadcastable to [B, H|Hkv, Sq, Sk] as [B|1, H|Hkv|1, Sq|1, Sk]."""
+    layout = "[B|1, H|Hkv|1, Sq|1, Sk]"
+    if given.dim() > 4 or given.dim() < 1:
+        raise ValueError(f"{name}: expected {layout}, got shape {checks.shape_of(given)}")
+    given = given[(None,) * (4 - given.dim())] if given.dim() < 4 else given
+    if given.shape[3] == 1 and sizes.key_length != 1:
+        given = given.expand(-1, -1, -1, sizes.key_length)
+    rows = sizes.query_length if given.shape[2] != 1 else 1
+    per_head(name, given, sizes, (rows, sizes.key_length), layout)
+    return given
+
+
+def interval_rows(name: str, given: Tensor, sizes: Sizes) -> Tensor:
+    """The start or end of an interval mask as [B|1, H|Hkv|1, Sk]."""
+    if given.dim() != 3:  # under torch.vmap over a mask's batch
+        given = with_three_dims(given)
+    if given.shape[2] == 1 and sizes.key_length != 1:
+        given = given.expand(-1, -1, sizes.key_length)
+    per_head(name, given, sizes, (sizes.key_length,), "[B|1, H|Hkv|1, Sk]")
+    return given
+
+
+def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
+    """A block mask cut to the call's lengths."""
+    if not block.fits(sizes.query_length, sizes.key_length):
+        raise ValueError(
+            f"mask: expected a BlockMask for Sq={sizes.query_length}, Sk={sizes.key_length}, "
+            f"got one for Sq={block.query_length}, Sk={block.key_length}"
+        )
+    tiles = block.tiles
+    per_head("mask", tiles, sizes, tiles.shape[2:], "[B|1, H|Hkv|1, Sq, Sk]")
+    return block.cut(sizes.query_length, sizes.key_length)
+
+
+def key_bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
+    """key_bias as the op takes it: [B|1, H|Hkv|1, Sk] in the dtype things are summed in."""
+    checks.tensor("key_bias", key_bias)
+    checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
+    if key_bias.dim() > 3 or key_bias.dim() < 1:
+        raise ValueError(f"key_bias: expected [B|1, H|Hkv|1, Sk], got shape {checks.shape_of(key_bias)}")
+    key_bias = key_bias[(None,) * (3 - key_bias.dim())] if key_bias.dim() < 3 else key_bias
+    per_head("key_bias", key_bias, sizes, (sizes.key_length,), "[B|1, H|Hkv|1, Sk]")
+    return key_bias.to(accumulate_dtype(sizes.dtype))
+
+
+def bias_rows(bias: Tensor, sizes: Sizes) -> tuple[Tensor | None, Tensor | None]:
+    """A bias as (key_bias part, bias part): one that is the same for all queries belongs to the keys."""
+    checks.tensor("bias", bias)
+    checks.dtype("bias", bias, checks.DTYPES["cpu"])
+    bias = four_dims("bias", bias, sizes)
+    summed = accumulate_dtype(sizes.dtype)
+    if bias.shape[2] == 1:
+        return bias[:, :, 0].to(summed), None
+    return None, bias if bias.dtype == sizes.dtype else bias.to(summed)
