@@ -93,9 +93,8 @@ def times(case: Case, load: Workload, device: str, repeats: int, settle: float =
     """
     if device == "cpu":
         return Times(by_turns(_runs(case, load), device, repeats), {}, {})
-    stream = (
-        torch.cuda.Stream()
-    )  # one stream for all: a backward pass runs on its forward's, and the default one cannot be captured
+    # One stream for all: a backward pass runs on its forward's stream, and the default stream cannot be captured.
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         runs = _runs(case, load)

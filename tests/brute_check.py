@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from dmattn.testing import AttentionCase, tolerance
 
-HUGE_ULP = (
-    32  # where neighbouring floats are so far apart, every logit that is made of one huge bias and usual numbers is that bias
-)
+# Where neighbouring floats are so far apart, every logit that is made of one huge bias and usual numbers is that bias.
+HUGE_ULP = 32
 
 
 def numbers(tensor):

@@ -228,9 +228,8 @@ class Planter:
 
     async def pytest(self, site: Path, tests: list[str], kind: str, environment: str, timeout: float | None) -> tuple[int, str]:
         """Exit status and output; -1 when the time is up."""
-        root = (
-            self.base.source if tests else ROOT
-        )  # a copy, which nobody edits meanwhile; some of the other tests need the checkout
+        # Chosen tests run from a copy, which nobody edits meanwhile; some of the others need the checkout.
+        root = self.base.source if tests else ROOT
         paths = [str(root / "tests" / test) for test in tests] or [str(root / "tests")]
         command = [
             sys.executable,

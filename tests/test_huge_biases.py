@@ -240,9 +240,8 @@ def test_results_stay_within_what_a_mean_of_values_can_be(device, data):
     key, value = (t.repeat_interleave(group, 1) for t in (exact.key, exact.value))
     grad_out, grad_lse = (g.double() for g in case.incoming_gradients())
     scale = exact.query.shape[3] ** -0.5
-    slack = (
-        1 + tolerance.STORAGE_ULPS * torch.finfo(case.query.dtype).eps * 4
-    )  # out, weights and gradients are rounded on the way
+    # The output, weights and gradients are rounded on the way.
+    slack = 1 + tolerance.STORAGE_ULPS * torch.finfo(case.query.dtype).eps * 4
     visible = case.seen()[..., None]
     largest = lambda t: torch.where(visible, t[:, :, None], 0.0).amax(dim=3) if t.shape[2] else t.new_zeros(())  # noqa: E731
     assert bool((results["out"].double().abs() <= largest(value.abs()) * slack).all())

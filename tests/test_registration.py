@@ -192,9 +192,8 @@ def test_compile_with_masks_as_inputs(device, dtype, kind):
 
     torch._dynamo.reset()
     compiled = torch.compile(fn, fullgraph=True, dynamic=True)
-    compiled(
-        *(tensor((1, 4, 450, 16), i, dtype, device) for i in range(3)), mask_of(450)
-    )  # sizes that are equal by chance would be guarded
+    # Lengths other than those of other dimensions: torch would guard sizes that are equal by chance.
+    compiled(*(tensor((1, 4, 450, 16), i, dtype, device) for i in range(3)), mask_of(450))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (230, 300):
             q, k, v = (tensor((1, 4, length, 16), i, dtype, device) for i in range(3))

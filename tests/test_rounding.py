@@ -15,11 +15,9 @@ from dmattn.testing import strategies
 
 
 def every_bit_pattern(dtype: torch.dtype) -> torch.Tensor:
-    """All numbers of a 16-bit dtype below 2^126, [8192, 8]."""
+    """All numbers of a 16-bit dtype below 2^126, so that sums of two stay finite, [8192, 8]."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
-    return torch.where(numbers.double().abs() < 2.0**126, numbers, torch.zeros_like(numbers)).view(
-        -1, 8
-    )  # sums of two stay finite
+    return torch.where(numbers.double().abs() < 2.0**126, numbers, torch.zeros_like(numbers)).view(-1, 8)
 
 
 def mean_of(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,9 +98,8 @@ class AttentionCase:
         generator = torch.Generator().manual_seed(self.grad_seed)
         grad_out = torch.randn((batch, heads, queries, self.value.shape[3]), generator=generator)
         grad_lse = torch.randn((batch, heads, queries), generator=generator) * self.grad_through_lse
-        half = (
-            torch.bfloat16 if self.query.dtype == torch.bfloat16 else torch.float16
-        )  # rounded first: exact in every wider dtype
+        # Rounded to half precision first, they are the same numbers in every wider dtype.
+        half = torch.bfloat16 if self.query.dtype == torch.bfloat16 else torch.float16
         return grad_out.to(half).to(self.query.device), grad_lse.to(half).to(self.query.device)
 
     def __repr__(self) -> str:

@@ -27,6 +27,10 @@ CPU_THRESHOLDS = {
     "kSummaryKeys": 64, "kPieceDepth": 64, "kMaxTileQueries": 128, "kChunkKeys": 128, "kUnsummedQueries": 256, "kReduceKeys": 1024,
 }  # fmt: skip
 CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
+MASK_KINDS = (
+    "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "top_k",
+    "from_bool", "from_blocks", "from_function", "combined", "bool",
+)  # fmt: skip
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
 
@@ -45,11 +49,19 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnMask:
-    """A mask, what it means (bool [B|1, H|Hkv|1, Sq, Sk], None for all) and a few words about it."""
+    """A mask and what it means.
+
+    Args:
+        mask: what an implementation gets.
+        visible: its meaning, bool [B|1, H|Hkv|1, Sq, Sk], None for all.
+        description: a few words for messages.
+        kinds: which of the MASK_KINDS it is made of.
+    """
 
     mask: Mask | Tensor | None
     visible: Tensor | None
     description: str
+    kinds: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return self.description
@@ -189,13 +201,14 @@ def positions(Sq: int, Sk: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
 
 def no_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
     """No mask at all."""
-    return st.just(DrawnMask(None, None, "None"))
+    return st.just(DrawnMask(None, None, "None", frozenset({"none"})))
 
 
 def causal_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
     """``IntervalMask.causal``."""
     p, j = positions(shape.Sq, shape.Sk, device)
-    return st.builds(lambda: DrawnMask(IntervalMask.causal(shape.Sk, device=device), (j <= p)[None, None], "causal"))
+    visible, kinds = (j <= p)[None, None], frozenset({"causal"})
+    return st.builds(lambda: DrawnMask(IntervalMask.causal(shape.Sk, device=device), visible, "causal", kinds))
 
 
 @st.composite
@@ -205,7 +218,7 @@ def sliding_window_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> 
     p, j = positions(shape.Sq, shape.Sk, device)
     visible = (p - left <= j) & (j <= p + right)
     mask = IntervalMask.sliding_window(shape.Sk, left, right, device=device)
-    return DrawnMask(mask, visible[None, None], f"sliding_window({left}, {right})")
+    return DrawnMask(mask, visible[None, None], f"sliding_window({left}, {right})", frozenset({"sliding_window"}))
 
 
 @st.composite
@@ -215,7 +228,7 @@ def streaming_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Drawn
     p, j = positions(shape.Sq, shape.Sk, device)
     visible = (j <= p) & ((j < sink) | (p - j < local))
     mask = IntervalMask.streaming(shape.Sk, sink, local, device=device)
-    return DrawnMask(mask, visible[None, None], f"streaming({sink}, {local})")
+    return DrawnMask(mask, visible[None, None], f"streaming({sink}, {local})", frozenset({"streaming"}))
 
 
 @st.composite
@@ -231,7 +244,7 @@ def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: b
     if draw(st.booleans()):
         cu_seqlens = torch.tensor(ends, dtype=draw(st.sampled_from((torch.int32, torch.int64))), device=device)
         mask = IntervalMask.documents(shape.Sk, cu_seqlens, causal)
-        description = f"documents({ends}, causal={causal})"
+        kind, description = "documents", f"documents({ends}, causal={causal})"
     else:
         padded = draw(st.integers(0, len(ends)))
         ids = torch.where(run == padded, -1, run * 7 % 5)  # neighbours differ, ids come again
@@ -239,8 +252,9 @@ def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: b
         run = torch.where(real, run, -1)
         ids = ids[None].expand(shape.B, -1) if draw(st.booleans()) else ids
         mask = IntervalMask.documents(shape.Sk, ids=ids.to(device), causal=causal)
-        description = f"documents(ids of {ends}, padding {padded}, causal={causal})"
-    return DrawnMask(mask, _document_rows(run, real, causal, shape.Sq).to(device)[None, None], description)
+        kind, description = "document_ids", f"documents(ids of {ends}, padding {padded}, causal={causal})"
+    visible = _document_rows(run, real, causal, shape.Sq).to(device)[None, None]
+    return DrawnMask(mask, visible, description, frozenset({kind}))
 
 
 def _document_rows(run: Tensor, real: Tensor, causal: bool, Sq: int) -> Tensor:
@@ -261,7 +275,7 @@ def prefix_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMas
     else:
         mask = IntervalMask.prefix(shape.Sk, torch.tensor(prefixes, device=device))
     visible = torch.stack([(j < n) | (j <= p) for n in prefixes])[:, None]
-    return DrawnMask(mask, visible, f"prefix({prefixes})")
+    return DrawnMask(mask, visible, f"prefix({prefixes})", frozenset({"prefix"}))
 
 
 @st.composite
@@ -271,7 +285,7 @@ def padding_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMa
     _, j = positions(shape.Sq, shape.Sk, device)
     mask = IntervalMask.padding(shape.Sk, torch.tensor(real, dtype=torch.int32, device=device))
     visible = torch.stack([(j < n).expand(shape.Sq, shape.Sk) for n in real])[:, None]
-    return DrawnMask(mask, visible, f"padding({real})")
+    return DrawnMask(mask, visible, f"padding({real})", frozenset({"padding"}))
 
 
 @st.composite
@@ -283,7 +297,8 @@ def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool
     base, rows, description = draw(selection_bases(shape, device))
     mask = IntervalMask.top_k(given, window, causal, base)
     visible = selected_rows(given, window, causal, rows, shape.Sq)
-    return DrawnMask(mask, visible, f"top_k(window={window}, causal={causal}, base={description})")
+    words = f"top_k(window={window}, causal={causal}, base={description})"
+    return DrawnMask(mask, visible, words, frozenset({"top_k"}))
 
 
 @st.composite
@@ -304,7 +319,8 @@ def selection_bases(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> tuple
         mask, visible = mask & part.mask, visible & part.visible
     description = " & ".join(part.description for part in parts)
     assert isinstance(mask, IntervalMask)
-    return mask, DrawnMask(mask, visible, description), description
+    kinds = frozenset().union(*(part.kinds for part in parts))
+    return mask, DrawnMask(mask, visible, description, kinds), description
 
 
 def selected_rows(given: Tensor, window: int, causal: bool, base: DrawnMask | None, Sq: int) -> Tensor:
@@ -314,9 +330,8 @@ def selected_rows(given: Tensor, window: int, causal: bool, base: DrawnMask | No
     p = torch.arange(Sk - Sq, Sk, device=given.device)
     if Sk == 0:
         return visible.new_zeros((*given.shape[:2], Sq, 0))
-    before = not causal and (
-        base is None or "documents" not in base.description
-    )  # one set for all, queries before position 0 too
+    # Without causality and documents one set of keys serves all queries, those before position 0, too.
+    before = not causal and (base is None or base.kinds.isdisjoint({"documents", "document_ids"}))
     return visible[:, :, p.clamp(min=0)] & ((p >= 0) | before)[:, None]
 
 
@@ -332,7 +347,8 @@ def raw_interval_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Dr
     p, _ = positions(shape.Sq, shape.Sk, device)
     wide = [reference.per_query_head(t, shape.H)[:, :, None] for t in (start, end)]
     visible = ((wide[0] <= p) & (p < wide[1])).expand(-1, -1, shape.Sq, shape.Sk)
-    return DrawnMask(IntervalMask(start, end), visible, f"intervals(start {list(start.shape)}, end {list(end.shape)})")
+    words = f"intervals(start {list(start.shape)}, end {list(end.shape)})"
+    return DrawnMask(IntervalMask(start, end), visible, words, frozenset({"intervals"}))
 
 
 @st.composite
@@ -364,7 +380,8 @@ def block_masks_from_bool(draw: st.DrawFn, shape: Shape, device: str = "cpu") ->
     lead = draw(_lead(shape))
     visible = draw(bool_patterns((*lead, shape.Sq, shape.Sk), device))
     size = draw(block_sizes())
-    return DrawnMask(BlockMask.from_bool(visible, size), visible, f"BlockMask.from_bool({list(lead)}, block_size={size})")
+    words = f"BlockMask.from_bool({list(lead)}, block_size={size})"
+    return DrawnMask(BlockMask.from_bool(visible, size), visible, words, frozenset({"from_bool"}))
 
 
 @st.composite
@@ -375,7 +392,8 @@ def block_masks_from_blocks(draw: st.DrawFn, shape: Shape, device: str = "cpu") 
     table = draw(bool_patterns((*lead, -(-shape.Sq // bq), -(-shape.Sk // bk)), device))
     p, j = torch.arange(shape.Sq, device=device)[:, None], torch.arange(shape.Sk, device=device)
     visible = table[:, :, p // bq, j // bk]
-    return DrawnMask(BlockMask.from_blocks(table, size), visible, f"BlockMask.from_blocks({list(table.shape)}, {size})")
+    words = f"BlockMask.from_blocks({list(table.shape)}, {size})"
+    return DrawnMask(BlockMask.from_blocks(table, size), visible, words, frozenset({"from_blocks"}))
 
 
 @st.composite
@@ -390,7 +408,8 @@ def block_masks_from_function(draw: st.DrawFn, shape: Shape, device: str = "cpu"
     mask = BlockMask.from_function(fn, B, H, shape.Sq, shape.Sk, block_size=draw(block_sizes()), device=device)
     grid = [torch.arange(n, device=device) for n in (B or 1, H or 1, shape.Sq, shape.Sk)]
     visible = fn(*torch.meshgrid(*grid, indexing="ij"))
-    return DrawnMask(mask, visible, f"BlockMask.from_function(({a} q + {b} k + b + h) % {modulus} < 1, B={B}, H={H})")
+    words = f"BlockMask.from_function(({a} q + {b} k + b + h) % {modulus} < 1, B={B}, H={H})"
+    return DrawnMask(mask, visible, words, frozenset({"from_function"}))
 
 
 @st.composite
@@ -404,7 +423,8 @@ def combined_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnM
     assert block.visible is not None
     mask = interval.mask & block.mask if draw(st.booleans()) else block.mask & interval.mask
     visible = reference.per_query_head(interval.visible, shape.H) & reference.per_query_head(block.visible, shape.H)
-    return DrawnMask(mask, visible, f"{interval.description} & {block.description}")
+    kinds = interval.kinds | block.kinds | {"combined"}
+    return DrawnMask(mask, visible, f"{interval.description} & {block.description}", kinds)
 
 
 @st.composite
@@ -417,7 +437,7 @@ def bool_tensor_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Dra
         made = made[0]
     if made.dim() >= 2 and draw(st.booleans()):
         made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return DrawnMask(made, visible, f"bool{list(made.shape)}")
+    return DrawnMask(made, visible, f"bool{list(made.shape)}", frozenset({"bool"}))
 
 
 def interval_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:

@@ -23,11 +23,12 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.testing.case import AttentionCase, with_rank
 
-STORAGE_ULPS: Final = (
-    2  # half an ulp each for a result, a weight, a logit's gradient, out as saved for backward; a few deviations
-)
-ARITHMETIC_ULPS: Final = 8  # a product of D terms, exp, a sum over keys: a few roundings each, a few deviations
-LONGEST: Final = 2**20  # terms of a sum
+# Half an ulp each for a result, a weight, a logit's gradient, and out as saved for backward; a few standard deviations.
+STORAGE_ULPS: Final = 2
+# A few roundings each for a product of D terms, exp, and a sum over keys; a few standard deviations.
+ARITHMETIC_ULPS: Final = 8
+# Terms of a sum, at most.
+LONGEST: Final = 2**20
 TRUTH: Final = torch.float64
 
 
