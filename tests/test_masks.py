@@ -59,6 +59,20 @@ def test_and_is_the_intersection(device, data):
     assert type(mask) is expected.get(frozenset(type(part.mask) for part in parts), CombinedMask)
 
 
+@pytest.mark.parametrize("kind", ["causal", "from_bool", "combined"])
+def test_and_asks_an_operand_that_masks_do_not_know(kind):
+    class Stranger:
+        def __rand__(self, mask):
+            return "asked"
+
+    block = BlockMask.from_bool(torch.ones(4, 4, dtype=torch.bool))
+    mask = {"causal": IntervalMask.causal(4), "from_bool": block, "combined": IntervalMask.causal(4) & block}[kind]
+    assert mask.__and__(3) is NotImplemented
+    assert mask & Stranger() == "asked"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        mask & 3
+
+
 def test_interval_and_interval_stays_a_base_for_selection():
     documents = IntervalMask.documents(8, torch.tensor([0, 5, 8]))
     both = documents & IntervalMask.padding(8, torch.tensor([6, 8]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 
@@ -39,7 +40,7 @@ def has_cuda_kernels() -> bool:
 def module_state() -> str:
     """Whether ``dmattn._C`` loads, which needs the package nanobind-backend."""
     try:
-        from dmattn import _C  # noqa: F401
+        importlib.import_module("dmattn._C")
     except ImportError as error:
         return f"dmattn._C does not load ({error}); no op needs it"
     return "dmattn._C"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 MAX_LENGTH = 1 << 20
 MAX_HEAD_DIM = 256
@@ -25,7 +25,7 @@ DTYPES = {
 }
 
 
-def shape_of(tensor: Tensor) -> list[Any]:
+def shape_of(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
@@ -109,8 +109,6 @@ def scale(value: object, name: str = "scale") -> float:
 
 def values_are_known(value: Tensor) -> bool:
     """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func)."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return value.device.type == "cpu" and not isinstance(value, FakeTensor)

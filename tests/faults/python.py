@@ -70,7 +70,7 @@ FAULTS = [
             "padding of documents by ids is a document", MASKS + "test_to_bool_is_the_definition"),
     in_file("masks/interval.py", "start = torch.maximum(*same_heads(", "start = torch.minimum(*same_heads(",
             "a & b starts with the earlier start", MASKS + "test_and_is_the_intersection"),
-    in_file("masks/interval.py", '"causal" if "causal" in (self.segments, other.segments)', '"causal" if self.segments == other.segments == "causal"',
+    in_file("masks/interval.py", '"causal" if "causal" in (mask.segments, other.segments)', '"causal" if mask.segments == other.segments == "causal"',
             "a & b of documents and padding forgets that one of them is causal", "test_silence.py::test_and_keeps_the_causality_of_either"),
     in_file("masks/interval.py", "given.clamp(max=checks.MAX_LENGTH).to(torch.int32)", "given.to(torch.int32)",
             "int64 lengths wrap: 2^32 + 5 becomes 5", "test_silence.py::test_lengths_beyond_int32_do_not_wrap"),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention
 
 from dmattn import checks
 from dmattn.fake import table_size
@@ -140,10 +142,8 @@ class BlockMask(MaskData):
         return cls.from_bool(visible.expand(sizes), block_size)
 
     @classmethod
-    def from_flex(cls, block_mask: Any) -> BlockMask:
+    def from_flex(cls, block_mask: flex_attention.BlockMask) -> BlockMask:
         """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks."""
-        from torch.nn.attention import flex_attention
-
         if not isinstance(block_mask, flex_attention.BlockMask):
             raise TypeError(
                 f"block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
@@ -165,7 +165,11 @@ class BlockMask(MaskData):
             inside |= elements(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         return cls.from_bool(inside, size)
 
-    def __and__(self, other: Any) -> Any:
+    @overload
+    def __and__(self, other: IntervalMask) -> CombinedMask: ...
+    @overload
+    def __and__(self, other: BlockMask) -> BlockMask: ...
+    def __and__(self, other: object) -> CombinedMask | BlockMask:
         if isinstance(other, IntervalMask):
             return CombinedMask(other, self)
         if not isinstance(other, BlockMask):
@@ -176,7 +180,8 @@ class BlockMask(MaskData):
         a, b = same_heads(self.cut(Sq, Sk).to_bool(), other.cut(Sq, Sk).to_bool(), "other")
         return BlockMask.from_bool(a & b, self.tile)
 
-    __rand__ = __and__
+    def __rand__(self, other: IntervalMask) -> CombinedMask:
+        return self & other
 
     @property
     def shape(self) -> torch.Size:
@@ -310,7 +315,7 @@ class CombinedMask(MaskData):
             )
         checks.same_device("block", self.block.tiles, self.interval.start, "the interval mask")
 
-    def __and__(self, other: Any) -> CombinedMask:
+    def __and__(self, other: IntervalMask | BlockMask | CombinedMask) -> CombinedMask:
         if isinstance(other, CombinedMask):
             return CombinedMask(self.interval & other.interval, self.block & other.block)
         if isinstance(other, IntervalMask):
@@ -395,8 +400,6 @@ def _pack(mask: Tensor, query_length: int, key_length: int, given: tuple[int, in
 def _slots(tiles: Tensor) -> int:
     """How many partial tiles there are; while tracing, under torch.func or capturing a CUDA graph, where no number can be asked for: how many
     there could be."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if torch._C._are_functorch_transforms_active():  # samples of a vmap may differ
         return tiles.numel()
     if torch.compiler.is_compiling() or torch._C._is_tracing() or isinstance(tiles, FakeTensor) or tiles.is_meta:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -208,23 +208,9 @@ class IntervalMask(MaskData):
         """Whether the mask can be used with this number of keys."""
         return self._length == Sk or self.any_length
 
-    @overload
-    def __and__(self, other: IntervalMask) -> IntervalMask: ...
-    @overload
-    def __and__(self, other: MaskData) -> Any: ...
-    def __and__(self, other: Any) -> Any:
-        if not isinstance(other, IntervalMask):  # torch 2.10 does not ask the other operand while compiling
-            return other.__rand__(self) if isinstance(other, MaskData) else NotImplemented
-        if not (self.any_length or other.any_length or self.serves(other._length)):
-            raise ValueError(
-                f"other: expected a mask for Sk={self.key_length} keys like the first, got one for {other.key_length}"
-            )
-        start = torch.maximum(*same_heads(self.start, other.start, "other"))
-        end = torch.minimum(*same_heads(self.end, other.end, "other"))
-        segments: Segments | None = None
-        if self.segments is not None and other.segments is not None:
-            segments = "causal" if "causal" in (self.segments, other.segments) else "whole"
-        return self._build(start=start, end=end, any_length=self.any_length and other.any_length, segments=segments)
+    def __and__(self, other: IntervalMask) -> IntervalMask:
+        both: IntervalMask = _intersection(self, other)
+        return both
 
     def to_bool(self, Sq: int, Sk: int) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible: N x N memory, for looking and for tests."""
@@ -273,6 +259,22 @@ class IntervalMask(MaskData):
             any_length=all(mask.any_length for mask in masks),
             segments=kinds.pop() if len(kinds) == 1 else None,
         )
+
+
+def _intersection(mask: IntervalMask, other: object) -> Any:
+    """``mask & other``: an interval mask again, and NotImplemented for what is no interval mask, after which Python asks ``other``."""
+    if not isinstance(other, IntervalMask):
+        if torch.compiler.is_compiling() and isinstance(other, MaskData):  # torch 2.10 does not ask while compiling
+            return other.__rand__(mask)
+        return NotImplemented
+    if not (mask.any_length or other.any_length or mask.serves(other._length)):
+        raise ValueError(f"other: expected a mask for Sk={mask.key_length} keys like the first, got one for {other.key_length}")
+    start = torch.maximum(*same_heads(mask.start, other.start, "other"))
+    end = torch.minimum(*same_heads(mask.end, other.end, "other"))
+    segments: Segments | None = None
+    if mask.segments is not None and other.segments is not None:
+        segments = "causal" if "causal" in (mask.segments, other.segments) else "whole"
+    return mask._build(start=start, end=end, any_length=mask.any_length and other.any_length, segments=segments)
 
 
 def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMask | None) -> tuple[Tensor | None, Tensor]:
