@@ -11,7 +11,7 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 BLOCK = 128
 SDPA = "F.scaled_dot_product_attention"
@@ -93,12 +93,10 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Call:
     current.copy_(table)
 
     def build() -> object:
-        from torch.nn.attention.flex_attention import BlockMask
-
         counts = table.sum(-1, dtype=torch.int32)
         indices = table.int().argsort(dim=-1, descending=True, stable=True).int()
         partial = torch.zeros_like(counts), torch.zeros_like(indices)
-        return BlockMask.from_kv_blocks(
+        return flex_attention.BlockMask.from_kv_blocks(
             *partial, counts, indices, BLOCK_SIZE=BLOCK, mask_mod=inside, seq_lengths=(query.shape[2], key.shape[2])
         )
 
@@ -114,11 +112,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Call:
 @cache
 def _compiled_flex(shape: tuple[int, ...], device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]:
     """One compiled function and one mask function for each shape of table: another density must not compile again."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     current = torch.zeros(shape, dtype=torch.bool, device=device)
 
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return current[0, h, q // BLOCK, k // BLOCK]
 
-    return torch.compile(flex_attention, dynamic=False), inside, current
+    return torch.compile(flex_attention.flex_attention, dynamic=False), inside, current

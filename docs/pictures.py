@@ -14,6 +14,7 @@ matplotlib.use("svg")
 from dmattn import BlockMask, IntervalMask
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+from torch.nn.attention.flex_attention import create_block_mask
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/cuda.json"
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
@@ -21,8 +22,6 @@ LENGTH = 64
 
 
 def flex_mask() -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return BlockMask.from_flex(
         create_block_mask(lambda b, h, q, k: (q - k).abs() < 90, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
     )

@@ -176,9 +176,8 @@ def test_mask_and_causal_together_are_refused():
         dmattn.scaled_dot_product_attention(q, q, q, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
 
 
-TORCHS = (
-    torch._C._nn.scaled_dot_product_attention
-)  # the function itself, whatever torch.nn.functional's name for it is assigned to
+# The function itself, whatever torch.nn.functional's name for it is assigned to.
+TORCHS = torch._C._nn.scaled_dot_product_attention
 
 
 @pytest.fixture

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from dmattn._library import rules
+
+F = TypeVar("F", bound=Callable[..., object])
+OPS: list[str] = []  # the names of all ops
+
+
+def fake(function: F) -> F:
+    """Registers a function as the fake of the op of its name."""
+    OPS.append(function.__name__)
+    torch.library.register_fake(f"dmattn::{function.__name__}", function, lib=rules())
+    return function
 
 
 def table_size(length: int, tile: int) -> int:
@@ -41,13 +54,13 @@ def check_one_device(op: str, name: str, first: Tensor, *others: object) -> None
             )
 
 
-@torch.library.register_fake("dmattn::select", lib=rules())
+@fake
 def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
     check_one_device("select", "scores", scores, segment_end)
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
-@torch.library.register_fake("dmattn::pack_tiles", lib=rules())
+@fake
 def pack_tiles(
     mask: Tensor, query_length: int, key_length: int, block_q: int, block_k: int, tile_q: int, tile_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +73,7 @@ def pack_tiles(
     )
 
 
-@torch.library.register_fake("dmattn::pack_bits", lib=rules())
+@fake
 def pack_bits(
     mask: Tensor,
     tiles: Tensor,
@@ -76,7 +89,7 @@ def pack_bits(
     return mask.new_empty((slots, tile_q, tile_k // 32), dtype=torch.int32)
 
 
-@torch.library.register_fake("dmattn::forward", lib=rules())
+@fake
 def forward(
     query: Tensor,
     key: Tensor,
@@ -99,7 +112,7 @@ def forward(
     return empty_in_order_of(query, value.shape[3]), lse, lse.new_empty(lse.shape if has_bias else (0,))
 
 
-@torch.library.register_fake("dmattn::backward", lib=rules())
+@fake
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

@@ -123,7 +123,7 @@ for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward):
 def _forward_flops(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, end: Tensor | None, tiles: Tensor | None, rows: Tensor | None,
     columns: Tensor | None, bits: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None,
-    is_causal: bool, *options: Any, **kwargs: Any,
+    is_causal: bool, *options: object, **kwargs: object,
 ) -> int:  # fmt: skip
     batch, heads, length, size = query.shape
     pairs = _pairs(start, end, tiles, bits, is_causal, batch, heads, length, key.shape[2])
@@ -132,7 +132,7 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.dmattn.backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-                    *mask_and_options: Any, **kwargs: Any) -> int:  # fmt: skip
+                    *mask_and_options: Any, **kwargs: object) -> int:  # fmt: skip
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
     forward: int = _forward_flops(query, key, value, *mask_and_options)
     return forward * 5 // 2

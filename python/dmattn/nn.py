@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +78,14 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
         self.softcap = checks.softcap(softcap)
-        place: Any = {"device": device, "dtype": dtype}
+        linear = partial(nn.Linear, bias=bias, device=device, dtype=dtype)
         kv_dim = num_kv_heads * head_dim
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias, **place)
-        self.k_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **place)
-        self.v_proj = nn.Linear(embed_dim, kv_dim, bias=bias, **place)
-        self.dt_proj = nn.Linear(kv_dim, num_kv_heads, bias=bias, **place)
-        self.A = nn.Parameter(torch.zeros(num_kv_heads, **place))
-        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **place)
+        self.q_proj = linear(embed_dim, num_heads * head_dim)
+        self.k_proj = linear(embed_dim, kv_dim)
+        self.v_proj = linear(embed_dim, kv_dim)
+        self.dt_proj = linear(kv_dim, num_kv_heads)
+        self.A = nn.Parameter(torch.zeros(num_kv_heads, device=device, dtype=dtype))
+        self.o_proj = linear(num_heads * head_dim, embed_dim)
 
     def scores(self, value: Tensor) -> Tensor:
         """[B, Hkv, S, D] values to the scores [B, Hkv, S] of their keys."""

@@ -6,8 +6,6 @@ torch.func transform or forward-mode level), kernels are called directly, or thr
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,7 +16,7 @@ from dmattn import autograd, unsupported
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
 
 
-def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+def forward(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their derivatives out."""
     if _watched(inputs):
         unsupported.refuse_onnx()
@@ -45,7 +43,7 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
     return end
 
 
-def _watched(inputs: tuple[Any, ...]) -> bool:
+def _watched(inputs: tuple[object, ...]) -> bool:
     """Whether anything but plain eager execution may want to see the op as it is registered."""
     return (
         torch.compiler.is_compiling()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from dmattn import _library
+from dmattn.fake import OPS
 
-OPS = ("select", "pack_tiles", "pack_bits", "forward", "backward")
 
-
-def _refusal(name: str) -> Any:
-    def refuse(*args: Any) -> Any:
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
         kernels = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{name}", key)]
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         unusual = [t for t in tensors if t.is_nested or t.layout != torch.strided]
@@ -34,13 +33,13 @@ def _layout(given: torch.Tensor) -> str:
     return "nested" if given.is_nested else str(given.layout)
 
 
-def refuse_scripting(*functions: Callable[..., Any]) -> None:
+def refuse_scripting(*functions: Callable[..., object]) -> None:
     """Makes torch.jit.script say that it cannot take these functions: torch calls ``__prepare_scriptable__`` before it compiles one."""
     for function in functions:
         setattr(function, "__prepare_scriptable__", scripting_refused)  # noqa: B010  (functions have no such attribute for mypy)
 
 
-def scripting_refused(*self: object) -> Any:
+def scripting_refused(*self: object) -> NoReturn:
     raise NotImplementedError("dmattn: torch.jit.script is not supported; use torch.compile, torch.export or torch.jit.trace")
 
 

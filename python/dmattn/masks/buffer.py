@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn.masks.block import GPU_TILE, BlockMask, CombinedMask
-from dmattn.masks.data import MaskData
-from dmattn.masks.interval import IntervalMask
+from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks.block import GPU_TILE
 
 SEGMENTS = (None, "causal", "whole")  # their places here are what a state dict holds
 
@@ -31,17 +30,17 @@ class MaskBuffer(nn.Module):
         TypeError: mask is not one of these.
     """
 
-    def __init__(self, mask: MaskData, *, persistent: bool = True) -> None:
+    def __init__(self, mask: Mask, *, persistent: bool = True) -> None:
         super().__init__()
         if not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
             raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {type(mask).__name__}")
-        self._type: type[MaskData] = type(mask)
+        self._type: type[IntervalMask] | type[BlockMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}
         if isinstance(mask, BlockMask) and any(size % GPU_TILE for size in mask.tile):
             mask = mask._with_tiles((GPU_TILE, GPU_TILE))  # tiles that every device takes
         for name, value in mask._fields().items():
-            if isinstance(value, MaskData):
+            if isinstance(value, IntervalMask | BlockMask):
                 self.add_module(name, MaskBuffer(value, persistent=persistent))
             elif isinstance(value, Tensor):
                 self.register_buffer(name, value, persistent=persistent)
@@ -49,7 +48,7 @@ class MaskBuffer(nn.Module):
                 self._facts[name] = value
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> Mask:
         """The mask, made of the buffers as they are now."""
         fields = {name: getattr(self, name) for name in self._type.LEAVES if name not in self._facts}
         parts = {name: value.mask if isinstance(value, MaskBuffer) else value for name, value in fields.items()}

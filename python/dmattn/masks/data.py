@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ class MaskData:
 
     # Batches ----------------------------------------------------------------------------------------------------------------------
 
-    def __getitem__(self: M, index: Any) -> M:
+    def __getitem__(self: M, index: SupportsIndex | slice | Tensor) -> M:
         """A part of the batch. A mask with a batch of 1 serves every sequence, so any index gives that mask again.
 
         Args:
@@ -218,7 +218,7 @@ class MaskData:
         raise NotImplementedError
 
 
-def collate(masks: Sequence[Any], **_: Any) -> Any:
+def collate(masks: Sequence[M], **_: object) -> M:
     """The masks of a data set's samples as the mask of a batch: ``stack``. ``torch.utils.data.default_collate`` does it with masks.
 
     Args:
@@ -227,9 +227,10 @@ def collate(masks: Sequence[Any], **_: Any) -> Any:
     Raises:
         TypeError, ValueError: as ``stack``.
     """
-    if not isinstance(masks, list | tuple) or not masks or not isinstance(masks[0], MaskData):
+    if not isinstance(masks, list | tuple) or not masks or not issubclass(type(masks[0]), MaskData):
         raise TypeError(f"masks: expected a list of masks, got {type(masks).__name__}")
-    return type(masks[0]).stack(masks)
+    stacked: M = type(masks[0]).stack(masks)
+    return stacked
 
 
 def join_batches(name: str, tensors: Sequence[Tensor], batches: Sequence[int], rest: Sequence[int]) -> Tensor:

@@ -238,7 +238,7 @@ class IntervalMask(MaskData):
         return start.expand(length), end.expand(length)
 
     def _describe(self) -> str:
-        shape: list[Any] = [*self.shape[:-1], "any" if self.any_length else self.shape[-1]]
+        shape: list[object] = [*self.shape[:-1], "any" if self.any_length else self.shape[-1]]
         sizes = f"shape=[{', '.join(map(str, shape))}], start={checks.shape_of(self.start)}, end={checks.shape_of(self.end)}"
         return f"{sizes}, dtype=int32, device={str(self.device)!r}, segments={self.segments!r}"
 

@@ -103,7 +103,7 @@ class AttentionCase:
         return grad_out.to(half).to(self.query.device), grad_lse.to(half).to(self.query.device)
 
     def __repr__(self) -> str:
-        def show(value: Any) -> str:
+        def show(value: object) -> str:
             if isinstance(value, Tensor):
                 dtype = str(value.dtype).removeprefix("torch.")
                 return f"{dtype}{list(value.shape)}" + ("" if value.is_contiguous() else f" strides {list(value.stride())}")
