@@ -110,10 +110,9 @@ def test_poisoned_memory_reaches_what_a_stable_abi_library_allocates(length):
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     handle, pointer = ctypes.c_void_p(), ctypes.c_void_p()
     one = ctypes.c_int64 * 1
+    float32 = 6  # torch's number of the dtype
     with poisoned_memory():
-        status = library.aoti_torch_empty_strided(
-            ctypes.c_int64(1), one(length), one(1), 6, 0, 0, ctypes.byref(handle)
-        )  # 6: float32
+        status = library.aoti_torch_empty_strided(ctypes.c_int64(1), one(length), one(1), float32, 0, 0, ctypes.byref(handle))
     assert status == 0
     library.aoti_torch_get_data_ptr(handle, ctypes.byref(pointer))
     given_memory = (ctypes.c_float * length).from_address(pointer.value)
