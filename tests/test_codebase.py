@@ -241,11 +241,8 @@ def test_comments_stand_where_the_formatter_leaves_them():
             assert not alone, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
-# Tests that hold results to numbers of their own. Take names out, never put one in: the rule is in dmattn.testing.tolerance.
-OWN_TOLERANCES = {"test_rope_turns_as_published", "check_some_rows"}
-
-
 def test_numeric_tests_use_the_one_tolerance_rule():
+    """The rule is in dmattn.testing.tolerance: no test holds results to numbers of its own."""
     found = set()
     for path in tracked("tests/test_*.py"):
         for function in ast.parse(path.read_text()).body:
@@ -254,7 +251,7 @@ def test_numeric_tests_use_the_one_tolerance_rule():
                     named = {keyword.arg for keyword in call.keywords} & {"rtol", "atol", "rel", "abs_tol", "rel_tol"}
                     if named or getattr(call.func, "attr", "") == "allclose":
                         found.add(getattr(function, "name", f"{path.name}:{call.lineno}"))
-    assert found <= OWN_TOLERANCES
+    assert not found
 
 
 # Functions -----------------------------------------------------------------------------------------------------------------------------
