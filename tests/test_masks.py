@@ -73,6 +73,19 @@ def test_and_asks_an_operand_that_masks_do_not_know(kind):
         mask & 3
 
 
+def test_the_intersection_of_tables_of_blocks_serves_what_both_serve():
+    small, large = (
+        BlockMask.from_blocks(torch.ones(1, 1, *shape, dtype=torch.bool), size) for shape, size in (((2, 3), 16), ((1, 2), 40))
+    )
+    both = small & large
+    assert both.lengths == (32, 48)
+    served = [(Sq, Sk) for Sq in range(1, 60) for Sk in range(1, 90) if both.fits(Sq, Sk)]
+    assert served == [(Sq, Sk) for Sq in range(17, 33) for Sk in range(41, 49)]
+    interval = IntervalMask.causal(41)
+    assert torch.equal(((interval & small) & large).to_bool(20, 41), interval.to_bool(20, 41))
+    assert torch.equal((small & (large & interval)).to_bool(20, 41), interval.to_bool(20, 41))
+
+
 def test_interval_and_interval_stays_a_base_for_selection():
     documents = IntervalMask.documents(8, torch.tensor([0, 5, 8]))
     both = documents & IntervalMask.padding(8, torch.tensor([6, 8]))

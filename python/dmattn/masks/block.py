@@ -178,7 +178,10 @@ class BlockMask(MaskData):
         if not (self.fits(Sq, Sk) and other.fits(Sq, Sk)):
             raise ValueError(f"other: expected a mask for (Sq, Sk) = {self.lengths}, got one for {other.lengths}")
         a, b = same_heads(self.cut(Sq, Sk).to_bool(), other.cut(Sq, Sk).to_bool(), "other")
-        return BlockMask.from_bool(a & b, self.tile)
+        # Of both last blocks the one that begins later: the shorter lengths that end within it are those that both masks serve.
+        sizes = zip((Sq, Sk), self.block_size, other.block_size, strict=True)
+        latest = tuple(max(pair, key=lambda size: -(-length // size) * size - size) for length, *pair in sizes)
+        return BlockMask.from_bool(a & b, self.tile)._replace(block_size=latest)
 
     def __rand__(self, other: IntervalMask) -> CombinedMask:
         return self & other
@@ -203,7 +206,7 @@ class BlockMask(MaskData):
         if Sq == self.query_length and Sk == self.key_length:
             return True
         lengths = zip(self.lengths, (Sq, Sk), self.block_size, strict=True)
-        return all(-(-own // block) == -(-length // block) for own, length, block in lengths)
+        return all(length <= own and -(-own // block) == -(-length // block) for own, length, block in lengths)
 
     def cut(self, Sq: int, Sk: int) -> BlockMask:
         """The mask for the first Sq queries and Sk keys: lengths that end within the last block of ``from_blocks``."""
