@@ -89,6 +89,8 @@ struct SelectParams {
   Rows scores;          // [B, Hkv, Sk]: row_stride unused
   PerHead segment_end;  // int32 [B|1, Hkv|1, Sk]: end of the key's document, <= j hides the key; null: one document
   bool is_causal = true;
+  int32_t local = 0;       // every query sees its last `local` keys, at most length; a key competes when it is this old
+  int32_t sink = 0;        // every query sees the first `sink` keys of its document, at most length; they never compete
   int32_t* end = nullptr;  // [B, Hkv, Sk] contiguous, output
 };
 

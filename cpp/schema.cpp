@@ -1,7 +1,7 @@
 // The signature of every op, and nothing else: kernels register themselves from their own files, fakes and autograd are Python.
 //
 // Shapes (B batch, H query heads, Hkv key heads, S lengths, D head size, Dv value size):
-//   scores [B, Hkv, Sk]              segment_end int32 [B|1, Hkv|1, Sk]
+//   scores [B, Hkv, Sk]              segment_end int32 [B|1, Hkv|1, Sk]     local, sink: numbers of keys beside the window
 //   mask   bool [B|1, H|Hkv|1, ceil(Sq/block_q), ceil(Sk/block_k)]
 //   tiles  int32 [B|1, H|Hkv|1, Nq, Nk]     rows int32 [.., Nq, 1+Nk]     columns int32 [.., Nk, 1+Nq]
 //   bits   int32 [slots, tile_q, tile_k/32]      Nq = Sq / tile_q + 2, Nk = Sk / tile_k + 2 (rounded down)
@@ -18,7 +18,9 @@
 STABLE_TORCH_LIBRARY_FRAGMENT(dmattn, m) {
   if (!dmattn::is_first_copy()) return;
 
-  m.def("select(Tensor scores, Tensor? segment_end, SymInt window, bool is_causal) -> Tensor");
+  m.def(
+      "select(Tensor scores, Tensor? segment_end, SymInt window, bool is_causal, SymInt local=0, SymInt sink=0) "
+      "-> Tensor");
 
   m.def(
       "pack_tiles(Tensor mask, SymInt query_length, SymInt key_length, SymInt block_q, SymInt block_k, "

@@ -45,6 +45,7 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
         "padding": IntervalMask.padding(LENGTH, 44),
         "top_k": IntervalMask.top_k(scores, 12),
         "top_k_documents": IntervalMask.top_k(scores, 8, base=IntervalMask.documents(LENGTH, ends)),
+        "top_k_local": IntervalMask.top_k(scores, 6, local=8, sink=2),
         "top_k_whole": IntervalMask.top_k(scores, 12, causal=False),
         "intersection": IntervalMask.documents(LENGTH, ends) & IntervalMask.sliding_window(LENGTH, left=11),
         "from_bool": BlockMask.from_bool(odd, block_size=32),

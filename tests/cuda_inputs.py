@@ -30,6 +30,8 @@ def long_spans(kind, heads, queries, keys):
         return always, (torch.arange(keys, device="cuda", dtype=torch.int32) + keys // 8).expand(2, heads, keys).contiguous()
     if kind == "top_k":
         return always, torch.ops.dmattn.select(torch.randn(2, heads, keys, device="cuda"), None, keys // 16, True)
+    if kind == "local":
+        return always, torch.ops.dmattn.select(torch.randn(2, heads, keys, device="cuda"), None, keys // 32, True, keys // 32, 5)
     if kind == "any":
         return tuple(torch.stack([draw(-100, keys), draw(-100, keys)]).sort(0).values)
     if kind == "short":
@@ -49,4 +51,9 @@ LONG = [
     (66000, 3000),
     (1, 66000),
 ]
-LONG_KINDS = [(kind, n) for kind in ("window", "top_k", "any", "short", "most") for n in LONG if kind != "top_k" or n[0] == n[1]]
+LONG_KINDS = [
+    (kind, n)
+    for kind in ("window", "top_k", "local", "any", "short", "most")
+    for n in LONG
+    if kind not in ("top_k", "local") or n[0] == n[1]
+]

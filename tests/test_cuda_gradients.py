@@ -29,7 +29,7 @@ def test_gradients_of_long_problems(kind, lengths, size):
 
     def gradients(deterministic):
         out = dmattn.attention(
-            *leaves[:3], dmattn.IntervalMask(start, end), key_bias=leaves[3], is_causal=kind in ("window", "top_k", "most"),
+            *leaves[:3], dmattn.IntervalMask(start, end), key_bias=leaves[3], is_causal=kind in ("window", "top_k", "local", "most"),
             deterministic=deterministic,
         )  # fmt: skip
         return torch.autograd.grad(out, leaves, grad_out)

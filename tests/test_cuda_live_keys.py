@@ -21,19 +21,19 @@ def test_lists_of_long_problems(kind, lengths, size):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, n, size, device="cuda").bfloat16() for h, n in ((6, queries), (3, keys), (3, keys)))
     start, end = long_spans(kind, 3, queries, keys)
-    causal = kind in ("window", "top_k", "most")
+    causal = kind in ("window", "top_k", "local", "most")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
     check_some_rows(out, lse, q, k, v, start, end, causal)
 
 
-@pytest.mark.parametrize("kind", ["window", "top_k", "any", "short"])
+@pytest.mark.parametrize("kind", ["window", "top_k", "local", "any", "short"])
 @pytest.mark.parametrize("queries", [9000, 500])
 def test_lists_of_many_heads(kind, queries):
     """Several parts of a head's keys by one block, two lists by one block; starts that all heads share."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 70, n, 64, device="cuda").bfloat16() for n in (queries, 9000, 9000))
     start, end = long_spans(kind, 70, queries, 9000)
-    start, causal = start[:1, :1], kind in ("window", "top_k")
+    start, causal = start[:1, :1], kind in ("window", "top_k", "local")
     out, lse = dmattn.attention(q, k, v, dmattn.IntervalMask(start, end), is_causal=causal, return_lse=True)
     check_some_rows(out, lse, q, k, v, start, end, causal)
 

@@ -27,28 +27,33 @@ def test_equals_the_reference(device, dtype, data):
     )
     query, key, value = (tensor(size, i, dtype, device) for i, size in enumerate(sizes))
     scores = data.draw(strategies.scores((shape.B, shape.Hkv, shape.Sk), device=device))
-    window, causal = data.draw(st.integers(1, shape.Sk + 2)), data.draw(st.booleans())
+    causal = data.draw(st.booleans())
+    window, local, sink = data.draw(strategies.selection_sizes(shape.Sk, causal))
     base, rows, description = data.draw(strategies.selection_bases(shape, device))
     case = AttentionCase(
-        query, key, value, visible=strategies.selected_rows(scores, window, causal, rows, shape.Sq), key_bias=scores,
+        query, key, value, visible=strategies.selected_rows(scores, window, causal, rows, shape.Sq, local, sink), key_bias=scores,
         dropout_p=data.draw(st.sampled_from((0.0, 0.3))), softcap=data.draw(st.sampled_from((0.0, 2.0))),
-        description=f"window {window}, causal {causal}, base {description}",
+        description=f"window {window}, local {local}, sink {sink}, causal {causal}, base {description}",
     )  # fmt: skip
 
     def fn(query, key, value, mask, *, key_bias, bias, is_causal, **options):
-        return dmattn.dynamic_mask_attention(query, key, value, key_bias, window, is_causal=causal, base=base, **options)
+        return dmattn.dynamic_mask_attention(
+            query, key, value, key_bias, window, is_causal=causal, base=base, local=local, sink=sink, **options
+        )
 
     assert_matches_reference(case, fn)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_equals_attention_with_a_top_k_mask(device, dtype, causal):
+@pytest.mark.parametrize(("causal", "beside"), [(True, {}), (False, {}), (True, {"local": 7, "sink": 2})])
+def test_equals_attention_with_a_top_k_mask(device, dtype, causal, beside):
     query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
     scores = tensor((2, 2, 90), 5, device=device)
     base = IntervalMask.documents(90, torch.tensor([0, 30, 90], device=device), causal)
     for given_base in (None, base):
-        ours = dmattn.dynamic_mask_attention(query, key, value, scores, 12, is_causal=causal, base=given_base, return_lse=True)
-        mask = IntervalMask.top_k(scores, 12, causal, given_base)
+        ours = dmattn.dynamic_mask_attention(
+            query, key, value, scores, 12, is_causal=causal, base=given_base, return_lse=True, **beside
+        )
+        mask = IntervalMask.top_k(scores, 12, causal, given_base, **beside)
         general = dmattn.attention(query, key, value, mask, key_bias=scores, is_causal=causal, return_lse=True)
         assert torch.equal(ours[0], general[0])
         assert torch.equal(ours[1], general[1])
@@ -61,6 +66,27 @@ def test_nan_scores_hide_their_keys(device, dtype):
     case = AttentionCase(query, key, value, visible=top_k_visible(scores, 8), key_bias=scores)
     out, lse = dmattn.dynamic_mask_attention(query, key, value, scores, 8, return_lse=True)
     assert_close_to_reference(case, {"out": out, "lse": lse})
+
+
+def test_a_window_of_0_is_a_streaming_head(device, dtype):
+    query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
+    scores = tensor((2, 2, 90), 5, device=device)
+    ours = dmattn.dynamic_mask_attention(query, key, value, scores, 0, local=20, sink=3)
+    streaming = IntervalMask.streaming(90, sink=3, local=20, device=device)
+    assert torch.equal(ours, dmattn.attention(query, key, value, streaming, key_bias=scores, is_causal=True))
+
+
+def test_scores_of_local_keys_and_sinks_take_gradients(device, dtype):
+    """A key has a gradient of its score as soon as it is seen, and it is seen before it competes."""
+    query, key, value = (tensor((1, 1, 40, 16), i, dtype, device) for i in range(3))
+    falling = torch.arange(40.0, 0.0, -1.0, device=device)  # so that plain selection keeps the first key
+    scores = falling[None, None].requires_grad_()
+    for beside, seen in (({}, 1), ({"local": 4}, 40), ({"sink": 4}, 5)):
+        out = dmattn.dynamic_mask_attention(query, key, value, scores, 1, **beside)
+        (gradient,) = torch.autograd.grad(out[:, :, 1:].float().square().sum(), scores)
+        assert not gradient[..., seen:].any(), beside
+        # A key that is seen alone has weight 1 whatever its score.
+        assert seen == 1 or bool((gradient[..., :seen] != 0).all()), beside
 
 
 # The Doge model -------------------------------------------------------------------------------------------------------------------
@@ -115,7 +141,8 @@ def test_fresh_scores_are_one():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_kv_heads": 2}, {"head_dim": 24, "bias": True}, {"rope_theta": None}, {"softcap": 3.0}]
+    "options",
+    [{}, {"num_kv_heads": 2}, {"head_dim": 24, "bias": True}, {"rope_theta": None}, {"softcap": 3.0}, {"local": 3, "sink": 2}],
 )
 def test_layer_is_its_formula(options):
     torch.manual_seed(0)
@@ -129,7 +156,8 @@ def test_layer_is_its_formula(options):
     if layer.rope_theta is not None:
         q, k = rotate(q, layer.rope_theta), rotate(k, layer.rope_theta)
     attended, _ = AttentionCase(
-        q, k, v, visible=top_k_visible(scores, 5), key_bias=scores, softcap=options.get("softcap", 0.0)
+        q, k, v, visible=top_k_visible(scores, 5, local=options.get("local", 0), sink=options.get("sink", 0)), key_bias=scores,
+        softcap=options.get("softcap", 0.0),
     ).call_reference()  # fmt: skip
     expected = layer.o_proj(attended.transpose(1, 2).flatten(2))
     torch.testing.assert_close(out, expected)
@@ -146,10 +174,16 @@ def test_layer_details():
     assert not torch.equal(layer(hidden), layer(hidden))
     assert torch.equal(layer.eval()(hidden), layer(hidden))
     assert "window=5" in repr(layer)
+    assert "local" not in repr(layer)
+    beside = DynamicMaskAttention(64, 4, window=0, local=6, sink=1)
+    assert "window=0, local=6, sink=1" in repr(beside)
+    assert beside.state_dict().keys() == layer.state_dict().keys()
 
 
-def test_layer_keeps_documents_apart():
-    layer = DynamicMaskAttention(64, 4, window=50, rope_theta=None)
+@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2, "local": 3, "sink": 1}], ids=str)
+def test_layer_keeps_documents_apart(options):
+    layer = DynamicMaskAttention(64, 4, **options, rope_theta=None)
+    torch.nn.init.normal_(layer.A)
     hidden = tensor((1, 20, 64), 0)
     packed = layer(hidden, IntervalMask.documents(20, torch.tensor([0, 12, 20])))
     torch.testing.assert_close(packed, torch.cat([layer(hidden[:, :12]), layer(hidden[:, 12:])], dim=1))

@@ -551,8 +551,9 @@ def test_vmap_of_select(device, in_dims, causal):
     )
     segments[0, :, :, :7] = 7
     given_tensors = [x[0] if dim is None else x for x, dim in zip((scores, segments), in_dims, strict=True)]
-    select = lambda scores, segments: ops.select(scores, segments, 4, causal)  # noqa: E731
-    assert torch.equal(vmap(select, in_dims=in_dims)(*given_tensors), looped(select, in_dims, *given_tensors))
+    for beside in ((), (3, 2)) if causal else ((),):
+        select = lambda scores, segments, beside=beside: ops.select(scores, segments, 4, causal, *beside)  # noqa: E731
+        assert torch.equal(vmap(select, in_dims=in_dims)(*given_tensors), looped(select, in_dims, *given_tensors))
     top_k = lambda scores: IntervalMask.top_k(scores, 4, causal).end  # noqa: E731
     assert torch.equal(
         vmap(vmap(top_k))(scores[:, :, None]).flatten(0, 1),

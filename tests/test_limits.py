@@ -65,6 +65,15 @@ def test_one_more_is_refused():
 
 
 @pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
+def test_a_local_window_and_sinks_beyond_32_bits_keep_every_key(device, window):
+    scores = torch.full((1, 2, 40), -torch.inf, device=device)
+    causal = IntervalMask.causal(40, device=device).to_bool(40, 40).expand(1, 2, 40, 40)
+    for sizes in ({"local": window}, {"sink": window}, {"local": window, "sink": window}):
+        for own in (0, 3, window):
+            assert torch.equal(IntervalMask.top_k(scores, own, **sizes).to_bool(40, 40), causal)
+
+
+@pytest.mark.parametrize("window", [2**31, 2**32 + 2, 2**63 - 1])
 def test_a_window_beyond_32_bits_keeps_every_key(device, window):
     scores = tensor((1, 2, 40), 0, device=device)
     for causal in (True, False):

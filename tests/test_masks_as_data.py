@@ -458,6 +458,7 @@ INTERVALS = {
     "prefix": lambda n: IntervalMask.prefix(n, 4),
     "padding": lambda n: IntervalMask.padding(n, n // 2),
     "top_k": lambda n: IntervalMask.top_k(strategies.random_tensor((1, 1, n), 5), 4),
+    "top_k, local": lambda n: IntervalMask.top_k(strategies.random_tensor((1, 1, n), 5), 4, local=3, sink=2),
     "hand-made": lambda n: IntervalMask(torch.zeros(n, dtype=torch.int32), torch.full((n,), 7, dtype=torch.int32)),
 }
 

@@ -112,6 +112,9 @@ def test_opcheck_select(length, causal, dtype):
     segments = torch.full((2, 1, length), length, dtype=torch.int32)
     torch.library.opcheck(ops.select.default, (scores, None, 4, causal))
     torch.library.opcheck(ops.select.default, (scores.transpose(0, 1), segments[:1], 4, causal))
+    if causal:
+        torch.library.opcheck(ops.select.default, (scores, segments, 4, causal, 5, 2))
+        torch.library.opcheck(ops.select.default, (scores, None, 0, causal), {"local": 5, "sink": 2})
 
 
 @pytest.mark.parametrize("block", [1, 16])
@@ -142,6 +145,9 @@ def compiled_functions(device):
         base = IntervalMask.documents(k.shape[2], cu_seqlens) & IntervalMask.padding(k.shape[2], k.shape[2] - 2, device=q.device)
         return dmattn.dynamic_mask_attention(q, k, v, scores, 8, base=base, return_lse=True)
 
+    def local_inside(q, k, v, scores):
+        return dmattn.dynamic_mask_attention(q, k, v, scores, 8, local=6, sink=2, return_lse=True)
+
     def block_inside(q, k, v, scores):
         table = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         return dmattn.attention(
@@ -153,10 +159,10 @@ def compiled_functions(device):
             return_lse=True,
         )
 
-    return [everything, top_k_inside, documents_inside, block_inside]
+    return [everything, top_k_inside, documents_inside, block_inside, local_inside]
 
 
-@pytest.mark.parametrize("number", range(4), ids=["everything", "top_k", "documents", "block"])
+@pytest.mark.parametrize("number", range(5), ids=["everything", "top_k", "documents", "block", "local"])
 def test_compile_forward_and_backward_without_recompiling(device, dtype, number):
     fn = compiled_functions(device)[number]
     torch._dynamo.reset()
@@ -176,6 +182,19 @@ def test_compile_forward_and_backward_without_recompiling(device, dtype, number)
         for length in (41, 64, 129, 300):
             for ours, eager in zip(step(compiled, length, length), step(fn, length, length), strict=True):
                 torch.testing.assert_close(ours, eager)
+
+
+def test_compiled_sizes_of_a_selection_change_without_recompiling():
+    def fn(query, scores, window, local, sink):
+        return dmattn.dynamic_mask_attention(query, query, query, scores, window, local=local, sink=sink)
+
+    query, scores = tensor((1, 2, 40, 16), 0), tensor((1, 2, 40), 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(query, scores, 8, 6, 3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for sizes in ((9, 5, 2), (5, 9, 6), (41, 50, 45)):
+            assert torch.equal(compiled(query, scores, *sizes), fn(query, scores, *sizes)), sizes
 
 
 @pytest.mark.parametrize("kind", ["interval", "block", "combined", "bool"])
@@ -208,20 +227,26 @@ class Attends(torch.nn.Module):
         return dmattn.dynamic_mask_attention(q, k, v, scores, 16)
 
 
+class AttendsBeside(torch.nn.Module):
+    def forward(self, q, k, v, scores):
+        return dmattn.dynamic_mask_attention(q, k, v, scores, 16, local=12, sink=3)
+
+
 class AttendsMasked(torch.nn.Module):
     def forward(self, q, k, v, mask):
         return dmattn.attention(q, k, v, mask)
 
 
-def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize("module", [Attends(), AttendsBeside()], ids=lambda module: type(module).__name__)
+def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path, module):
     length = Dim("length", min=2, max=4096)
     example = (*inputs(Sq=40, Sk=40), tensor((2, 2, 40), 3))
-    program = torch.export.export(Attends(), example, dynamic_shapes=({2: length},) * 4)
+    program = torch.export.export(module, example, dynamic_shapes=({2: length},) * 4)
     torch.export.save(program, tmp_path / "attends.pt2")
     loaded = torch.export.load(tmp_path / "attends.pt2").module()
     for n in (2, 33, 700):
         arguments = (*inputs(Sq=n, Sk=n), tensor((2, 2, n), 4))
-        assert torch.equal(loaded(*arguments), Attends()(*arguments))
+        assert torch.equal(loaded(*arguments), module(*arguments))
 
 
 def test_export_with_a_mask_as_a_pytree(tmp_path):
@@ -294,7 +319,7 @@ def test_selective_checkpointing_saves_the_op(device, dtype, saved):
     assert counter.calls[ops.backward.default] == 1
 
 
-@pytest.mark.parametrize("kind", ["dense", "causal", "window", "block"])
+@pytest.mark.parametrize("kind", ["dense", "causal", "window", "block", "local"])
 def test_flop_counter_counts_visible_work(device, dtype, kind):
     q, k, v = (t.requires_grad_() for t in inputs(Sq=50, Sk=50, dtype=dtype, device=device))
     block = tensor((50, 50), 0, device=device) > 0
@@ -303,8 +328,11 @@ def test_flop_counter_counts_visible_work(device, dtype, kind):
         "causal": IntervalMask.causal(50, device=device),
         "window": IntervalMask.sliding_window(50, 4, device=device),
         "block": BlockMask.from_bool(block),
+        "local": IntervalMask.top_k(tensor((2, 2, 50), 1, device=device), 3, local=5, sink=2),
     }
-    pairs = {"dense": 2500, "causal": 1275, "window": 50 * 5 - 10, "block": int(block.sum())}[kind] * 2 * 4
+    # Beside the first 2 and the last 5 keys a query sees 3 others, as soon as there are so many: 10 in all.
+    pairs = {"dense": 2500, "causal": 1275, "window": 50 * 5 - 10, "block": int(block.sum()), "local": 55 + 40 * 10}[kind] * 2 * 4
+    assert dmattn.visible_pairs(masks[kind], 50, 50, batch=2, heads=4) == pairs
     with FlopCounterMode(display=False) as counter:
         out = dmattn.attention(q, k, v, masks[kind])
     assert counter.get_total_flops() == 2 * pairs * (16 + 24)

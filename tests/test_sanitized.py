@@ -86,9 +86,10 @@ def test_select(length, causal):
         half = torch.full((1, 1, length), length, dtype=torch.int32)
         half[..., : length // 2] = length // 2
         for segments in (None, half):
-            expected = torch.ops.dmattn.select(scores, segments, 257, causal)
-            got = torch.ops.dmattn.select(scores.cuda(), None if segments is None else segments.cuda(), 257, causal)
-            assert torch.equal(got.cpu(), expected)
+            for sizes in ((257, causal), (257, causal, 100, 3), (0, causal, 100, 3)) if causal else ((257, causal),):
+                expected = torch.ops.dmattn.select(scores, segments, *sizes)
+                got = torch.ops.dmattn.select(scores.cuda(), None if segments is None else segments.cuda(), *sizes)
+                assert torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.parametrize("block", [1, 48, 128])

@@ -1,8 +1,8 @@
 // Key selection on the CPU: scores to the end of each key's lifetime.
 //
 // Causal: one pass over the keys with a heap of the `window` best so far. Whatever falls out at step i is visible to no query
-// from i on, and it never comes back, so its end is i: O(N log window). Not causal: one set of keys for all queries of a
-// document.
+// from i on, and it never comes back, so its end is i: O(N log window). A key competes when it has left the local window, `local`
+// steps late, so its end is `local` later, too. Not causal: one set of keys for all queries of a document.
 #include <algorithm>
 #include <limits>
 #include <vector>
@@ -40,25 +40,32 @@ int32_t segment_end_of(const int32_t* segment_end, int64_t index, int64_t length
 }
 
 template <class Stored, class Score>
-void select_causal(const Stored* scores, const int32_t* segment_end, int64_t length, size_t window, int32_t* end,
+void select_causal(const SelectParams& p, const Stored* scores, const int32_t* segment_end, size_t window, int32_t* end,
                    std::vector<Candidate<Score>>& heap) {
   heap.clear();
-  int32_t current = kNever;
-  for (int64_t i = 0; i < length; ++i) {
-    const int32_t index = static_cast<int32_t>(i), segment = segment_end_of(segment_end, i, length);
+  int32_t current = kNever, first = 0;  // the segment's end and its first key
+  for (int64_t i = 0; i < p.length; ++i) {
+    const int32_t index = static_cast<int32_t>(i), segment = segment_end_of(segment_end, i, p.length);
     const Score score = widen(scores[i]);
     end[i] = index;
     if (segment <= index) continue;
     if (segment != current) {
       heap.clear();
-      current = segment;
+      current = segment, first = index;
     }
-    if (!is_selectable(score)) continue;
+    if (index - first < p.sink) {
+      end[i] = segment;
+      continue;
+    }
+    // The end of a key that this one beats, or its own if it never wins: neither sum exceeds twice the longest length.
+    const int32_t beaten = std::min(index + p.local, segment);
+    end[i] = beaten;
+    if (!is_selectable(score) || window == 0) continue;
     const Candidate<Score> candidate{score, index};
     if (heap.size() == window) {
       if (!(candidate < heap.front())) continue;
       std::pop_heap(heap.begin(), heap.end());
-      end[heap.back().index] = index;
+      end[heap.back().index] = beaten;
       heap.back() = candidate;
     } else {
       heap.push_back(candidate);
@@ -69,8 +76,9 @@ void select_causal(const Stored* scores, const int32_t* segment_end, int64_t len
 }
 
 template <class Stored, class Score>
-void select_for_all(const Stored* scores, const int32_t* segment_end, int64_t length, size_t window, int32_t* end,
+void select_for_all(const SelectParams& p, const Stored* scores, const int32_t* segment_end, size_t window, int32_t* end,
                     std::vector<Candidate<Score>>& candidates) {
+  const int64_t length = p.length;
   for (int64_t first = 0; first < length;) {
     const int32_t segment = segment_end_of(segment_end, first, length);
     const int64_t last = segment_end && segment <= first ? first + 1 : std::min<int64_t>(segment, length);
@@ -100,13 +108,13 @@ void select(const SelectParams& p) {
     const int32_t* segment_end = p.segment_end.data ? p.segment_end.at<const int32_t>(batch, head) : nullptr;
     int32_t* end = p.end + task * p.length;
     std::vector<Candidate<Score>> scratch;
-    (p.is_causal ? select_causal<Stored, Score> : select_for_all<Stored, Score>)(scores, segment_end, p.length, window, end,
-                                                                                 scratch);
+    (p.is_causal ? select_causal<Stored, Score> : select_for_all<Stored, Score>)(p, scores, segment_end, window, end, scratch);
   });
 }
 
-Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
-  const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal);
+Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal, int64_t local,
+                 int64_t sink) {
+  const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal, local, sink);
   if (checked.params.length == 0) return checked.end;
   switch (checked.params.dtype) {
     case DType::kFloat64: select<double>(checked.params); break;

@@ -6,8 +6,9 @@
 namespace dmattn::cuda {
 namespace {
 
-Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal) {
-  const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal);
+Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_t window, bool is_causal, int64_t local,
+                 int64_t sink) {
+  const CheckedSelect checked = check_select(scores, std::move(segment_end), window, is_causal, local, sink);
   if (checked.params.length == 0) return checked.end;
   const Device device(scores);
   const Tensor workspace = empty_on(scores, {static_cast<int64_t>(select_workspace_bytes(checked.params))}, ScalarType::Byte);

@@ -86,13 +86,13 @@ def attention(
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
+    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
     deterministic: bool = False, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
+    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
     deterministic: bool = False, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def dynamic_mask_attention(
@@ -104,6 +104,8 @@ def dynamic_mask_attention(
     *,
     is_causal: bool = True,
     base: IntervalMask | None = None,
+    local: int = 0,
+    sink: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
@@ -113,16 +115,19 @@ def dynamic_mask_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dynamic Mask Attention: every query attends to the ``window`` best-scored keys it may see, and the scores are added to their logits.
 
-    The same as ``attention(query, key, value, IntervalMask.top_k(scores, window, is_causal, base), key_bias=scores)``.
+    The same as ``attention(query, key, value, IntervalMask.top_k(scores, window, is_causal, base, local=local, sink=sink), key_bias=scores)``.
+    So a score of -inf hides a key from the local window and as a sink, too, as the logit that it is, and NaN spreads from there.
 
     Args:
         query: [B, H, Sq, D].
         key: [B, Hkv, Sk, D].
         value: [B, Hkv, Sk, Dv].
         scores: [B, Hkv, Sk], floating point; see :func:`key_scores`. Selection has no gradient; scores get theirs through the logits.
-        window: number of keys each query sees at most, > 0.
+        window: number of keys each query selects at most, > 0; with local or sink also 0.
         is_causal: select among keys up to the query's position; if False, one set of keys serves all queries.
         base: documents and/or padding, an :class:`IntervalMask`.
+        local: every query also sees the keys of its last ``local`` positions, its own included; only with is_causal.
+        sink: every query also sees the first ``sink`` keys of its document; only with is_causal. See :meth:`IntervalMask.top_k`.
         scale, softcap, dropout_p, dropout_seed, deterministic, return_lse: as in :func:`attention`.
 
     Returns:
@@ -139,8 +144,8 @@ def dynamic_mask_attention(
     if scores.shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, Sk] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
-    checks.positive_int("window", window)
-    start, end = select_interval(scores, window, is_causal, base)
+    checks.selection(window, local, sink, is_causal, "is_causal")
+    start, end = select_interval(scores, window, is_causal, base, local, sink)
     start = start if start is None else interval_rows("base.start", start, sizes)
     causal = is_causal or (base is not None and base.segments == "causal")
     options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic)

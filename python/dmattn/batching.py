@@ -109,7 +109,7 @@ def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inp
 
 
 def select(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """scores, segment_end, window, is_causal -> end."""
+    """scores, segment_end, window, is_causal, local, sink -> end."""
     scores, segment_end, *options = inputs
     size, batch = info.batch_size, batch_of(scores, in_dims[0])
     end = call(fold(scores, in_dims[0], size, batch), fold(segment_end, in_dims[1], size, batch, shared=True), *options)

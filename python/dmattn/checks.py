@@ -57,6 +57,28 @@ def positive_int(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a positive int up to 2^63 - 1, got {value}")
 
 
+def natural_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+        raise TypeError(f"{name}: expected an int >= 0, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}: expected an int >= 0, got {value}")
+    if value > MAX_INT:
+        raise ValueError(f"{name}: expected an int >= 0 up to 2^63 - 1, got {value}")
+
+
+def selection(window: object, local: int, sink: int, causal: bool, causal_name: str = "causal") -> None:
+    """The sizes of a top-k selection: without a local window and sinks the dynamic window has at least one key."""
+    if type(local) is not int or type(sink) is not int or local != 0 or sink != 0:
+        natural_int("local", local)
+        natural_int("sink", sink)
+    if local == 0 and sink == 0:
+        positive_int("window", window)
+        return
+    if not causal:
+        raise ValueError(f"local, sink: expected 0 and 0 with {causal_name}=False, got {local} and {sink}")
+    natural_int("window", window)
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")

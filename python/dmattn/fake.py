@@ -55,7 +55,7 @@ def check_one_device(op: str, name: str, first: Tensor, *others: object) -> None
 
 
 @fake
-def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
+def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool, local: int = 0, sink: int = 0) -> Tensor:
     check_one_device("select", "scores", scores, segment_end)
     return scores.new_empty(scores.shape, dtype=torch.int32)
 

@@ -15,7 +15,8 @@ from dmattn.unsupported import scripting_refused
 
 
 class DynamicMaskAttention(nn.Module):
-    """Self-attention in which every query sees the ``window`` best-scored keys; the scores are learned.
+    """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
+    learned.
 
     Scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head. A starts at zero, as in the Doge model: at first all scores are
     equal, so the window slides; training lets it pick.
@@ -23,12 +24,14 @@ class DynamicMaskAttention(nn.Module):
     Args:
         embed_dim: size E of the hidden states.
         num_heads: query heads H.
-        window: keys each query sees at most.
+        window: keys each query selects at most; 0 is allowed with local or sink.
         num_kv_heads: key heads Hkv, a divisor of H; default H.
         head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
         bias: whether the projections have biases.
         rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
         is_causal: whether queries select among the keys up to their own position.
+        local: latest keys that every query sees whatever their scores; only with is_causal.
+        sink: first keys of each document that every query sees whatever their scores; only with is_causal.
         dropout: probability of dropping an attention weight while training.
         softcap: as in :func:`dmattn.attention`.
         device, dtype: of the parameters.
@@ -37,7 +40,7 @@ class DynamicMaskAttention(nn.Module):
         hidden_states [B, S, E] -> [B, S, E].
 
     Raises:
-        ValueError: sizes that do not divide, or a window <= 0.
+        ValueError: sizes that do not divide, a window <= 0 without local and sink, or one of these without is_causal.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class DynamicMaskAttention(nn.Module):
         bias: bool = False,
         rope_theta: float | None = 10000.0,
         is_causal: bool = True,
+        local: int = 0,
+        sink: int = 0,
         dropout: float = 0.0,
         softcap: float = 0.0,
         device: torch.device | str | None = None,
@@ -58,11 +63,12 @@ class DynamicMaskAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "window": window}
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         for name, size in sizes.items() if head_dim is None else (*sizes.items(), ("head_dim", head_dim)):
             checks.positive_int(name, size)
         checks.flag("bias", bias)
         checks.flag("is_causal", is_causal)
+        checks.selection(window, local, sink, is_causal, "is_causal")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
         if head_dim is None and embed_dim % num_heads:
@@ -73,7 +79,7 @@ class DynamicMaskAttention(nn.Module):
         if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
             raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
-        self.window, self.is_causal, self.rope_theta = window, is_causal, rope_theta
+        self.window, self.local, self.sink, self.is_causal, self.rope_theta = window, local, sink, is_causal, rope_theta
         if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
@@ -103,8 +109,8 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_theta is not None:
             query, key = (rotate(x, self.rope_theta) for x in (query, key))
         out = dynamic_mask_attention(
-            query, key, value, self.scores(value), self.window, is_causal=self.is_causal, base=base, softcap=self.softcap,
-            dropout_p=self.dropout if self.training else 0.0,
+            query, key, value, self.scores(value), self.window, is_causal=self.is_causal, base=base, local=self.local, sink=self.sink,
+            softcap=self.softcap, dropout_p=self.dropout if self.training else 0.0,
         )  # fmt: skip
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
@@ -112,7 +118,8 @@ class DynamicMaskAttention(nn.Module):
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}"
+        beside = "".join(f", {name}={size}" for name, size in (("local", self.local), ("sink", self.sink)) if size)
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}{beside}"
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:

@@ -32,14 +32,14 @@ def forward(*inputs: object) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool) -> Tensor:
+def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool, local: int = 0, sink: int = 0) -> Tensor:
     """``torch.ops.dmattn.select``, likewise; selection has no derivative."""
-    if _watched((scores, segment_end, window)):
+    if _watched((scores, segment_end, window, local, sink)):
         unsupported.refuse_onnx()
-        end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal)
+        end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal, local, sink)
         return end
     with torch._C._AutoDispatchBelowAutograd():
-        end = torch.ops.dmattn.select(scores, segment_end, window, is_causal)
+        end = torch.ops.dmattn.select(scores, segment_end, window, is_causal, local, sink)
     return end
 
 

@@ -13,17 +13,18 @@ def per_query_head(given: Tensor, heads: int) -> Tensor:
     return given if given.shape[1] in (1, heads) else given.repeat_interleave(heads // given.shape[1], dim=1)
 
 
-def top_k_visible(scores: Tensor, window: int, causal: bool = True, base: Tensor | None = None) -> Tensor:
-    """For each query the ``window`` best of the keys it may see; equal scores: the later key wins. scores [B, Hkv, Sk], base bool
-    [B|1, 1, Sk, Sk] -> bool [B, Hkv, Sk, Sk]. Not causal: selects within the base's row of each query, the same for a whole document."""
-    length = scores.shape[-1]
-    allowed = torch.ones(length, length, dtype=torch.bool, device=scores.device)
-    allowed = allowed.tril() if causal else allowed
-    allowed = (allowed if base is None else allowed & base) & (scores > -torch.inf)[:, :, None, :]
-    row = torch.where(allowed, scores[:, :, None, :].to(torch.float64), -torch.inf)
-    order = length - 1 - row.flip(-1).sort(dim=-1, descending=True, stable=True).indices  # later keys first among equals
-    best = torch.zeros_like(allowed).scatter(-1, order[..., :window], True)
-    return best & allowed
+def top_k_visible(
+    scores: Tensor, window: int, causal: bool = True, base: Tensor | None = None, local: int = 0, sink: int = 0
+) -> Tensor:
+    """For each query its first ``sink``, its last ``local`` and the ``window`` best other keys; equal scores: the later key wins. scores
+    [B, Hkv, Sk], base bool [B|1, 1, Sk, Sk] (what a query may see) -> bool [B, Hkv, Sk, Sk]. Not causal: within the base's row."""
+    every = torch.ones(*scores.shape[-1:] * 2, dtype=torch.bool, device=scores.device)
+    allowed = (every.tril() if causal else every) & (every if base is None else base)
+    always = allowed & (every.triu(1 - local).tril() | (allowed.cumsum(-1) <= sink))
+    competes = allowed & ~always & (scores > -torch.inf)[:, :, None, :]
+    row = torch.where(competes, scores[:, :, None, :].to(torch.float64), -torch.inf).flip(-1)
+    order = row.shape[-1] - 1 - row.sort(dim=-1, descending=True, stable=True).indices  # later keys first among equals
+    return always | (competes & torch.zeros_like(competes).scatter(-1, order[..., :window], True))
 
 
 def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -153,22 +153,41 @@ class IntervalMask(MaskData):
         return cls._of_length(torch.full_like(keys, ALWAYS), end, "whole")
 
     @classmethod
-    def top_k(cls, scores: Tensor, window: int, causal: bool = True, base: IntervalMask | None = None) -> IntervalMask:
+    def top_k(
+        cls,
+        scores: Tensor,
+        window: int,
+        causal: bool = True,
+        base: IntervalMask | None = None,
+        *,
+        local: int = 0,
+        sink: int = 0,
+    ) -> IntervalMask:
         """Dynamic Mask Attention: each query sees the ``window`` best-scored keys among those it may see. Exact.
 
         A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores: the later key
         wins. NaN and -inf are never selected. With ``causal=False`` one set of keys (per document) serves all queries.
 
+        With ``local`` and ``sink`` the query at position p sees up to ``sink + local + window`` keys of its document: the document's first
+        ``sink`` keys, those that the base lets it see in (p - local, p], and the best ``window`` of the others. The others are older than
+        the local window and no sinks: a sink never competes and takes no place of the ``window``, also while it lies in the local
+        window, and a key competes from the position on at which it leaves the local window. So its interval is ``[j, e + local)``, cut at
+        the end of its document, where ``[j, e)`` is its interval in a plain selection without the sinks (e = j if it never wins). Local
+        window and sinks show keys of any score, NaN and -inf included.
+
         Args:
             scores: [B, Hkv, Sk], floating point.
-            window: number of keys a query sees at most, > 0.
+            window: number of keys a query selects at most, > 0; with ``local`` or ``sink`` 0 is allowed: then scores decide nothing.
             causal: each query selects among the keys up to its own position.
             base: documents, padding, or their intersection: selection restarts with each document and skips padding.
+            local: number of latest positions, the query's own included, whose keys are visible whatever their scores, >= 0.
+            sink: number of positions from the first key of each document on, likewise, >= 0.
 
         Raises:
             TypeError: scores is not a floating-point tensor, causal not a bool, or base not an IntervalMask.
-            ValueError: wrong rank, more than 2^20 keys, window <= 0, or a base under which a dropped key could come back (sliding window,
-                prefix, ...): intersect with such a mask after selecting, ``top_k(scores, window) & other``.
+            ValueError: wrong rank, more than 2^20 keys, window <= 0 (< 0 with local or sink), local or sink < 0, either of them > 0 with
+                ``causal=False``, or a base under which a dropped key could come back (sliding window, prefix, ...): intersect with such
+                a mask after selecting, ``top_k(scores, window) & other``.
         """
         checks.tensor("scores", scores)
         checks.dtype("scores", scores, checks.DTYPES["cpu"])
@@ -176,9 +195,9 @@ class IntervalMask(MaskData):
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
         if scores.shape[2] > checks.MAX_LENGTH:
             raise ValueError(f"scores: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(scores)}")
-        checks.positive_int("window", window)
         checks.flag("causal", causal)
-        start, end = select_interval(scores, window, causal, base)
+        checks.selection(window, local, sink, causal)
+        start, end = select_interval(scores, window, causal, base, local, sink)
         if start is None and not causal and base is None:
             start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
         elif start is None:
@@ -277,7 +296,9 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     return mask._build(start=start, end=end, any_length=mask.any_length and other.any_length, segments=segments)
 
 
-def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMask | None) -> tuple[Tensor | None, Tensor]:
+def select_interval(
+    scores: Tensor, window: int, causal: bool, base: IntervalMask | None, local: int, sink: int
+) -> tuple[Tensor | None, Tensor]:
     """The interval of each key under top-k selection; start None means: from the key's own position on, or, without causality, always."""
     segment_end = None
     if base is not None:
@@ -298,7 +319,7 @@ def select_interval(scores: Tensor, window: int, causal: bool, base: IntervalMas
         if torch.compiler.is_exporting():
             _assert_segments(base, causal)
         causal = causal or base.segments == "causal"
-    end = ops.select(scores, segment_end, window, causal)
+    end = ops.select(scores, segment_end, window, causal, local, sink)
     return (None if causal or base is None else base.start), end
 
 

@@ -29,7 +29,7 @@ CPU_THRESHOLDS = {
 CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
 MASK_KINDS = (
     "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "top_k",
-    "from_bool", "from_blocks", "from_function", "combined", "bool",
+    "top_k_beside",     "from_bool", "from_blocks", "from_function", "combined", "bool",
 )  # fmt: skip
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
@@ -290,15 +290,24 @@ def padding_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMa
 
 @st.composite
 def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool | None = None) -> DrawnMask:
-    """``IntervalMask.top_k``, causal and not, over documents, padding, both or nothing."""
-    window = draw(st.integers(1, shape.Sk + 2))
+    """``IntervalMask.top_k``, causal and not, over documents, padding, both or nothing, with a local window and sinks or without."""
     causal = draw(st.booleans()) if causal is None else causal
+    window, local, sink = draw(selection_sizes(shape.Sk, causal))
     given = draw(scores((shape.B, shape.Hkv, shape.Sk), device=device))
     base, rows, description = draw(selection_bases(shape, device))
-    mask = IntervalMask.top_k(given, window, causal, base)
-    visible = selected_rows(given, window, causal, rows, shape.Sq)
-    words = f"top_k(window={window}, causal={causal}, base={description})"
-    return DrawnMask(mask, visible, words, frozenset({"top_k"}))
+    mask = IntervalMask.top_k(given, window, causal, base, local=local, sink=sink)
+    visible = selected_rows(given, window, causal, rows, shape.Sq, local, sink)
+    sizes = f"window={window}, local={local}, sink={sink}" if local or sink else f"window={window}"
+    kinds = frozenset({"top_k_beside"} if local or sink else {"top_k"})
+    return DrawnMask(mask, visible, f"top_k({sizes}, causal={causal}, base={description})", kinds)
+
+
+@st.composite
+def selection_sizes(draw: st.DrawFn, length: int, causal: bool) -> tuple[int, int, int]:
+    """(window, local, sink) of a selection; only a causal one has the last two, and the first may be 0 beside them only."""
+    local = draw(st.just(0) | st.integers(0, length + 2)) if causal else 0
+    sink = draw(st.just(0) | st.integers(0, 5)) if causal else 0
+    return draw(st.integers(0 if local or sink else 1, length + 2)), local, sink
 
 
 @st.composite
@@ -323,10 +332,12 @@ def selection_bases(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> tuple
     return mask, DrawnMask(mask, visible, description, kinds), description
 
 
-def selected_rows(given: Tensor, window: int, causal: bool, base: DrawnMask | None, Sq: int) -> Tensor:
+def selected_rows(
+    given: Tensor, window: int, causal: bool, base: DrawnMask | None, Sq: int, local: int = 0, sink: int = 0
+) -> Tensor:
     """Brute force: the selected keys of every query, bool [B, Hkv, Sq, Sk]."""
     Sk = given.shape[2]
-    visible = reference.top_k_visible(given, window, causal, None if base is None else base.visible)
+    visible = reference.top_k_visible(given, window, causal, None if base is None else base.visible, local, sink)
     p = torch.arange(Sk - Sq, Sk, device=given.device)
     if Sk == 0:
         return visible.new_zeros((*given.shape[:2], Sq, 0))

@@ -2,8 +2,8 @@
 //
 // The one surprise is the complement: written [group | score code | index] a larger number is preferred (a later group, a higher
 // score, a later index), so the stored key is its complement and the padding of a sort, all ones, comes last. A score code is 0
-// for keys that must never be selected (hidden, NaN, -inf) and otherwise orders like the score. Narrow keys have 32 bits of score
-// and no group; float64 scores and documents need the wide ones.
+// for keys that must never be selected (hidden, sinks, NaN, -inf) and otherwise orders like the score. Narrow keys have 32 bits
+// of score and no group; float64 scores and documents need the wide ones.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -117,9 +117,29 @@ struct Head {
         groups(groups_of(work, batch, head)) {}
 };
 
+// Whether a visible key is among the first p.sink keys of its document.
+__device__ inline bool is_sink(const SelectParams& p, const Head& head, int32_t index) {
+  if (p.sink == 0) return false;
+  return index - (head.groups ? head.groups[index] : 0) < p.sink;
+}
+
+// The end of a key that loses its place in the dynamic window to the key `cause`, or to itself if it never has one: keys compete
+// when they leave the local window, p.local positions late. No key outlives its document.
+__device__ inline int32_t later_by_local(const SelectParams& p, const Head& head, int32_t index, int32_t cause, int32_t length) {
+  return p.local == 0 ? cause : min(cause + p.local, segment_end_of(head.segments, index, length));
+}
+
+// The end of a key that never takes a place of the dynamic window; selection is causal.
+__device__ inline int32_t end_without_place(const SelectParams& p, const Head& head, int32_t index, int32_t length) {
+  if (p.local == 0 && p.sink == 0) return index;
+  const int32_t segment = segment_end_of(head.segments, index, length);
+  if (segment <= index) return index;  // hidden
+  return is_sink(p, head, index) ? segment : later_by_local(p, head, index, index, length);
+}
+
 // The code of one score of any type, for wide keys.
 __device__ inline uint64_t code_of(const SelectParams& p, const Head& head, int32_t index, int32_t length) {
-  if (segment_end_of(head.segments, index, length) <= index) return 0;
+  if (segment_end_of(head.segments, index, length) <= index || is_sink(p, head, index)) return 0;
   const int64_t at = head.scores + index;
   if (p.dtype == DType::kFloat64) return ordered_code(static_cast<const double*>(p.scores.data)[at]);
   const uint32_t bits = p.dtype == DType::kFloat32 ? static_cast<const uint32_t*>(p.scores.data)[at]

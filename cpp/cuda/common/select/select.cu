@@ -16,7 +16,9 @@
 // O(N log N) operations whatever the scores are, in about log2(N / 4608) + 5 launches (4608 keys are sorted by one block, 2304 if
 // wide), with 25 bytes of workspace per key (41 for float64 or documents, and 4 for each of a table of N/4608 x N/1024 counts).
 // Documents are the leading digits of the sort key: the keys of a later document beat all earlier ones, whose deaths then count
-// as the end of their document. Not causal: the order alone decides, and mostly not even that is needed (best.cuh).
+// as the end of their document. A key competes when it leaves the local window, so every death is written `local` positions late;
+// sinks never compete and end with their document. Not causal: the order alone decides, and mostly not even that is needed
+// (best.cuh).
 #include <cub/block/block_scan.cuh>
 
 #include "../../launch.h"
@@ -37,14 +39,16 @@ __device__ int32_t lasting_end(const Head& head, int32_t index, int32_t length) 
   return segment_end_of(head.segments, index, length);
 }
 
-// The window is not smaller than the length: nothing dies.
-__global__ void __launch_bounds__(256) keep_all(const SelectParams p, const Work work, int64_t keys) {
+// The window has places for all keys or for none: no key takes another's place.
+__global__ void __launch_bounds__(256) keep_all_or_none(const SelectParams p, const Work work, int64_t keys) {
   wait_for_kernel_before();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const Head head(p, work, i / work.length);
     const int32_t index = static_cast<int32_t>(i % work.length);
-    const bool eligible = code_of(p, head, index, work.length) != 0;
-    p.end[i] = eligible ? lasting_end(head, index, work.length) : p.is_causal ? index : kNever;
+    const bool kept = work.window > 0 && code_of(p, head, index, work.length) != 0;
+    p.end[i] = kept          ? lasting_end(head, index, work.length)
+               : p.is_causal ? end_without_place(p, head, index, work.length)
+                             : kNever;
   }
 }
 
@@ -273,7 +277,8 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
     if (word & kIneligible) continue;
     const int32_t index = index_of(word), cause = base + arrivals[room + x];
     const bool same_group = head.groups == nullptr || head.groups[index] == head.groups[cause];
-    p.end[row * work.length + index] = same_group ? cause : lasting_end(head, index, work.length);
+    p.end[row * work.length + index] =
+        same_group ? later_by_local(p, head, index, cause, work.length) : lasting_end(head, index, work.length);
   }
 }
 
@@ -281,7 +286,10 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
 
 bool needs_wide_keys(const SelectParams& p) { return p.dtype == DType::kFloat64 || p.segment_end.data != nullptr; }
 
-bool keeps_all(const SelectParams& p) { return p.window >= p.length && (p.is_causal || p.segment_end.data == nullptr); }
+// Whether the window has places for all keys or for none, so that scores need no order.
+bool keeps_all_or_none(const SelectParams& p) {
+  return p.window == 0 || (p.window >= p.length && (p.is_causal || p.segment_end.data == nullptr));
+}
 
 // Lays out the workspace from `memory` on (null when only the size is wanted) and returns its size.
 size_t lay_out(const SelectParams& p, char* memory, Work& work) {
@@ -296,12 +304,13 @@ size_t lay_out(const SelectParams& p, char* memory, Work& work) {
     if (memory != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + used);
     used += (static_cast<size_t>(count) * bytes + 255) / 256 * 256;
   };
-  if (keeps_all(p) || has_one_set(p)) return 0;
+  if (has_one_set(p) || (keeps_all_or_none(p) && p.sink == 0)) return 0;
   if (p.segment_end.data != nullptr) {
     work.group_batches = static_cast<int32_t>(p.segment_end.batch_stride == 0 ? 1 : p.batch);
     work.group_heads = static_cast<int32_t>(p.segment_end.head_stride == 0 ? 1 : p.heads);
     take(work.groups, int64_t{work.group_batches} * work.group_heads * p.length, sizeof(int32_t));
   }
+  if (keeps_all_or_none(p)) return used;
   const size_t key_bytes = wide ? sizeof(WideKey) : sizeof(NarrowKey);
   if (work.tiles > 1) take(work.keys[0], rows * p.length, key_bytes);
   if (work.tiles > 2) take(work.keys[1], rows * p.length, key_bytes);
@@ -357,8 +366,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   Work work;
   lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
-  if (keeps_all(p)) return launch_dependent(keep_all, simple_grid, 256, 0, stream, p, work, keys);
-  if (has_one_set(p)) {
+  if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
     return launch_dependent_clusters(keep_best_of_row, blocks, static_cast<unsigned>(rows) * blocks, kBestThreads, 0, stream, p,
                                      work.window);
@@ -368,6 +376,9 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
     const auto group_rows = static_cast<unsigned>(work.group_batches * work.group_heads);
     status =
         launch_dependent(p.is_causal ? find_causal_groups : find_chained_groups, group_rows, kGroupThreads, 0, stream, p, work);
+  }
+  if (status == cudaSuccess && keeps_all_or_none(p)) {
+    return launch_dependent(keep_all_or_none, simple_grid, 256, 0, stream, p, work, keys);
   }
   if (status == cudaSuccess) {
     const auto launch = needs_wide_keys(p) ? launch_all<WideKey> : launch_all<NarrowKey>;

@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParam
   const int32_t valid = min(kTile<Key>, work.length - first), thread = static_cast<int32_t>(threadIdx.x);
   if (p.is_causal) {
     for (int32_t index = first + thread; index < first + valid; index += kThreads<Key>) {
-      p.end[row * work.length + index] = index;  // what most keys end with; the later kernels write the others
+      // What most keys end with; the later kernels write the others.
+      p.end[row * work.length + index] = end_without_place(p, head, index, work.length);
       work.arrives[row * work.length + index] = 0;
     }
   }
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParam
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int32_t offset = offset_of(i);
-      codes[i] = offset >= 0 ? ~codes[i] : 0xffffffffU;
+      codes[i] = offset >= 0 && first + offset >= p.sink ? ~codes[i] : 0xffffffffU;
       if (offset >= 0) mine |= codes[i], ours &= codes[i];
       offsets[i] = static_cast<uint16_t>(offset);
     }
