@@ -1,7 +1,7 @@
 // Tensors in, params out for mask packing.
 #pragma once
 
-#include "arguments.h"
+#include "tensors.h"
 
 namespace dmattn {
 

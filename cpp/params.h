@@ -10,8 +10,8 @@ namespace dmattn {
 
 enum class DType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16 };
 
-// A [B, heads, S, width] tensor whose last stride is 1. Strides count elements.
-struct Rows {
+// A [B, heads, S, width] tensor whose last stride is 1, as kernels see it. Strides count elements.
+struct TensorView {
   void* data = nullptr;
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
 };
@@ -54,10 +54,10 @@ struct AttentionParams {
   int64_t batch = 0, heads = 0, kv_heads = 0, query_length = 0, key_length = 0, head_dim = 0, value_dim = 0;
   DType dtype = DType::kFloat32;  // of query, key, value, out and their gradients
 
-  Rows query;                // [B, H, Sq, D]
-  Rows key;                  // [B, Hkv, Sk, D]
-  Rows value;                // [B, Hkv, Sk, Dv]
-  Rows out;                  // [B, H, Sq, Dv]
+  TensorView query;          // [B, H, Sq, D]
+  TensorView key;            // [B, Hkv, Sk, D]
+  TensorView value;          // [B, Hkv, Sk, Dv]
+  TensorView out;            // [B, H, Sq, Dv]
   void* lse = nullptr;       // [B, H, Sq] contiguous; float, or double for kFloat64
   void* lse_rest = nullptr;  // like lse: exact log-sum-exp minus lse; null: there is no bias, or nobody knows (taken as 0)
 
@@ -73,11 +73,11 @@ struct AttentionParams {
 
 struct BackwardParams {
   AttentionParams forward;         // out and lse are inputs here
-  Rows grad_out;                   // [B, H, Sq, Dv]
+  TensorView grad_out;             // [B, H, Sq, Dv]
   const void* grad_lse = nullptr;  // [B, H, Sq] contiguous, type of lse; null: zero
-  Rows grad_query;                 // [B, H, Sq, D]
-  Rows grad_key;                   // [B, Hkv, Sk, D]
-  Rows grad_value;                 // [B, Hkv, Sk, Dv]
+  TensorView grad_query;           // [B, H, Sq, D]
+  TensorView grad_key;             // [B, Hkv, Sk, D]
+  TensorView grad_value;           // [B, Hkv, Sk, Dv]
   void* grad_key_bias = nullptr;   // shape of key_bias, contiguous, float (double for kFloat64); null: not wanted
   void* grad_bias = nullptr;       // shape of bias, contiguous, float (double for kFloat64); null: not wanted
   bool deterministic = false;
@@ -86,7 +86,7 @@ struct BackwardParams {
 struct SelectParams {
   int64_t batch = 0, heads = 0, length = 0, window = 0;
   DType dtype = DType::kFloat32;
-  Rows scores;          // [B, Hkv, Sk]: row_stride unused
+  TensorView scores;    // [B, Hkv, Sk]: row_stride unused
   PerHead segment_end;  // int32 [B|1, Hkv|1, Sk]: end of the key's document, <= j hides the key; null: one document
   bool is_causal = true;
   int32_t local = 0;       // every query sees its last `local` keys, at most length; a key competes when it is this old

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "arguments.h"
+#include "tensors.h"
 
 namespace dmattn {
 
@@ -34,7 +34,7 @@ inline CheckedSelect check_select(const Tensor& scores, std::optional<Tensor> se
   p.dtype = to_dtype("scores", scores.scalar_type());
   p.is_causal = is_causal;
   p.local = static_cast<int32_t>(std::min(local, p.length)), p.sink = static_cast<int32_t>(std::min(sink, p.length));
-  p.scores = to_rows(checked.scores);
+  p.scores = view_of(checked.scores);
   if (checked.segment_end) {
     check_dtype("segment_end", *checked.segment_end, ScalarType::Int);
     p.segment_end =

@@ -131,9 +131,9 @@ DMATTN_INLINE void narrow_row(DType type, const R* from, R factor, char* to, int
   });
 }
 
-DMATTN_INLINE char* row_at(const Rows& rows, DType type, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<char*>(rows.data) +
-         (batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride) * element_size(type);
+DMATTN_INLINE char* row_at(const TensorView& tensor, DType type, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<char*>(tensor.data) +
+         (batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.row_stride) * element_size(type);
 }
 
 }  // namespace

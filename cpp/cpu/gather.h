@@ -6,25 +6,25 @@
 namespace dmattn::cpu {
 namespace {
 
-// to[k] = rows[keys[k]]
+// to[k] = row keys[k]
 template <class R>
-void gather_rows(const Rows& rows, DType type, int64_t batch, int64_t head, const int32_t* keys, int64_t count, int64_t width,
-                 const Matrix<R>& to) {
-  const char* first = row_at(rows, type, batch, head, 0);
-  const int64_t whole = padded<R>(width), row_bytes = rows.row_stride * element_size(type);
+void gather_rows(const TensorView& tensor, DType type, int64_t batch, int64_t head, const int32_t* keys, int64_t count,
+                 int64_t width, const Matrix<R>& to) {
+  const char* first = row_at(tensor, type, batch, head, 0);
+  const int64_t whole = padded<R>(width), row_bytes = tensor.row_stride * element_size(type);
   with_stored(type, R(), [&](auto stored) {
     for (int64_t k = 0; k < count; ++k) widen_row<decltype(stored)>(first + keys[k] * row_bytes, to.row(k), width, whole);
   });
 }
 
-// to[i] = rows[first + i]
+// to[i] = row first + i
 template <class R>
-void copy_rows(const Rows& rows, DType type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
+void copy_rows(const TensorView& tensor, DType type, int64_t batch, int64_t head, int64_t first, int64_t count, int64_t width,
                const Matrix<R>& to) {
   const int64_t whole = padded<R>(width);
   with_stored(type, R(), [&](auto stored) {
     for (int64_t i = 0; i < count; ++i) {
-      widen_row<decltype(stored)>(row_at(rows, type, batch, head, first + i), to.row(i), width, whole);
+      widen_row<decltype(stored)>(row_at(tensor, type, batch, head, first + i), to.row(i), width, whole);
     }
   });
 }

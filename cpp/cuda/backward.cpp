@@ -6,6 +6,7 @@
 // deterministic runs both, each without its adds.
 #include <algorithm>
 
+#include "../backward_arguments.h"
 #include "calls.h"
 #include "family.h"
 #include "inputs.h"
@@ -55,11 +56,11 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   BackwardCall part = call;
   AttentionParams& p = part.b.forward;
   const int64_t group = p.heads / p.kv_heads, head = kv_head * group;
-  const auto move = [&](Rows& rows, int64_t first) {
-    rows.data = static_cast<char*>(rows.data) + (batch * rows.batch_stride + first * rows.head_stride) * 2;
+  const auto move = [&](TensorView& tensor, int64_t first) {
+    tensor.data = static_cast<char*>(tensor.data) + (batch * tensor.batch_stride + first * tensor.head_stride) * 2;
   };
-  for (Rows* rows : {&p.query, &p.out, &part.b.grad_out, &part.b.grad_query}) move(*rows, head);
-  for (Rows* rows : {&p.key, &p.value, &part.b.grad_key, &part.b.grad_value}) move(*rows, kv_head);
+  for (TensorView* tensor : {&p.query, &p.out, &part.b.grad_out, &part.b.grad_query}) move(*tensor, head);
+  for (TensorView* tensor : {&p.key, &p.value, &part.b.grad_key, &part.b.grad_value}) move(*tensor, kv_head);
   for (PerHead* row :
        {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
     if (row->data) row->data = static_cast<char*>(row->data) + row->offset(batch, head) * 4;
@@ -124,48 +125,74 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
   return true;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
-    const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
-    std::optional<Tensor> rows, std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-    std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap,
-    double dropout_p, bool deterministic, bool need_key_bias, bool need_bias, std::optional<Tensor> lse_rest) {
-  const Device device(query);
+// Runs the portable kernels and what turns their sums into gradients.
+void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
+  const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
-  CheckedBackward checked =
-      check_backward(grad_out, grad_lse,
-                     check_attention(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed},
-                                     is_causal, scale, softcap, dropout_p),
-                     out, lse, lse_rest, deterministic, need_key_bias, need_bias);
+  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
+  const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
+  if (call.b.deterministic) {
+    BackwardCall by_keys = call, by_queries = call;
+    by_queries.grad_key_bias = by_queries.grad_bias = {};
+    take_in_turn(by_keys, call.grad_key_bias);
+    take_in_turn(by_keys, call.grad_bias);
+    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
+    // in turn.
+    const bool is_in_turn =
+        by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.live_keys.batches * call.live_keys.heads > 1;
+    if (is_in_turn || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
+    check_launch(sm80::key_major(by_keys, room, stream), p);
+    if (by_keys.live_keys.index) {
+      DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
+    }
+    check_launch(sm80::query_major(by_queries, room, stream), p);
+  } else if (call.live_keys.index || p.mask.tiles.data) {
+    const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);
+    call.key_sums = static_cast<float*>(sums.data_ptr());
+    DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
+    check_launch(sm80::query_major(call, room, stream), p);
+    DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
+  } else {
+    const Tensor sums = zeros_on(like, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim)}, ScalarType::Float);
+    call.query_sums = static_cast<float*>(sums.data_ptr());
+    check_launch(sm80::key_major(call, room, stream), p);
+    DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
+  }
+}
+
+BackwardResults backward_op(BackwardArguments given) {
+  const Device device(given.forward.query);
+  const cudaStream_t stream = device.stream();
+  CheckedBackward checked = check_backward(std::move(given));
+  const Tensor& query = checked.forward.given.query;
   BackwardCall call;
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
   check_cuda_support(p);
   const Family family = choose_family(device.index());
-  const auto results = [&] {
-    return std::tuple{checked.grad_query, checked.grad_key, checked.grad_value, checked.grad_key_bias, checked.grad_bias};
-  };
   if (p.batch * p.heads * (p.query_length + p.key_length) == 0) {  // nothing to add up, but H = 0 leaves keys with zero gradients
     for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value}) torch::stable::zero_(*grad);
-    return results();
+    return checked.results();
   }
 
-  // Rows that 16-byte copies can read.
+  // Copy what has rows that 16-byte copies cannot read.
   align_inputs(checked.forward);
   checked.grad_out = with_aligned_rows(checked.grad_out), checked.out = with_aligned_rows(checked.out);
   p.query = checked.forward.params.query, p.key = checked.forward.params.key, p.value = checked.forward.params.value;
-  p.out = to_rows(checked.out), call.b.grad_out = to_rows(checked.grad_out);
+  p.out = view_of(checked.out), call.b.grad_out = view_of(checked.grad_out);
   call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
-  // The live keys and the terms of each query.
+  // Find the live keys.
+  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic);
   LiveKeysOptions options;
-  options.keeps_live = deterministic;
-  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, deterministic);
+  options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
   if (is_sm90 && p.query_length >= 65536) options.shortest = 1;  // what a tile of keys costs once is a smaller part then
   const OwnedLiveKeys owned = make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
+
+  // Compute the terms of each query.
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
@@ -183,38 +210,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
   }
   DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
 
-  if (is_sm90 && run_sm90(call, query, device)) return results();
-
-  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
-  const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
-  const bool is_sparse = call.live_keys.index || p.mask.tiles.data;
-  if (deterministic) {
-    BackwardCall by_keys = call, by_queries = call;
-    by_queries.grad_key_bias = by_queries.grad_bias = {};
-    take_in_turn(by_keys, call.grad_key_bias);
-    take_in_turn(by_keys, call.grad_bias);
-    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
-    // in turn.
-    const bool is_in_turn =
-        by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.live_keys.batches * call.live_keys.heads > 1;
-    if (is_in_turn || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
-    check_launch(sm80::key_major(by_keys, room, stream), p);
-    if (by_keys.live_keys.index)
-      DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
-    check_launch(sm80::query_major(by_queries, room, stream), p);
-  } else if (is_sparse) {
-    const Tensor sums = empty_on(query, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);
-    call.key_sums = static_cast<float*>(sums.data_ptr());
-    DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    check_launch(sm80::query_major(call, room, stream), p);
-    DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
-  } else {
-    const Tensor sums = zeros_on(query, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim)}, ScalarType::Float);
-    call.query_sums = static_cast<float*>(sums.data_ptr());
-    check_launch(sm80::key_major(call, room, stream), p);
-    DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
-  }
-  return results();
+  if (!is_sm90 || !run_sm90(call, query, device)) run_sm80(call, query, device);
+  return checked.results();
 }
 
 }  // namespace
@@ -222,5 +219,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
 
 STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
   if (!dmattn::is_first_copy()) return;
-  m.impl("backward", TORCH_BOX(&dmattn::cuda::backward_op));
+  m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cuda::backward_op>));
 }

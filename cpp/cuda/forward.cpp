@@ -1,6 +1,7 @@
 // Attention forward on CUDA: the host side. Nothing here waits for the device, so the op can be captured in a graph.
 #include <algorithm>
 
+#include "../forward_arguments.h"
 #include "calls.h"
 #include "family.h"
 #include "inputs.h"
@@ -59,21 +60,14 @@ Tensor make_compact_keys(ForwardCall& call, const Tensor& like, cudaStream_t str
   return memory;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor& key, const Tensor& value,
-                                              std::optional<Tensor> start, std::optional<Tensor> end, std::optional<Tensor> tiles,
-                                              std::optional<Tensor> rows, std::optional<Tensor> columns,
-                                              std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-                                              std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal,
-                                              double scale, double softcap, double dropout_p,
-                                              bool /*deterministic: for backward*/) {
-  const Device device(query);
-  CheckedForward checked =
-      check_forward(query, key, value, {start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed}, is_causal, scale,
-                    softcap, dropout_p);
+ForwardResults forward_op(AttentionArguments given) {
+  const Device device(given.query);
+  CheckedForward checked = check_forward(std::move(given));
   AttentionParams& p = checked.inputs.params;
+  const Tensor& query = checked.inputs.given.query;
   check_cuda_support(p);
   const Family family = choose_family(device.index());
-  if (p.batch * p.heads * p.query_length == 0) return {checked.out, checked.lse, checked.lse_rest};
+  if (p.batch * p.heads * p.query_length == 0) return checked.results();
   align_inputs(checked.inputs);
   const bool is_sm90 = family != Family::kSm80 && sm90_has_forward(p);
   // Without keys there is nothing to choose between.
@@ -97,12 +91,12 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
     if (family == Family::kSm90) check_sm90(status != cudaErrorNotSupported, p);
     if (status != cudaErrorNotSupported) {
       check_cuda(status, "attention kernel");
-      return {checked.out, checked.lse, checked.lse_rest};
+      return checked.results();
     }
     call.live_keys.ticket = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);
-  return {checked.out, checked.lse, checked.lse_rest};
+  return checked.results();
 }
 
 }  // namespace
@@ -110,5 +104,5 @@ std::tuple<Tensor, Tensor, Tensor> forward_op(const Tensor& query, const Tensor&
 
 STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
   if (!dmattn::is_first_copy()) return;
-  m.impl("forward", TORCH_BOX(&dmattn::cuda::forward_op));
+  m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>));
 }

@@ -4,6 +4,7 @@
 // rare.
 #pragma once
 
+#include "../attention_arguments.h"
 #include "runtime.h"
 
 namespace dmattn::cuda {
@@ -28,9 +29,9 @@ inline Tensor with_aligned_rows(const Tensor& tensor) {
 
 inline void align_inputs(CheckedAttention& checked) {
   AttentionParams& p = checked.params;
-  checked.query = with_aligned_rows(checked.query), p.query = to_rows(checked.query);
-  checked.key = with_aligned_rows(checked.key), p.key = to_rows(checked.key);
-  checked.value = with_aligned_rows(checked.value), p.value = to_rows(checked.value);
+  checked.query = with_aligned_rows(checked.query), p.query = view_of(checked.query);
+  checked.key = with_aligned_rows(checked.key), p.key = view_of(checked.key);
+  checked.value = with_aligned_rows(checked.value), p.value = view_of(checked.value);
 }
 
 }  // namespace dmattn::cuda

@@ -10,7 +10,7 @@
 #include <array>
 #include <atomic>
 
-#include "../arguments.h"
+#include "../tensors.h"
 
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 

@@ -32,7 +32,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_in_order_of(like: Tensor, width: int) -> Tensor:
-    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s: the rule of cpp/arguments.h."""
+    """An empty [B, heads, S, width] whose dimensions lie in memory in the order of ``like``'s: the rule of cpp/tensors.h."""
     order = [0, 1, 2]  # outermost first
     for a, b in ((0, 1), (1, 2), (0, 1)):
         if like.stride(order[a]) < like.stride(order[b]):

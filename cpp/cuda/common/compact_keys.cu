@@ -26,8 +26,8 @@ __global__ __launch_bounds__(kCompactThreads) void compact_keys_kernel(const __g
   // As many threads share a row as it has pieces of 16 bytes, rounded up to a power of two.
   const int key_pieces = static_cast<int>(p.head_dim) / 8, value_pieces = static_cast<int>(p.value_dim) / 8;
   const int shift = 32 - __clz(max(key_pieces, value_pieces) - 1), piece = thread & ((1 << shift) - 1);
-  const auto rows_of = [&](const Rows& rows) {
-    return static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2 + piece * 16;
+  const auto rows_of = [&](const TensorView& tensor) {
+    return static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2 + piece * 16;
   };
   const char *const keys = rows_of(p.key), *const values = rows_of(p.value);
   for (int first = static_cast<int>(blockIdx.y) * kCompactPlaces; first < count; first += kCompactBlocks * kCompactPlaces) {

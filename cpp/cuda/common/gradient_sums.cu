@@ -52,9 +52,9 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   const bool is_empty = lse == negative_infinity();
   float sum = 0.0f;
   if (is_query && share.part * 8 < p.value_dim) {
-    const auto at = [&](const Rows& rows) {
-      const T* data =
-          static_cast<const T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
+    const auto at = [&](const TensorView& tensor) {
+      const T* data = static_cast<const T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
+                      query * tensor.row_stride;
       return *reinterpret_cast<const uint4*>(data + share.part * 8);
     };
     const uint4 a = at(p.out), b = at(call.b.grad_out);
@@ -133,9 +133,9 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
   const bool is_live = is_live_key(p, share.batch, share.head, share.key);
   if (is_live && !call.key_sums) return;
   const float* const sums = call.key_sums + share.row * key_sum_width(call.b.forward);
-  const auto store = [&](const Rows& rows, int dim, const float* from, float factor) {
-    T* const to = static_cast<T*>(rows.data) + share.batch * rows.batch_stride + share.head * rows.head_stride +
-                  share.key * rows.row_stride;
+  const auto store = [&](const TensorView& tensor, int dim, const float* from, float factor) {
+    T* const to = static_cast<T*>(tensor.data) + share.batch * tensor.batch_stride + share.head * tensor.head_stride +
+                  share.key * tensor.row_stride;
     for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
       if (is_live) {
         store_8(to + part * 8, from, part, factor);
@@ -156,8 +156,9 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   if (share.row >= p.batch * p.heads * p.query_length || share.part * 8 >= p.head_dim) return;
   const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads,
                 batch = share.row / p.query_length / p.heads;
-  const Rows& rows = call.b.grad_query;
-  T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + head * rows.head_stride + query * rows.row_stride;
+  const TensorView& tensor = call.b.grad_query;
+  T* const to =
+      static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.row_stride;
   const int width = static_cast<int>(sum_width(p.head_dim));
   const int64_t row = (batch * p.heads + head) * call.padded_queries + query;
   if (call.lse2[row] == -negative_infinity()) {  // sees nothing: no NaN of its neighbours' keys

@@ -245,13 +245,13 @@ __global__ __launch_bounds__(
       if constexpr (kIsPlain) return first_key + row < p.key_length ? first_key + row : -1;
       if constexpr (!kIsPlain) return shared.tile.stage[0].index[row];
     };
-    const auto copy_keys = [&](uint32_t to, const Rows& rows, int width) {
-      const char* const from = head_rows(rows, batch, kv_head);
+    const auto copy_keys = [&](uint32_t to, const TensorView& tensor, int width) {
+      const char* const from = rows_of_head(tensor, batch, kv_head);
       const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll 4
       for (int r = 0; r < kShape.keys; r += copy.kRows) {
         const int at = key_at(copy.row + r);
-        copy.start(to, r, from + max(at, 0) * rows.row_stride * 2, at >= 0);
+        copy.start(to, r, from + max(at, 0) * tensor.row_stride * 2, at >= 0);
       }
     };
     // Start the copies of the tile's keys and values.
@@ -304,11 +304,11 @@ __global__ __launch_bounds__(
       const auto copy_bits = [&](int to) {
         if constexpr (!kIsPlain) walk.copy_bits(shared.tile.stage[to], bits);
       };
-      const auto copy_queries = [&](uint32_t to, const Rows& rows, int first_query, int width) {
-        const uint64_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
+      const auto copy_queries = [&](uint32_t to, const TensorView& tensor, int first_query, int width) {
+        const uint64_t row_bytes = static_cast<uint32_t>(tensor.row_stride * 2);
         const RowCopy<kDim, kThreads> copy(width);
         const int query = first_query + copy.row;
-        const char* from = head_rows(rows, batch, head) + static_cast<uint32_t>(query) * row_bytes;
+        const char* from = rows_of_head(tensor, batch, head) + static_cast<uint32_t>(query) * row_bytes;
         const int left = static_cast<int>(p.query_length) - query;
 #pragma unroll
         for (int r = 0; r < kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
@@ -464,12 +464,12 @@ __global__ __launch_bounds__(
     put_tile<T, kDim>(value_tile, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
     __syncthreads();
     const int2 to = pair_of(item);
-    const auto store = [&](const void* from, const Rows& rows, int width) {
+    const auto store = [&](const void* from, const TensorView& tensor, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
         const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
         int at = in_order;
         if constexpr (!kIsPlain) at = is_gathered ? shared.tile.stage[0].index[r] : in_order;
-        return at >= 0 && at < p.key_length ? head_rows(rows, to.x, to.y) + at * rows.row_stride * 2 : nullptr;
+        return at >= 0 && at < p.key_length ? rows_of_head(tensor, to.x, to.y) + at * tensor.row_stride * 2 : nullptr;
       });
     };
     store(shared.key, call.b.grad_key, head_dim);

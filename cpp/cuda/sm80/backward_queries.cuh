@@ -51,14 +51,14 @@ __global__ __launch_bounds__(
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
   // Start the copies of the queries and of the first chunk's keys and values.
-  const auto copy_queries = [&](uint32_t tile, const Rows& rows, int width) {
-    const char* const from = head_rows(rows, batch, head);
+  const auto copy_queries = [&](uint32_t tile, const TensorView& tensor, int width) {
+    const char* const from = rows_of_head(tensor, batch, head);
     const RowCopy<kDim, kThreads> copy(width);
 #pragma unroll 4
     for (int r = 0; r < kShape.queries; r += copy.kRows) {
       const int query = first_query + copy.row + r;
       const bool wanted = query < p.query_length;
-      copy.start(tile, r, from + (wanted ? query : 0) * rows.row_stride * 2, wanted);
+      copy.start(tile, r, from + (wanted ? query : 0) * tensor.row_stride * 2, wanted);
     }
   };
   copy_queries(query_tile, p.query, head_dim);
@@ -216,7 +216,7 @@ __global__ __launch_bounds__(
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;
-    return query < p.query_length ? head_rows(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
+    return query < p.query_length ? rows_of_head(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
                                   : nullptr;
   });
 }

@@ -42,7 +42,7 @@ __global__ __launch_bounds__(
 
   // Start the copies of the query tile and of the first chunk's keys.
   {
-    const char* const queries = head_rows(p.query, batch, head);
+    const char* const queries = rows_of_head(p.query, batch, head);
     const RowCopy<kDim, kThreads> copy(static_cast<int>(p.head_dim));
 #pragma unroll 4
     for (int r = 0; r < kShape.queries; r += copy.kRows) {
@@ -184,7 +184,7 @@ __global__ __launch_bounds__(
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, static_cast<int>(p.value_dim), [&](int r) {
     const int query = tile.first_query + r;
-    return query < p.query_length ? head_rows(p.out, tile.batch, tile.head) + query * p.out.row_stride * 2 : nullptr;
+    return query < p.query_length ? rows_of_head(p.out, tile.batch, tile.head) + query * p.out.row_stride * 2 : nullptr;
   });
 }
 

@@ -26,9 +26,9 @@ struct QueryTile {
   }
 };
 
-// Where the rows of a head begin.
-__device__ __forceinline__ char* head_rows(const Rows& rows, int batch, int head) {
-  return static_cast<char*>(rows.data) + (batch * rows.batch_stride + head * rows.head_stride) * 2;
+// Where the rows of a head begin in a tensor of 16-bit elements.
+__device__ __forceinline__ char* rows_of_head(const TensorView& tensor, int batch, int head) {
+  return static_cast<char*>(tensor.data) + (batch * tensor.batch_stride + head * tensor.head_stride) * 2;
 }
 
 // A row-major tile of 16-bit elements, kWidth per row, at a 128-byte aligned shared address.

@@ -86,9 +86,9 @@ class KeyWalk {
                                      int kv_head, int first_query)
       : p_(p), queues_(queues), is_gathered_(live_keys.index != nullptr) {
     if (threadIdx.x == 0) {
-      auto& sources = *new (queues.sources) KeySources{SpanSource(p.mask, static_cast<int>(p.key_length), batch, head),
-                                                       row_of<const float>(p.key_bias, batch, head),
-                                                       head_rows(p.key, batch, kv_head), head_rows(p.value, batch, kv_head)};
+      auto& sources = *new (queues.sources) KeySources{
+          SpanSource(p.mask, static_cast<int>(p.key_length), batch, head), row_of<const float>(p.key_bias, batch, head),
+          rows_of_head(p.key, batch, kv_head), rows_of_head(p.value, batch, kv_head)};
       queues.cursor = 0;
       queues.rings = {0, 0, 0, 0};
       const int shift = static_cast<int>(p.key_length - p.query_length);

@@ -376,11 +376,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         }
       }
     } else {
-      const auto store = [&](const Rows& rows, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
+      const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
         asm volatile("" ::: "memory");  // one after the other: registers are short here
         const Place place;
         const int key = first_key + place.row + 8 * r;
-        T* const to = static_cast<T*>(rows.data) + batch * rows.batch_stride + kv_head * rows.head_stride + key * rows.row_stride;
+        T* const to =
+            static_cast<T*>(tensor.data) + batch * tensor.batch_stride + kv_head * tensor.head_stride + key * tensor.row_stride;
 #pragma unroll
         for (int i = 0; i < kOut; i += 4) {
           uint32_t piece[4];

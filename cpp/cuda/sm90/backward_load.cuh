@@ -97,13 +97,13 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     barrier_arrive(note_full.at(visit));
     has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // everyone's index is there, too
     tile_empty.wait_empty(visit);
-    const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const Rows& rows, int64_t width, uint32_t full) {
+    const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const TensorView& tensor, int64_t width, uint32_t full) {
       const uint32_t tile = shared_address(to);
       if (has_gaps) {
         const char* const data =
-            static_cast<const char*>(rows.data) + (item.batch * rows.batch_stride + item.kv_head * rows.head_stride) * 2;
+            static_cast<const char*>(tensor.data) + (item.batch * tensor.batch_stride + item.kv_head * tensor.head_stride) * 2;
         gather_rows<kDim, kBackwardKeys, kLoaders, true, false, 1>(thread, tile, note.index, kBackwardKeys, data,
-                                                                   static_cast<uint32_t>(rows.row_stride * 2),
+                                                                   static_cast<uint32_t>(tensor.row_stride * 2),
                                                                    static_cast<int>(width), [] {});
         copy_async_commit();
       } else if (thread == 0) {

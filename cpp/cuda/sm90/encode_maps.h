@@ -43,19 +43,19 @@ inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kR
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// [B, heads, S, width] in boxes of `rows` rows.
-inline bool encode_rows(CUtensorMap* map, const Rows& rows, int64_t width, int64_t length, int64_t heads, int64_t batch,
+// [B, heads, S, width] in boxes of `box` rows.
+inline bool encode_rows(CUtensorMap* map, const TensorView& tensor, int64_t width, int64_t length, int64_t heads, int64_t batch,
                         int box) {
-  return encode<4>(map, rows.data, {width, length, heads, batch}, {1, rows.row_stride, rows.head_stride, rows.batch_stride},
-                   {64, box, 1, 1});
+  return encode<4>(map, tensor.data, {width, length, heads, batch},
+                   {1, tensor.row_stride, tensor.head_stride, tensor.batch_stride}, {64, box, 1, 1});
 }
 
 inline bool encode_compact(CUtensorMap* map, const CompactKeys& compact, void* data, const AttentionParams& p, int64_t width,
                            int box) {
-  Rows rows;
-  rows.data = data;
-  rows.row_stride = width, rows.head_stride = width * compact.capacity, rows.batch_stride = rows.head_stride * p.kv_heads;
-  return encode_rows(map, rows, width, compact.capacity, p.kv_heads, p.batch, box);
+  TensorView tensor;
+  tensor.data = data;
+  tensor.row_stride = width, tensor.head_stride = width * compact.capacity, tensor.batch_stride = tensor.head_stride * p.kv_heads;
+  return encode_rows(map, tensor, width, compact.capacity, p.kv_heads, p.batch, box);
 }
 
 }  // namespace dmattn::cuda::sm90

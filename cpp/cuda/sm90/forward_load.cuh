@@ -115,8 +115,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const uint32_t empty = full + kToEmpty;
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const CUtensorMap* map = is_keys ? &maps.key : &maps.value;
-  const Rows& rows = is_keys ? p.key : p.value;
-  const uint32_t row_bytes = static_cast<uint32_t>(rows.row_stride * 2);
+  const TensorView& tensor = is_keys ? p.key : p.value;
+  const uint32_t row_bytes = static_cast<uint32_t>(tensor.row_stride * 2);
   const uint32_t tiles_from = shared_address(is_keys ? shared.key : shared.value);
   const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     const bool in_order = kVariant == Variant::kDense || flags & kInOrder;
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
-      from = static_cast<const char*>(rows.data) + (batch * rows.batch_stride + kv_head * rows.head_stride) * 2;
+      from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
       if constexpr (kIsGathered) {
         bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
         const bool is_from_compact = flags & kCompact;

@@ -9,7 +9,7 @@ from dmattn import checks
 from dmattn.fake import table_size
 
 TILE_PARTIAL = 2  # tiles: 0 empty, 1 full, 2 + slot partial (cpp/params.h)
-MAX_TILE = 4096  # of the ops (cpp/arguments.h)
+MAX_TILE = 4096  # of the ops (cpp/checks.h)
 
 
 def occupied(tiles: Tensor) -> Tensor:

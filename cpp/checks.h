@@ -1,0 +1,98 @@
+// Checks of an op's arguments: what fails says which argument, what was expected and what came.
+//
+// A direct `torch.ops.dmattn.*` call meets these checks. The public functions raise ValueError or TypeError before it comes to
+// that.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "params.h"
+
+namespace dmattn {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kMaxLength = int64_t{1} << 20;
+inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kMaxTile = 4096;   // of a block mask
+inline constexpr double kMaxFactor = 1e30;  // of scale and softcap: products with it stay finite in float32
+
+template <class... Parts>
+[[noreturn]] inline void fail(const Parts&... parts) {
+  std::ostringstream text;
+  text << "dmattn: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+template <class... Parts>
+inline void check(bool condition, const Parts&... parts) {
+  if (!condition) fail(parts...);
+}
+
+inline std::string shape_text(const Tensor& tensor) {
+  std::ostringstream text;
+  text << "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << "]";
+  return text.str();
+}
+
+inline const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    default: return "another dtype";
+  }
+}
+
+inline DType to_dtype(const char* name, ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    default: fail(name, ": expected dtype float64, float32, bfloat16 or float16, got ", dtype_name(type));
+  }
+}
+
+inline void check_dtype(const char* name, const Tensor& tensor, ScalarType expected) {
+  check(tensor.scalar_type() == expected, name, ": expected dtype ", dtype_name(expected), ", got ",
+        dtype_name(tensor.scalar_type()));
+}
+
+inline void check_device(const char* name, const Tensor& tensor, const Tensor& like) {
+  check(tensor.device() == like.device(), name, ": expected the device of the first argument, got another one");
+}
+
+inline void check_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, const char* meaning) {
+  bool equal = tensor.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  for (int64_t size : shape) equal = equal && tensor.size(axis++) == size;
+  if (equal) return;
+  std::ostringstream text;
+  axis = 0;
+  for (int64_t size : shape) text << (axis++ ? ", " : "") << size;
+  fail(name, ": expected ", meaning, " = [", text.str(), "], got ", shape_text(tensor));
+}
+
+// Refuses sizes whose product, zeros counted as ones, is beyond 2^54: an expanded or an empty tensor can have them, and products
+// of its sizes with a head size must not overflow.
+inline void check_extent(const char* name, const Tensor& tensor) {
+  int64_t room = int64_t{1} << 54;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) room /= tensor.size(axis) > 1 ? tensor.size(axis) : 1;
+  check(room > 0, name, ": expected sizes whose product is at most 2^54, got ", shape_text(tensor));
+}
+
+}  // namespace dmattn

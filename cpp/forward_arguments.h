@@ -1,0 +1,45 @@
+// Forward's arguments and results on the host, the same for all devices.
+#pragma once
+
+#include "attention_arguments.h"
+
+namespace dmattn {
+
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, lse_rest
+
+// Forward as torch calls it. This is the only list of its arguments in C++, in the order of schema.cpp: a device registers
+// TORCH_BOX(&unpack_forward<op>) for an `op` that takes them as one struct.
+template <ForwardResults (*op)(AttentionArguments)>
+ForwardResults unpack_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
+                              std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
+                              std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
+                              std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
+                              double softcap, double dropout_p, bool deterministic) {
+  return op({query, key, value, std::move(start), std::move(end), std::move(tiles), std::move(rows), std::move(columns),
+             std::move(bits), std::move(key_bias), std::move(bias), std::move(dropout_seed), is_causal, scale, softcap, dropout_p,
+             deterministic});
+}
+
+// The checked inputs with the results, allocated and in params.
+struct CheckedForward {
+  CheckedAttention inputs;
+  Tensor out, lse, lse_rest;
+
+  ForwardResults results() const { return {out, lse, lse_rest}; }
+};
+
+inline CheckedForward check_forward(AttentionArguments given) {
+  CheckedForward checked{check_attention(std::move(given)), Tensor(), Tensor(), Tensor()};
+  const Tensor& query = checked.inputs.given.query;
+  AttentionParams& p = checked.inputs.params;
+  checked.out = empty_in_order_of(query, p.value_dim);
+  checked.lse = empty_on(query, {p.batch, p.heads, p.query_length}, accumulate_type(query.scalar_type()));
+  p.out = view_of(checked.out);
+  p.lse = checked.lse.data_ptr();
+  const bool has_bias = p.key_bias.data || p.bias.data;
+  checked.lse_rest = has_bias ? torch::stable::empty_like(checked.lse) : empty_on(query, {0}, checked.lse.scalar_type());
+  p.lse_rest = has_bias ? checked.lse_rest.data_ptr() : nullptr;
+  return checked;
+}
+
+}  // namespace dmattn

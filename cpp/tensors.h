@@ -1,0 +1,95 @@
+// Tensors as kernels see them: views for params.h, copies where kernels cannot walk a tensor, and new tensors for results.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "library.h"
+
+namespace dmattn {
+
+// The type of lse, biases and everything summed: float64 stays, the rest is float32.
+inline ScalarType accumulate_type(ScalarType type) { return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Tiles in a block table along a length: one or two more than touch it, and so never 0 or 1, sizes on which tracing would
+// specialise.
+inline int64_t table_size(int64_t length, int64_t tile) { return length / tile + 2; }
+
+// A tensor that kernels can walk: the given one, or a contiguous copy when its last dimension is strided.
+inline Tensor with_dense_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline TensorView view_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.dim() > 3 ? tensor.stride(2) : 0};
+}
+
+// A [B|1, H|Hkv|1, ...] tensor as a PerHead; `rest` are the sizes after the head. Where kernels cannot walk the given tensor it
+// is replaced by what `make_dense` gives, after its shape is checked.
+inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like, int64_t batch, int64_t heads, int64_t kv_heads,
+                           std::initializer_list<int64_t> rest, const char* meaning,
+                           Tensor (*make_dense)(const Tensor&) = with_dense_rows) {
+  check_device(name, tensor, like);
+  bool fits = tensor.dim() == 2 + static_cast<int64_t>(rest.size());
+  fits = fits && (tensor.size(0) == batch || tensor.size(0) == 1);
+  fits = fits && (tensor.size(1) == heads || tensor.size(1) == kv_heads || tensor.size(1) == 1);
+  int64_t axis = 2;
+  for (int64_t size : rest) fits = fits && tensor.size(axis++) == size;
+  if (!fits) {
+    fail(name, ": expected ", meaning, " with B=", batch, ", H=", heads, ", Hkv=", kv_heads, ", got ", shape_text(tensor));
+  }
+  tensor = make_dense(tensor);
+  PerHead view;
+  view.data = tensor.data_ptr();
+  view.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);
+  view.head_stride = tensor.size(1) == 1 ? 0 : tensor.stride(1);
+  view.head_divisor = tensor.size(1) == heads ? 1 : tensor.size(1) == kv_heads ? heads / kv_heads : heads;
+  view.head_divisor = view.head_divisor > 0 ? view.head_divisor : 1;  // H = 0
+  return view;
+}
+
+// An empty [B, heads, S, width] tensor whose dimensions lie in memory in the order of `like`'s (python/dmattn/fake.py has the
+// same rule).
+inline Tensor empty_in_order_of(const Tensor& like, int64_t width) {
+  std::array<int64_t, 3> order = {0, 1, 2};  // outermost first
+  const auto swap_if_inner = [&](int a, int b) {
+    if (like.stride(order[a]) < like.stride(order[b])) std::swap(order[a], order[b]);
+  };
+  swap_if_inner(0, 1);
+  swap_if_inner(1, 2);
+  swap_if_inner(0, 1);
+  const std::array<int64_t, 4> sizes = {like.size(0), like.size(1), like.size(2), width};
+  std::array<int64_t, 4> strides = {0, 0, 0, 1};
+  int64_t step = width > 0 ? width : 1;
+  for (int i = 2; i >= 0; --i) {
+    strides[order[i]] = step;
+    step *= sizes[order[i]] > 0 ? sizes[order[i]] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  const auto device = like.device();
+  const int32_t status = aoti_torch_empty_strided(
+      4, sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
+      static_cast<int32_t>(device.type()), device.index(), &handle);
+  check(status == 0, "could not allocate an output of shape [", sizes[0], ", ", sizes[1], ", ", sizes[2], ", ", sizes[3], "]");
+  return Tensor(handle);
+}
+
+inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
+  const std::vector<int64_t> sizes(shape);
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+inline Tensor zeros_on(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
+  const std::vector<int64_t> sizes(shape);
+  return torch::stable::new_zeros(like, sizes, type);
+}
+
+}  // namespace dmattn
