@@ -12,8 +12,9 @@ namespace dmattn::cuda::sm90 {
 
 inline constexpr int kWarpgroup = 128;
 
-// A block has two or three warpgroups that compute 64 rows, (query, head) pairs, of the tile each; then warps that load, half of
-// them keys and half of them values; then warps that walk the keys. Those eight are a warpgroup each, or four share one.
+// A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
+// load, half of them keys and half of them values, and warps that walk the keys: a warpgroup for each of the two jobs, or one
+// warpgroup for both.
 struct ForwardShape {
   int consumers;
   int keys;         // of a chunk
@@ -30,40 +31,45 @@ struct ForwardShape {
   constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
 };
 
-// consumers, keys, stages, query_tiles, notes, loading_warps, walking_warps, then registers: computing, loading, walking
+struct ForwardRow {
+  int dim;
+  Variant variant;
+  ForwardShape shape;
+};
+// clang-format off
+inline constexpr ForwardRow kForwardRows[] = {
+    //                                                                      warps:            registers of a thread:
+    //dim variant              consumers  keys  stages  query_tiles  notes  loading  walking  computing  loading  walking
+    { 64, Variant::kDense,    {        3,  128,      2,           2,     8,       2,       2,       160,      32,      32}},
+    { 64, Variant::kPlain,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
+    { 64, Variant::kGathered, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
+    { 64, Variant::kGeneral,  {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
+    {128, Variant::kDense,    {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
+    {128, Variant::kPlain,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
+    {128, Variant::kGathered, {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
+    {128, Variant::kGeneral,  {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},
+    {256, Variant::kDense,    {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
+    {256, Variant::kPlain,    {        2,   32,      4,           1,     4,       4,       4,       192,      48,      80}},
+    {256, Variant::kGathered, {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
+    {256, Variant::kGeneral,  {        2,   32,      4,           1,     4,       4,       4,       200,      32,      80}},
+};
+// clang-format on
+
+constexpr ForwardShape find_forward_shape(int dim, Variant variant) {
+  for (const ForwardRow& row : kForwardRows) {
+    if (row.dim == dim && row.variant == variant) return row.shape;
+  }
+  return {};  // no kernel compiles with it
+}
 template <int kDim, Variant kVariant>
-inline constexpr ForwardShape kForwardShape = {};
-template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kDense> = {3, 128, 2, 2, 8, 2, 2, 160, 32, 32};
-template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kDense> = {3, 80, 2, 2, 8, 2, 2, 152, 56, 56};
-template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kPlain> = {2, 128, 2, 2, 8, 4, 4, 200, 40, 72};
-template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGathered> = {3, 96, 3, 2, 8, 2, 2, 144, 80, 80};
-template <>
-inline constexpr ForwardShape kForwardShape<64, Variant::kGeneral> = {2, 64, 2, 2, 4, 4, 4, 184, 48, 96};
-template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kPlain> = {2, 128, 2, 2, 8, 4, 4, 200, 40, 72};
-template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGathered> = {3, 64, 3, 2, 8, 2, 2, 144, 80, 80};
-template <>
-inline constexpr ForwardShape kForwardShape<128, Variant::kGeneral> = {2, 64, 2, 2, 4, 4, 4, 192, 48, 80};
-template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kDense> = {2, 80, 2, 1, 4, 4, 4, 216, 40, 40};
-template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kPlain> = {2, 32, 4, 1, 4, 4, 4, 192, 48, 80};
-template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGathered> = {2, 64, 2, 1, 4, 4, 4, 208, 56, 40};
-template <>
-inline constexpr ForwardShape kForwardShape<256, Variant::kGeneral> = {2, 32, 4, 1, 4, 4, 4, 200, 32, 80};
+inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, kVariant);
 
 template <int kDim, Variant kVariant>
 inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
 
-// Chunks have to fill the tiles of a block mask where there may be one, and there a thread of the walk looks at one key of a
-// chunk and at one query. The walk holds a note back until the next is begun, and a chunk is computed beside the one before it:
-// fewer notes or stages would wait for each other for ever.
+// Where a block mask may be given, chunks have to fill its tiles, and a thread of the walk looks at one key of a chunk and at one
+// query. With fewer than three notes or two stages the warps would wait for each other for ever: the walk holds a note back until
+// the next is begun, and a chunk is computed beside the one before it.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
@@ -90,13 +96,27 @@ struct BackwardShape {
 };
 inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsumers + 1) * kWarpgroup;
 
-// queries, query_stages, computing_registers, loading_registers
+struct BackwardRow {
+  int dim;
+  BackwardShape shape;
+};
+// clang-format off
+inline constexpr BackwardRow kBackwardRows[] = {
+    //                            registers of a thread:
+    //dim  queries  query_stages  computing  loading
+    { 64, {     64,            3,       224,      56}},
+    {128, {     64,            2,       224,      56}},
+};
+// clang-format on
+
+constexpr BackwardShape find_backward_shape(int dim) {
+  for (const BackwardRow& row : kBackwardRows) {
+    if (row.dim == dim) return row.shape;
+  }
+  return {};  // no kernel compiles with it
+}
 template <int kDim>
-inline constexpr BackwardShape kBackwardShape = {};
-template <>
-inline constexpr BackwardShape kBackwardShape<64> = {64, 3, 224, 56};
-template <>
-inline constexpr BackwardShape kBackwardShape<128> = {64, 2, 224, 56};
+inline constexpr BackwardShape kBackwardShape = find_backward_shape(kDim);
 
 constexpr bool is_valid(BackwardShape s) {
   for (const int registers : {s.computing_registers, s.loading_registers}) {
