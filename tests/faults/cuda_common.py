@@ -55,7 +55,7 @@ FAULTS = [
             "grad_value is scaled", THRESHOLDS),
     in_file("common/gradient_sums.cu", "for (int i = lane * 4; i < width; i += lanes * 4)", "for (int i = lane * 4; i < width; i += lanes * 8)",
             "sums are added to what the memory held", BACKWARD + "test_gathered_keys_of_other_widths"),
-    in_file("common/gradient_sums.cu", "batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.row_stride;\n      return", "batch * tensor.batch_stride + head * tensor.row_stride * p.query_length + query * tensor.row_stride;\n      return",
+    in_file("common/gradient_sums.cu", "batch * tensor.batch_stride + head * tensor.head_stride +\n                      query", "batch * tensor.batch_stride + head * tensor.row_stride * p.query_length +\n                      query",
             "delta reads out and grad_out as if heads were packed", BACKWARD + "test_strides_of_incoming_gradients " + FORWARD + "test_strides"),
     in_file("common/gradient_sums.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
             "grad_query of a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),

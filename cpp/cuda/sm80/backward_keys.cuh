@@ -22,8 +22,21 @@ struct KeyTile {
 };
 struct PlainKeyTile {};
 
+// How the warps of a block share a block of scores [queries, keys] and the gradients of the keys [keys, D or Dv].
+template <int kDim, Room kRoom>
+struct KeyMajorLayout {
+  static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+  static constexpr int kThreads = kShape.warps * 32, kWidth = kScoreWidth<kShape.keys>;
+  // Scores: a grid of warps, each with 16 kM rows and 8 kN columns; of grad_query it has as many rows and 8 kDimN columns.
+  static constexpr int kColumns = kShape.warps / kShape.warp_rows;
+  static constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8;
+  static constexpr int kDimN = kDim / kColumns / 8;
+  // Gradients of the keys: 32 rows and 8 kRowN columns for a warp.
+  static constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
+};
+
 template <int kDim, Variant kVariant, Room kRoom>
-struct alignas(128) KeyMajorShared {
+struct alignas(128) KeyMajorShared : KeyMajorLayout<kDim, kRoom> {
   static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
   uint16_t key[kShape.keys * kDim];  // grad_key's and grad_value's staging places at the end
   uint16_t value[kShape.keys * kDim];
@@ -144,6 +157,195 @@ class QueryWalk {
   const uint32_t* bits_ = nullptr;
 };
 
+// By the bits of a block mask and the spans of the keys: which keys of the tile does some query of the kv head's group see? Left
+// in shared.tile.seen.
+template <class Shared>
+__device__ __forceinline__ void find_seen_by_bits(const AttentionParams& p, Shared& shared, int batch, int kv_head, int first_key,
+                                                  int key) {
+  constexpr int kKeys = Shared::kShape.keys, kThreads = Shared::kThreads, kWords = kKeys / 32;
+  const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x;
+  if (thread < kWords) shared.tile.seen[thread] = 0;
+  __syncthreads();
+  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    const TileSource source(p.mask, batch, head);
+    const Span span =
+        thread < kKeys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key) : Span::empty();
+    if (thread < kKeys) shared.tile.stage[0].span[thread] = span;
+    __syncthreads();
+    const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
+    const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
+    for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
+      const int row = list[1 + entry];
+      const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
+      if (!is_live_tile(p.mask, state)) continue;
+      const uint32_t* const bits = bits_of_tile(p.mask, state);
+      const int first_row = row * static_cast<int>(p.mask.tile_q);
+      const int rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
+      const int low = first_row + static_cast<int>(p.key_length - p.query_length);
+      const bool is_whole = __syncthreads_and(thread >= kKeys || span.covers(low, low + rows - 1));
+      for (int at = thread; at < rows * kWords; at += kThreads) {
+        const int word = at % kWords, tile_row = at / kWords;
+        uint32_t seen = bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
+        if (!is_whole) seen = bits_seen_at(seen, &shared.tile.stage[0].span[word * 32], low + tile_row);
+        if (seen) atomicOr(&shared.tile.seen[word], seen);
+      }
+    }
+    __syncthreads();
+  }
+  __syncthreads();
+}
+
+// The keys of the tile, to both stages' index: -1 for those that no query of the kv head's group sees. False when the tile lies
+// behind the list of live keys.
+template <class Shared>
+__device__ __forceinline__ bool find_keys(const BackwardCall& call, Shared& shared, int batch, int kv_head, int first_key) {
+  constexpr int kKeys = Shared::kShape.keys;
+  const AttentionParams& p = call.b.forward;
+  const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x;
+  int key = first_key + thread;
+  bool is_live = false;
+  if (call.live_keys.index) {
+    const int64_t mask_head = call.live_keys.mask_head_of(batch, kv_head * group);
+    const int live_count = call.live_keys.count[mask_head];
+    if (first_key >= live_count) return false;
+    is_live = thread < kKeys && first_key + thread < live_count;
+    key = is_live ? call.live_keys.index[mask_head * call.live_keys.capacity + first_key + thread] : -1;
+  } else if (thread < kKeys) {
+    const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
+    for (int head = kv_head * group; head < (kv_head + 1) * group && !is_live; ++head) {
+      is_live = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key).touches(low, high);
+    }
+  }
+  if (p.mask.tiles.data) {
+    find_seen_by_bits(p, shared, batch, kv_head, first_key, key);
+    is_live = is_live && thread < kKeys && (shared.tile.seen[thread / 32] >> (thread % 32) & 1);
+  }
+  if (thread < kKeys) {
+    for (auto& stage : shared.tile.stage) stage.index[thread] = is_live ? key : -1;
+  }
+  __syncthreads();
+  return true;
+}
+
+// For one query head: the spans of the tile's keys and their bounds, key_bias, and zeros where its gradient is added up.
+template <class Shared>
+__device__ __forceinline__ void find_spans(const AttentionParams& p, Shared& shared, int batch, int head) {
+  constexpr int kKeys = Shared::kShape.keys;
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread < 4) shared.tile.bounds[thread] = thread % 2 == 0 ? kLastPosition : kFirstPosition;
+  if (thread < kKeys) {
+    for (int row = 0; row < Shared::kShape.warp_rows; ++row) shared.tile.column_sums[row][thread] = 0.0f;
+  }
+  __syncthreads();
+  if (thread < kKeys) {
+    const int key = shared.tile.stage[0].index[thread];
+    const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
+    const bool sees = span.first < span.last;
+    const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
+    for (auto& stage : shared.tile.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
+    const int bounds[4] = {__reduce_min_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                           __reduce_max_sync(0xffffffffu, sees ? span.first : kLastPosition),
+                           __reduce_min_sync(0xffffffffu, sees ? span.last : kFirstPosition),
+                           __reduce_max_sync(0xffffffffu, sees ? span.last : kFirstPosition)};
+    if (lane == 0) {
+      atomicMin(&shared.tile.bounds[0], bounds[0]), atomicMax(&shared.tile.bounds[1], bounds[1]);
+      atomicMin(&shared.tile.bounds[2], bounds[2]), atomicMax(&shared.tile.bounds[3], bounds[3]);
+    }
+  }
+  __syncthreads();
+}
+
+// Starts the copies of rows of query or grad_out from first_query on into a tile.
+template <int kDim, class Layout>
+__device__ __forceinline__ void copy_queries(const AttentionParams& p, const TensorView& tensor, uint32_t to, int batch, int head,
+                                             int first_query, int width) {
+  const uint64_t row_bytes = static_cast<uint32_t>(tensor.row_stride * 2);
+  const RowCopy<kDim, Layout::kThreads> copy(width);
+  const int query = first_query + copy.row;
+  const char* from = rows_of_head(tensor, batch, head) + static_cast<uint32_t>(query) * row_bytes;
+  const int left = static_cast<int>(p.query_length) - query;
+#pragma unroll
+  for (int r = 0; r < Layout::kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
+}
+
+// Starts the copies of the terms of the queries from first_query on.
+template <bool kIsPlain, class Shared>
+__device__ __forceinline__ void copy_terms(const BackwardCall& call, Shared& shared, int buffer, int batch, int head,
+                                           int first_query) {
+  const int thread = static_cast<int>(thread_index());
+  if (thread >= Shared::kShape.queries) return;
+  const int64_t at = (batch * call.b.forward.heads + head) * call.padded_queries + first_query + thread;
+  copy_async_4(shared_address(&shared.lse2[buffer][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
+  if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[buffer][thread]), call.lse_rest2 + at, true);
+  copy_async_4(shared_address(&shared.delta[buffer][thread]), call.delta + at, true);
+}
+
+// Clears a row of a chunk of queries and its delta.
+template <int kDim, class Shared>
+__device__ __forceinline__ void clear_query(Shared& shared, int buffer, int row) {
+  constexpr BackwardShape kShape = Shared::kShape;
+  clear_row<kDim>(shared.query[kShape.late_stages == 2 ? buffer : 0], row);
+  clear_row<kDim>(shared.grad_out[kShape.early_stages == 2 ? buffer : 0], row);
+  shared.delta[buffer][row] = 0.0f;
+}
+
+// Scores and their gradients of a chunk of queries against the tile of keys: probabilities and score gradients to shared memory.
+// Of a block of scores the warp has the rows from warp_row and the columns from warp_column on.
+template <class T, int kDim, Variant kVariant, class Shared>
+__device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& shared, const Chunk& chunk, int buffer, int batch,
+                                           int head, int first_query, int first_key, int warp_row, int warp_column, int lane) {
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kM = Shared::kM, kN = Shared::kN, kWidth = Shared::kWidth;
+  const AttentionParams& p = call.b.forward;
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+  const int row = warp_row + lane / 4, column = warp_column + lane % 4 * 2;  // of this thread's first element
+  const auto load_terms = [&](float (&to)[kM][2], const float* from) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) to[m][0] = from[row + 16 * m], to[m][1] = from[row + 16 * m + 8];
+  };
+  float scores[kM][kN][4], grad_scores[kM][kN][4], lse2[kM][2], delta[kM][2];
+  clear(scores);
+  multiply_by_rows<T, kDim / 16>(
+      scores, Fragment<kDim>::tall(shared_address(shared.query[kShape.late_stages == 2 ? buffer : 0]), warp_row, 0),
+      Fragment<kDim>::wide(shared_address(shared.key), warp_column, 0));
+  if (kVariant == Variant::kPlain && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
+  load_terms(lse2, shared.lse2[buffer]);
+  put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
+                                        nullptr, column, 0, 1);
+  clear(grad_scores);
+  multiply_by_rows<T, kDim / 16>(
+      grad_scores, Fragment<kDim>::tall(shared_address(shared.grad_out[kShape.early_stages == 2 ? buffer : 0]), warp_row, 0),
+      Fragment<kDim>::wide(shared_address(shared.value), warp_column, 0));
+  load_terms(delta, shared.delta[buffer]);
+  // Turn them into gradients of the scores.
+  ColumnSums<kN> sums;
+  if constexpr (kVariant == Variant::kPlain) {
+    to_gradients(scores, grad_scores, delta);
+  } else {
+    const auto& stage = shared.tile.stage[buffer];
+    float lse_rest2[kM][2];
+    load_terms(lse_rest2, shared.tile.lse_rest2[buffer]);
+    to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test,
+                    first_query, row, column, [&](int column) { return stage.index[column]; });
+    if (call.grad_key_bias.data) {
+      sums.finish(column, [&](int column, float sum) { shared.tile.column_sums[warp_row / (16 * kM)][column] += sum; });
+    }
+    put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+  }
+  put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+}
+
+// Adds this head's gradient of key_bias, which the warps left in column_sums.
+template <class Shared>
+__device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, const Shared& shared, int batch, int head) {
+  const int thread = threadIdx.x;
+  if (!call.grad_key_bias.data || thread >= Shared::kShape.keys) return;
+  const int key = shared.tile.stage[0].index[thread];
+  float sum = 0.0f;
+  for (int row = 0; row < Shared::kShape.warp_rows; ++row) sum += shared.tile.column_sums[row][thread];
+  if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
+}
+
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and walks the queries of
 // its group, head by head, chunk by chunk; scores are [queries, keys].
@@ -152,10 +354,10 @@ __global__ __launch_bounds__(
     kKeyMajorShape<kDim, kRoom>.warps * 32,
     kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
   if constexpr (!has_room(kRoom)) return;
-  constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
-  constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
-  constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
-  constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
+  using Layout = KeyMajorLayout<kDim, kRoom>;
+  constexpr BackwardShape kShape = Layout::kShape;
+  constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM;
+  constexpr int kN = Layout::kN, kDimN = Layout::kDimN, kKeyWarps = Layout::kKeyWarps, kRowN = Layout::kRowN;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kVariant, kRoom>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
@@ -186,59 +388,9 @@ __global__ __launch_bounds__(
     const int2 pair = pair_of(item);
     const int batch = pair.x, kv_head = pair.y;
 
-    // The keys: which, seen by any query?
+    // Find the keys of the tile that some query sees.
     if constexpr (!kIsPlain) {
-      int key = first_key + thread;
-      bool is_live = false;
-      if (is_gathered) {
-        const int64_t mask_head = call.live_keys.mask_head_of(batch, kv_head * group);
-        const int live_count = call.live_keys.count[mask_head];
-        if (first_key >= live_count) continue;
-        is_live = thread < kShape.keys && first_key + thread < live_count;
-        key = is_live ? call.live_keys.index[mask_head * call.live_keys.capacity + first_key + thread] : -1;
-      } else if (thread < kShape.keys) {
-        const int low = static_cast<int>(p.key_length - p.query_length), high = static_cast<int>(p.key_length) - 1;
-        for (int h = kv_head * group; h < (kv_head + 1) * group && !is_live; ++h) {
-          is_live = SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key).touches(low, high);
-        }
-      }
-      if (p.mask.tiles.data) {
-        if (thread < kShape.keys / 32) shared.tile.seen[thread] = 0;
-        __syncthreads();
-        for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
-          const TileSource source(p.mask, batch, h);
-          const Span span =
-              thread < kShape.keys ? SpanSource(p.mask, static_cast<int>(p.key_length), batch, h).of_key(key) : Span::empty();
-          if (thread < kShape.keys) shared.tile.stage[0].span[thread] = span;
-          __syncthreads();
-          const int words = static_cast<int>(p.mask.tile_k / 32), column = first_key / static_cast<int>(p.mask.tile_k);
-          const int32_t* const list = source.columns + column * (p.mask.tiles_q + 1);
-          for (int entry = 0; entry < min(list[0], static_cast<int>(p.mask.tiles_q)); ++entry) {
-            const int row = list[1 + entry];
-            const int state = row >= 0 && row < p.mask.tiles_q ? source.tiles[row * p.mask.tiles_k + column] : kTileEmpty;
-            if (!is_live_tile(p.mask, state)) continue;
-            const uint32_t* const bits = bits_of_tile(p.mask, state);
-            const int first_row = row * static_cast<int>(p.mask.tile_q);
-            const int at_rows = min(static_cast<int>(p.mask.tile_q), static_cast<int>(p.query_length) - first_row);
-            const int low = first_row + static_cast<int>(p.key_length - p.query_length);
-            const bool is_whole = __syncthreads_and(thread >= kShape.keys || span.covers(low, low + at_rows - 1));
-            for (int at = thread; at < at_rows * (kShape.keys / 32); at += kThreads) {
-              const int word = at % (kShape.keys / 32), tile_row = at / (kShape.keys / 32);
-              uint32_t seen =
-                  bits ? bits[tile_row * words + first_key % static_cast<int>(p.mask.tile_k) / 32 + word] : 0xffffffffu;
-              if (!is_whole) seen = bits_seen_at(seen, &shared.tile.stage[0].span[word * 32], low + tile_row);
-              if (seen) atomicOr(&shared.tile.seen[word], seen);
-            }
-          }
-          __syncthreads();
-        }
-        __syncthreads();
-        is_live = is_live && thread < kShape.keys && (shared.tile.seen[thread / 32] >> thread % 32 & 1);
-      }
-      if (thread < kShape.keys) {
-        shared.tile.stage[0].index[thread] = shared.tile.stage[1].index[thread] = is_live ? key : -1;
-      }
-      __syncthreads();
+      if (!find_keys(call, shared, batch, kv_head, first_key)) continue;
     }
     // The key in a row of the tile, -1 for none.
     const auto key_at = [&](int row) {
@@ -262,30 +414,7 @@ __global__ __launch_bounds__(
     clear(grad_key);
     clear(grad_value);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      // The spans of the keys for this head, and their bounds.
-      if constexpr (!kIsPlain) {
-        if (thread < 4) shared.tile.bounds[thread] = thread % 2 == 0 ? kLastPosition : kFirstPosition;
-        if (thread < kShape.keys) {
-          for (int row = 0; row < kShape.warp_rows; ++row) shared.tile.column_sums[row][thread] = 0.0f;
-        }
-        __syncthreads();
-        if (thread < kShape.keys) {
-          const int key = shared.tile.stage[0].index[thread];
-          const Span span = SpanSource(p.mask, static_cast<int>(p.key_length), batch, head).of_key(key);  // empty for -1
-          const bool sees = span.first < span.last;
-          const float key_bias = sees && p.key_bias.data ? row_of<const float>(p.key_bias, batch, head)[key] : 0.0f;
-          for (auto& stage : shared.tile.stage) stage.span[thread] = span, stage.key_bias[thread] = key_bias;
-          const int bounds[4] = {__reduce_min_sync(0xffffffffu, sees ? span.first : kLastPosition),
-                                 __reduce_max_sync(0xffffffffu, sees ? span.first : kLastPosition),
-                                 __reduce_min_sync(0xffffffffu, sees ? span.last : kFirstPosition),
-                                 __reduce_max_sync(0xffffffffu, sees ? span.last : kFirstPosition)};
-          if (lane == 0) {
-            atomicMin(&shared.tile.bounds[0], bounds[0]), atomicMax(&shared.tile.bounds[1], bounds[1]);
-            atomicMin(&shared.tile.bounds[2], bounds[2]), atomicMax(&shared.tile.bounds[3], bounds[3]);
-          }
-        }
-        __syncthreads();
-      }
+      if constexpr (!kIsPlain) find_spans(p, shared, batch, head);
       auto walk = [&] {
         if constexpr (kIsPlain) {
           return PlainQueryWalk<kShape.queries, kShape.keys>(p, first_key);
@@ -304,22 +433,8 @@ __global__ __launch_bounds__(
       const auto copy_bits = [&](int to) {
         if constexpr (!kIsPlain) walk.copy_bits(shared.tile.stage[to], bits);
       };
-      const auto copy_queries = [&](uint32_t to, const TensorView& tensor, int first_query, int width) {
-        const uint64_t row_bytes = static_cast<uint32_t>(tensor.row_stride * 2);
-        const RowCopy<kDim, kThreads> copy(width);
-        const int query = first_query + copy.row;
-        const char* from = rows_of_head(tensor, batch, head) + static_cast<uint32_t>(query) * row_bytes;
-        const int left = static_cast<int>(p.query_length) - query;
-#pragma unroll
-        for (int r = 0; r < kShape.queries; r += copy.kRows, from += copy.kRows * row_bytes) copy.start(to, r, from, r < left);
-      };
-      const auto copy_terms = [&](int buffer, int first_query) {
-        const int thread = static_cast<int>(thread_index());
-        if (thread >= kShape.queries) return;
-        const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + thread;
-        copy_async_4(shared_address(&shared.lse2[buffer][thread]), (kIsPlain ? call.lse2 : call.lse) + at, true);
-        if constexpr (!kIsPlain) copy_async_4(shared_address(&shared.tile.lse_rest2[buffer][thread]), call.lse_rest2 + at, true);
-        copy_async_4(shared_address(&shared.delta[buffer][thread]), call.delta + at, true);
+      const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int from_query, int width) {
+        copy_queries<kDim, Layout>(p, tensor, to, batch, head, from_query, width);
       };
       constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
       const auto query_tile_of = [&](int buffer) { return query_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kTileBytes; };
@@ -331,17 +446,17 @@ __global__ __launch_bounds__(
       bool has_chunk = next_chunk(first_query, chunk);
       if (has_chunk) {
         copy_bits(0);
-        copy_queries(query_tile_0, p.query, first_query, head_dim);
-        copy_queries(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
-        copy_terms(0, first_query);
+        copy_rows(query_tile_0, p.query, first_query, head_dim);
+        copy_rows(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
+        copy_terms<kIsPlain>(call, shared, 0, batch, head, first_query);
       }
       copy_async_commit();
       // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
       const auto copy_early = [&] {
         if (!has_chunk) return;
         copy_bits(buffer ^ 1);
-        copy_queries(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
-        copy_terms(buffer ^ 1, coming_query);
+        copy_rows(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
+        copy_terms<kIsPlain>(call, shared, buffer ^ 1, batch, head, coming_query);
       };
 
       while (has_chunk) {
@@ -351,15 +466,11 @@ __global__ __launch_bounds__(
         const int own = static_cast<int>(thread_index());
         const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[buffer][own], shared.delta[buffer][own]);
         if (__syncthreads_or(is_bad)) {
-          if (is_bad) {
-            clear_row<kDim>(shared.query[kShape.late_stages == 2 ? buffer : 0], own);
-            clear_row<kDim>(shared.grad_out[kShape.early_stages == 2 ? buffer : 0], own);
-            shared.delta[buffer][own] = 0.0f;
-          }
+          if (is_bad) clear_query<kDim>(shared, buffer, own);
           __syncthreads();
         }
         has_chunk = next_chunk(coming_query, coming);
-        if (has_chunk && kShape.late_stages == 2) copy_queries(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
+        if (has_chunk && kShape.late_stages == 2) copy_rows(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
         if (kHasEarlyStages) {
           copy_early();
           copy_async_commit();
@@ -367,39 +478,9 @@ __global__ __launch_bounds__(
 
         // Scores and their gradients, to shared memory.
         const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
-        const int row = warp_row + lane / 4, column = warp_column + lane % 4 * 2;           // of this thread's first element
-        const auto load_terms = [&](float (&to)[kM][2], const float* from) {
-#pragma unroll
-          for (int m = 0; m < kM; ++m) to[m][0] = from[row + 16 * m], to[m][1] = from[row + 16 * m + 8];
-        };
-        float scores[kM][kN][4], grad_scores[kM][kN][4], lse2[kM][2], delta[kM][2];
-        clear(scores);
-        multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
-                                       Fragment<kDim>::wide(key_tile, warp_column, 0));
-        if (kIsPlain && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
-        load_terms(lse2, shared.lse2[buffer]);
-        put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2,
-                                              call.scale_2, nullptr, column, 0, 1);
-        clear(grad_scores);
-        multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
-                                       Fragment<kDim>::wide(value_tile, warp_column, 0));
-        load_terms(delta, shared.delta[buffer]);
-        // Turn them into gradients of the scores.
-        ColumnSums<kN> sums;
-        if constexpr (kIsPlain) {
-          to_gradients(scores, grad_scores, delta);
-        } else {
-          const auto& stage = shared.tile.stage[buffer];
-          float lse_rest2[kM][2];
-          load_terms(lse_rest2, shared.tile.lse_rest2[buffer]);
-          to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk, chunk.needs_test,
-                          first_query, row, column, [&](int column) { return stage.index[column]; });
-          if (call.grad_key_bias.data) {
-            sums.finish(column, [&](int column, float sum) { shared.tile.column_sums[warp / kColumns][column] += sum; });
-          }
-          put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
-        }
-        put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+        const int row = warp_row + lane / 4;                                                // of this thread's first element
+        put_scores<T, kDim, kVariant>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column,
+                                      lane);
         __syncthreads();
 
         if (!kHasEarlyStages) {
@@ -439,7 +520,7 @@ __global__ __launch_bounds__(
         }
         if (kShape.late_stages == 1 && has_chunk) {
           __syncthreads();
-          copy_queries(query_tile_0, p.query, coming_query, head_dim);
+          copy_rows(query_tile_0, p.query, coming_query, head_dim);
           copy_async_commit();
         }
         chunk = coming;
@@ -447,17 +528,10 @@ __global__ __launch_bounds__(
         buffer ^= 1;
       }
       __syncthreads();
-      // Add the gradient of key_bias of this head.
-      if constexpr (!kIsPlain) {
-        if (call.grad_key_bias.data && thread < kShape.keys) {
-          const int key = shared.tile.stage[0].index[thread];
-          float sum = 0.0f;
-          for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.tile.column_sums[row][thread];
-          if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
-        }
-      }
+      if constexpr (!kIsPlain) add_key_bias_gradient(call, shared, batch, head);
     }
 
+    // Leave the gradients in the places of the keys and values, and write them out from there.
     copy_async_wait<0>();
     __syncthreads();
     put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
