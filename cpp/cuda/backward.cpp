@@ -1,9 +1,9 @@
 // Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
 //
-// The one surprise is the choice. On Hopper one kernel that walks keys adds up grad_query in fp32, and rows of grad_key and
-// grad_value where live keys are gathered. What it does not take is the portable family's: without a mask the key-major kernel
-// adds up grad_query; with live keys gathered or a block mask the query-major kernel adds up rows of grad_key and grad_value;
-// deterministic runs both, each without its adds.
+// The one surprise is the choice. The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live
+// keys are gathered, rows of grad_key and grad_value too. The portable family takes the other calls. Without a mask its key-major
+// kernel adds up grad_query; with gathered keys or a block mask its query-major kernel adds up rows of grad_key and grad_value. A
+// deterministic call runs both, each without its adds to global memory.
 #include <algorithm>
 
 #include "../backward_arguments.h"
@@ -26,7 +26,7 @@ PerHead grad_per_head(void* data, const Tensor& grad, const AttentionParams& p, 
   return view;
 }
 
-// With a fixed order of sums: whatever adds to the same element runs in one block, one after the other.
+// For sums in a fixed order: batches or kv heads that add to the same elements are taken by one block, one after the other.
 void take_in_turn(BackwardCall& call, const PerHead& grad) {
   const AttentionParams& p = call.b.forward;
   if (!grad.data) return;
@@ -51,7 +51,7 @@ cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unu
 #endif
 }
 
-// The call for some batches alone, or for some kv heads of one batch.
+// The part of a call that has some of its batches, or some kv heads of one batch.
 BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, int64_t kv_head, int64_t kv_heads) {
   BackwardCall part = call;
   AttentionParams& p = part.b.forward;
@@ -79,9 +79,10 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   return part;
 }
 
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums would take
-// more than kMostFloats, some batches or heads after the others, each time with the same sums. A kv head's group stays together:
-// where its sums alone are too large, gathered calls are left to the portable kernels, which need none for queries.
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums would need
+// more than kMostFloats, the call runs in parts, some batches or kv heads at a time, which use the same memory for their sums.
+// The heads of a kv head's group stay together. Where the sums of one group are too large, a gathered call is left to the
+// portable kernels, which need no sums for queries.
 bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
   constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
   const AttentionParams& p = call.b.forward;

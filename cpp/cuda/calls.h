@@ -19,10 +19,11 @@ enum class Variant : int32_t {
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.
 inline constexpr float kHugeExponent = 4096.0f;
 
-// What backward may meet among its rows: an lse beyond kHugeExponent; rows that see nothing, and are not finite (delta).
+// What backward has to expect of its rows. kHugeRows: some lse is beyond kHugeExponent. kBadRows: some row sees nothing, and its
+// query or grad_out is not finite.
 enum RowFlag : int32_t { kHugeRows = 1, kBadRows = 2 };
 
-// The variant that just suffices.
+// The variant that does what the call needs and the least beyond it.
 inline Variant variant_of(const AttentionParams& p, bool is_gathered) {
   const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
   if (is_simple && is_gathered) return Variant::kGathered;
@@ -32,8 +33,9 @@ inline Variant variant_of(const AttentionParams& p, const LiveKeys& live_keys) {
   return variant_of(p, live_keys.index != nullptr);
 }
 
-// Copies of the live keys and values in the order of their list, for kernels that copy rows in order faster than gathered ones.
-// Made on the device where all queries are one segment and `capacity` is enough: not for every head, nor known here.
+// Copies of the live keys and values in the order of their list, for kernels that load rows in order faster than gathered ones.
+// The device makes them for the heads whose queries are one segment with at most `capacity` live keys; the host does not know
+// which.
 struct CompactKeys {
   void *key = nullptr, *value = nullptr;  // [B, Hkv, capacity, D or Dv]; null: no copies
   float* key_bias = nullptr;              // [B, Hkv, capacity]; null: there is none
@@ -43,7 +45,7 @@ struct CompactKeys {
 struct ForwardCall {
   AttentionParams p;
   LiveKeys live_keys;
-  float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale * log2(e), 1 / scale
+  float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale_2 = scale * log2(e), over_scale = 1 / scale
   CompactKeys compact;
 };
 
@@ -61,20 +63,21 @@ struct BackwardCall {
   int64_t padded_queries = 0;  // Sq rounded up to kQueryPadding
   PerHead grad_key_bias;       // float [B|1, H|Hkv|1, Sk]; null: not wanted, or not from this kernel
   PerHead grad_bias;           // float [B|1, H|Hkv|1, Sq, Sk]
-  // fp32 sums in global memory, null: not accumulated there. Both have one more row, to which rows that do not exist are added.
+  // Sums in fp32 in global memory; null: this kernel does not add there. Both end with a spare row for what is computed for rows
+  // that do not exist.
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
   // With a block mask, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
   int seen_words = 0;        // 4 for each 128 keys
-  // How a call with broadcast bias gradients is cut so that sums have a fixed order: batches and kv heads that one CTA walks in
-  // turn.
+  // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias
+  // gradient is added in a fixed order.
   int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
 };
 
-// Floats in a row of sums of `dim` elements, and where element i is, `step` floats from one 16 columns to the next. A lane of
-// mma.sync holds two pairs of columns of 16: they are neighbours here, so that it adds 16 bytes at once.
+// Floats in a row of sums of `dim` elements, and the place of element i when each 16 columns begin `step` floats after the 16
+// before. A lane of mma.sync holds two pairs of columns of 16. They are neighbours here, so that the lane adds 16 bytes at once.
 constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
 constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
 

@@ -1,4 +1,4 @@
-// Which family of kernels runs a call, and what a call says that no kernel takes.
+// The family of kernels that runs a call, and the error of a call that no kernel takes.
 #pragma once
 
 #include <cstdlib>
@@ -11,7 +11,8 @@
 
 namespace dmattn::cuda {
 
-// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels. kAuto: those of sm90 where they fit. Backward takes kSm90 as kAuto.
+// DMATTN_FAMILY = auto | sm80 | sm90 chooses the kernels. kAuto: those of sm90 where it has a kernel for the call. For backward
+// kSm90 means the same as kAuto; forward fails where sm90 has no kernel.
 enum class Family { kAuto, kSm80, kSm90 };
 
 inline Family choose_family(int32_t device) {
@@ -34,7 +35,7 @@ inline Family choose_family(int32_t device) {
   return kIsBuilt && major == 9 ? Family::kAuto : Family::kSm80;
 }
 
-// A launch by a family: a miss says what was compiled.
+// Checks a launch; where no kernel was found the error says what was compiled.
 inline void check_launch(cudaError_t status, const AttentionParams& p) {
   check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
         "; compiled: ", sm80::compiled());

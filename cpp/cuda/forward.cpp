@@ -31,8 +31,8 @@ void check_sm90(bool is_taken, const AttentionParams& p) {
         ", or strides that tensor copies do not take (use auto)");
 }
 
-// Can compact keys help, and can they stand for the gathered ones? Without causality the live keys are often the same for all
-// queries; few queries are not worth the copies. All heads of a group have to share mask and key_bias.
+// Can compact keys take the place of gathered ones, and are they likely to help? All heads of a group have to share the mask and
+// key_bias. Without causality the live keys are often the same for all queries. Few queries are not worth the copies.
 bool may_compact(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 8192;
   const int64_t group = p.heads / p.kv_heads;
@@ -43,8 +43,8 @@ bool may_compact(const AttentionParams& p) {
   return p.query_length * group >= kFewQueries;
 }
 
-// Room for a quarter of the keys, and for so many that it stays small beside key and value: where more are live, they are
-// gathered.
+// Makes room for a quarter of the keys, at most kMostCompact, so that it stays small beside key and value. Heads with more live
+// keys gather them.
 Tensor make_compact_keys(ForwardCall& call, const Tensor& like, cudaStream_t stream) {
   const AttentionParams& p = call.p;
   CompactKeys& compact = call.compact;
@@ -70,7 +70,7 @@ ForwardResults forward_op(AttentionArguments given) {
   if (p.batch * p.heads * p.query_length == 0) return checked.results();
   align_inputs(checked.inputs);
   const bool is_sm90 = family != Family::kSm80 && sm90_has_forward(p);
-  // Without keys there is nothing to choose between.
+  // Without keys the result is zero in any family.
   if (family == Family::kSm90 && p.key_length > 0) check_sm90(is_sm90, p);
   LiveKeysOptions options;
   options.orders = !is_sm90;

@@ -1,7 +1,7 @@
 // What attention on CUDA takes: dtypes, tile sizes, and rows that 16-byte copies can read.
 //
-// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied: a view that starts at an odd element is
-// rare.
+// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied. Such tensors are rare: views that start at
+// an odd element, for instance.
 #pragma once
 
 #include "../attention_arguments.h"
@@ -19,7 +19,7 @@ inline void check_cuda_support(const AttentionParams& p) {
   }
 }
 
-// Reads as rows of 16-byte pieces: the given tensor, or a copy of it.
+// The given tensor where its rows can be read in pieces of 16 bytes, otherwise a copy of it.
 inline Tensor with_aligned_rows(const Tensor& tensor) {
   bool is_aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
   for (int64_t axis = 0; axis < 3; ++axis) is_aligned = is_aligned && (tensor.size(axis) <= 1 || tensor.stride(axis) % 8 == 0);

@@ -1,5 +1,4 @@
-// The border between the CUDA host files and the kernels of selection and packing: params in, work enqueued on a stream, no
-// torch.
+// The launches of selection and packing: params in, work enqueued on a stream. No torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +9,8 @@
 
 namespace dmattn::cuda {
 
-// row_slots: int32 [batch, heads, Nq] scratch.
-cudaError_t launch_pack_tiles(const PackParams& p, int32_t* row_slots, cudaStream_t stream);
+// partial_counts: int32 [batch, heads, Nq] scratch, partial tiles of each row of tiles.
+cudaError_t launch_pack_tiles(const PackParams& p, int32_t* partial_counts, cudaStream_t stream);
 cudaError_t launch_pack_bits(const PackParams& p, cudaStream_t stream);
 
 // workspace: select_workspace_bytes(p) bytes of scratch.

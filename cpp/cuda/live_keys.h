@@ -1,9 +1,9 @@
-// Which keys do the queries of a call see: lists of live keys as kernels read them, and how they are made on the device. No
-// torch.
+// Lists of live keys as kernels read them. No torch.
 //
-// The live keys of a call are found once (launch_live_keys: which keys does any query see, and which does each segment of the
-// queries see?), then a family runs it. Segments are as short as their lists fit into memory that grows with the number of keys
-// alone, or somewhat longer (`lengthens`); a whole head's queries are one segment if need be, so no bound can overflow.
+// launch_live_keys finds the live keys of a call once, before a family runs it: those that any query sees, and for each segment
+// of the queries those that some query of it sees. The memory for lists grows with the number of keys alone. So segments are as
+// short as their lists still fit, or somewhat longer (`lengthens`); if need be a whole head's queries are one segment, so lists
+// always fit.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,40 +15,42 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kListBlock = 512;     // keys of a list that the portable walk reads at once
+inline constexpr int kListBlock = 512;     // entries of a list that the portable walk reads at once
 inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
 
-inline constexpr int kSegmentQueries = 768;  // of the shortest segments: whole tiles of 64, 128 or 192 rows
-inline constexpr int kMostSegments = 2048;   // of the queries
-inline constexpr int kPartKeys = 4096;       // keys that a block of the kernels that find live keys looks at at a time
-inline constexpr int kPartGroups = 32;       // of a part's live keys: kPartKeys / kPartGroups in each, fewer or none in the last
+inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
+inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
+inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
+inline constexpr int kPartGroups =
+    32;  // groups of a part's live keys, of kPartKeys / kPartGroups keys; the last have fewer or none
 inline constexpr int kEntriesPerKey = 6;  // int32 entries reserved per key: its place among the live keys, and room in the lists
-inline constexpr int kOneSegment = 24;    // the shift that says so: all queries see the same keys
+inline constexpr int kOneSegment = 24;    // the shift of a single segment whose queries all see the same keys
 
-// The live keys of each mask head, in key order, and those of each segment of the queries. Mask heads are
-// as many as start and end together tell apart.
+// The live keys of each mask head, in key order, and those of each segment of its queries. There are as many mask heads as start
+// and end together tell apart.
 struct LiveKeys {
-  int32_t* index = nullptr;  // [mask heads, capacity]: the live keys, where they are read, then the lists; null: no lists, all
-                             // keys are taken in order
-  int2* span = nullptr;      // [mask heads, capacity]: the key's span of positions, causality included
-  int32_t* count = nullptr;  // [mask heads]: live keys
+  int32_t* index = nullptr;  // [mask heads, capacity]: the live keys (if anything reads them), then the lists of the segments;
+                             // null: there are no lists, and keys are taken in order
+  int2* span = nullptr;      // [mask heads, capacity]: the spans of those keys
+  int32_t* count = nullptr;  // [mask heads]: how many keys are live
   int32_t* shift = nullptr;  // [mask heads]: a segment is 2^shift * kSegmentQueries queries
-  int shortest = 0;          // shift of the shortest segments
+  int shortest = 0;          // the smallest shift that is considered
   int2* lists = nullptr;     // [mask heads, most_lists]: where in index and span the list of a segment begins, and its length
-  int4* groups = nullptr;    // [mask heads, parts, kPartGroups], scratch: neighbouring live keys, where they begin, how many they
-                             // are, and the positions between which some see some of them
-  int64_t count_blocks = 0;  // that share the parts of a mask head where they are counted
-  int32_t* counts = nullptr;     // [mask heads, count_blocks, 2, segments], scratch; so are the next two
-  int32_t* partial = nullptr;    // [mask heads, count_blocks]: are some of their keys seen by a part of the queries only?
-  int32_t* live = nullptr;       // [mask heads, parts]: how many of the part's keys are seen at all
+  // Scratch of the kernels that make the lists. A group is some neighbouring live keys: where they begin, how many they are, and
+  // the first and last position of their spans together.
+  int4* groups = nullptr;        // [mask heads, parts, kPartGroups]
+  int64_t count_blocks = 0;      // blocks that share the parts of a mask head while they are counted
+  int32_t* counts = nullptr;     // [mask heads, count_blocks, 2, segments]
+  int32_t* partial = nullptr;    // [mask heads, count_blocks]: does a block have live keys that only some queries see?
+  int32_t* live = nullptr;       // [mask heads, parts]: how many of a part's keys are live
   int32_t* ticket = nullptr;     // one int: tiles handed out to blocks as they come free; launch_live_keys zeroes it
   int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); launch_live_keys zeroes it
   bool keeps_live = false;       // are the live keys read, even where no list is made of them?
   bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
   bool lengthens = false;        // are segments longer than they need be, where their lists are then hardly longer?
   int64_t capacity = 0;          // kEntriesPerKey * Sk, for one segment just Sk
-  int64_t most_lists = 0;        // that a mask head may have
-  int64_t parts = 0;             // of kPartKeys keys
+  int64_t most_lists = 0;        // lists that a mask head may have
+  int64_t parts = 0;             // parts of kPartKeys keys
   int64_t batch_stride = 0;      // 0 or heads, counted in mask heads
   int64_t batches = 0, heads = 0, head_divisor = 1;
 
@@ -61,19 +63,19 @@ struct LiveKeys {
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
 
-// The segment of a query, with kOneSegment the first for any; how many segments some queries are; the first query of one of
-// several.
-__host__ __device__ constexpr int segment_of(int query, int shift) { return query / kSegmentQueries >> shift; }
+// The segment that a query is in (with kOneSegment the first, whatever the query), how many segments so many queries are, and the
+// first query of a segment.
+__host__ __device__ constexpr int segment_of(int query, int shift) { return (query / kSegmentQueries) >> shift; }
 __host__ __device__ constexpr int segments_at(int queries, int shift) { return segment_of(queries - 1, shift) + 1; }
-__host__ __device__ constexpr int first_query_of(int segment, int shift) { return segment * kSegmentQueries << shift; }
+__host__ __device__ constexpr int first_query_of(int segment, int shift) { return (segment * kSegmentQueries) << shift; }
 
 // Does a call gather live keys from lists? With a block mask keys come in order, intervals or not.
 inline bool gathers(const AttentionParams& p) {
   return (p.mask.start.data || p.mask.end.data) && !p.mask.tiles.data && p.query_length > 0 && p.key_length > 0;
 }
 
-// The number of blocks per mask head that minimises rounds x (parts per block + 1), beside `others` blocks. An H200 has kAtOnce
-// multiprocessors: a second round takes as long as the first, and starting a block takes about as long as a part.
+// The number of blocks per mask head that minimises rounds x (parts per block + 1), when `others` blocks run in the same launch.
+// An H200 has kAtOnce multiprocessors: a second round takes as long as the first, and starting a block about as long as a part.
 inline int64_t blocks_per_mask_head(int64_t parts, int64_t mask_heads, int64_t others) {
   constexpr int64_t kAtOnce = 132;
   int64_t best = 1, least = INT64_MAX;

@@ -1,10 +1,10 @@
-// Allocates lists of live keys in one piece of memory and has them made on the device.
+// Lists of live keys: one allocation for all of them, and the launch of the kernels that fill it.
 #include "owned_live_keys.h"
 
 namespace dmattn::cuda {
 namespace {
 
-// With a block mask there are no lists, only an order of the query tiles, and few tiles need none.
+// With a block mask there are no lists, only an order of the query tiles. A few tiles start all at once and need no order.
 OwnedLiveKeys make_order(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
   constexpr int64_t kFewTiles = 512;
   const int64_t tiles = p.batch * p.heads * ceil_div(p.query_length, kQueryPadding);
@@ -29,7 +29,7 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = segments_at(static_cast<int>(p.query_length), live_keys.shortest);
   live_keys.capacity =
-      segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;  // a single segment's list is that of the live keys
+      segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;  // the live keys are the list of a single segment
   live_keys.most_lists = segments;
   live_keys.parts = ceil_div(p.key_length, kPartKeys);
   live_keys.head_divisor = p.heads;
@@ -45,7 +45,7 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   const int64_t for_mask_heads = mask_heads * (3 * live_keys.capacity + 2 * live_keys.most_lists + 2);
   const Tensor memory =
       empty_on(like, {all_parts * (4 * kPartGroups + 1) + all_blocks * (2 * segments + 1) + for_mask_heads + 2}, ScalarType::Int);
-  live_keys.groups = static_cast<int4*>(memory.data_ptr());  // first, because it has to be aligned to 16 bytes, the next two to 8
+  live_keys.groups = static_cast<int4*>(memory.data_ptr());  // first: int4 is aligned to 16 bytes, the next two to 8
   live_keys.span = reinterpret_cast<int2*>(live_keys.groups + all_parts * kPartGroups);
   live_keys.lists = live_keys.span + mask_heads * live_keys.capacity;
   live_keys.index = reinterpret_cast<int32_t*>(live_keys.lists + mask_heads * live_keys.most_lists);

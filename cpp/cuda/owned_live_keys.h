@@ -1,4 +1,4 @@
-// Lists of live keys with the memory they lie in.
+// Allocates lists of live keys on the host and has the device make them.
 #pragma once
 
 #include "live_keys.h"
@@ -6,19 +6,20 @@
 
 namespace dmattn::cuda {
 
-// Lists of live keys and the memory they lie in. Without intervals, or with a block mask that names the tiles, there are none:
-// keys come in order.
+// Lists of live keys and the memory they lie in. A call without intervals, or with a block mask, has no lists: its keys come in
+// order.
 struct OwnedLiveKeys {
   std::optional<Tensor> memory;
   LiveKeys live_keys;
 };
 
+// What a kernel wants of its lists; the fields of the same names in LiveKeys say what each means.
 struct LiveKeysOptions {
-  bool orders = true;       // for a family that starts tiles in a fixed order
+  bool orders = true;       // with a block mask, an order of the query tiles: for kernels whose blocks have one tile each
   bool keeps_live = false;  // for kernels that walk keys, not queries
-  bool joins = false;       // for kernels to which one long list is as good as many short ones
-  bool lengthens = false;   // for kernels to which lists a sixteenth longer are as good
-  int shortest = 0;         // a segment is 2^shortest * kSegmentQueries queries or more
+  bool joins = false;       // for kernels that read one long list as fast as many short ones
+  bool lengthens = false;   // for kernels that do not mind lists a sixteenth longer
+  int shortest = 0;         // segments have at least 2^shortest * kSegmentQueries queries
 };
 
 OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaStream_t stream, LiveKeysOptions options);

@@ -12,8 +12,8 @@ std::tuple<Tensor, Tensor, Tensor> pack_tiles_op(const Tensor& mask, int64_t que
   const Device device(mask);
   const PackedTiles packed = allocate_tiles(checked);
   const PackParams& p = checked.params;
-  const Tensor row_slots = empty_on(mask, {p.batch * p.heads * p.tiles_q}, ScalarType::Int);
-  DMATTN_CUDA_CHECK(launch_pack_tiles(p, static_cast<int32_t*>(row_slots.data_ptr()), device.stream()));
+  const Tensor partial_counts = empty_on(mask, {p.batch * p.heads * p.tiles_q}, ScalarType::Int);
+  DMATTN_CUDA_CHECK(launch_pack_tiles(p, static_cast<int32_t*>(partial_counts.data_ptr()), device.stream()));
   return {packed.tiles, packed.rows, packed.columns};
 }
 

@@ -102,10 +102,10 @@ FAULTS = [
     # Packing.
     in_file("common/pack.cu", "static_cast<uint32_t>(4 * w + i < limit ? from[4 * w + i] : beyond)", "static_cast<uint32_t>(4 * w + i <= limit ? from[4 * w + i] : beyond)",
             "the element behind a row counts", MASKS + "test_from_bool_there_and_back"),
-    in_file("common/pack.cu", "row_slots[row] = before + items[i];", "row_slots[row] = items[i];",
+    in_file("common/pack.cu", "partial_counts[row] = before + items[i];", "partial_counts[row] = items[i];",
             "slots begin again after 4,096 rows of tiles", CUDA_TILES + "test_slots_of_many_rows_of_tiles"),
     in_file("common/pack.cu", "tiles[k] = kTilePartial + slot + __popc(", "tiles[k] = kTilePartial + slot + 1 + __popc(",
             "slots are numbered from one", MASKS + "test_from_bool_there_and_back"),
-    in_file("common/pack.cu", "if (query >= place.q_end || key >= place.k_end) return 0;", "if (query > place.q_end || key > place.k_end) return 0;",
+    in_file("common/pack.cu", "if (query >= place.query_end || key >= place.key_end) return 0;", "if (query > place.query_end || key > place.key_end) return 0;",
             "bits beyond a tile's end are read from the mask's next row", MASKS + "test_packing_ops_in_every_tile_shape " + MASKS + "test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask"),
 ]  # fmt: skip

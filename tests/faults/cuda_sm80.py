@@ -41,7 +41,7 @@ FAULTS = [
     in_file("sm80/forward.cuh", "const bool wanted = query < p.query_length;", "const bool wanted = query + 1 < p.query_length;",
             "the last query reads as zero", FORWARD + "test_ragged_lengths"),
     # Which keys a tile meets.
-    in_file("sm80/walk.cuh", "max(0, min(key_length, to.high + 1))", "max(0, min(key_length, to.high))",
+    in_file("common/walk.cuh", "max(0, min(key_length, high + 1))", "max(0, min(key_length, high))",
             "the last key of a causal tile is left out", FORWARD + "test_ragged_lengths " + RAGGED, WALKS),
     in_file("sm80/walk.cuh", "bits || chunk.first_key + kKeys > sources().whole_limit ||", "bits || chunk.first_key > sources().whole_limit ||",
             "the chunk on the diagonal is not tested", FORWARD + "test_ragged_lengths", WALKS),

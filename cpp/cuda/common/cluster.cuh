@@ -18,9 +18,9 @@ struct Cluster {
   static __device__ __forceinline__ int32_t rank() {
     return static_cast<int32_t>(cooperative_groups::this_cluster().block_rank());
   }
-  // All threads of all blocks; what they wrote to shared memory before is seen after.
+  // Waits for all threads of all blocks; what they wrote to shared memory before can be read after it.
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
-  // The same variable in shared memory, of another block.
+  // Another block's copy of a variable in shared memory.
   template <class T>
   static __device__ __forceinline__ T* of(T* mine, int32_t rank) {
     return cooperative_groups::this_cluster().map_shared_rank(mine, static_cast<unsigned>(rank));

@@ -1,4 +1,4 @@
-// Copies live keys, their values and their key_bias into one place each, in the order of their list.
+// Makes compact keys: live keys, their values and their key_bias, copied in the order of their list.
 #include "../calls.h"
 #include "compact_keys.cuh"
 #include "dependent_launch.cuh"
@@ -7,7 +7,8 @@
 namespace dmattn::cuda {
 namespace {
 
-// Copies the keys and values of a kv head's list, kCompactPlaces at a time; few blocks, because often there is nothing to do.
+// key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> compact key, value [B, Hkv, capacity, D or Dv]. kCompactBlocks blocks for each
+// kv head copy kCompactPlaces rows at a time; they are few, because often no head has compact keys.
 constexpr int kCompactPlaces = 16, kCompactBlocks = 64, kCompactThreads = 256;
 __global__ __launch_bounds__(kCompactThreads) void compact_keys_kernel(const __grid_constant__ ForwardCall call) {
   wait_for_kernel_before();
@@ -23,7 +24,7 @@ __global__ __launch_bounds__(kCompactThreads) void compact_keys_kernel(const __g
       live_keys.index + mask_head * live_keys.capacity + live_keys.lists[mask_head * live_keys.most_lists].x;
   const float* const bias = row_of<const float>(p.key_bias, batch, head);
   const int count = live_keys.count[mask_head];
-  // As many threads share a row as it has pieces of 16 bytes, rounded up to a power of two.
+  // 2^shift threads share a row: as many as it has pieces of 16 bytes, rounded up to a power of two.
   const int key_pieces = static_cast<int>(p.head_dim) / 8, value_pieces = static_cast<int>(p.value_dim) / 8;
   const int shift = 32 - __clz(max(key_pieces, value_pieces) - 1), piece = thread & ((1 << shift) - 1);
   const auto rows_of = [&](const TensorView& tensor) {

@@ -1,4 +1,4 @@
-// Which mask heads have compact copies of their live keys: the kernel that copies them and those that read them ask here.
+// Whether a mask head has compact keys. The kernel that copies them and the kernels that read them ask here.
 #pragma once
 
 #include "../calls.h"

@@ -1,5 +1,5 @@
-// Kernels that follow each other closely: on compute capability 9.0 the blocks of a kernel come onto the SMs while those of the
-// one before leave, and wait there ("programmatic dependent launch", CUDA programming guide).
+// Launches of kernels that follow each other closely. On compute capability 9.0 the blocks of a kernel come onto the SMs while
+// those of the kernel before leave, and wait on the SMs ("programmatic dependent launch", CUDA programming guide).
 //
 // The one surprise is that nobody else waits: a kernel launched by launch_dependent calls wait_for_kernel_before in every thread,
 // before it reads or writes anything global. As every kernel of a chain waits, the end of the last is the end of all. What the
@@ -13,23 +13,23 @@
 
 namespace dmattn::cuda {
 
-// The end of the kernel before, and all it wrote.
+// Waits for the end of the kernel before and for all that it wrote.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel's blocks may come onto the SMs from now on. Where they are about as few as this kernel's, and two of them fit
-// on an SM, they may crowd on those that have none of these, and leave others idle afterwards: measure it there.
+// Lets the next kernel's blocks come onto the SMs from now on. Where both kernels have few blocks and two of the next one's fit
+// on an SM, those may share the SMs that are free now and leave the others idle afterwards: measure it then.
 __device__ __forceinline__ void let_kernel_after_come() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Is the current device one whose code in this library waits by itself, and knows clusters? Others run code that may have been
-// compiled for less.
+// Does the current device run code that waits by itself and knows clusters? Other devices may run code that was compiled for an
+// older architecture.
 inline bool has_dependent_launch() {
 #ifdef DMATTN_WITH_SM90
   static std::array<std::atomic<int>, 64> majors{};  // 0: not asked yet
@@ -47,7 +47,7 @@ inline bool has_dependent_launch() {
 #endif
 }
 
-// Blocks in clusters of `cluster`, along x; more than one only where has_dependent_launch().
+// Launches blocks in clusters of `cluster` along x. More than one needs has_dependent_launch().
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, unsigned threads,
                                       size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

@@ -21,12 +21,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// A bit for each lane in front of this one.
+// The bits of the lanes in front of this one.
 __device__ __forceinline__ uint32_t lanes_before() {
   uint32_t mask;
   asm("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
   return mask;
 }
+
+// Is bit n set?
+__device__ __forceinline__ bool has_bit(uint32_t bits, uint32_t n) { return (bits >> n) & 1; }
 
 // blockIdx.x, read anew at every call: what is computed from it need not stay in registers over a long loop.
 __device__ __forceinline__ uint32_t block_index() {
@@ -116,8 +119,8 @@ struct Element<__half> {
   }
 };
 
-// to[0..3] += x, one vector reduction where the chip has it. Without a predicate: the compiler makes a branch of one, and then
-// nothing overlaps with it.
+// to[0..3] += x, by one vector reduction where the GPU has it. There is no predicate, because the compiler would make a branch of
+// it, and nothing overlaps with a branch.
 __device__ __forceinline__ void add_4(float* to, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x0), "f"(x1), "f"(x2), "f"(x3));

@@ -1,7 +1,8 @@
-// The small kernels around attention backward: per-query terms and keys nobody sees before it, fp32 sums to gradients after it.
+// The small kernels around attention backward: before it the terms of each query and the keys that no query sees, after it sums
+// in fp32 to gradients.
 //
-// The one surprise is that rows of dead keys are neither cleared nor read: with a bounded window only a few keys are ever seen,
-// and the sums of the rest would be most of the memory traffic.
+// The one surprise is that the sums of keys that no query sees are neither cleared nor read: with a bounded window most keys are
+// such keys, and their sums would be most of the memory traffic.
 #include "../calls.h"
 #include "device.cuh"
 #include "visibility.cuh"
@@ -11,14 +12,14 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Lanes that share a row of `width` elements, eight each: a power of two.
+// The number of lanes that share a row of `width` elements, eight for each lane: a power of two.
 __host__ __device__ inline int lanes_of(int64_t width) {
   int lanes = 1;
   while (lanes * 8 < width) lanes *= 2;
   return lanes;
 }
 
-// Which row and which part of it this thread has.
+// This thread's row and the part of it that is its own.
 struct RowShare {
   int64_t row;
   int part;
@@ -26,7 +27,7 @@ struct RowShare {
       : row((static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes), part(static_cast<int>(threadIdx.x) % lanes) {}
 };
 
-// Elements 8 part to 8 part + 7 of a row of sums.
+// Elements 8 * part to 8 * part + 7 of a row of sums, times `factor`, as 16 bytes of gradients.
 template <class T>
 __device__ __forceinline__ void store_8(T* to, const float* row, int part, float factor, int step = 16) {
   uint32_t pairs[4];
@@ -38,6 +39,8 @@ __device__ __forceinline__ void store_8(T* to, const float* row, int part, float
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
+// out, grad_out [B, H, Sq, Dv], query [B, H, Sq, D], lse, lse_rest, grad_lse [B, H, Sq] -> lse2, delta, lse, lse_rest2
+// [B, H, padded_queries], row_flags. Some lanes share a row.
 template <class T>
 __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
@@ -65,7 +68,7 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
       sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
     }
   }
-  if (is_query && is_empty) {  // NaN when the query is not finite, either
+  if (is_query && is_empty) {  // the sum is NaN, too, when the query is not finite
     const T* const row = static_cast<const T*>(p.query.data) + batch * p.query.batch_stride + head * p.query.head_stride +
                          query * p.query.row_stride;
     for (int i = share.part * 8; i < p.head_dim; i += lanes * 8) {
@@ -79,7 +82,8 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   call.lse2[share.row] = lse2;
   call.lse[share.row] = is_empty ? -negative_infinity() : lse;
   call.lse_rest2[share.row] = !is_empty && p.lse_rest ? static_cast<const float*>(p.lse_rest)[dense_row] * kLog2e : 0.0f;
-  // out of a row that sees nothing is 0, so the sum is 0, or NaN, which says that its query or grad_out must not be multiplied.
+  // A row that sees nothing has zeros in out, so its sum is 0. Or it is NaN, which says that its query or grad_out is not finite
+  // and must not be multiplied.
   call.delta[share.row] = is_empty ? sum : sum - grad_lse;
   const int flags = (!is_empty && fabsf(lse2) > kHugeExponent ? kHugeRows : 0) | (is_empty && sum != sum ? kBadRows : 0);
   if (flags) atomicOr(call.row_flags, flags);
@@ -98,8 +102,7 @@ __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch,
   return false;
 }
 
-// Which key this thread has a part of: few lanes share a key, because what it takes to find out whether the key is live is work,
-// too.
+// This thread's key. Only a few lanes share a key, because each of them has to find out whether the key is live.
 struct KeyShare {
   static constexpr int kLanes = 8, kKeys = kThreads / kLanes;
   int batch, head, key, lane;
@@ -113,6 +116,7 @@ struct KeyShare {
   }
 };
 
+// -> rows of key_sums [B, Hkv, Sk] + [1] of live keys and the spare row: zeros.
 __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const KeyShare share(p);
@@ -125,6 +129,8 @@ __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_c
   if (share.key < p.key_length && is_live_key(p, share.batch, share.head, share.key)) clear(share.row, share.lane, share.kLanes);
 }
 
+// key_sums -> grad_key [B, Hkv, Sk, D], grad_value [B, Hkv, Sk, Dv], zeros for keys that no query sees; without key_sums only
+// those.
 template <class T>
 __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
@@ -148,6 +154,7 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
   store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), 1.0f);
 }
 
+// query_sums -> grad_query [B, H, Sq, D].
 template <class T>
 __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
@@ -161,7 +168,7 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
       static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.row_stride;
   const int width = static_cast<int>(sum_width(p.head_dim));
   const int64_t row = (batch * p.heads + head) * call.padded_queries + query;
-  if (call.lse2[row] == -negative_infinity()) {  // sees nothing: no NaN of its neighbours' keys
+  if (call.lse2[row] == -negative_infinity()) {  // sees nothing: NaN of keys that other rows see must not reach it
     *reinterpret_cast<uint4*>(to + share.part * 8) = {0, 0, 0, 0};
   } else if (call.query_sums_in_tiles) {
     store_8(to + share.part * 8, call.query_sums + row / 8 * 8 * width + row % 8 * 16, share.part, call.scale, 8 * 16);
@@ -170,7 +177,8 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   }
 }
 
-// A block for 128 keys, four words: by the tiles and bits of a block mask, and causality, does any query see them?
+// A block mask's columns, tiles and bits, causality -> seen [B, Hkv, seen_words]: which keys does some query of the kv head's
+// group see? A block for each kSeenKeys keys of a kv head.
 constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
 __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
   __shared__ uint32_t seen[kSeenWords];
@@ -183,7 +191,7 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
   const int words = static_cast<int>(mask.tile_k) / 32, column = first_key / static_cast<int>(mask.tile_k);
   const int shift = static_cast<int>(p.key_length - p.query_length), thread = threadIdx.x;
   const auto first_bits = [](int count) { return count >= 32 ? 0xffffffffu : count > 0 ? (1u << count) - 1 : 0u; };
-  // Keys that do not exist are no gaps.
+  // Keys beyond the end count as seen, so that the last tile of keys has no gaps.
   if (thread < kSeenWords) seen[thread] = ~first_bits(static_cast<int>(p.key_length) - first_key - thread * 32);
   __syncthreads();
   bool is_done = false;
@@ -200,7 +208,8 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
       uint32_t mine[kSeenWords] = {};
       for (int r = thread; r < rows; r += kSeenKeys) {
         const uint32_t* const of_row = bits ? bits + r * words + first_key / 32 % words : nullptr;
-        const int visible = mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;  // of these keys, by causality
+        const int visible =
+            mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;  // so many of these keys, by causality
 #pragma unroll
         for (int w = 0; w < kSeenWords; ++w) mine[w] |= (of_row ? of_row[w] : 0xffffffffu) & first_bits(visible - w * 32);
       }

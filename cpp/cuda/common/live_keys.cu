@@ -1,7 +1,7 @@
-// The live keys of a call with intervals: for each segment of the queries the keys that some of them see, in key order.
+// Makes lists of live keys: for each segment of the queries the keys that some query of it sees, in key order.
 //
-// The one surprise is how the segments' length is found, and everything's place: prefix sums of keys by the segment that first
-// sees them and by the last that does give the length of every list at every length of segments.
+// The one surprise is how the length of the segments is found, and the place of every list. Keys are counted by the first segment
+// that sees them and by the last. The prefix sums of both counts give the length of every list, whatever the length of segments.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
@@ -18,7 +18,7 @@ constexpr int kItems = kMostSegments / kThreads;
 static_assert(kThreads * kKeysPerLane == kPartKeys);
 using Scan = cub::BlockScan<int, kThreads>;
 
-constexpr int kLevels = 12;  // of how much longer segments may be than the shortest, until one is all
+constexpr int kLevels = 12;  // lengths of segments that are tried, each twice the one before, up to a single segment
 static_assert(kOneSegment < 31 && kMostSegments <= 1 << (kLevels - 1));
 
 struct Entry {
@@ -26,12 +26,12 @@ struct Entry {
   Span span;
 };
 
-// One mask head's part of the live keys.
+// What LiveKeys holds of one mask head.
 struct MaskHead {
   int32_t* index;
   int2 *span, *lists;
-  int low, queries;        // the position of the first query
-  int shortest, segments;  // the shortest segments, and how many they are
+  int low, queries;        // the position of the first query, and how many queries there are
+  int shortest, segments;  // the shift of the shortest segments, and how many of those the queries are
   const int32_t* counts;   // [count_blocks, 2, segments]
 
   __device__ __forceinline__ MaskHead(const AttentionParams& p, const LiveKeys& live_keys, int64_t mask_head_index)
@@ -50,7 +50,8 @@ struct MaskHead {
   }
 };
 
-// How many keys a segment of 2^shift * kSegmentQueries queries sees, by prefix sums over segments of the shortest kind.
+// How many keys a segment of 2^shift * kSegmentQueries queries sees. begun, ended: over the shortest segments, prefix sums of the
+// keys whose first, or last, segment each is.
 __device__ __forceinline__ int length_of(const int* begun, const int* ended, const MaskHead& mask_head, int segment, int shift) {
   const int from = segment << (shift - mask_head.shortest),
             to = min((segment + 1) << (shift - mask_head.shortest), mask_head.segments);
@@ -65,7 +66,8 @@ __device__ __forceinline__ SpanSource spans_of_mask_head(const AttentionParams& 
           (mask_head_index - batch * heads) * static_cast<int>(live_keys.head_divisor)};
 }
 
-// The keys of a part of a mask head, by thread: all of them read before the first is looked at, and without a branch.
+// This thread's keys of a part. All of them are read, without a branch, before the first is looked at, so that their latencies
+// overlap.
 struct PartKeys {
   Entry entry[kKeysPerLane];
   __device__ __forceinline__ PartKeys(const SpanSource& spans, int part) {
@@ -85,7 +87,7 @@ struct PartKeys {
   }
 };
 
-// The parts of a mask head that are the work of one of `blocks` blocks.
+// The parts of a mask head that are this block's work, one of `blocks` blocks.
 struct PartsOfBlock {
   int first, last;
   __device__ __forceinline__ PartsOfBlock(const LiveKeys& live_keys, int block, int blocks) {
@@ -94,15 +96,16 @@ struct PartsOfBlock {
   }
 };
 
-// Adds one to a count for each lane that says so; those of `common` at once, because equal addresses take turns.
+// Adds one to counts[which] for each lane that wants it. Lanes whose count is counts[common] add together, because adds to the
+// same address are done one after the other.
 __device__ __forceinline__ void add_one(int* counts, int which, int common, bool is_wanted) {
   const unsigned together = __ballot_sync(0xffffffffu, is_wanted && which == common);
   if (threadIdx.x % 32 == 0 && together) atomicAdd(&counts[common], __popc(together));
   if (is_wanted && which != common) atomicAdd(&counts[which], 1);
 }
 
-// Adds how many of a block's keys each segment is the first, or the last, to see. True when some of this thread's are seen by a
-// part of the queries only.
+// Adds a block's keys to the counts of the first segment that sees each, and of the last. True when only some queries see some
+// live key of this thread.
 __device__ __forceinline__ bool count_keys(const PartKeys& keys, const MaskHead& mask_head, int* begun, int* ended) {
   const int high = mask_head.low + mask_head.queries - 1;
   bool has_partial = false;
@@ -122,9 +125,10 @@ __device__ __forceinline__ bool count_keys(const PartKeys& keys, const MaskHead&
   return has_partial;
 }
 
-// Which of a block's keys positions [low, high] see, and how many of those there are before this warp's and in all.
+// The keys of a block that some position of [low, high] sees: which of this warp's, how many of the warps before, how many in
+// all.
 struct SeenKeys {
-  unsigned seen[kKeysPerLane];  // by lanes, one word for each 32 keys of the warp
+  unsigned seen[kKeysPerLane];  // a bit for each lane, a word for each 32 keys of the warp
   int before = 0, all;
   __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -140,20 +144,20 @@ struct SeenKeys {
     all = __reduce_add_sync(0xffffffffu, of_warp);
     before = __reduce_add_sync(0xffffffffu, lane < warp ? of_warp : 0);
   }
-  // Calls use(place, entry) for those of this thread, places in the order of the keys.
+  // Calls use(place, entry) for the seen keys of this thread; places are in the order of the keys.
   template <class Use>
   __device__ __forceinline__ void for_each(const PartKeys& keys, const Use& use) const {
     int place = before;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      if (seen[i] >> threadIdx.x % 32 & 1) use(place + __popc(seen[i] & lanes_before()), keys.entry[i]);
+      if (has_bit(seen[i], threadIdx.x % 32)) use(place + __popc(seen[i] & lanes_before()), keys.entry[i]);
       place += __popc(seen[i]);
     }
   }
 };
 
-// All lists in one kernel, where the keys of a mask head are one part and its segments no more than a warp's lanes: a block per
-// mask head and segment counts for itself and makes that list from the keys.
+// start, end [.., Sk] -> all of LiveKeys, where the keys of a mask head are one part and its segments no more than the lanes of a
+// warp. A block for each mask head and segment counts for itself and makes that segment's list.
 constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ LiveKeys live_keys) {
@@ -212,8 +216,9 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
   }
 }
 
-// Some blocks per mask head, each for some parts of it: how many of their keys each segment is the first, or the last, to see;
-// prefix sums of both. And how many live keys a part has.
+// start, end [.., Sk] -> counts, partial [mask heads, count_blocks, ..], live [mask heads, parts]. Each of some blocks per mask
+// head counts the keys of its parts by the first and by the last segment that sees them, adds both counts up, and counts the live
+// keys of a part.
 __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ LiveKeys live_keys) {
   wait_for_kernel_before();
@@ -254,14 +259,14 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
   if (blockIdx.x == 0 && thread == 0) *live_keys.ticket = *live_keys.row_flags = 0;
 }
 
-// What a block that chooses keeps in mind.
+// Shared memory of a block that chooses.
 struct Choice {
   Scan::TempStorage scratch;
-  int begun[kMostSegments], ended[kMostSegments];  // keys whose first / last segment is this or one before
-  int64_t entries[kLevels];                        // of all lists, by how much longer than the shortest segments are
+  int begun[kMostSegments], ended[kMostSegments];  // keys whose first, or last, segment is this one or one before
+  int64_t entries[kLevels];                        // of all lists, for segments 2^level times as long as the shortest
 };
 
-// By one block: the length of a mask head's segments, as a shift, and where the list of each goes.
+// One block chooses the length of a mask head's segments, as a shift, and the place of each list.
 __device__ __forceinline__ void choose_lists(const AttentionParams& p, const LiveKeys& live_keys, int mask_head_index,
                                              Choice& choice) {
   int *const begun = choice.begun, *const ended = choice.ended;
@@ -290,7 +295,7 @@ __device__ __forceinline__ void choose_lists(const AttentionParams& p, const Liv
   __syncthreads();
   int longer = 0;
   while (entries[longer] > live_keys.capacity - key_length) ++longer;
-  // The fewer lists, the less there is to write.
+  // Take longer segments, and so fewer lists, while a list is on average at most 1/16 longer.
   const auto segments_of = [&](int more) {
     return static_cast<int64_t>(segments_at(mask_head.queries, mask_head.shortest + more));
   };
@@ -317,14 +322,14 @@ __device__ __forceinline__ void choose_lists(const AttentionParams& p, const Liv
   }
 }
 
-// What a block that writes live keys keeps in mind.
+// Shared memory of a block that writes live keys.
 struct LiveScratch {
   Span span[kPartKeys];
   int warp_counts[kWarps], before;
 };
 
-// By one block: the live keys of some parts of a mask head behind those of the parts before, and what there is to know of each
-// group of them.
+// One block writes the live keys of some parts of a mask head behind those of the parts before, and a summary of each group of
+// them.
 __device__ __forceinline__ void write_live(const AttentionParams& p, const LiveKeys& live_keys, int mask_head_index,
                                            const PartsOfBlock& parts, LiveScratch& live) {
   constexpr int kGroup = kPartKeys / kPartGroups;
@@ -363,7 +368,8 @@ __device__ __forceinline__ void write_live(const AttentionParams& p, const LiveK
   }
 }
 
-// The first blocks, one per mask head, choose where lists go; the others write the live keys.
+// counts, partial, live -> shift, count, lists [mask heads, ..]: the first blocks, one for each mask head, choose where lists go.
+// start, end, live -> index, span [mask heads, capacity], groups: the other blocks write the live keys.
 __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ LiveKeys live_keys, int mask_heads,
                                                           int live_blocks) {
@@ -384,14 +390,15 @@ __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant_
   }
 }
 
-// Some blocks per mask head, each for some segments: their lists, from the groups of live keys of which a segment may see some.
+// index, span, groups, lists -> the lists in index and span. Each of some blocks per mask head makes the lists of some segments,
+// from the groups of live keys of which a segment may see some.
 __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ LiveKeys live_keys,
                                                                int blocks_of_mask_head) {
   constexpr int kListWarps = kListThreads / 32, kLanes = kPartKeys / kPartGroups / 32;
   wait_for_kernel_before();
   let_kernel_after_come();
-  __shared__ int2 groups[kListThreads];  // places of live keys and how many, as far as the segment may see some
+  __shared__ int2 groups[kListThreads];  // of the groups of which the segment may see some: where they begin, how many keys
   __shared__ int warp_counts[2][kListWarps];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int mask_head_index = static_cast<int>(blockIdx.x) / blocks_of_mask_head;
@@ -399,11 +406,11 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
   const int4* const all_groups = live_keys.groups + mask_head_index * live_keys.parts * kPartGroups;
   const int most_groups = static_cast<int>(live_keys.parts) * kPartGroups;
   const auto group_at = [&](int which) { return which < most_groups ? all_groups[which] : int4{0, 0, 0, 0}; };
-  const int4 first_group = group_at(thread);  // asked for before it is known whether there is a list: both take their time
+  const int4 first_group = group_at(thread);  // read before it is known whether there is a list, so that both latencies overlap
   const int shift = live_keys.shift[mask_head_index], count = segments_at(mask_head.queries, shift);
   if (count == 1) return;
   int buffer = 0;
-  // How many of something come before this warp's and in all.
+  // Adds up a count over the warps: those before this one, and all.
   const auto sum_over_warps = [&](int in_warp, int& before) {
     buffer ^= 1;
     if (lane == 0) warp_counts[buffer][warp] = in_warp;
@@ -448,7 +455,7 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
         at += place, place += all;
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          if (seen[i] >> lane & 1) mask_head.write(at + __popc(seen[i] & lanes_before()), entry[i]);
+          if (has_bit(seen[i], lane)) mask_head.write(at + __popc(seen[i] & lanes_before()), entry[i]);
           at += __popc(seen[i]);
         }
       }
@@ -475,7 +482,7 @@ cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys
                               static_cast<int>(mask_heads), static_cast<int>(live_blocks));
   }
   if (status == cudaSuccess && segments > 1) {
-    // As many as find place at once on an H200, and at least one for two of the shortest segments, which are often joined.
+    // As many blocks as an H200 runs at once, and at least one for each two of the shortest segments, which are often joined.
     const int blocks = std::clamp(512 / static_cast<int>(mask_heads), (segments + 1) / 2, segments);
     status =
         launch_dependent(list_kernel, mask_heads * static_cast<unsigned>(blocks), kListThreads, 0, stream, p, live_keys, blocks);

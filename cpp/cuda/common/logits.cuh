@@ -1,7 +1,6 @@
-// From a product <q, k> to a logit, and what dropout keeps: the element-wise terms of DESIGN's formula, shared by forward and
-// backward.
+// From a product <q, k> to a logit, and the weights that dropout keeps: what forward and backward do with each score.
 //
-// The one surprise is tanh: the hardware's approximation is worse than bfloat16 deserves, so it is made of an exponential and a
+// The one surprise is tanh: the hardware's approximation is less exact than bfloat16, so it is made of an exponential and a
 // division.
 #pragma once
 
@@ -12,15 +11,15 @@ namespace dmattn::cuda {
 
 __device__ __forceinline__ float tanh_by_exp(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e))); }
 
-// The base-2 exponent of a logit's probability in a row whose lse may be huge: lse is subtracted before the product with log2(e),
-// and what rounding left out of it after that. Never above 0: rounding may put a huge logit above the one that forward had. NaN
-// stays NaN.
+// The exponent in base 2 of a logit's probability, in a row whose lse may be huge. So lse is subtracted before the product with
+// log2(e), and what rounding left out of lse after it. The exponent is never above 0, although rounding may make a huge logit
+// larger than it was in forward. NaN stays NaN.
 __device__ __forceinline__ float probability_exponent(float logit, float lse, float lse_rest2) {
   const float exponent = fmaf(logit - lse, kLog2e, -lse_rest2);
   return exponent > 0.0f ? 0.0f : exponent;
 }
 
-// One head's terms. T is the element type of query.
+// What makes logits of the products of one head. T is the element type of query.
 template <class T>
 struct LogitTerms {
   float scale, softcap, inverse_softcap;
@@ -45,15 +44,15 @@ struct LogitTerms {
     }
   }
 
-  // scale and softcap applied
+  // The product, scaled and capped.
   __device__ __forceinline__ float capped(float product) const {
     const float x = product * scale;
     return softcap > 0.0f ? softcap * tanh_by_exp(x * inverse_softcap) : x;
   }
-  // d capped / d (scale * product)
+  // The derivative of capped by scale * product; 1 without a softcap.
   __device__ __forceinline__ float slope(float capped) const {
     const float t = capped * inverse_softcap;
-    return 1.0f - t * t;  // 1 without a softcap
+    return 1.0f - t * t;
   }
   __device__ __forceinline__ float bias_at(int query, int key, int query_length) const {
     if (!bias || query >= query_length || key < 0 || key >= key_length) return 0.0f;

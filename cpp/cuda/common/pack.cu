@@ -1,12 +1,14 @@
 // Mask packing kernels: a boolean mask to empty / full / partial tiles, their lists, and the bits of the partial ones.
 //
-// The one surprise is that slots are numbered over the whole table in order, so that a mask always packs to the same bits: tiles
-// are classified first, then partial tiles are counted per tile row, the counts are summed by one block, and each row numbers its
-// own. Masks with contiguous rows are read 16 or 4 bytes at a time (an element is one byte, 0 or 1); every other layout element
-// by element.
+// The one surprise is that slots are numbered in the order of the tiles, so that a mask always packs to the same bits. Tiles are
+// classified first; then the partial tiles of each row of tiles are counted, one block adds the counts up, and each row numbers
+// its own. Where the elements of a row are consecutive they are read 16 or 4 at a time, otherwise one by one.
+//
+// A table is the mask of one (batch, head).
 #include <cub/block/block_scan.cuh>
 
 #include "../launch.h"
+#include "device.cuh"
 
 namespace dmattn::cuda {
 namespace {
@@ -19,42 +21,48 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __device__ int warp_index() { return static_cast<int>(threadIdx.x) / 32; }
 __device__ int lane_index() { return static_cast<int>(threadIdx.x) % 32; }
 
+// What a tile is when some of its elements are visible, or all.
+__device__ int32_t tile_state(bool any_visible, bool all_visible) {
+  return !any_visible ? kTileEmpty : all_visible ? kTileFull : kTilePartial;
+}
+
 __device__ const uint8_t* mask_of(const PackParams& p, int64_t table) {
   return reinterpret_cast<const uint8_t*>(p.mask) + (table / p.heads) * p.batch_stride + (table % p.heads) * p.head_stride;
 }
 
-// The mask elements that touch [from, to) of a dimension of this block size; one is enough where all are the same byte. A table
-// goes on beyond the lengths, and nothing touches its tiles there.
-struct Touched {
+// The elements of a mask's row or column that stand for some of the queries or keys [from, to), each element for `block` of them.
+// Along an expanded dimension, of stride 0, one element is all. Tiles beyond the lengths are empty ranges.
+struct ElementRange {
   uint32_t first = 0, count = 0;
-  __device__ Touched(uint32_t from, uint32_t to, uint32_t block, int64_t stride) {
+  __device__ ElementRange(uint32_t from, uint32_t to, uint32_t block, int64_t stride) {
     if (to <= from) return;
     first = from / block;
     count = stride == 0 ? 1U : (to - 1) / block + 1 - first;
   }
 };
 
-// Where a tile lies: lengths and positions stay far below 2^32, so only the number of the tile itself needs more bits.
-struct Place {
+// Where a tile lies. Lengths stay far below 2^32, so only the number of the tile itself needs more bits.
+struct TilePlace {
   int64_t table;
-  uint32_t q, k, q_end, k_end;  // first query and key; where the tile or the length ends (before q or k beyond the lengths)
-  __device__ Place(const PackParams& p, int64_t tile) {
+  uint32_t first_query, first_key;
+  uint32_t query_end, key_end;  // where the tile or the length ends: in front of a tile that lies beyond the length
+  __device__ TilePlace(const PackParams& p, int64_t tile) {
     const uint32_t tiles_q = static_cast<uint32_t>(p.tiles_q), tiles_k = static_cast<uint32_t>(p.tiles_k);
     const int64_t tile_row = tile / tiles_k;
     table = tile_row / tiles_q;
-    q = static_cast<uint32_t>(tile_row - table * tiles_q) * static_cast<uint32_t>(p.tile_q);
-    k = static_cast<uint32_t>(tile - tile_row * tiles_k) * static_cast<uint32_t>(p.tile_k);
-    q_end = min(q + static_cast<uint32_t>(p.tile_q), static_cast<uint32_t>(p.query_length));
-    k_end = min(k + static_cast<uint32_t>(p.tile_k), static_cast<uint32_t>(p.key_length));
+    first_query = static_cast<uint32_t>(tile_row - table * tiles_q) * static_cast<uint32_t>(p.tile_q);
+    first_key = static_cast<uint32_t>(tile - tile_row * tiles_k) * static_cast<uint32_t>(p.tile_k);
+    query_end = min(first_query + static_cast<uint32_t>(p.tile_q), static_cast<uint32_t>(p.query_length));
+    key_end = min(first_key + static_cast<uint32_t>(p.tile_k), static_cast<uint32_t>(p.key_length));
   }
 };
 
-// kBytes consecutive mask elements, at a multiple of kBytes if aligned; those from `limit` on read as `beyond`.
+// kBytes consecutive mask elements of one byte each, 0 or 1, four to a word. With kAligned their address is a multiple of kBytes.
 template <int kBytes, bool kAligned>
 struct Elements {
   static_assert((kBytes == 16 && kAligned) || kBytes == 4);
   static constexpr int kWords = kBytes / 4;
-  // With so many elements left, every word that a load touches lies in the row.
+  // With so many elements left in the row, every word that load_whole reads lies in the row.
   static constexpr int kWhole = kAligned ? kBytes : 7;
   uint32_t words[kWords];
 
@@ -72,6 +80,7 @@ struct Elements {
     }
   }
 
+  // `limit` elements are left in the row; those behind them read as `beyond`.
   __device__ void load(const uint8_t* from, int limit, uint8_t beyond) {
     if (limit >= kWhole) return load_whole(from);
 #pragma unroll
@@ -84,21 +93,22 @@ struct Elements {
     }
   }
 
-  // Bit i is element i. The product moves the lowest bits of four bytes side by side, and no two of its terms meet.
+  // Bit i is element i. The product moves the lowest bits of four bytes next to each other, and no two of its terms overlap.
   __device__ uint32_t bits() const {
     uint32_t result = 0;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) result |= ((words[w] * 0x01020408U) >> 24 & 0xfU) << (4 * w);
+    for (int w = 0; w < kWords; ++w) result |= (((words[w] * 0x01020408U) >> 24) & 0xfU) << (4 * w);
     return result;
   }
 };
 
-// Where a block of a vector kernel works: one tile row, and as many whole tiles as a warp reads at a time, at least one.
+// A strip is what a block works on that reads kBytes elements at a time: of one row of tiles as many whole tiles as a warp reads
+// at once, and at least one.
 template <int kBytes>
 struct Strip {
   int64_t tile_row;  // of all tables
   int64_t first_tile;
-  int tiles, columns, rows;  // columns, rows: those before the lengths, 0 or less when there are none
+  int tiles, columns, rows;  // columns and rows of elements as far as the lengths go: 0 or less beyond them
   int tile_k;
   const uint8_t* corner;
 
@@ -118,15 +128,17 @@ struct Strip {
   }
 };
 
+// mask [tables, Sq, Sk] with rows of consecutive elements -> tiles [tables, Nq, Nk]: empty, full, or partial without a slot. A
+// block for each strip; a warp reads every kWarps-th row of it.
 template <int kBytes, bool kAligned>
 __global__ void __launch_bounds__(kThreads) classify_vectors(const PackParams p) {
   using Vector = Elements<kBytes, kAligned>;
-  __shared__ uint32_t any_tiles, mixed_tiles;  // bit t: tile t of the strip holds a visible element; a hidden one
+  __shared__ uint32_t have_visible, have_hidden;  // bit t: tile t of the strip has a visible element; a hidden one
   const Strip<kBytes> strip(p);
-  if (threadIdx.x == 0) any_tiles = mixed_tiles = 0;
+  if (threadIdx.x == 0) have_visible = have_hidden = 0;
   __syncthreads();
   const int rows = p.row_stride == 0 ? min(1, strip.rows) : strip.rows;
-  uint32_t any_bits = 0, hidden_bits = 0;
+  uint32_t visible_tiles = 0, hidden_tiles = 0;
   for (int column = lane_index() * kBytes; column < strip.columns; column += 32 * kBytes) {
     Vector any, all;
     for (int w = 0; w < Vector::kWords; ++w) any.words[w] = 0, all.words[w] = 0x01010101U;
@@ -149,49 +161,51 @@ __global__ void __launch_bounds__(kThreads) classify_vectors(const PackParams p)
       }
     }
     const uint32_t tile = 1U << (column / strip.tile_k);
-    bool some = false, every = true;
-    for (int w = 0; w < Vector::kWords; ++w) some |= any.words[w] != 0, every &= all.words[w] == 0x01010101U;
-    any_bits |= some ? tile : 0;
-    hidden_bits |= every ? 0 : tile;
+    bool any_visible = false, all_visible = true;
+    for (int w = 0; w < Vector::kWords; ++w) any_visible |= any.words[w] != 0, all_visible &= all.words[w] == 0x01010101U;
+    visible_tiles |= any_visible ? tile : 0;
+    hidden_tiles |= all_visible ? 0 : tile;
   }
-  any_bits = __reduce_or_sync(kAllLanes, any_bits);
-  hidden_bits = __reduce_or_sync(kAllLanes, hidden_bits);
+  visible_tiles = __reduce_or_sync(kAllLanes, visible_tiles);
+  hidden_tiles = __reduce_or_sync(kAllLanes, hidden_tiles);
   if (lane_index() == 0) {
-    atomicOr(&any_tiles, any_bits);
-    atomicOr(&mixed_tiles, hidden_bits);
+    atomicOr(&have_visible, visible_tiles);
+    atomicOr(&have_hidden, hidden_tiles);
   }
   __syncthreads();
   const int t = static_cast<int>(threadIdx.x);
   if (t < strip.tiles) {
-    const bool some = any_tiles >> t & 1, every = !(mixed_tiles >> t & 1);
-    p.tiles[strip.tile_row * p.tiles_k + strip.first_tile + t] = some ? every ? kTileFull : kTilePartial : kTileEmpty;
+    const bool any_visible = has_bit(have_visible, t), all_visible = !has_bit(have_hidden, t);
+    p.tiles[strip.tile_row * p.tiles_k + strip.first_tile + t] = tile_state(any_visible, all_visible);
   }
 }
 
-// Any strides and block sizes, kPerTile threads for one tile: 1, a warp or a block.
+// The same for any strides and block sizes: mask [tables, ceil(Sq / block_q), ceil(Sk / block_k)]. kPerTile threads, one or a
+// warp or a block, read the elements of a tile.
 template <int kPerTile>
 __global__ void __launch_bounds__(kThreads) classify_elements(const PackParams p, int64_t tiles) {
   const int64_t tile = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kPerTile;
-  if (tile >= tiles) return;  // whole warps, or whole blocks, where they reduce together
-  const Place place(p, tile);
+  if (tile >= tiles) return;  // where threads reduce together, all of them or none return
+  const TilePlace place(p, tile);
   const uint8_t* mask = mask_of(p, place.table);
-  const Touched rows(place.q, place.q_end, static_cast<uint32_t>(p.block_q), p.row_stride);
-  const Touched columns(place.k, place.k_end, static_cast<uint32_t>(p.block_k), p.column_stride);
-  bool some = false, every = true;
-  const bool along_rows = p.row_stride < p.column_stride;  // neighbouring threads read neighbouring elements
+  const ElementRange rows(place.first_query, place.query_end, static_cast<uint32_t>(p.block_q), p.row_stride);
+  const ElementRange columns(place.first_key, place.key_end, static_cast<uint32_t>(p.block_k), p.column_stride);
+  bool any_visible = false, all_visible = true;
+  const bool by_column = p.row_stride < p.column_stride;  // neighbouring threads read neighbouring elements
   for (uint32_t e = threadIdx.x % kPerTile; e < rows.count * columns.count; e += kPerTile) {
-    const int64_t row = rows.first + (along_rows ? e % rows.count : e / columns.count);
-    const int64_t column = columns.first + (along_rows ? e / rows.count : e % columns.count);
+    const int64_t row = rows.first + (by_column ? e % rows.count : e / columns.count);
+    const int64_t column = columns.first + (by_column ? e / rows.count : e % columns.count);
     const bool visible = __ldg(mask + row * p.row_stride + column * p.column_stride) != 0;
-    some |= visible;
-    every &= visible;
+    any_visible |= visible;
+    all_visible &= visible;
   }
-  if constexpr (kPerTile == 32) some = __any_sync(kAllLanes, some), every = __all_sync(kAllLanes, every);
-  if constexpr (kPerTile == kThreads) some = __syncthreads_or(some), every = __syncthreads_and(every);
-  if (threadIdx.x % kPerTile == 0) p.tiles[tile] = some ? every ? kTileFull : kTilePartial : kTileEmpty;
+  if constexpr (kPerTile == 32)
+    any_visible = __any_sync(kAllLanes, any_visible), all_visible = __all_sync(kAllLanes, all_visible);
+  if constexpr (kPerTile == kThreads) any_visible = __syncthreads_or(any_visible), all_visible = __syncthreads_and(all_visible);
+  if (threadIdx.x % kPerTile == 0) p.tiles[tile] = tile_state(any_visible, all_visible);
 }
 
-// A list in the making by one warp: the indices of the non-empty tiles so far.
+// Writes a list of non-empty tiles, 32 candidates at a time, one for each lane of a warp.
 struct ListWriter {
   int32_t* list;
   int32_t count = 0;
@@ -207,9 +221,10 @@ struct ListWriter {
   }
 };
 
-// One warp per tile row counts its partial tiles; one warp per tile column writes the column's list.
+// tiles [tables, Nq, Nk] -> partial_counts [tables, Nq], columns [tables, Nk, 1 + Nq]. In the first row_blocks blocks a warp
+// counts the partial tiles of a row of tiles; in the others it writes the list of a column.
 __global__ void __launch_bounds__(kThreads)
-    count_rows_and_list_columns(const PackParams p, int32_t* __restrict__ row_slots, int64_t rows, int64_t row_blocks) {
+    count_rows_and_list_columns(const PackParams p, int32_t* __restrict__ partial_counts, int64_t rows, int64_t row_blocks) {
   const int lane = lane_index();
   if (blockIdx.x < row_blocks) {
     const int64_t row = blockIdx.x * static_cast<int64_t>(kWarps) + warp_index();
@@ -217,7 +232,7 @@ __global__ void __launch_bounds__(kThreads)
     int count = 0;
     for (int64_t k = lane; k < p.tiles_k; k += 32) count += p.tiles[row * p.tiles_k + k] == kTilePartial;
     count = __reduce_add_sync(kAllLanes, count);
-    if (lane == 0) row_slots[row] = count;
+    if (lane == 0) partial_counts[row] = count;
     return;
   }
   const int64_t column = (blockIdx.x - row_blocks) * static_cast<int64_t>(kWarps) + warp_index();
@@ -231,8 +246,8 @@ __global__ void __launch_bounds__(kThreads)
   list.finish(p.tiles_q);
 }
 
-// Exclusive sums in place, by one block.
-__global__ void __launch_bounds__(1024) sum_row_slots(int32_t* row_slots, int64_t rows) {
+// partial_counts [rows] -> how many partial tiles come before each row, in place, by one block.
+__global__ void __launch_bounds__(1024) sum_partial_counts(int32_t* partial_counts, int64_t rows) {
   constexpr int kItems = 4;
   using Scan = cub::BlockScan<int32_t, 1024>;
   __shared__ typename Scan::TempStorage storage;
@@ -241,25 +256,25 @@ __global__ void __launch_bounds__(1024) sum_row_slots(int32_t* row_slots, int64_
     int32_t items[kItems], total = 0;
     for (int i = 0; i < kItems; ++i) {
       const int64_t row = base + threadIdx.x * kItems + i;
-      items[i] = row < rows ? row_slots[row] : 0;
+      items[i] = row < rows ? partial_counts[row] : 0;
     }
     Scan(storage).ExclusiveSum(items, items, total);
     for (int i = 0; i < kItems; ++i) {
       const int64_t row = base + threadIdx.x * kItems + i;
-      if (row < rows) row_slots[row] = before + items[i];
+      if (row < rows) partial_counts[row] = before + items[i];
     }
     before += total;
     __syncthreads();
   }
 }
 
-// One warp per tile row: numbers its partial tiles and writes the row's list.
+// tiles, partial_counts -> tiles whose partial ones have slots, rows [tables, Nq, 1 + Nk]. A warp for each row of tiles.
 __global__ void __launch_bounds__(kThreads)
-    number_and_list_rows(const PackParams p, const int32_t* __restrict__ row_slots, int64_t rows) {
+    number_and_list_rows(const PackParams p, const int32_t* __restrict__ partial_counts, int64_t rows) {
   const int64_t row = blockIdx.x * static_cast<int64_t>(kWarps) + warp_index();
   if (row >= rows) return;
   int32_t* tiles = p.tiles + row * p.tiles_k;
-  int32_t slot = row_slots[row];
+  int32_t slot = partial_counts[row];
   ListWriter list{p.rows + row * (p.tiles_k + 1)};
   for (int64_t base = 0; base < p.tiles_k; base += 32) {
     const int64_t k = base + lane_index();
@@ -278,6 +293,8 @@ __device__ int64_t slot_of(const PackParams& p, int64_t tile) {
   return slot >= 0 && slot < p.slots ? slot : -1;
 }
 
+// mask [tables, Sq, Sk] with rows of consecutive elements, tiles -> bits [slots, tile_q, tile_k / 32]. A block for each strip; a
+// warp packs every kWarps-th row of it.
 template <int kBytes, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 4) pack_vectors(const PackParams p) {
   constexpr int kLanesPerWord = 32 / kBytes;
@@ -308,20 +325,20 @@ __global__ void __launch_bounds__(kThreads, 4) pack_vectors(const PackParams p) 
   }
 }
 
-// Any strides and block sizes: a block per tile. A warp packs 32 x 32 elements: a row at a time, a lane per column, or, where the
-// elements of a column lie side by side, a column at a time, a lane per row.
+// The same for any strides and block sizes, a block for each tile. A warp packs squares of 32 x 32 elements: row by row with a
+// lane for each column or, where the elements of a column are closer in memory, column by column with a lane for each row.
 __global__ void __launch_bounds__(kThreads) pack_elements(const PackParams p) {
   const int64_t tile = blockIdx.x, slot = slot_of(p, tile);
   if (slot < 0) return;
-  const Place place(p, tile);
+  const TilePlace place(p, tile);
   const uint8_t* mask = mask_of(p, place.table);
   const uint32_t words = static_cast<uint32_t>(p.tile_k / 32), squares = static_cast<uint32_t>(p.tile_q / 32) * words;
   const uint32_t block_q = static_cast<uint32_t>(p.block_q), block_k = static_cast<uint32_t>(p.block_k);
   const uint32_t lane = static_cast<uint32_t>(lane_index());
-  const bool along_rows = p.row_stride < p.column_stride;
+  const bool by_column = p.row_stride < p.column_stride;
   const auto visible = [&](uint32_t row, uint32_t column) -> uint32_t {
-    const uint32_t query = place.q + row, key = place.k + column;
-    if (query >= place.q_end || key >= place.k_end) return 0;
+    const uint32_t query = place.first_query + row, key = place.first_key + column;
+    if (query >= place.query_end || key >= place.key_end) return 0;
     return __ldg(mask + query / block_q * p.row_stride + key / block_k * p.column_stride) != 0;
   };
   uint32_t* to = p.bits + slot * p.tile_q * words;
@@ -330,7 +347,7 @@ __global__ void __launch_bounds__(kThreads) pack_elements(const PackParams p) {
     uint32_t word = 0;  // of row + lane
 #pragma unroll 16
     for (uint32_t i = 0; i < 32; ++i) {
-      if (along_rows) {
+      if (by_column) {
         word |= visible(row + lane, column + i) << i;
       } else {
         const uint32_t bits = __ballot_sync(kAllLanes, visible(row + i, column + lane) != 0);
@@ -351,7 +368,7 @@ Access access_of(const PackParams& p) {
   return misaligned % 16 == 0 ? Access::kAligned16 : misaligned % 4 == 0 ? Access::kAligned4 : Access::kNeighbours;
 }
 
-// Blocks beyond every length act alike; the kernels count in 32 bits.
+// The kernels count in 32 bits. A block that is longer than every length may as well be 2^30 long.
 PackParams with_small_blocks(PackParams p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   if (p.block_q > kLargest) p.block_q = kLargest;
@@ -376,7 +393,7 @@ int64_t elements_per_tile(const PackParams& p) {
 
 }  // namespace
 
-cudaError_t launch_pack_tiles(const PackParams& params, int32_t* row_slots, cudaStream_t stream) {
+cudaError_t launch_pack_tiles(const PackParams& params, int32_t* partial_counts, cudaStream_t stream) {
   const PackParams p = with_small_blocks(params);
   const int64_t tables = p.batch * p.heads, rows = tables * p.tiles_q, columns = tables * p.tiles_k, tiles = rows * p.tiles_k;
   if (rows == 0 && columns == 0) return cudaSuccess;
@@ -398,10 +415,10 @@ cudaError_t launch_pack_tiles(const PackParams& params, int32_t* row_slots, cuda
     }
   }
   const int64_t row_blocks = ceil_div(rows, kWarps), column_blocks = ceil_div(columns, kWarps);
-  count_rows_and_list_columns<<<grid(row_blocks + column_blocks), kThreads, 0, stream>>>(p, row_slots, rows, row_blocks);
+  count_rows_and_list_columns<<<grid(row_blocks + column_blocks), kThreads, 0, stream>>>(p, partial_counts, rows, row_blocks);
   if (rows > 0) {
-    sum_row_slots<<<1, 1024, 0, stream>>>(row_slots, rows);
-    number_and_list_rows<<<grid(row_blocks), kThreads, 0, stream>>>(p, row_slots, rows);
+    sum_partial_counts<<<1, 1024, 0, stream>>>(partial_counts, rows);
+    number_and_list_rows<<<grid(row_blocks), kThreads, 0, stream>>>(p, partial_counts, rows);
   }
   return cudaGetLastError();
 }

@@ -1,10 +1,11 @@
 // Online softmax over the rows of a warp's mma tile, the one place that does it.
 //
-// The one surprise is that the running maximum may lag: it moves only when a row grows by more than 2^8, because any reference
-// point gives the same result as long as nothing overflows, and rescaling the output is what costs.
+// The one surprise is that the running maximum may lag behind: it moves only when a row's exponentials would grow by more than
+// 2^8. What is subtracted from the logits does not change the result as long as nothing overflows, and moving it costs a
+// rescaling of the output.
 //
-// Where there may be a bias (kNatural), the maximum is one of the logits themselves. Logits of -1e9 are 64 apart, so their
-// product with log2(e) must not be rounded before the maximum is subtracted.
+// Where there may be a bias (kNatural), the maximum is a logit, not a logit in base 2. Floats around -1e9 are 64 apart, so the
+// product of such a logit with log2(e) must not be rounded before the maximum is subtracted.
 #pragma once
 
 #include "../calls.h"
@@ -27,13 +28,13 @@ struct LogSum {
   float value, rest;
 };
 
-// maximum + log(sum), sum > 0. The hardware's logarithm is right to 2^-21.
+// maximum + log(sum) for sum > 0. The hardware's logarithm has an error of at most 2^-21.
 __device__ __forceinline__ LogSum add_log(float maximum, float sum) {
   const float log = __logf(sum), total = maximum + log, from_log = total - maximum;
   return {total, (maximum - (total - from_log)) + (log - from_log)};
 }
 
-// kTiles m16 tiles: a thread holds rows lane / 4 and lane / 4 + 8 of each.
+// The state of the rows of kTiles tiles of 16 rows: a thread has rows lane / 4 and lane / 4 + 8 of each.
 template <int kTiles, bool kNatural>
 struct OnlineSoftmax {
   static constexpr float kLag = kNatural ? 8.0f * kLn2 : 8.0f;
@@ -48,7 +49,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // What old sums are multiplied with when the maximum moves.
+  // The factor of old sums when the maximum moves from `maximum` to `next`.
   static __device__ __forceinline__ float factor_between(float maximum, float next) {
     if (next == negative_infinity()) return 1.0f;
     return exp2_approx(kNatural ? (maximum - next) * kLog2e : maximum - next);
@@ -56,8 +57,8 @@ struct OnlineSoftmax {
   // What is subtracted from the logits of a row.
   static __device__ __forceinline__ float reference_of(float maximum) { return maximum == negative_infinity() ? 0.0f : maximum; }
 
-  // x becomes exp(logit - maximum); out is rescaled when the maximum moves. x are logits with kNatural; otherwise times
-  // `to_base_2`, which is positive, they are logits in base 2.
+  // x becomes exp(logit - maximum); out is rescaled when the maximum moves. With kNatural x are logits; otherwise x * to_base_2
+  // are logits in base 2, and to_base_2 is positive.
   template <int kColumns, int kOut>
   __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
     float grown[kTiles][2];
@@ -104,8 +105,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last update: the natural logarithm of the row's sum, and the factor that normalises the output (0 for an empty
-  // row). The hardware's reciprocal is right to 2^-21, and everyone waits here.
+  // After the last update: the natural logarithm of the row's sum of exponentials, and the factor that normalises the output, 0
+  // for a row that sees nothing. The hardware's reciprocal, with an error of at most 2^-21, saves time that all threads would
+  // wait.
   __device__ __forceinline__ void finish(int m, int r, LogSum& log_sum, float& factor) const {
     const float total = sum_over_quad(sum[m][r]);
     log_sum = total == 0.0f ? LogSum{negative_infinity(), 0.0f} : add_log(kNatural ? maximum[m][r] : maximum[m][r] * kLn2, total);
@@ -113,16 +115,16 @@ struct OnlineSoftmax {
   }
 };
 
-// The same for one m16 tile and a kernel that has other work between the parts of an update: rescaling waits for a product, and
-// maxima and sums run in four chains, because nothing else hides their latency.
+// The same for one tile of 16 rows and a kernel that has other work between the parts of an update. Rescaling waits for a
+// product, so it is a step of its own. Maxima and sums are computed in four chains, because nothing else hides their latency.
 template <bool kNatural>
 struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
   using Base = OnlineSoftmax<1, kNatural>;
   using Base::kLag, Base::maximum, Base::sum;
   static constexpr int kChains = 4;
 
-  // True when the maximum of some row of the warp moves: out has to be rescaled by `factor`. The other threads of a row are asked
-  // only then. Times `unit` x are in the units of the maximum.
+  // True when the maximum of some row of the warp moves; then out has to be rescaled by `factor`. Only then do the threads that
+  // share a row compare their maxima. x * unit is in the units of the maximum.
   template <int kColumns>
   __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float unit, float (&factor)[2]) {
     static_assert(kChains == 4 && kColumns >= 2);
@@ -131,7 +133,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // straight into the chains: a maximum of two on the way would need registers
+      for (int e = 0; e < 4; ++e) {  // one at a time: a maximum of two on the way would need registers
         float& chain = row[e / 2][(2 * n + e % 2) % kChains];
         chain = 2 * n + e % 2 < kChains ? x[n][e] : fmaxf(chain, x[n][e]);
       }
@@ -155,7 +157,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
     return moves;
   }
 
-  // Where logits may be huge, in place of the subtraction in exponentiate: x, which are logits, become exponents in base 2.
+  // Logits become exponents in base 2. Where logits may be huge this takes the place of the subtraction in exponentiate.
   template <int kColumns>
   __device__ __forceinline__ void subtract_maximum(float (&x)[kColumns][4]) const {
     static_assert(kNatural);
@@ -166,8 +168,8 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
     }
   }
 
-  // x becomes exp(logit - maximum), and is added to the sums. Times `to_base_2` x are logits in base 2; `is_subtracted`: the
-  // maximum has been subtracted.
+  // x becomes exp(logit - maximum) and is added to the sums. x * to_base_2 are logits in base 2, or with is_subtracted exponents,
+  // from which the maximum has been subtracted.
   template <int kColumns>
   __device__ __forceinline__ void exponentiate(float (&x)[kColumns][4], float to_base_2, bool is_subtracted) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// In which order the portable family starts query tiles under a block mask, whose tiles are as long as the mask says.
+// The order in which the portable family starts query tiles under a block mask, where some tiles meet many more keys than others.
 #include "../calls.h"
 #include "device.cuh"
 #include "visibility.cuh"
@@ -8,8 +8,9 @@ namespace {
 
 constexpr int kWarps = 32, kThreads = kWarps * 32;
 
-// One block puts the quarter of the query tiles with the shortest lists last, longest first, so that all SMs finish together. The
-// others stay as they are, head by head, so that their keys stay in L2.
+// rows [.., Nq, 1 + Nk] of a block mask -> order [B * H * tiles]. One block puts the quarter of the query tiles with the shortest
+// lists last, the longer ones of them first, so that all SMs finish together. The others keep their order, head by head, so that
+// their keys stay in L2.
 __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ LiveKeys live_keys) {
   constexpr int kBuckets = kThreads;
@@ -27,7 +28,7 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
     return min(max(rows[row * (p.mask.tiles_k + 1)], 0), static_cast<int>(p.mask.tiles_k)) >> shift;
   };
 
-  // How many tiles have each length; which lengths make up the shortest quarter; where each of those begins.
+  // Count the tiles of each length. Find the lengths that make up the shortest quarter, and where the tiles of each length go.
   places[thread] = 0;
   __syncthreads();
   for (int item = thread; item < items; item += kThreads) atomicAdd(&places[length_of(item)], 1);
@@ -43,6 +44,7 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
   }
   __syncthreads();
 
+  // Give each tile its place.
   int kept = 0;
   for (int base = 0, buffer = 0; base < items; base += kThreads, buffer ^= 1) {
     const int item = base + thread, length = item < items ? length_of(item) : 0;

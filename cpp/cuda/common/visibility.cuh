@@ -1,7 +1,7 @@
-// The one place that decides which query sees which key on CUDA; every kernel asks here.
+// Which query sees which key on CUDA: the one place that decides it, for all kernels.
 //
-// The one surprise is that a length, causality, padding and start/end are all the same thing: the span of positions that see a
-// key. A missing argument is a wide span, a key beyond the end an empty one. Only a block mask adds bits to that.
+// The one surprise is that lengths, causality, padding, start and end all become the same thing: the span of positions that see a
+// key. Without an argument the span is wide; a key beyond the end has an empty span. Only a block mask adds bits to that.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,18 @@ namespace dmattn::cuda {
 
 inline constexpr int kFirstPosition = -(1 << 28), kLastPosition = 1 << 28;  // beyond every position
 
-// Position p sees the key when first <= p < last.
+// The positions that see a key: first <= position < last.
 struct Span {
   int first, last;
   __device__ __forceinline__ bool sees(int position) const { return first <= position && position < last; }
-  // Does any / does every position of [low, high] see the key?
+  // Does some position of [low, high] see the key? Does every one?
   __device__ __forceinline__ bool touches(int low, int high) const { return first <= high && low < last && first < last; }
   __device__ __forceinline__ bool covers(int low, int high) const { return first <= low && high < last; }
   static __device__ __forceinline__ Span empty() { return {0, 0}; }
   static __device__ __forceinline__ Span of(int2 span) { return {span.x, span.y}; }  // as lists of live keys hold it
 };
 
-// The element of a PerHead tensor where the data of (batch, query head) begins.
+// The first element of (batch, query head) in a PerHead tensor; null where the tensor is not given.
 template <class T>
 __device__ __forceinline__ T* row_of(const PerHead& tensor, int batch, int head) {
   if (!tensor.data) return nullptr;
@@ -31,7 +31,7 @@ __device__ __forceinline__ T* row_of(const PerHead& tensor, int batch, int head)
          (head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride;
 }
 
-// The interval rows of one head.
+// Spans of the keys of one head: its rows of start and end, the length, and causality.
 struct SpanSource {
   const int32_t* start;  // [Sk] or null
   const int32_t* end;    // [Sk] or null
@@ -49,7 +49,7 @@ struct SpanSource {
     if (key < 0 || key >= key_length) return Span::empty();
     return span_of(key, start ? start[key] : kFirstPosition, end ? end[key] : kLastPosition);
   }
-  // Of a key that starts and ends so.
+  // The span of a key whose interval is [first, last).
   __device__ __forceinline__ Span span_of(int key, int first, int last) const {
     first = max(first, is_causal ? key : kFirstPosition);
     last = min(last, kLastPosition);
@@ -57,7 +57,7 @@ struct SpanSource {
   }
 };
 
-// One head of a block mask. Entries of a corrupt table read as empty tiles.
+// The tables of one head of a block mask. Whoever reads them takes an entry that makes no sense for an empty tile.
 struct TileSource {
   const int32_t* tiles;    // [Nq, Nk] or null
   const int32_t* rows;     // [Nq, 1 + Nk]

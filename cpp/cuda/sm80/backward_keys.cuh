@@ -11,13 +11,13 @@
 
 namespace dmattn::cuda::sm80 {
 
-// What the general variant knows of its keys. The plain one has them in order and needs nothing.
+// What the general variant knows of its keys. The plain variant has keys in order and needs nothing.
 template <int kQueries, int kKeys, int kWarpRows>
 struct KeyTile {
-  KeyStage<kQueries, kKeys> stage[2];  // spans, index and key_bias are the same in both
+  KeyStage<kQueries, kKeys> stage[2];  // spans, index and key_bias are the same in both stages
   float column_sums[kWarpRows][kKeys];
   float lse_rest2[2][kQueries];
-  uint32_t seen[kKeys / 32];  // by the bits of a block mask
+  uint32_t seen[kKeys / 32];  // a bit for each key that some query sees, as far as a block mask says
   int32_t bounds[4];          // smallest and largest first, smallest and largest last of the tile's spans
 };
 struct PlainKeyTile {};
@@ -38,7 +38,7 @@ struct KeyMajorLayout {
 template <int kDim, Variant kVariant, Room kRoom>
 struct alignas(128) KeyMajorShared : KeyMajorLayout<kDim, kRoom> {
   static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
-  uint16_t key[kShape.keys * kDim];  // grad_key's and grad_value's staging places at the end
+  uint16_t key[kShape.keys * kDim];  // at the end grad_key and grad_value leave from the places of key and value
   uint16_t value[kShape.keys * kDim];
   uint16_t query[kShape.late_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.early_stages][kShape.queries * kDim];
@@ -49,7 +49,7 @@ struct alignas(128) KeyMajorShared : KeyMajorLayout<kDim, kRoom> {
   std::conditional_t<kVariant == Variant::kPlain, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
 };
 
-// The chunks of queries that see a tile of keys in order: all of them, or with causality those from the tile on.
+// The walk over the queries that see a tile of keys in order: all of them, or with causality those from the tile on.
 template <int kQueries, int kKeys>
 class PlainQueryWalk {
  public:
@@ -68,7 +68,7 @@ class PlainQueryWalk {
   }
 
  private:
-  int cursor_, stop_, whole_from_;  // queries from whole_from_ on see every key
+  int cursor_, stop_, whole_from_;  // queries from whole_from_ on see every key of the tile
 };
 
 // Hides keys beyond the end and, with causality, keys after the query. `query` and `key` are those of the thread's first element.
@@ -89,7 +89,7 @@ __device__ __forceinline__ void hide_in_order(float (&scores)[kM][kN][4], const 
   }
 }
 
-// The same for the general variant, for one query head. The same in all threads.
+// The walk of the general variant over the queries of one head. All threads hold the same.
 template <int kThreads, int kQueries, int kKeys>
 class QueryWalk {
  public:
@@ -113,7 +113,7 @@ class QueryWalk {
     cursor_ = 0;
   }
 
-  // The next chunk, or false. `bits` is where its bits begin, or null.
+  // Gives the next chunk, or false when none is left. `bits` is where its bits begin; null: it has none.
   __device__ __forceinline__ bool next(int& first_query, Chunk& chunk, const uint32_t*& bits) {
     bits = nullptr;
     if (has_tiles()) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ bool find_keys(const BackwardCall& call, Shared& shar
   }
   if (p.mask.tiles.data) {
     find_seen_by_bits(p, shared, batch, kv_head, first_key, key);
-    is_live = is_live && thread < kKeys && (shared.tile.seen[thread / 32] >> (thread % 32) & 1);
+    is_live = is_live && thread < kKeys && has_bit(shared.tile.seen[thread / 32], thread % 32);
   }
   if (thread < kKeys) {
     for (auto& stage : shared.tile.stage) stage.index[thread] = is_live ? key : -1;
@@ -372,7 +372,7 @@ __global__ __launch_bounds__(
   const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
-  // Which tile: early tiles first, because causality makes them long.
+  // Find this block's tile: early tiles come first, because causality makes them long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
   const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;

@@ -1,8 +1,8 @@
 // Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key
 // and grad_value are added in fp32 to global memory.
 //
-// The one surprise is that this is the kernel for scattered keys: work follows the keys a tile sees, and a gathered key's
-// gradient goes back to where its row came from.
+// The one surprise is that this is the kernel for scattered keys: the work is as much as the tile sees keys, and the gradient of
+// a gathered key goes back to the place of its row.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ namespace dmattn::cuda::sm80 {
 template <int kDim, Room kRoom>
 struct alignas(128) QueryMajorShared {
   static constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
-  uint16_t query[kShape.queries * kDim];  // grad_query's staging place at the end
+  uint16_t query[kShape.queries * kDim];  // at the end grad_query leaves from here
   uint16_t grad_out[kShape.queries * kDim];
   uint16_t key[kShape.late_stages][kShape.keys * kDim];
   uint16_t value[kShape.keys * kDim];
@@ -87,7 +87,7 @@ __global__ __launch_bounds__(
       delta[m][r] = call.delta[row];
     }
   }
-  // Clear rows that see nothing but are not finite.
+  // Clear rows that see nothing but are not finite, here and in shared memory.
   bool has_bad = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

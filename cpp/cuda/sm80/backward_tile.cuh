@@ -1,7 +1,8 @@
-// What both backward kernels do with a block of scores: products to probabilities and score gradients, element by element.
+// What both backward kernels do with a block of scores: products become probabilities and gradients of scores, element by
+// element.
 //
-// The one surprise is that both leave in place: scores holds products and then probabilities, grad_scores holds <dout, value> and
-// then the gradient of the scaled product, so that a thread never has four copies of its block.
+// The one surprise is that both are computed in place: scores holds products and then probabilities, grad_scores holds <dout,
+// value> and then gradients of the scaled products, so that a thread never has four copies of its block.
 #pragma once
 
 #include "../calls.h"
@@ -10,7 +11,7 @@
 
 namespace dmattn::cuda::sm80 {
 
-// Kernels for more shared memory than an architecture has are compiled to nothing there: the host does not choose them.
+// On an architecture with less shared memory than a kernel needs, the kernel is compiled to nothing. The host does not choose it.
 constexpr bool has_room(Room room) {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
   return room == Room::kSmall;
@@ -19,7 +20,8 @@ constexpr bool has_room(Room room) {
 #endif
 }
 
-// Is this a row that sees nothing, with a query or grad_out that is not finite? Even a weight of 0 must not meet those.
+// Is this a row that sees nothing, and whose query or grad_out is not finite? Not even a weight of 0 may be multiplied with
+// those.
 __device__ __forceinline__ bool is_bad_row(float lse, float delta) { return lse == -negative_infinity() && delta != delta; }
 
 // Zeros in place of a row of a tile.
@@ -29,11 +31,12 @@ __device__ __forceinline__ void clear_row(void* tile, int row) {
   for (int i = 0; i < Tile<kDim>::kChunks; ++i) pieces[i] = {0, 0, 0, 0};
 }
 
-// Shared-memory width of a block of scores.
+// The width of a block of scores in shared memory.
 template <int kKeys>
 inline constexpr int kScoreWidth = kKeys < 64 ? 64 : kKeys;
 
-// Sums over the rows of a block of the gradients of its logits, per column: the gradient of key_bias. This thread's part.
+// The gradient of key_bias: sums of the gradients of logits over the rows of a block, for each column. This thread's part of
+// them.
 template <int kN>
 struct ColumnSums {
   float sum[kN][2];
@@ -50,7 +53,7 @@ struct ColumnSums {
         sum[n][0] += grad_scores[m][n][0] + grad_scores[m][n][2], sum[n][1] += grad_scores[m][n][1] + grad_scores[m][n][3];
     }
   }
-  // add(column, sum over the warp's rows), each column once
+  // Calls add(column, sum over the warp's rows) once for each column.
   template <class Add>
   __device__ __forceinline__ void finish(int column, Add add) {
 #pragma unroll
@@ -65,8 +68,8 @@ struct ColumnSums {
   }
 };
 
-// The gathered variant, in rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`:
-// the place of the thread's first row in call.lse.
+// In the gathered variant, for rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`
+// is the place of the thread's first row in call.lse.
 template <int kM, int kN>
 __device__ __forceinline__ void to_exponents(float (&scores)[kM][kN][4], const BackwardCall& call, const float* key_bias,
                                              int64_t first_row, int column) {
@@ -88,10 +91,10 @@ __device__ __forceinline__ void to_exponents(float (&scores)[kM][kN][4], const B
   }
 }
 
-// Products to probabilities, and these to shared memory, except in the general variant, whose gradients need the products: there
-// to_gradients does it. Cut into `total` parts, so that exponentials can run beside the steps of the second product. `row` and
-// `column` are those of the thread's first element in the block; lse2 belongs to its rows. are_exponents: to_exponents came
-// first.
+// Products become probabilities and go to shared memory. The general variant needs the products for its gradients, so
+// to_gradients does it there. The work is cut into `total` parts, so that exponentials run beside the steps of the second
+// product. `column` is that of the thread's first element in the block; lse2 belongs to its rows. are_exponents: to_exponents
+// came first.
 template <class T, Variant kVariant, bool are_exponents, int kWidth, int kM, int kN>
 __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&scores)[kM][kN][4], const float (&lse2)[kM][2],
                                                   float scale_2, const float* key_bias, int column, int part, int total) {
@@ -115,7 +118,7 @@ __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float
   }
 }
 
-// scores is the probabilities and grad_scores becomes the gradients of the scaled products, also those of the logits.
+// scores holds probabilities. grad_scores becomes the gradients of the scaled products, which are those of the logits too.
 template <int kM, int kN>
 __device__ __forceinline__ void to_gradients(const float (&scores)[kM][kN][4], float (&grad_scores)[kM][kN][4],
                                              const float (&delta)[kM][2]) {
@@ -129,7 +132,7 @@ __device__ __forceinline__ void to_gradients(const float (&scores)[kM][kN][4], f
   }
 }
 
-// The general variant: scores is the products and becomes the probabilities.
+// The same in the general variant, where scores holds products and becomes probabilities.
 template <class T, int kM, int kN, class Stage, class KeyOf>
 __device__ __forceinline__ void to_gradients(float (&scores)[kM][kN][4], float (&grad_scores)[kM][kN][4],
                                              const float (&lse)[kM][2], const float (&lse_rest2)[kM][2],

@@ -1,6 +1,6 @@
-// Picks an instance of the sm80 kernels from flat tables, which the build generates from cmake/instances.cmake.
+// Picks an instance of the sm80 kernels from flat tables, which cmake/instances.cmake generates.
 //
-// The one surprise is that a general instance stands in for a missing special one, so a table may leave those out.
+// The one surprise is that a table may leave out a special instance: the general one is taken in its place.
 #include <sstream>
 
 #include "backward_keys.cuh"
@@ -43,7 +43,7 @@ cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionPar
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
     if (instance.room != Room::kSmall && instance.room != room) continue;
     if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
-    // Smaller padding first, then the roomier shape, then the special variant.
+    // Prefer less padding of the head size, then the shape that uses more shared memory, then the special variant.
     if (best && instance.dim == best->dim && best->room == room && instance.room != room) continue;
     if (best && instance.dim == best->dim && best->room == instance.room && best->variant == variant) continue;
     best = &instance;

@@ -1,6 +1,6 @@
-// The sm80 family as the host sees it: three kernels that pick their instance themselves.
+// The sm80 family as the host sees it: three kernels, each of which picks its instance.
 //
-// The one surprise is the miss: cudaErrorNotSupported, and compiled() says what there is.
+// The one surprise is the answer where no instance fits: cudaErrorNotSupported. compiled() lists the instances.
 #pragma once
 
 #include <string>

@@ -1,7 +1,8 @@
-// Attention forward for sm80 and later: one block per (batch, head, query tile), FlashAttention-2's schedule over chunks of keys.
+// Attention forward for sm80 and later: a block for each (batch, head, query tile), with FlashAttention-2's schedule over chunks
+// of keys.
 //
-// The one surprise is that a chunk need not be contiguous: with intervals its keys are gathered row by row, so work follows the
-// number of keys the tile sees, wherever they lie.
+// The one surprise is that the keys of a chunk need not be neighbours: with intervals they are gathered row by row, so the work
+// is as much as the tile sees keys, wherever they lie.
 #pragma once
 
 #include "../calls.h"
@@ -14,7 +15,7 @@ namespace dmattn::cuda::sm80 {
 template <int kDim, Variant kVariant>
 struct alignas(128) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  uint16_t query[kShape.queries * kDim];  // the output's staging place at the end
+  uint16_t query[kShape.queries * kDim];  // at the end the output leaves from here
   uint16_t key[kShape.keys * kDim];
   uint16_t value[kShape.keys * kDim];
   KeyStage<kShape.queries, kShape.keys> stage[2];
@@ -76,7 +77,7 @@ __global__ __launch_bounds__(
       if constexpr (kN == 16) return Fragment<kDim>::tall(query_tile, thread / 32 * kM * 16, 0, thread % 32);
       if constexpr (kN != 16) return query_fragment;
     };
-    // Keys are here, and nobody reads the previous values any more.
+    // Wait for the keys; no warp reads the values of the chunk before any more, so start the copies of this chunk's.
     copy_async_wait<0>();
     __syncthreads();
     walk.template load_values<kDim>(value_tile, stage, chunk);
@@ -125,7 +126,7 @@ __global__ __launch_bounds__(
     // Hide what some queries of the tile do not see.
     if (walk.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, walk.low());
 
-    // Values are here, and nobody reads these keys any more: start on the next ones.
+    // Wait for the values; no warp reads these keys any more, so start the copies of the next ones.
     copy_async_wait<0>();
     __syncthreads();
     if (kVariant != Variant::kGathered) has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
@@ -134,7 +135,7 @@ __global__ __launch_bounds__(
 
     // Turn scores into weights, and rescale the sums if a maximum moved.
     softmax.update(scores, call.scale_2, out);
-    // Drop weights.
+    // Drop weights by dropout.
     if constexpr (kVariant == Variant::kGeneral) {
       const Dropout dropout(p, batch, head);
       if (dropout.is_on()) {

@@ -9,8 +9,8 @@
 
 namespace dmattn::cuda::sm80 {
 
-// Which query tile a block has: heads in turn, so that their keys stay in L2; late tiles first, because causality makes them
-// long; or in the order that was made for a block mask.
+// The query tile of a block. Blocks take head after head, so that the keys of a head stay in L2, and late tiles first, because
+// causality makes them long. Under a block mask they follow the order that was made for it.
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
@@ -46,7 +46,7 @@ struct RowCopy {
   int row, part;
   bool in_row;  // is this thread's part inside the row's `width` elements?
 
-  // From a fresh thread index: nothing of it is worth a register between copies.
+  // From a fresh thread index, so that nothing of this is kept in registers between copies.
   __device__ __forceinline__ explicit RowCopy(int width) : RowCopy(width, static_cast<int>(thread_index())) {}
   __device__ __forceinline__ RowCopy(int width, int thread)
       : row(thread / kChunks), part(thread % kChunks), in_row(part * 8 < width) {}
@@ -56,7 +56,7 @@ struct RowCopy {
         kRows % 8 == 0 ? Tile<kWidth>::offset(row, part) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part);
     start_at(tile + to, from, wanted);
   }
-  // Any row of the tile.
+  // The same for any row of the tile.
   __device__ __forceinline__ void start_row(uint32_t tile, int any_row, const char* from, bool wanted) const {
     start_at(tile + Tile<kWidth>::offset(any_row, part), from, wanted);
   }
@@ -73,13 +73,13 @@ struct Fragment {
   uint32_t base;
   // 16 rows by 2 chunks: lanes 0-15 the rows of the first chunk. An A operand; a B operand when loaded transposed.
   static __device__ __forceinline__ Fragment tall(uint32_t tile, int row, int chunk, int lane = threadIdx.x % 32) {
-    return at(tile, row + (lane & 15), lane >> 4, chunk);
+    return at(tile, row + lane % 16, lane / 16, chunk);
   }
   // 16 rows by 2 chunks: lanes 0-15 both chunks of the first 8 rows. A B operand; an A operand when loaded transposed.
   static __device__ __forceinline__ Fragment wide(uint32_t tile, int row, int chunk, int lane = threadIdx.x % 32) {
-    return at(tile, row + (lane & 7) + (lane >> 4 << 3), lane >> 3 & 1, chunk);
+    return at(tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2, chunk);
   }
-  // rows and even chunks further on
+  // So many rows and so many chunks, an even number, further on.
   __device__ __forceinline__ uint32_t step(int rows, int chunks) const {
     return (base ^ ((chunks & 7) << 4)) + (chunks >> 3) * 128 + rows * (kWidth * 2);
   }
@@ -90,15 +90,15 @@ struct Fragment {
   }
 };
 
-// Products run as a sequence of steps, each two mma columns wide: a step's b fragment is loaded while the step before it
-// computes, because with two warps per scheduler nothing else hides the latency of ldmatrix.
+// Products are a sequence of steps, each two columns of mma wide. A step's b fragment is loaded while the step before it
+// computes, because with two warps for each scheduler nothing else hides the latency of ldmatrix.
 
 struct Nothing {
   __device__ __forceinline__ void operator()(int, int) const {}
 };
 
-// d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row. `beside(i, total)` is what else to do at
-// each step.
+// d[16 kM, 8 kN] += a[16 kM, 16 kSteps] * b[8 kN, 16 kSteps]^T, both stored row by row. `beside(i, total)` does other work at
+// each of `total` steps.
 template <class T, int kSteps, int kM, int kN, int kWidthA, int kWidthB, class Beside = Nothing>
 __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment<kWidthA> a, Fragment<kWidthB> b,
                                                  Beside beside = {}) {
@@ -158,8 +158,8 @@ __device__ __forceinline__ void as_operand(const float (&x)[kColumns][4], int k,
   a[3] = Element<T>::narrow_pair(x[2 * k + 1][2], x[2 * k + 1][3]);
 }
 
-// Where a thread's pairs of accumulators go in a tile of 16-bit elements: columns 8 n from `column` on, which is a multiple of as
-// many columns as there are. Like a fragment's steps, a step along the row is one XOR.
+// Where a thread's pairs of accumulators go in a tile of 16-bit elements: column 8 n after `column`, which is a multiple of the
+// number of columns. As in a fragment, a step along the row is one XOR.
 template <int kWidth>
 struct PairPlace {
   uint32_t base;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void put_tile(uint32_t tile, const float (&x)[kM][kN]
   }
 }
 
-// A tile's first `width` columns to the global rows that `row_at(r)` names; null: not this row.
+// Writes a tile's first `width` columns to the global rows that `row_at(r)` names; a row without a place is left out (null).
 template <int kWidth, int kThreads, int kRows, class RowAt>
 __device__ __forceinline__ void store_tile(const void* tile, int width, RowAt row_at) {
   constexpr int kChunks = kWidth / 8;
@@ -205,10 +205,10 @@ __device__ __forceinline__ void store_tile(const void* tile, int width, RowAt ro
   }
 }
 
-// Adds accumulators to fp32 global rows of `width` floats, a multiple of 16, in the order of mma.sync (sum_place): what a lane
-// holds of two neighbouring mma columns lies together. rows[m][r] is the row of tile row 16 m + 8 r + lane / 4. Columns beyond
-// the width are zero and are added to the first ones, so that there is no branch. Cut into `total` parts, because many adds in a
-// row stall.
+// Adds accumulators to rows of fp32 sums in global memory, of `width` floats, a multiple of 16. They are in the order of mma.sync
+// (sum_place): what a lane holds of two neighbouring columns of mma lies together. rows[m][r] is the global row of tile row
+// 16 m + 8 r + lane / 4. Columns beyond the width are zero and are added to the first ones, so that there is no branch. The adds
+// are cut into `total` parts, because many of them in a row stall.
 template <int kM, int kN>
 __device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], float* const (&rows)[kM][2], int column, int width,
                                          int part, int total) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void add_rows(const float (&x)[kM][kN][4], float* con
   }
 }
 
-// The same as what a product does beside its steps.
+// The same as work that a product does beside its steps.
 template <int kM, int kN>
 struct AddRows {
   const float (&x)[kM][kN][4];

@@ -1,51 +1,53 @@
-// Which keys a query tile meets, chunk by chunk: in order (all, causal, the live tiles of a block mask) or gathered from
-// lists of live keys.
+// The walk over the keys that a query tile meets, chunk by chunk: in order (all keys, those before the diagonal, or the live
+// tiles of a block mask) or gathered from lists of live keys. common/walk.cuh says what this walk shares with the one of Hopper,
+// and why no more.
 //
-// The one surprise is the two queues of the gathered walk: keys that every query of the tile sees and keys that only some see are
-// chunked apart, in whatever order they come, so that all but one or two chunks need no test.
+// The one surprise is the two queues of the gathered walk. Keys that every query of the tile sees and keys that only some see go
+// into different chunks, in whatever order they come, so that all but one or two chunks need no test.
 #pragma once
 
 #include <new>
 
 #include "../calls.h"
-#include "../common/visibility.cuh"
+#include "../common/walk.cuh"
 #include "tile.cuh"
 #include "tiles.h"
 
 namespace dmattn::cuda::sm80 {
 
-// What is known of one chunk's keys, in shared memory. Two of them: the next chunk is prepared while one is computed.
+// What is known of the keys of one chunk, in shared memory. There are two stages: the next chunk is prepared while one is
+// computed.
 template <int kQueries, int kKeys>
 struct alignas(16) KeyStage {
-  Span span[kKeys];      // of chunks that need a test; empty for keys that no query of the tile sees
+  Span span[kKeys];      // filled in for chunks that need a test; empty for keys that no query of the tile sees
   int32_t index[kKeys];  // gathered: the key, -1 for none
   float key_bias[kKeys];
   int32_t gathered_needs_test;
-  uint32_t bits[kQueries][kKeys / 32];  // of chunks in a partial tile
+  uint32_t bits[kQueries][kKeys / 32];  // filled in for chunks in a partial tile
 };
 
-// What a walk looks up: written once per tile, kept in shared memory because registers are what the kernels are short of.
+// What a walk looks up, written once for each tile. It is in shared memory, because the kernels are short of registers.
 struct KeySources {
   SpanSource spans;
   const float* key_bias;      // [Sk] or null
-  const char *keys, *values;  // where the head's rows begin
+  const char *keys, *values;  // where the rows of the head begin
   int low, high;              // positions of the tile's first and last query
-  // in order
-  int limit, whole_limit;        // keys seen by some query, by every query, as far as length and causality go
+  // Keys in order.
+  int limit, whole_limit;        // as in KeyLimits
   const int32_t *list, *states;  // the tile row of a block mask: its non-empty tiles, the states of all
   int entries, bits_row;
-  // gathered
+  // Keys gathered.
   const int32_t* index;  // the list of the segment
   const int2* span;
   int listed;
 };
 
-// How far the rings of the gathered walk are filled.
+// How full the rings of the gathered walk are.
 struct RingState {
   int whole_head, whole_count, partial_head, partial_count;
 };
 
-// The queues of the walk, which all threads fill.
+// The queues of a walk, which all threads fill.
 template <int kThreads, int kKeys>
 struct KeyQueues {
   static constexpr int kRing = 1024;
@@ -53,26 +55,17 @@ struct KeyQueues {
   int32_t whole[kRing];    // keys that every query of the tile sees; in order: the tiles of a block mask
   int32_t partial[kRing];  // places in the list of keys that some see; in order: the states of those tiles
   int32_t warp_counts[kThreads / 32];
-  RingState rings;  // between calls; here because registers are short
-  int cursor;       // keys of the list that were read
+  RingState rings;  // between two calls of next; in shared memory, because registers are short
+  int cursor;       // how many entries of the list were read
   uint32_t seen[kThreads / 32][kKeys / 32];
   alignas(16) unsigned char sources[sizeof(KeySources)];
 };
 
-// The bits of 32 keys whose spans see the position.
-__device__ __forceinline__ uint32_t bits_seen_at(uint32_t bits, const Span* spans, int position) {
-  for (uint32_t left = bits; left; left &= left - 1) {
-    const int key = __ffs(static_cast<int>(left)) - 1;
-    if (!spans[key].sees(position)) bits &= ~(1u << key);
-  }
-  return bits;
-}
-
-// A chunk of keys in order; the same in all threads.
+// A chunk; the same in all threads.
 struct Chunk {
-  int first_key = 0;        // keys in order: the first of them
+  int first_key = 0;        // of keys in order
   bool needs_test = false;  // spans are filled in and decide
-  bool has_bits = false;    // so are bits
+  bool has_bits = false;    // bits are filled in and decide, too
 };
 
 template <Variant kVariant, int kThreads, int kQueries, int kKeys>
@@ -113,7 +106,7 @@ class KeyWalk {
   }
   __device__ __forceinline__ int low() const { return sources().low; }
 
-  // Prepares the next chunk in `stage`; false when there is none. All threads take part; on return they may read the stage.
+  // Prepares the next chunk in `stage`; false when no chunk is left. All threads take part, and may read the stage on return.
   __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
     return gathered() ? next_gathered(stage) : next_in_order(stage, chunk);
   }
@@ -128,7 +121,7 @@ class KeyWalk {
     return gathered() ? stage.index[column] : chunk.first_key + column;
   }
 
-  // Starts copying the chunk's keys or values into a tile; rows no query of the tile sees become zeros.
+  // Starts copying the chunk's keys or values into a tile. Rows that no query of the tile sees become zeros.
   template <int kDim>
   __device__ __forceinline__ void load_keys(uint32_t tile, const Stage& stage, const Chunk& chunk) const {
     load<kDim>(tile, stage, chunk, sources().keys, static_cast<uint32_t>(p_.key.row_stride * 2), static_cast<int>(p_.head_dim));
@@ -146,7 +139,7 @@ class KeyWalk {
     using Copy = RowCopy<kDim, kThreads>;
     const Copy copy(width);
     if (gathered()) {
-      // Each thread has neighbouring rows here, so that it reads up to four indices at once.
+      // A thread has neighbouring rows, so that it reads up to four indices at once.
       constexpr int kPerThread = kKeys / Copy::kRows, kAtOnce = kPerThread < 4 ? kPerThread : 4;
       struct alignas(4 * kAtOnce) Indices {
         int32_t key[kAtOnce];
@@ -179,9 +172,8 @@ class KeyWalk {
   // ---- keys in order ----
 
   __device__ __forceinline__ void find_tiles(KeySources& to, int batch, int head, int first_query) {
-    const int key_length = static_cast<int>(p_.key_length);
-    to.limit = p_.mask.is_causal ? max(0, min(key_length, to.high + 1)) : key_length;
-    to.whole_limit = p_.mask.is_causal ? min(key_length, to.low + 1) : key_length;
+    const KeyLimits limits(p_.mask, static_cast<int>(p_.key_length), to.low, to.high);
+    to.limit = limits.limit, to.whole_limit = limits.whole_limit;
     if (!p_.mask.tiles.data) return;
     const TileSource source(p_.mask, batch, head);
     const int tile_row = first_query / static_cast<int>(p_.mask.tile_q);
@@ -191,7 +183,7 @@ class KeyWalk {
     to.entries = min(max(to.list[-1], 0), static_cast<int>(p_.mask.tiles_k));
   }
 
-  // Reads a ring full of the list from `entry` on. It does not wait for the number of entries: the list has room for all tiles.
+  // Fills a ring with the list from `entry` on. It need not know the number of entries, because a list has room for all tiles.
   __device__ __forceinline__ void load_tiles(const int32_t* list, const int32_t* states, int entry) {
     const int tiles = static_cast<int>(p_.mask.tiles_k);
     for (int i = threadIdx.x; i < min(Queues::kRing, tiles - entry); i += kThreads) {
@@ -249,7 +241,7 @@ class KeyWalk {
       chunk.needs_test = !is_whole;
       return true;
     }
-    // A key may be hidden from everyone by its bits and its span together, so the bits take in the spans.
+    // Bits and span together may hide a key from every query, so what a span hides is cleared in the bits.
 #pragma unroll
     for (int w = 0; w < kKeys / 32; ++w) {
       uint32_t word = thread <= high - low && thread < kQueries ? bits[thread * (p_.mask.tile_k / 32) + w] : 0;
@@ -263,7 +255,7 @@ class KeyWalk {
     if (thread < kKeys) {
       uint32_t seen = 0;
       for (int warp = 0; warp < kThreads / 32; ++warp) seen |= queues_.seen[warp][thread / 32];
-      is_seen = seen >> thread % 32 & 1;
+      is_seen = has_bit(seen, thread % 32);
       if (!is_seen) stage.span[thread] = Span::empty();
     }
     return __syncthreads_or(is_seen);
@@ -274,11 +266,8 @@ class KeyWalk {
   static __device__ __forceinline__ void find_list(KeySources& to, const LiveKeys& live_keys, int batch, int head,
                                                    int first_query) {
     const int64_t mask_head = live_keys.mask_head_of(batch, head);
-    const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment_of(first_query, live_keys.shift[mask_head])];
-    const int64_t begin = mask_head * live_keys.capacity + list.x;
-    to.index = live_keys.index + begin;
-    to.span = live_keys.span + begin;
-    to.listed = list.y;
+    const KeyList list(live_keys, mask_head, first_query);
+    to.index = list.index, to.span = list.span, to.listed = list.count;
   }
 
   // Reads the next keys of the list into the queues; false at the end.
@@ -286,7 +275,7 @@ class KeyWalk {
     const int first = queues_.cursor + static_cast<int>(threadIdx.x);
     if (queues_.cursor >= sources().listed) return false;
 
-    constexpr int kPerThread = kListBlock / kThreads;  // what can be had anew is not kept: registers are short
+    constexpr int kPerThread = kListBlock / kThreads;  // only keys are kept: spans are read anew, because registers are short
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
@@ -303,22 +292,19 @@ class KeyWalk {
     if (threadIdx.x % 32 == 0) queues_.warp_counts[threadIdx.x / 32] = counts;
     __syncthreads();
     if (threadIdx.x == 0) queues_.cursor = first + kListBlock;
-    int place = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) {
-      const int other = queues_.warp_counts[w];
-      place += w < static_cast<int>(threadIdx.x) / 32 ? other : 0;
-      total += other;
-    }
+    int place, total;
+    add_counts(queues_.warp_counts, static_cast<int>(threadIdx.x) / 32, place, total);
     int whole_place = rings.whole_head + rings.whole_count + (place & 0xffff),
         partial_place = rings.partial_head + rings.partial_count + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = first + i * kThreads;
-      if (whole[i] >> threadIdx.x % 32 & 1)
+      if (has_bit(whole[i], threadIdx.x % 32)) {
         queues_.whole[(whole_place + __popc(whole[i] & lanes_before())) % Queues::kRing] = key[i];
-      if (partial[i] >> threadIdx.x % 32 & 1)
+      }
+      if (has_bit(partial[i], threadIdx.x % 32)) {
         queues_.partial[(partial_place + __popc(partial[i] & lanes_before())) % Queues::kRing] = at;
+      }
       whole_place += __popc(whole[i]);
       partial_place += __popc(partial[i]);
     }
@@ -384,11 +370,11 @@ class KeyWalk {
 template <class Stage>
 __device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chunk, int row, int column, int low) {
   if (!stage.span[column].sees(low + row)) return false;
-  return !chunk.has_bits || (stage.bits[row][column / 32] >> column % 32 & 1);
+  return !chunk.has_bits || has_bit(stage.bits[row][column / 32], column % 32);
 }
 
-// Hides what the chunk's spans and bits hide: scores become -inf there. `row` is the tile row of the thread's first element,
-// `column` its chunk column.
+// Scores that the chunk's spans and bits hide become -inf. `row` and `column` are the tile row and the chunk column of the
+// thread's first element.
 template <int kM, int kN, class Stage>
 __device__ __forceinline__ void hide(float (&scores)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
                                      int low) {

@@ -38,14 +38,14 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
   constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
-  constexpr uint32_t kQueryStep = kQueries * kDim * 2 >> 4, kScoreStep = kBackwardKeys * kQueries * 2 >> 4;  // of descriptions
+  constexpr uint32_t kQueryStep = step_of(kQueries * kDim * 2), kScoreStep = step_of(kBackwardKeys * kQueries * 2);
   const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
   const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
-  const uint32_t my_keys = keys + group * (64 * 128 >> 4);
-  const uint32_t my_columns = keys + (group * kPart / 64 * kKeyPanel + group * kPart % 64 * 2 >> 4);
-  constexpr uint32_t kToValues = (offsetof(Shared, value) - offsetof(Shared, key)) >> 4;
+  const uint32_t my_keys = keys + group * step_of(64 * 128);
+  const uint32_t my_columns = keys + step_of(group * kPart / 64 * kKeyPanel + group * kPart % 64 * 2);
+  constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
-  constexpr uint32_t kToGradOuts = (offsetof(Shared, grad_out) - offsetof(Shared, query)) >> 4;
+  constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
   const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
@@ -55,15 +55,15 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kQueries>::from_shared(to, complete(a + (k / 4 * kKeyPanel + k % 4 * 32 >> 4)),
-                                        complete(b + (k / 4 * kQueryPanel + k % 4 * 32 >> 4)), k > 0);
+      Product<T, kQueries>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
+                                        complete(b + step_of_columns(k, kQueryPanel)), k > 0);
     }
     commit_products();
   };
   // Sums over queries: to += scores * queries, or * grad_out.
   auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t b) {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + (k * (16 * 128) >> 4)));
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + step_of(k * (16 * 128))));
     commit_products();
   };
   // The sum over keys: this warpgroup's columns of grad_query.
@@ -71,8 +71,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const uint32_t a = grad_score_tiles + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
-      Product<T, kPart>::template from_shared<true>(to, complete(a + (k * (16 * 128) >> 4)),
-                                                    complete(my_columns + (k * (16 * 128) >> 4)), k > 0);
+      Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
+                                                    complete(my_columns + step_of(k * (16 * 128))), k > 0);
     }
     commit_products();
   };
@@ -221,7 +221,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            if (!span[e / 2].by(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
+            if (!span[e / 2].sees(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
           }
         }
       }
@@ -234,7 +234,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const uint32_t word = bits[(8 * i + e) * words] >> place.row % 32;
+            const uint32_t word = bits[(8 * i + e) * words] >> (place.row % 32);
             if (!(word & 1)) scores[i][e] = negative_infinity();
             if (!(word & 256)) scores[i][2 + e] = negative_infinity();
           }
@@ -311,7 +311,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         const Place place;
         const int tile_row = place.first_row + place.lane % 16;
         const uint32_t to = shared_address(shared.grad_score[chunk % 2]) + tile_row * 128;
-        const uint32_t swizzle = (place.lane / 16 ^ tile_row % 8) * 16;
+        const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
           store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);

@@ -157,7 +157,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           [&](int row) {
             const int word =
                 (item.batch * static_cast<int>(p.kv_heads) + item.kv_head) * call.seen_words + (first_key + row) / 32;
-            return !call.seen || call.seen[word] >> row % 32 & 1 ? first_key + row : -1;
+            return !call.seen || has_bit(call.seen[word], row % 32) ? first_key + row : -1;
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
     if constexpr (Chunk::kIsGathered) {
       const int warp = static_cast<int>(threadIdx.x) / 32, lane = read_lane();
       const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(lane % 4 * 2)]);
-      const uint32_t row = 1u << lane / 4;  // and 8 rows, or a column, on
+      const uint32_t row = 1u << (lane / 4);  // the row 8 further on is 8 bits further on, the next column 16
 #pragma unroll
       for (int i = 0; i < kN; i += 4) {
         if (i == kFewRows / 8 && !(flags & kSpans)) break;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
-          for (int r = 0; r < 2; ++r) keep(i + j, r, words[j] & row << 8 * r, words[j] & row << (16 + 8 * r));
+          for (int r = 0; r < 2; ++r) keep(i + j, r, words[j] & (row << (8 * r)), words[j] & (row << (16 + 8 * r)));
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
         const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
         const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) keep(i, r, left.by(positions[r]), right.by(positions[r]));
+        for (int r = 0; r < 2; ++r) keep(i, r, left.sees(positions[r]), right.sees(positions[r]));
         if (i % 4 == 3) asm volatile("" ::: "memory");
       }
     }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
       for (int w = 0; w < kN / 4; ++w) {
         const uint32_t bits = note.bits[queries[r]][w] >> column;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) keep(4 * w + i, r, bits >> 8 * i & 1, bits >> 8 * i & 2);
+        for (int i = 0; i < 4; ++i) keep(4 * w + i, r, has_bit(bits, 8 * i), has_bit(bits, 8 * i + 1));
         asm volatile("" ::: "memory");
       }
     }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   const uint32_t query_tiles = describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128);
   const uint32_t key_tiles = describe_panels(shared_address(shared.key), kShape.keys * 128);
   const uint32_t value_tiles = describe_panels(shared_address(shared.value), kShape.keys * 128);
-  constexpr uint32_t kStageStep = kShape.keys * kDim * 2 >> 4, kTileStep = kRows * kDim * 2 >> 4;  // in units of a description
+  constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
 
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
@@ -125,8 +125,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const uint32_t b = key_tiles + stage * kStageStep;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kShape.keys>::from_shared(scores[0], complete(a + (k / 4 * (kRows * 128) + k % 4 * 32 >> 4)),
-                                           complete(b + (k / 4 * (kShape.keys * 128) + k % 4 * 32 >> 4)), is_biased || k > 0);
+      Product<T, kShape.keys>::from_shared(scores[0], complete(a + step_of_columns(k, kRows * 128)),
+                                           complete(b + step_of_columns(k, kShape.keys * 128)), is_biased || k > 0);
     }
     commit_products();
   };
@@ -138,7 +138,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 #pragma unroll
       for (int part = 0; part < kDim; part += kPart) {
         Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
-                                          complete(b + (part / 64 * (kShape.keys * 128) + k * (16 * 128) >> 4)));
+                                          complete(b + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
       }
     }
     commit_products();
@@ -302,10 +302,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
       const int first_row = group * 64 + warp * 16;
       const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
       const int own = read_lane();
-      const uint32_t to = rows + own % 16 * 128, swizzle = (own / 16 ^ own % 8) * 16;
+      const uint32_t to = rows + own % 16 * 128, swizzle = ((own / 16) ^ (own % 8)) * 16;
 #pragma unroll
       for (int i = 0; i < kOut; i += 2) {
-        store_matrix(to + i / 8 * (kRows * 128) + (swizzle ^ i % 8 * 16),
+        store_matrix(to + i / 8 * (kRows * 128) + (swizzle ^ (i % 8 * 16)),
                      Element<T>::narrow_pair(out[0][i][0] * scales[0], out[0][i][1] * scales[0]),
                      Element<T>::narrow_pair(out[0][i][2] * scales[1], out[0][i][3] * scales[1]),
                      Element<T>::narrow_pair(out[0][i + 1][0] * scales[0], out[0][i + 1][1] * scales[0]),

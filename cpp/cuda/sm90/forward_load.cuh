@@ -37,9 +37,9 @@ template <int kCount>
 struct Ring {
   uint32_t base;
   __device__ __forceinline__ uint32_t at(uint32_t n) const { return base + 8 * (n % kCount); }
-  __device__ __forceinline__ void wait_full(uint32_t n) const { barrier_wait(at(n), n / kCount & 1); }
-  __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount & 1) ^ 1); }
-  __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount & 1); }
+  __device__ __forceinline__ void wait_full(uint32_t n) const { barrier_wait(at(n), n / kCount % 2); }
+  __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount % 2) ^ 1); }
+  __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount % 2); }
 };
 
 // The address of a row, by one instruction.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
 #pragma unroll kUnroll
   for (int batch = 0; batch < kBatches; ++batch) {
     const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce;
-    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + (chunk % 8 ^ residue) * 16;
+    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + ((chunk % 8) ^ residue) * 16;
     if (!kReadsAhead) read_keys(batch);
     const char* rows_from[kAtOnce];  // all of them first: a copy holds its registers until it has read them
     bool is_wanted[kAtOnce];

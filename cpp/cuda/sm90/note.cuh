@@ -29,14 +29,14 @@ constexpr int kFewRows = 32;
 // Up to this size a key_bias may be what products are added to; of a larger one too little would be left of the products.
 constexpr float kHugeBias = 4096.0f;
 
-// A span as first position and length: one comparison tells.
+// A span as first position and length: one comparison says whether a position sees the key.
 struct Seen {
   int first;
   uint32_t length;
   static __device__ __forceinline__ Seen of(Span span) {
     return {span.first, span.first < span.last ? static_cast<uint32_t>(span.last - span.first) : 0};
   }
-  __device__ __forceinline__ bool by(int position) const { return static_cast<uint32_t>(position - first) < length; }
+  __device__ __forceinline__ bool sees(int position) const { return static_cast<uint32_t>(position - first) < length; }
 };
 
 // Where the key of a row of a chunk lies: those of every eighth row lie together.

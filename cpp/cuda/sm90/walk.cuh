@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/compact_keys.cuh"
+#include "../common/walk.cuh"
 #include "note.cuh"
 #include "schedule.cuh"
 #include "tma.cuh"
@@ -188,7 +189,7 @@ class Walk {
 
   __device__ __forceinline__ Stage& begin_chunk() {
     const uint32_t slot = begun_ % kNotes;
-    barrier_wait(note_empty_ + 8 * slot, (begun_ / kNotes & 1) ^ 1);
+    barrier_wait(note_empty_ + 8 * slot, (begun_ / kNotes % 2) ^ 1);
     return notes_[slot];
   }
 
@@ -216,15 +217,13 @@ class Walk {
 
   __device__ __forceinline__ void walk_in_order() {
     const AttentionParams& p = call_.p;
-    const int key_length = static_cast<int>(p.key_length);
-    const int limit = p.mask.is_causal ? max(0, min(key_length, high_ + 1)) : key_length;
-    const int whole_limit = p.mask.is_causal ? min(key_length, low_ + 1) : key_length;
-    for (int end = limit; end > 0; end -= kKeys) {
+    const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
+    for (int end = limits.limit; end > 0; end -= kKeys) {
       Stage& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.first_key = base;
       if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
-      accept(kInOrder | (end > whole_limit || base < 0 ? kLimit : 0));
+      accept(kInOrder | (end > limits.whole_limit || base < 0 ? kLimit : 0));
     }
   }
 
@@ -235,8 +234,7 @@ class Walk {
     const MaskParams& mask = p.mask;
     const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
     const int tiles_k = static_cast<int>(mask.tiles_k), key_length = static_cast<int>(p.key_length);
-    const int limit = mask.is_causal ? max(0, min(key_length, high_ + 1)) : key_length;
-    const int whole_limit = mask.is_causal ? min(key_length, low_ + 1) : key_length;
+    const KeyLimits limits(mask, key_length, low_, high_);
     const TileSource source(mask, batch_, head_);
     const SpanSource spans(mask, key_length, batch_, head_);
     const int tile_row = first_query_ / tile_q;
@@ -255,11 +253,11 @@ class Walk {
       if (!is_live_tile(mask, state)) continue;
       const uint32_t* bits = bits_of_tile(mask, state);
       if (bits) bits += first_query_ % tile_q * (tile_k / 32);
-      for (int base = first; base < min(first + tile_k, limit); base += kKeys) {
+      for (int base = first; base < min(first + tile_k, limits.limit); base += kKeys) {
         Stage& note = begin_chunk();
         if (thread_ == 0) note.first_key = base;
         uint32_t flags = kInOrder;
-        if (bits || base + kKeys > whole_limit || spans.has_intervals()) {
+        if (bits || base + kKeys > limits.whole_limit || spans.has_intervals()) {
           flags = test_chunk(note, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
           if (flags == 0) continue;
         }
@@ -291,12 +289,7 @@ class Walk {
 #pragma unroll
     for (int w = 0; w < kKeys / 32; ++w) {
       uint32_t word = thread_ <= high_ - low_ ? bits[thread_ * stride + w] : 0;
-      if (!is_whole) {
-        for (uint32_t left = word; left; left &= left - 1) {
-          const int key = __ffs(static_cast<int>(left)) - 1;
-          if (!note.span[w * 32 + key].by(low_ + thread_)) word &= ~(1u << key);
-        }
-      }
+      if (!is_whole) word = bits_seen_at(word, &note.span[w * 32], low_ + thread_);
       note.bits[thread_][w] = word;
       const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
       if (thread_ % 32 == 0) queues_.some_see[thread_ / 32][w] = seen;
@@ -307,7 +300,7 @@ class Walk {
       uint32_t seen = 0;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) seen |= queues_.some_see[warp][thread_ / 32];
-      is_seen = seen >> thread_ % 32 & 1;
+      is_seen = has_bit(seen, thread_ % 32);
       if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;
     }
     return any(is_seen) ? static_cast<uint32_t>(kBits) : 0;
@@ -318,11 +311,8 @@ class Walk {
   __device__ __forceinline__ void walk_live_keys() {
     const LiveKeys& live_keys = call_.live_keys;
     const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
-    const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment_of(first_query_, live_keys.shift[mask_head])];
-    const int64_t begin = mask_head * live_keys.capacity + list.x;
-    index_ = live_keys.index + begin;
-    span_ = live_keys.span + begin;
-    listed_ = list.y;
+    const KeyList list(live_keys, mask_head, first_query_);
+    index_ = list.index, span_ = list.span, listed_ = list.count;
     if (kVariant == Variant::kGathered && is_compact(call_, mask_head)) {
       walk_compact();
       return;
@@ -377,7 +367,7 @@ class Walk {
   __device__ __forceinline__ void refill() {
     if (!kReadsAhead) read();
     const int warp = thread_ / 32, block_at = fetched_at_;
-    const uint32_t before = (1u << thread_ % 32) - 1;
+    const uint32_t before = (1u << (thread_ % 32)) - 1;
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half
@@ -393,19 +383,14 @@ class Walk {
     buffer_ ^= 1;
     if (thread_ % 32 == 0) queues_.warp_counts[buffer_][warp] = counts;
     sync();
-    int place = 0, total = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const int other = queues_.warp_counts[buffer_][w];
-      place += w < warp ? other : 0;
-      total += other;
-    }
+    int place, total;
+    add_counts(queues_.warp_counts[buffer_], warp, place, total);
     int whole_place = whole_head_ + whole_count_ + (place & 0xffff);
     int partial_place = partial_head_ + partial_count_ + (place >> 16);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      if (whole[i] >> thread_ % 32 & 1) queues_.whole[Queues::place(whole_place + __popc(whole[i] & before))] = key[i];
-      if (partial[i] >> thread_ % 32 & 1) {
+      if (has_bit(whole[i], thread_ % 32)) queues_.whole[Queues::place(whole_place + __popc(whole[i] & before))] = key[i];
+      if (has_bit(partial[i], thread_ % 32)) {
         // Not Queues::place, with which the assembler spills a register at D=256.
         queues_.partial[(partial_place + __popc(partial[i] & before)) % Queues::kRing] = block_at + i * 32;
       }

@@ -53,14 +53,20 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
   }
 }
 
+// Descriptions count in units of 16 bytes: a distance in bytes, and that from a tile's first 16 columns to its k-th.
+__host__ __device__ constexpr uint32_t step_of(uint32_t bytes) { return bytes >> 4; }
+__host__ __device__ constexpr uint32_t step_of_columns(int k, int panel_bytes) {
+  return step_of(static_cast<uint32_t>(k / 4 * panel_bytes + k % 4 * 32));
+}
+
 // A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
 // Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows. Only the low half of
 // a description depends on the tile; adding 1 to it moves 16 bytes on.
 __device__ __forceinline__ uint32_t describe_panels(uint32_t address, int panel_bytes) {
-  return static_cast<uint32_t>(panel_bytes >> 4) << 16 | (address & 0x3ffff) >> 4;
+  return (step_of(static_cast<uint32_t>(panel_bytes)) << 16) | step_of(address & 0x3ffff);
 }
 __device__ __forceinline__ uint64_t complete(uint32_t description) {
-  constexpr uint32_t kGroupStride = 1024 >> 4, kSwizzle128 = 1u << 30;
+  constexpr uint32_t kGroupStride = step_of(1024), kSwizzle128 = 1u << 30;
   uint64_t whole;
   asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(description), "n"(kGroupStride | kSwizzle128));
   return whole;
