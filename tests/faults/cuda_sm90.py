@@ -98,7 +98,7 @@ FAULTS = [
             "queries that only later keys of a tile see are left out", BACKWARD + "test_one_key_of_a_tile_is_seen_longer_than_the_others"),
     in_file("backward_load.cuh", "high < min(note.bounds[0][2], note.bounds[1][2]);", "high <= min(note.bounds[0][2], note.bounds[1][2]);",
             "a chunk of queries whose last sees a key no more is not tested", BACKWARD + "test_one_key_of_a_tile_ends_with_a_chunk_of_queries"),
-    in_file("backward_load.cuh", "bits += row_in_tile * words + note.first_key / 32 % words;", "bits += row_in_tile * words;",
+    in_file("backward_load.cuh", "bits += row_in_tile * words + note.first_place / 32 % words;", "bits += row_in_tile * words;",
             "tiles of 256 keys use the bits of their first 128 twice", TILES),
     in_file("backward_load.cuh", "if (++at == chunks) at = 0;", "if (++at == chunks) at = 1;",
             "a chunk of queries comes twice and the first never", THRESHOLDS + " " + RAGGED),

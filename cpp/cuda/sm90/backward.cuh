@@ -1,7 +1,7 @@
-// Attention backward for Hopper: persistent blocks of three warpgroups. One loads, two compute 64 keys of a tile each and walk
-// the queries that see it; grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
+// Attention backward for Hopper: persistent blocks of three warpgroups. One loads; two compute, each with 64 keys of a tile and
+// all the queries that see it. grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
 //
-// The one surprise is that scores are kept transposed, keys by queries: probabilities and score gradients are then operands of
+// The one surprise is that scores are kept transposed, keys by queries. Probabilities and score gradients are then operands of
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
 #pragma once
 
@@ -21,8 +21,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
-  // Read anew where they are needed, because registers are short here: of the thread's first score the query and the key, its
-  // other key is row + 8; the warp's rows begin at first_row, the group's columns of grad_query at first_column.
+  // Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
+  // first_row, the warpgroup's columns of grad_query at first_column. Computed anew where they are needed, because registers are
+  // short.
   struct Place {
     int lane, column, row, first_row, first_column;
     __device__ __forceinline__ Place() {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   float grad_key[kOut][4], grad_value[kOut][4];
   const int row_flags = *call.row_flags;
 
-  // Products of rows: to = keys * queries^T, or values * grad_out^T.
+  // Issues a product of rows: to = keys * queries^T, or values * grad_out^T.
   auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
@@ -60,13 +61,13 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
     commit_products();
   };
-  // Sums over queries: to += scores * queries, or * grad_out.
+  // Issues a sum over queries: to += scores * queries, or scores * grad_out.
   auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t b) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + step_of(k * (16 * 128))));
     commit_products();
   };
-  // The sum over keys: this warpgroup's columns of grad_query.
+  // Issues the sum over keys: this warpgroup's columns of grad_query.
   auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
     const uint32_t a = grad_score_tiles + chunk % 2 * kScoreStep;
 #pragma unroll
@@ -87,7 +88,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
   };
 
-  // Adds what a chunk gave grad_query, each warp its part, by bulk copies: adds by the threads would hold them up.
+  // Adds the grad_query of a chunk to global memory, each warp its part. The copy engine does it, because adds by the threads
+  // would hold them up.
   auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
     const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
     const Place place;
@@ -116,8 +118,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
   };
 
-  // Puts zeros in place of queries that see nothing but are, like what comes in for them, not finite: even a weight of 0 must not
-  // meet those. Their delta is NaN.
+  // Clears queries that see nothing, where query or grad_out is not finite: not even a weight of 0 may be multiplied with those.
+  // Their delta is NaN.
   auto clear_bad_rows = [&](uint32_t stage) {
     constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
     group_sync(kClearBarrier, kThreads);
@@ -141,11 +143,11 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     group_sync(kClearBarrier, kThreads);
   };
 
-  // Of the thread's two keys.
+  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   auto key_at = [&](const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; };
-  auto flush_bias = [&](const KeyNote& tile) {  // the gradient of key_bias, of one head
+  auto flush_bias = [&](const KeyNote& tile) {  // adds the gradient of key_bias of one head to global memory
     if constexpr (kIsGathered) {
       if (!call.grad_key_bias.data || head < 0) return;
       const Place place;
@@ -161,7 +163,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
   };
 
-  uint32_t n = 0;  // notes of queries
+  uint32_t n = 0;  // the number of the note of queries
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
@@ -173,9 +175,10 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The tensor cores always have a product to do beside what the threads do: scores are begun at the end of the chunk before,
+    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
     // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes a
-    // grad_query and its last begins scores that mean nothing, so that registers are the same on all ways through the loop.
+    // grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
+    // through the loop.
     const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
     float scores[kN][4];
     auto begin_scores = [&] {
@@ -284,7 +287,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
 
-      // Gradients of the scores, from the probabilities as the product before has them: both copies would not fit into registers.
+      // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
+      // fp32 would not fit into registers.
       wait_products<1>();
       pin(grad_scores);
 #pragma unroll
@@ -334,7 +338,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
     }
 
-    // The end of the visit: the last chunk's grad_query, then the keys' own sums.
+    // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
     const uint32_t chunks = n - visit;
     wait_products<0>();
     pin(scores);
@@ -348,7 +352,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
     flush_bias(tile);
-    const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_key;
+    const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at(tile, Place().row), key_at(tile, Place().row + 8)};
     if (chunks > first_chunk) {
       barrier_arrive(score_empty.at(chunks - 1));
@@ -377,7 +381,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
     } else {
       const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
-        asm volatile("" ::: "memory");  // one after the other: registers are short here
+        asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
         const Place place;
         const int key = first_key + place.row + 8 * r;
         T* const to =

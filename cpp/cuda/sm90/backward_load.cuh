@@ -1,7 +1,7 @@
-// What the warpgroups of a backward block share, and the warpgroup that loads: half of it tiles of keys and values, one thread of
-// the other half the chunks of queries that see them.
+// What the warpgroups of a backward block share, and the warpgroup that loads: half of it brings tiles of keys and values, one
+// thread of the other half the chunks of queries that see them.
 //
-// The one surprise is the visit: a tile of keys is kept for one visit, which is all the queries that see it, or, where live keys
+// The one surprise is the visit. A tile of keys stays for one visit: while all the queries that see it pass or, where live keys
 // are gathered, those of one segment. A visit ends with a note that brings no queries.
 #pragma once
 
@@ -9,19 +9,20 @@
 
 namespace dmattn::cuda::sm90 {
 
-// A tile of keys: whose, and who sees it.
+// A tile of keys and the queries that see it.
 struct KeyNote {
-  int batch, head, kv_head;      // head: the first of the head group; -1: there is no visit, the work is done
-  int first_key;                 // of keys in order; gathered: of the list
-  int from, to;                  // queries of the visit
-  int bounds[kLoaders / 32][4];  // by loading warp: smallest and largest first, smallest and largest last of its keys' spans
+  int batch, head, kv_head;  // head: the first of the head group; -1: the work is done, no visit begins
+  int first_place;           // of the tile, among all keys or, where keys are gathered, in their list
+  int from, to;              // the queries [from, to) of the visit
+  int bounds[kLoaders / 32]
+            [4];  // for each loading warp: smallest and largest first, smallest and largest last of its keys' spans
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
 };
 
 // A chunk of queries, or the end of a visit.
 struct QueryNote {
-  const uint32_t* bits;  // of the first query and the tile's first key; null: no bits to test
+  const uint32_t* bits;  // those of the first query, from the tile's first key on; null: no bits have to be tested
   int first_query, head;
   bool ends_visit, needs_test;
 };
@@ -37,7 +38,7 @@ struct alignas(1024) BackwardShared {
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // keys by queries
-  // By warp, on its way to global memory: tiles of 8 queries by 16 columns.
+  // For each warp, on the way to global memory: tiles of 8 queries by 16 columns.
   float grad_query[kConsumers * 4][16 * (kDim / kConsumers)];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
@@ -52,7 +53,8 @@ struct alignas(1024) BackwardShared {
 
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
 
-// Tiles of keys and values, one after the other, by half a warpgroup.
+// key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each visit, with a note.
+// By half a warpgroup.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                           BackwardShared<kDim>& shared) {
@@ -65,9 +67,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       tile_empty{shared_address(&shared.tile_empty)};
   uint32_t visit = 0;
 
-  // One visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) tell what it is; a tile
-  // without gaps comes in one piece.
-  auto load = [&](const BackwardItem& item, int first_key, int from, int to, auto key_of, auto span_of) {
+  // Begins a visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) are its keys, -1 for none, and their
+  // spans. A tile without gaps comes in one piece.
+  auto load = [&](const BackwardItem& item, int first_place, int from, int to, auto key_of, auto span_of) {
     note_empty.wait_empty(visit);
     KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
@@ -92,10 +94,10 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     }
     if (thread == 0) {
       note.batch = item.batch, note.head = item.head, note.kv_head = item.kv_head;
-      note.first_key = first_key, note.from = from, note.to = to;
+      note.first_place = first_place, note.from = from, note.to = to;
     }
     barrier_arrive(note_full.at(visit));
-    has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // everyone's index is there, too
+    has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // also waits until all of index is written
     tile_empty.wait_empty(visit);
     const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const TensorView& tensor, int64_t width, uint32_t full) {
       const uint32_t tile = shared_address(to);
@@ -110,7 +112,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         barrier_expect(full, kBackwardKeys * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_key, item.kv_head, item.batch);
+          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, item.kv_head, item.batch);
         }
       } else {
         barrier_arrive(full);
@@ -130,7 +132,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   };
 
   for (uint32_t number = blockIdx.x; number < work.items;) {
-    // Drawn now and looked at later, so that its latency is hidden.
+    // Draw the next item now and look at it later, so that the latency is hidden.
     uint32_t next = work.items;
     if (work.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1));
     const BackwardItem item(p, work, number);
@@ -171,7 +173,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   barrier_arrive(note_full.at(visit));
 }
 
-// The chunks of queries of every visit, by one thread.
+// query, grad_out [B, H, Sq, D or Dv], lse2, delta [B, H, padded_queries] -> chunks of queries in shared memory for every visit,
+// with notes. By one thread.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                              BackwardShared<kDim>& shared) {
@@ -199,7 +202,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
       const uint32_t* bits = bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
-      if (bits) bits += row_in_tile * words + note.first_key / 32 % words;
+      if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
       shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
@@ -221,9 +224,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 
     for (int head = note.head; head < note.head + work.heads; ++head) {
       if (kVariant == Variant::kGathered || !mask.tiles.data) {
-        // Each tile begins elsewhere, so that blocks do not all add to the same rows of grad_query at the same time.
+        // Each tile begins with another chunk, so that blocks do not add to the same rows of grad_query at the same time.
         const int chunks = (to - from + kQueries - 1) / kQueries;
-        for (int i = 0, at = chunks > 0 ? note.first_key / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+        for (int i = 0, at = chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
           send(from + at * kQueries, head, kTileFull, 0);
           if (++at == chunks) at = 0;
         }
@@ -231,7 +234,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       }
       const TileSource source(mask, note.batch, head);
       const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-      const int tile_column = note.first_key / static_cast<int>(mask.tile_k);
+      const int tile_column = note.first_place / static_cast<int>(mask.tile_k);
       const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
       for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
         const int row = list[entry];

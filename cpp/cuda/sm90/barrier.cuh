@@ -1,5 +1,4 @@
-// Barriers in shared memory and named barriers. A barrier's phase completes when all arrivals, and all bytes announced, have
-// come.
+// Barriers in shared memory and named barriers. A phase of a barrier ends when all arrivals and all announced bytes have come.
 #pragma once
 
 #include "../common/device.cuh"
@@ -42,7 +41,7 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) 
   return done != 0;
 }
 
-// Named barriers, for `threads` threads of the block.
+// Named barriers of `threads` threads of the block: wait for all; does any thread say so; how many do.
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -63,7 +62,7 @@ __device__ __forceinline__ int group_count(int id, int threads, bool mine) {
   return count;
 }
 
-// What ordinary stores and copies wrote to shared memory becomes visible to products and tensor copies.
+// Makes what ordinary stores and copies wrote to shared memory visible to products and tensor copies.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 

@@ -35,7 +35,7 @@ constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 
-// The smallest head size that is large enough, then the special variant before the general one.
+// Finds an instance of the smallest head size that is large enough, and of the special variant rather than the general one.
 template <class Instance, size_t kCount>
 const Instance* find_instance(const Instance (&instances)[kCount], const AttentionParams& p, Variant variant) {
   const int64_t width = std::max(p.head_dim, p.value_dim);
@@ -49,7 +49,7 @@ const Instance* find_instance(const Instance (&instances)[kCount], const Attenti
   return best;
 }
 
-// Heads of a group share their keys, so they go into one tile, as long as masks and key_bias do not tell them apart.
+// Heads of a group share their keys, so they go into one tile, unless masks or key_bias tell them apart.
 int find_log2_heads_per_tile(const AttentionParams& p, int rows) {
   const int64_t group = p.heads / p.kv_heads;
   int shift = 0;
@@ -60,13 +60,15 @@ int find_log2_heads_per_tile(const AttentionParams& p, int rows) {
   return shift;
 }
 
-// Of L2. Less where nothing is causal: the more keys come from memory, the lower the clock that the power leaves.
+// Bytes of L2 for the keys of a section. Less without causality: the more keys come from memory, the less power is left for the
+// clock.
 constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
 
-// Where tiles meet few keys, those of all tiles at work have to fit together: the fewer head groups at a time, the fewer keys.
+// Head groups of a section where tiles meet few keys. Then the keys of all tiles at work have to fit into L2 together, and fewer
+// head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
-// Head groups that fit into so much of L2 together, each with so many bytes.
+// How many head groups of head_group_bytes fit into section_bytes, at least one.
 uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, int64_t section_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
@@ -149,7 +151,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
   work.shares = 1;
   if (is_gathered) {
-    // So many that no block has much more to do than the others, if there are only a few segments as well.
+    // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
     const int64_t segments = segments_at(static_cast<int>(p.query_length), call.live_keys.shortest),
                   few = head_groups * std::min<int64_t>(segments, 4);
     work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));

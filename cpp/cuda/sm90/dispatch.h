@@ -1,19 +1,19 @@
 // The sm90 family as the host sees it: forward and backward on Hopper.
 //
-// The one surprise is the miss: cudaErrorNotSupported for what has no kernel here, which another family then takes.
+// The one surprise is the answer for a call without a kernel here: cudaErrorNotSupported, and then another family takes the call.
 #pragma once
 
 #include "../calls.h"
 
 namespace dmattn::cuda::sm90 {
 
-// Is there a forward kernel for the call? Asked before its live keys are found.
+// Does the family have a forward kernel for the call? Asked before its live keys are found.
 bool has_forward(const AttentionParams& p);
 // call.live_keys.ticket: one int of scratch, which launch_live_keys has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
-// Is there a backward kernel for the call? It wants query_sums, in tiles, and key_sums too where live keys are gathered; with a
-// block mask, `seen`.
+// Does the family have a backward kernel for the call? It needs query_sums in tiles, with gathered live keys key_sums, and with a
+// block mask `seen`.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // ticket: one int of scratch.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);

@@ -1,7 +1,7 @@
-// Describes tensors to the copy engine, on the host.
+// Makes the tensor maps of a call on the host: what the copy engine has to know of a tensor.
 //
-// The one surprise is where cuTensorMapEncodeTiled comes from: the driver, asked for at run time, because the library links no
-// CUDA.
+// The one surprise is that cuTensorMapEncodeTiled is a function of the driver, which is asked for it at run time, because the
+// library does not link the driver.
 #pragma once
 
 #include <cuda.h>
@@ -33,7 +33,7 @@ inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kR
   cuuint32_t boxes[kRank], unit[kRank];
   for (int i = 0; i < kRank; ++i) {
     extents[i] = static_cast<cuuint64_t>(sizes[i]);
-    // The stride of a dimension of one element is anything.
+    // A dimension of one element may have any stride, also one that cuTensorMapEncodeTiled refuses.
     steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     unit[i] = 1;

@@ -1,9 +1,8 @@
 // Attention forward for Hopper: persistent blocks. Some warps walk the keys of a tile and leave notes, some load what the notes
-// say, two or three warpgroups compute: products on the tensor cores run while another warpgroup, or the softmax of this one,
-// does its arithmetic.
+// say, and two or three warpgroups compute. The tensor cores multiply for one chunk while the threads do the softmax of another.
 //
-// The one surprise is how little the computing warpgroups know: a chunk is some rows of keys in shared memory and a note, whether
-// the rows came by tensor copy, were gathered one by one, or belong to the next tile.
+// The one surprise is how little the computing warpgroups know. A chunk is some rows of keys in shared memory and a note, no
+// matter whether the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
 #pragma once
 
 #include "../common/dependent_launch.cuh"
@@ -13,7 +12,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Hides what the note hides: scores become -inf there. `positions` are those of the thread's two rows.
+// Scores that the note hides become -inf. positions and queries are those of the thread's two rows.
 template <int kN, class Chunk>
 __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, uint32_t flags, bool is_causal, int column,
                                      const int (&positions)[2], const int (&queries)[2]) {
@@ -94,11 +93,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
                 kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
-  // From lane 0, so that the assembler knows it to be the same in all lanes and keeps what follows from it in uniform registers.
+  // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
+  // registers.
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
-  const int row = group * 64 + warp * 16 + lane / 4;  // of the tile; and row + 8
+  const int row = group * 64 + warp * 16 + lane / 4;  // of the tile; the thread's other row is row + 8
 
   const Ring<kShape.notes> note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)},
@@ -112,7 +112,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // The gathered variant's key_bias is what the scores are added to.
+  // In the gathered variant key_bias is what products are added to.
   const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
   constexpr bool kNatural = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
   auto read_bias = [&](const Chunk& note, int i) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     }
     commit_products();
   };
-  // The weights of one chunk leave the scores, and the key_bias of the next takes their place.
+  // Narrows the weights of one chunk to operands; the key_bias of the next chunk takes their place in scores.
   auto narrow_weights = [&](const Chunk& next) {
     auto narrow = [&](const auto& then) {
 #pragma unroll
@@ -184,7 +184,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   };
 
   using Softmax = OnlineSoftmaxInParts<kNatural>;
-  // Products to weights: logits, what is hidden, the running maximum, then `between`, exponentials, dropout.
+  // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout.
   Softmax softmax;
   float factor[2];
   bool moves = false;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
       }
     }
     // Hide what the note says some rows do not see.
-    // A warp all of whose rows see the keys in question has nothing to hide.
+    // A warp all of whose rows see the tested keys has nothing to hide.
     if (kVariant == Variant::kGathered && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
     if (has_bias) flags &= ~kGaps;
     if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
@@ -255,8 +255,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     }
   };
 
-  // Normalises and writes a tile. Where there is a second tile of queries, by way of the shared memory of the first: a warp's
-  // rows of the output take the place of its rows of the queries, and a tensor copy writes them out.
+  // Normalises and writes a tile. Where a block has room for two tiles of queries, a warp's rows of the output take the place of
+  // its rows of the queries in shared memory, and a tensor copy writes them out.
   constexpr bool kByCopy = kShape.query_tiles > 1;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     const TileNote tile = shared.tiles[tile_number % kTileNotes];
@@ -269,7 +269,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
         scales[r] *= Dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r)).keep_scale;
       }
     }
-    if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {  // empty rows: no NaN of their neighbours' keys
+    if (__any_sync(0xffffffffu,
+                   scales[0] == 0.0f ||
+                       scales[1] == 0.0f)) {  // rows that see nothing: NaN of keys that other rows see must not reach them
 #pragma unroll
       for (int i = 0; i < kOut; ++i) {
 #pragma unroll
@@ -333,7 +335,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
       }
     }
   };
-  // The place of a tile's queries is free: when its last scores are done, or when its output has been read from there.
+  // Says that the place of a tile's queries is free: when its last scores are done, or when its output has left from that place.
   bool is_storing = false;
   auto free_queries = [&](uint32_t tile_number) {
     if (kByCopy && lane == 0) wait_stores_read();
@@ -341,7 +343,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     is_storing = false;
   };
 
-  // The very first chunk has nothing to overlap with.
+  // Compute the very first scores, beside which nothing else can run.
   uint32_t n = 0, tile = 0;
   key_full.wait_full(0);
   uint32_t flags = shared.notes[0].flags;
@@ -362,7 +364,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   weigh(shared.notes[0], flags, 0, [] {});
   barrier_arrive(note_empty.at(0));
 
-  // What comes after chunk n, asked before the products of chunk n - 1 are awaited, so that the answer is here in time.
+  // Goes on to the next chunk's note. Called before the products of the chunk before are waited for, so that the answer is here
+  // in time.
   bool is_first = false;  // chunk n belongs to the next tile
   auto look_ahead = [&] {
     is_first = flags & kLast;
@@ -373,7 +376,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
   // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
   look_ahead();
-  narrow_weights(shared.notes[n % kShape.notes]);  // of the end as well: then it is whatever it is, and not used
+  narrow_weights(shared.notes[n % kShape.notes]);  // at the end the note has no key_bias, and what is read is not used
   while (!(flags & kEnd)) {
     // Wait for the queries of the next tile, if chunk n is its first.
     if (is_first) {

@@ -1,7 +1,8 @@
-// What the warps of a block share, and those that load: keys, values and queries into shared memory, as the notes say.
+// What the warps of a forward block share, and the warps that load: they bring keys, values and queries into shared memory as the
+// notes say.
 //
-// The one surprise is that a gathered chunk is announced late: its rows come by ordinary copies, which have to land and be fenced
-// before the tensor cores may read them, and until then the copies of the next chunk are started, if that can be done at once.
+// The one surprise is that a gathered chunk is announced late. Its rows come by ordinary copies, which have to land and be fenced
+// before the tensor cores may read them. Until then the copies of the next chunk are started, if that need not wait.
 #pragma once
 
 #include "maps.h"
@@ -9,7 +10,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// The tile whose queries are in shared memory.
+// A tile whose queries are in shared memory.
 struct TileNote {
   int batch, head, first_query;
 };
@@ -32,7 +33,7 @@ struct alignas(1024) ForwardShared {
   uint64_t note_full[kShape.notes], note_empty[kShape.notes];
 };
 
-// A ring of barriers: the barrier of the n-th use, and its phase.
+// A ring of barriers. The n-th use has barrier n % kCount, in phase n / kCount.
 template <int kCount>
 struct Ring {
   uint32_t base;
@@ -42,7 +43,7 @@ struct Ring {
   __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount % 2); }
 };
 
-// The address of a row, by one instruction.
+// The address of a row, by one multiplication and addition.
 __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_t row_bytes) {
   const char* to;
   asm volatile("{ .reg .b64 offset; mul.wide.u32 offset, %1, %2; add.s64 %0, offset, %3; }"
@@ -51,20 +52,21 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
   return to;
 }
 
-// Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads; with holes, rows without a key and those from
-// `rows_present` on become zeros. A thread copies rows in batches, every eighth row, where the swizzle is the same; where it has
-// the registers it reads the keys of a batch ahead. `early` is called after the first batch.
+// Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads. With kHasHoles rows without a key, and those
+// from `rows_present` on, become zeros. A thread copies batches of every eighth row, where the swizzle is the same. With
+// kReadsAhead it reads the keys of the next batch before it copies. `early` is called after the first batch.
 template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
 __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int rows_present, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
   constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
-  constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;  // a batch: some copies of rows of one residue
+  constexpr int kParts = kRows / kAtOnce,
+                kBatches = 8 / kGroups * kParts;  // a batch is kAtOnce rows with the same remainder by 8
   static_assert(kGroups > 0 && 8 % kGroups == 0);
   const int chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
   const char* from = rows + (in_row ? chunk * 16 : 0);
-  asm volatile("" : "+l"(from), "+r"(row_bytes));  // in registers, one multiplication and addition gives a row's address
-  if (kHasHoles) asm volatile("" : "+r"(tile));    // no sum with it is kept from chunk to chunk: registers are short
+  asm volatile("" : "+l"(from), "+r"(row_bytes));  // keeps them in registers, for at_row
+  if (kHasHoles) asm volatile("" : "+r"(tile));    // so that no sum with it is kept from chunk to chunk: registers are short
   int4 four[kAtOnce / 4];
   auto read_keys = [&](int batch) {
     const int residue = first + batch / kParts * kGroups;
@@ -78,7 +80,7 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
     const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce;
     const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + ((chunk % 8) ^ residue) * 16;
     if (!kReadsAhead) read_keys(batch);
-    const char* rows_from[kAtOnce];  // all of them first: a copy holds its registers until it has read them
+    const char* rows_from[kAtOnce];  // all addresses first: a copy holds its registers until it has read them
     bool is_wanted[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
@@ -86,15 +88,16 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
       is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < rows_present));
       rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
     }
-    if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // their latency is hidden by the copies
+    if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // the copies hide their latency
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], is_wanted[j]);
     if (batch == 0) early();
   }
 }
 
-// Loads what the notes say: one half of the threads keys and queries, the other values, by the same code. Without gathering,
-// one thread of each does. loader: which of them this thread is.
+// query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
+// as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; without
+// gathering one thread of each half does. loader: this thread's number among them.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                            ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
@@ -120,10 +123,10 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const uint32_t tiles_from = shared_address(is_keys ? shared.key : shared.value);
   const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
-  // Copied rows have to be fenced before the tensor cores read them. So a chunk is announced when it has landed, which is looked
-  // at when a few copies of the next one have been started, or before that has to wait.
-  uint32_t due = 0;  // the barrier of the one that is not announced yet; 0: none
-  // Before we wait for something else, or what that waits for would wait with us.
+  // Copied rows have to be fenced before the tensor cores read them, so a chunk is announced when it has landed. That is waited
+  // for when some copies of the next chunk have been started, or before anything else is waited for.
+  uint32_t due = 0;  // the barrier of a chunk that is not announced yet; 0: there is none
+  // Announces it. Called before anything else is waited for, because that may itself be waiting for this chunk.
   auto settle = [&] {
     if (!due) return;
     copy_async_wait<0>();
@@ -132,12 +135,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     due = 0;
   };
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
-  // Of the tile.
+  // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
-  // By one thread: the queries of tile number `tiles` of this block.
+  // One thread loads the queries of tile number `tiles` of this block.
   auto load_queries = [&](int tile_batch, int head, int first_query) {
     shared.tiles[tiles % kTileNotes] = {tile_batch, head, first_query};
     barrier_expect(query_full.at(tiles), kRows * kDim * 2);
@@ -147,12 +150,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
                query_full.at(tiles), panel * 64, 0, first_query, head >> work.log2_heads_per_tile, tile_batch);
     }
   };
-  if (is_keys && thread == 0) {  // the first tile's are known before the walk's first note
+  if (is_keys && thread == 0) {  // the first tile is known before the walk leaves a note
     const WorkTile<kVariant> tile(call, work, blockIdx.x);
     load_queries(tile.batch, tile.head, tile.first_query);
   }
   int stage = 0;
-  uint32_t parity = 1;  // of the phase in which the stage was filled before
+  uint32_t parity = 1;  // the parity of the phase in which the stage was emptied
   for (uint32_t n = 0;; ++n) {
     if (!__all_sync(0xffffffffu, note_full.is_full(n))) {
       settle();
@@ -177,7 +180,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
     const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.rows_present : kShape.keys;
-    if (has_bias) {  // read now, written when the copies are under way
+    if (has_bias) {  // read now, and written when the copies are under way
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = thread + i * kLoaders, key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
@@ -192,12 +195,13 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     if (flags & kEnd) {
       settle();
       barrier_arrive(stage_full);
-      if (!is_single && thread == 0) barrier_arrive(stage_full);  // as for every chunk: each thread once, the first twice
+      if (!is_single && thread == 0)
+        barrier_arrive(stage_full);  // as for a chunk: every thread arrives once, the first one twice
       return;
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
     if (kVariant != Variant::kDense && !in_order) {
-      // The gathered variant has code of its own for chunks of which no row is missing.
+      // The gathered variant has separate code for chunks without missing rows.
       if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
         gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, note.index, rows_present, from, row_bytes,
@@ -234,7 +238,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         copy_async_commit();
         due = stage_full;
       }
-      if (is_keys && flags & kFirst && tiles > 0) settle();  // at once: what is waited for next may wait for these keys
+      if (is_keys && flags & kFirst && tiles > 0) settle();  // what is waited for next may wait for these keys
     }
     if (is_keys && flags & kFirst) {
       if (thread == 0 && tiles > 0) {

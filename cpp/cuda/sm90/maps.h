@@ -1,4 +1,4 @@
-// The tensors of a call as the copy engine knows them, dimensions from the inside out.
+// The tensors of a call as the copy engine knows them. Dimensions are listed from the inside out.
 #pragma once
 
 #include <cuda.h>

@@ -14,7 +14,7 @@ inline constexpr bool kMayGather = kVariant == Variant::kGathered || kVariant ==
 
 // How the tiles of a call are numbered. A tile is 2^log2_heads_per_tile heads that share their keys, each with `queries` queries.
 struct ForwardWork {
-  int tiles, queries;            // tiles of so many queries
+  int tiles, queries;            // tiles of each head group, and how many queries a tile has
   uint32_t head_groups;          // batches x groups of heads
   uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
   int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
@@ -27,8 +27,8 @@ struct ForwardWork {
   __device__ __forceinline__ int query_of_row(int row) const { return row >> log2_heads_per_tile; }
 };
 
-// One number per tile: heads in sections whose keys fit into L2, late queries first because causality makes them long, then
-// heads; what comes at the very end is one section.
+// A tile by its number. Numbers run over sections of head groups, whose keys fit into L2 together; in a section from late queries
+// to early ones, because causality makes late tiles long; then over head groups. What comes at the very end is one section.
 template <Variant kVariant>
 struct WorkTile {
   int batch, head, first_query;
@@ -62,8 +62,8 @@ struct BackwardWork {
   int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
 };
 
-// An item: head groups in sections, early tiles of keys first because causality makes them long, late segments first for the same
-// reason.
+// An item by its number. Numbers run over sections of head groups; in a section from early tiles of keys to late ones, or from
+// late segments to early ones, because causality makes those long; then over head groups.
 struct BackwardItem {
   int batch, head, kv_head, tile;
 

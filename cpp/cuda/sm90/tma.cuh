@@ -1,4 +1,5 @@
-// Hopper's copy engine as functions: boxes of tensors, consecutive bytes, and sums, between global and shared memory.
+// Hopper's copy engine as functions: copies of boxes of tensors and of consecutive bytes, and adds, between global and shared
+// memory.
 #pragma once
 
 #include <cuda.h>
@@ -27,26 +28,26 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
-// Consecutive bytes, a multiple of 16, as are both addresses.
+// Copies consecutive bytes. Their number and both addresses are multiples of 16.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// The other way: a box in shared memory to the tensor. What lies outside the tensor is not written.
+// Copies a box from shared memory to the tensor. What lies outside the tensor is not written.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map), "r"(from),
                "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                : "memory");
 }
-// Adds consecutive floats to global memory; 16-byte units.
+// Adds consecutive floats in shared memory to those in global memory, in units of 16 bytes.
 __device__ __forceinline__ void add_floats(float* to, uint32_t from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's stores have read shared memory.
+// Waits until this thread's stores have read shared memory.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace dmattn::cuda::sm90

@@ -1,8 +1,9 @@
-// Which keys a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes for them.
+// The walk over the keys that a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes
+// for them. common/walk.cuh says what this walk shares with the one of the portable family, and why no more.
 //
-// The one surprise is that keys in order, where no mask names them, and compact copies of keys are walked backwards from the last
-// one the tile sees: chunks then end where visibility ends, so no key behind it is ever loaded, and keys in front of the first
-// are zeros by the rules of tensor copies.
+// The one surprise is that compact keys, and keys in order where no block mask is given, are walked backwards from the last one
+// that the tile sees. Chunks then end where visibility ends, so no key behind that is ever loaded. What a tensor copy reads in
+// front of the first key is zero.
 #pragma once
 
 #include "../common/compact_keys.cuh"
@@ -14,7 +15,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// What the walk keeps in shared memory; the plain and dense variants have no lists to walk.
+// What the walk keeps in shared memory. The plain and dense variants have no lists, and so no queues.
 template <int kDim, Variant kVariant>
 struct WalkQueues {
   static constexpr int kThreads = kForwardShape<kDim, kVariant>.walkers(), kWarps = kThreads / 32;
@@ -26,12 +27,13 @@ struct WalkQueues {
   int32_t partial[kRing];  // places in the list of keys that some see
   int warp_counts[2][kWarps];
   uint32_t warp_flags[2][kWarps];
-  uint32_t some_see[kWarps][4];  // [warp][word]
+  uint32_t some_see[kWarps][4];  // of the queries of each warp: which keys of a chunk does one see? A bit for each key
   uint32_t item;
-  // With a block mask: entries of its row, and their states.
+  // With a block mask: some entries of its row of tiles, and their states.
   static constexpr bool kHasEntries = kVariant == Variant::kPlain || kVariant == Variant::kGeneral;
   int32_t entries[kHasEntries ? kThreads : 1], states[kHasEntries ? kThreads : 1];
-  // With a block mask, by thread: which of its tiles are short, and how many of the threads before it are; of all, 0: no order.
+  // With a block mask, for each thread: which of its tiles are short, and how many tiles of the threads before it are.
+  // short_tiles: how many of all; 0: tiles come as they are numbered.
   static constexpr bool kHasOrder = kVariant == Variant::kPlain;
   uint32_t is_short[kHasOrder ? kThreads : 1];
   uint16_t short_before[kHasOrder ? kThreads : 1];
@@ -55,12 +57,12 @@ class Walk {
         note_empty_(note_empty),
         thread_(thread) {}
 
-  // Walks tile after tile until there are none, then says so.
+  // Walks tile after tile, and leaves a note with kEnd when none is left.
   __device__ __forceinline__ void run() {
     const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.head_groups;
     for (uint32_t item = blockIdx.x; item < items;) {  // the first one's queries are being loaded: load_tiles counts on it
       walk_tile(item);
-      // Drawn as late as consumers leave time for, so that no block has tiles in store while others have none.
+      // Draw the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
       uint32_t next = items;
       if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
       const bool is_first = item == blockIdx.x;
@@ -89,22 +91,23 @@ class Walk {
   __device__ __forceinline__ void sync() const { group_sync(kBarrier, kThreads); }
   __device__ __forceinline__ bool any(bool mine) const { return group_any(kBarrier, kThreads, mine); }
 
-  // ---- which tiles come last ----
+  // ---- the order of tiles under a block mask ----
 
-  // With a block mask tiles are as long as the mask says. The shortest quarter comes last, so that the blocks finish together:
-  // every block finds them for itself, beyond the first tile of each block, while its own first tile is computed.
-  static constexpr uint32_t kMostOrdered = 32 * kThreads;  // a thread keeps 32 tiles in mind
+  // With a block mask some tiles meet many more keys than others. The quarter with the fewest comes last, so that the blocks
+  // finish together. Every block finds these short tiles for itself, among those that no block has as its first, while its own
+  // first tile is computed.
+  static constexpr uint32_t kMostOrdered = 32 * kThreads;  // tiles that can be ordered: a thread has a bit for each of 32
 
   __device__ __forceinline__ void find_short_tiles(uint32_t items) {
     const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
-    // So few entries that no more than a quarter of some tiles have fewer.
+    // Find the largest number of entries than which at most a quarter of a sample of the tiles have fewer.
     const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kThreads));
     int few = 0;
     for (int step = 1 << (31 - __clz(static_cast<int>(call_.p.mask.tiles_k))); step > 0; step /= 2) {
       if (group_count(kBarrier, kThreads, sample < few + step) <= kThreads / 4) few += step;
     }
     uint32_t is_short = 0;
-    if (any(sample < few)) {  // otherwise they are alike
+    if (any(sample < few)) {  // otherwise tiles are alike
       for (int i = 0; i < each && thread_ * each + i < others; ++i) {
         if (entries_of(gridDim.x + static_cast<uint32_t>(thread_ * each + i)) < few) is_short |= 1u << i;
       }
@@ -129,7 +132,7 @@ class Walk {
     sync();
   }
 
-  // The tile that is `at`-th in that order; the thread that has it in mind tells.
+  // The tile that is `at`-th in that order. The thread that has its bit tells the others.
   __device__ __forceinline__ uint32_t long_first(uint32_t at, uint32_t items) {
     const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
     const int first = thread_ * each, mine = max(0, min(each, others - first));
@@ -176,7 +179,7 @@ class Walk {
     } else {
       walk_in_order();
     }
-    if (!has_pending_) {  // nobody sees anything: a chunk of nothing keeps everyone in step
+    if (!has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
       Stage& note = begin_chunk();
       if (thread_ == 0) note.first_key = -kKeys;
       if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Stage::bias_place(thread_)] = 0.0f;
@@ -270,8 +273,8 @@ class Walk {
     }
   }
 
-  // Fills in index, spans and bits; the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that no query
-  // of the tile sees get index -1, so that whatever they hold is never loaded.
+  // Fills in index, spans and bits. Returns the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that
+  // no query of the tile sees get index -1, so that whatever they hold is never loaded.
   __device__ __forceinline__ uint32_t test_chunk(Stage& note, const SpanSource& spans, int base, const uint32_t* bits,
                                                  int stride) {
     bool touches = false, covers = true;
@@ -285,7 +288,7 @@ class Walk {
     if (!any(touches)) return 0;
     const bool is_whole = !any(!covers);
     if (!bits) return is_whole ? kInOrder : kSpans;
-    // A key may be hidden from everyone by its bits and its span together, so the bits take in the spans.
+    // Bits and span together may hide a key from every query, so what a span hides is cleared in the bits.
 #pragma unroll
     for (int w = 0; w < kKeys / 32; ++w) {
       uint32_t word = thread_ <= high_ - low_ ? bits[thread_ * stride + w] : 0;
@@ -321,7 +324,7 @@ class Walk {
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch();
     for (;;) {
-      // Enough for a chunk, and to know whether there is another one.
+      // Read on until there is a chunk, and until it is known whether another one follows.
       while (has_fetched() && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
       if (whole_count_ + partial_count_ == 0) break;
       if (whole_count_ >= kKeys) {
@@ -333,8 +336,8 @@ class Walk {
     }
   }
 
-  // The keys of the list are copied to one place, and every query sees all of it: in order, from its end, so that no place behind
-  // it is read.
+  // Every query sees all keys of the list, and their compact copies are in order. They are walked from the end, so that nothing
+  // behind them is read.
   __device__ __forceinline__ void walk_compact() {
     for (int end = listed_; end > 0; end -= kKeys) {
       Stage& note = begin_chunk();
@@ -343,12 +346,13 @@ class Walk {
     }
   }
 
-  // Are there keys of the list that are not in the queues yet?
+  // Does the list have keys that are not in the queues yet?
   __device__ __forceinline__ bool has_fetched() const { return at_ - kBlock < listed_; }
 
-  // Starts reading the next keys of the list, a refill ahead, so that the latency is hidden.
+  // Moves on to the next keys of the list, and where registers allow starts to read them, a refill ahead, so that the latency is
+  // hidden.
   __device__ __forceinline__ void fetch() {
-    // A warp takes its share in one piece, so that the queues keep the order of the keys.
+    // A warp's keys are neighbours in the list, so that the queues keep the order of the keys.
     fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
     at_ += kBlock;
     if (kReadsAhead) read();
@@ -363,7 +367,7 @@ class Walk {
     }
   }
 
-  // Puts the keys that were read into the queues and starts on the next.
+  // Puts the keys that were read into the queues, and moves on to the next.
   __device__ __forceinline__ void refill() {
     if (!kReadsAhead) read();
     const int warp = thread_ / 32, block_at = fetched_at_;
@@ -406,7 +410,7 @@ class Walk {
   __device__ __forceinline__ void take_whole_chunk() {
     const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
     Stage& note = begin_chunk();
-    const bool is_run = last - first == kKeys - 1;  // in the order of the keys, so a run is as long as its ends are apart
+    const bool is_run = last - first == kKeys - 1;  // keys ascend, so they are neighbours when their ends are so far apart
     if (thread_ == 0) note.first_key = first;
     if (!is_run || kVariant == Variant::kGeneral) {
 #pragma unroll
@@ -420,7 +424,7 @@ class Walk {
     accept(is_run ? static_cast<uint32_t>(kInOrder) : 0);
   }
 
-  // Keys that some see, filled up with what is left of the others.
+  // A chunk of keys that some queries see, filled up with keys that all of them see.
   __device__ __forceinline__ void take_mixed_chunk() {
     const int from_partial = min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
@@ -441,8 +445,8 @@ class Walk {
     }
     uint32_t flags = kSpans;
     Stage& note = begin_chunk();
-    // Without a key that all queries see there may be a query that sees none: then every row is tested, so that whatever the
-    // query holds its row stays empty.
+    // Without a key that all queries see some query may see none. Then every row is tested, so that the row of such a query stays
+    // empty whatever it holds.
     if (kVariant == Variant::kGathered && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
@@ -467,19 +471,19 @@ class Walk {
     note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
   }
 
-  // The bits from `first` on: none from 32 on, because this shift does not look at its amount modulo 32.
+  // The bits from `first` on, none when first is 32 or more: this shift does not take its amount modulo 32.
   static __device__ __forceinline__ uint32_t ones_from(int first) {
     uint32_t ones;
     asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(ones) : "r"(first));
     return ones;
   }
 
-  // Notes which rows of the tile see the keys of this thread's rows of the chunk; flags for the computing warps that need the
-  // test, because one of their rows does not see one of the first `tested` keys.
+  // Notes which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each computing warp that
+  // needs the test, because one of its rows does not see one of the first `tested` keys.
   __device__ __forceinline__ uint32_t note_seen(Stage& note, const Span (&spans)[kRowsPerThread], int tested) {
     const int shift = work_.log2_heads_per_tile;  // a query is 2^shift rows
     int thread = thread_;
-    asm volatile("" : "+r"(thread));  // what follows from it is computed here and now: registers are short
+    asm volatile("" : "+r"(thread));  // so that what follows from it is computed here, not kept: registers are short
     uint32_t mine = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
@@ -494,7 +498,7 @@ class Walk {
           note.seen[2 * word + 1][Stage::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
         }
       }
-      // The warps, by bit, of which every row sees the key need no test of it.
+      // The warps all of whose rows see the key need no test of it: a bit for each.
       const int from_warp = (first + 15) / 16, to_warp = last / 16;
       const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
       if (row < tested) mine |= ((1u << (kRows / 16)) - 1) & ~whole;
@@ -509,7 +513,7 @@ class Walk {
     return all * kTested;
   }
 
-  static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // of a list, looked at at once
+  static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // entries of a list that are read at once
   static_assert(!Queues::kHasLists || Queues::kRing >= kBlock + 2 * kKeys);
   static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the general variant has no registers to spare
   const ForwardCall& call_;
@@ -518,13 +522,13 @@ class Walk {
   Stage* const notes_;
   const uint32_t note_full_, note_empty_;
   const int thread_;
-  // notes
+  // The notes.
   uint32_t begun_ = 0, pending_flags_ = 0, position_flag_ = 0;
   bool has_pending_ = false;
-  // the tile
+  // The tile.
   int batch_ = 0, head_ = 0, first_query_ = 0, low_ = 0, high_ = 0;
   const float* key_bias_ = nullptr;
-  // gathered
+  // The list, where keys are gathered, and the queues.
   Span fetched_[kPerThread];
   int fetched_key_[kPerThread], fetched_at_ = 0;
   const int32_t* index_ = nullptr;

@@ -1,14 +1,14 @@
-// Warpgroup products as functions, and what moves their operands: registers handed over, fragments stored.
+// Products of a warpgroup as functions, and what prepares them: registers taken and given, fragments stored, tiles described.
 //
-// The one surprise is that a warpgroup product runs on after its instruction: until wait_products, the compiler must neither read
-// the result nor reuse an operand's registers, which is what `pin` tells it.
+// The one surprise is that such a product runs on after its instruction. Until wait_products the compiler must neither read the
+// result nor reuse the registers of an operand; `pin` tells it so.
 #pragma once
 
 #include "../common/device.cuh"
 
 namespace dmattn::cuda::sm90 {
 
-// The lane, read anew: what follows from it is not kept in registers where those are short.
+// The lane, read anew at every call, so that what is computed from it is not kept in registers.
 __device__ __forceinline__ int read_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -59,9 +59,9 @@ __host__ __device__ constexpr uint32_t step_of_columns(int k, int panel_bytes) {
   return step_of(static_cast<uint32_t>(k / 4 * panel_bytes + k % 4 * 32));
 }
 
-// A tile in shared memory is kept as panels of 64 columns: 128 bytes a row, 16-byte chunk c of row r at chunk c ^ (r % 8).
-// Described to the tensor cores by its address, the distance of panels and the distance of groups of 8 rows. Only the low half of
-// a description depends on the tile; adding 1 to it moves 16 bytes on.
+// A tile in shared memory is kept as panels of 64 columns: 128 bytes for a row, and 16-byte piece c of row r at piece c ^ (r %
+// 8). A description tells the tensor cores its address, the distance of panels and the distance of groups of 8 rows. Only its low
+// half depends on the tile; adding 1 to that moves 16 bytes on.
 __device__ __forceinline__ uint32_t describe_panels(uint32_t address, int panel_bytes) {
   return (step_of(static_cast<uint32_t>(panel_bytes)) << 16) | step_of(address & 0x3ffff);
 }
@@ -84,9 +84,10 @@ __device__ __forceinline__ void pin(float (&d)[kN][4]) {
   for (int n = 0; n < kN; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
 
-// One step of 16 in the inner dimension; d[n][0..3] are the elements of mma.sync's m16n8 layout, 64 rows over the warpgroup.
-// from_shared: a and b by description, the inner dimension along the rows of both; kByRows: over their rows, and of a 64 columns.
-// from_registers: a in mma.sync's layout, b by description, inner dimension over its rows.
+// One step of 16 in the inner dimension of a product. d[n][0..3] are elements in mma.sync's m16n8 layout, 64 rows over the
+// warpgroup. from_shared: a and b are described tiles, and the inner dimension runs along their rows; with kByRows it runs over
+// their rows, and a has 64 columns. from_registers: a is in mma.sync's layout, b is described, and the inner dimension runs over
+// b's rows.
 template <class T, int kN>
 struct Product;
 
