@@ -19,6 +19,7 @@ template <int kDim, Variant kVariant>
 struct alignas(1024) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   static constexpr int kRows = kShape.rows();
+  static constexpr bool kByCopy = kShape.query_tiles > 1;  // the output leaves by tensor copies, from the place of the queries
   static constexpr int kTileNotes = 4;  // the output of a tile is written while its second successor may be loading
   static_assert(kTileNotes >= kShape.query_tiles + 2);
   uint16_t query[kShape.query_tiles][kRows * kDim];
