@@ -84,7 +84,101 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
 
 // May logits have a bias? Then the running maximum is a logit itself (common/softmax.cuh).
 template <Variant kVariant>
-inline constexpr bool kHasBias = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+inline constexpr bool kMayHaveBias = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+
+// Products that were not added to the key_bias become logits.
+template <Variant kVariant, int kN, class Chunk>
+__device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Chunk& note, int column, float scale) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const bool is_natural = Chunk::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Chunk::kBiasWarps];
+    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float bias = e % 2 == 0 ? pair.x : pair.y;
+      scores[0][i][e] = is_natural ? fmaf(scores[0][i][e], scale, bias) : (scores[0][i][e] + bias) * scale;
+    }
+    asm volatile("" ::: "memory");  // not all loads at once: registers are short here
+  }
+}
+
+// Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
+// when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
+// thread's first score, `has_bias` says that products are added to key_bias.
+template <class T, int kDim, Variant kVariant, class Softmax, int kN, class Between>
+__device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
+                                             const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
+                                             uint32_t flags, uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
+                                             float (&factor)[2], int row, int column, bool has_bias, const Between& between) {
+  using Chunk = Note<kDim, kVariant>;
+  constexpr bool kNatural = kMayHaveBias<kVariant>;
+  const AttentionParams& p = call.p;
+  const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+  float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
+  const int32_t* const indices = &note.index[index_place<Chunk::kKeys>(column)];
+  auto key_of = [&](int i, int e) {
+    return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Chunk::kKeys>(8 * i + e)];
+  };
+  if constexpr (kVariant == Variant::kGeneral) {
+    unit = 1.0f, to_base_2 = kLog2e;
+    const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const LogitTerms<T> terms(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
+      const int query = tile.first_query + work.query_of_row(row + 8 * r);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& logit = scores[0][i][2 * r + e];
+          const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
+          logit = terms.capped(logit) + key_bias[Chunk::bias_place(8 * i + e)] + bias;
+        }
+      }
+    }
+  }
+  // Hide what the note says some rows do not see.
+  // A warp all of whose rows see the tested keys has nothing to hide.
+  if (kVariant == Variant::kGathered && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
+  if (has_bias) flags &= ~kGaps;
+  if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
+    const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
+    const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
+    hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
+  }
+  const bool has_huge = kVariant == Variant::kGathered && __any_sync(0xffffffffu, flags & kHuge);
+  if (has_huge) {
+    add_bias<kVariant>(scores, note, column, call.scale);
+    unit = 1.0f;
+  }
+  // Move the running maximum where scores have outgrown it.
+  const bool moves = softmax.move_maximum(scores[0], unit, factor);
+  between();
+  if (has_huge || kVariant == Variant::kGeneral) {
+    if constexpr (kNatural) softmax.subtract_maximum(scores[0]);
+    to_base_2 = 1.0f;
+  }
+  // Turn scores into weights and add them to the rows' sums.
+  softmax.exponentiate(scores[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
+  if constexpr (kVariant == Variant::kGeneral) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
+      if (dropout.is_on()) {
+        const uint32_t row_key = dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r));
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const uint32_t key = static_cast<uint32_t>(key_of(i, e));
+            if (!dropout_keeps(row_key, key, dropout.threshold)) scores[0][i][2 * r + e] = 0.0f;
+          }
+        }
+      }
+    }
+  }
+  return moves;
+}
 
 // Normalises and writes a tile. Where a block has room for two tiles of queries, a warp's rows of the output take the place of
 // its rows of the queries in shared memory, and a tensor copy writes them out. `row` is the thread's first row.
@@ -95,7 +189,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
   using Shared = ForwardShared<kDim, kVariant>;
   constexpr ForwardShape kShape = Shared::kShape;
   constexpr int kRows = Shared::kRows, kOut = kDim / 8, kTileNotes = Shared::kTileNotes;
-  constexpr bool kByCopy = Shared::kByCopy, kNatural = kHasBias<kVariant>;
+  constexpr bool kByCopy = Shared::kByCopy, kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
   const TileNote tile = shared.tiles[tile_number % kTileNotes];
   float scales[2];
@@ -206,7 +300,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
   // In the gathered variant key_bias is what products are added to.
   const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
-  constexpr bool kNatural = kHasBias<kVariant>;
+  constexpr bool kNatural = kMayHaveBias<kVariant>;
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -260,91 +354,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
   };
 
-  // Products that were not added to the key_bias become logits.
-  auto add_bias = [&](const Chunk& note) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      const bool is_natural = Chunk::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Chunk::kBiasWarps];
-      const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float bias = e % 2 == 0 ? pair.x : pair.y;
-        scores[0][i][e] = is_natural ? fmaf(scores[0][i][e], call.scale, bias) : (scores[0][i][e] + bias) * call.scale;
-      }
-      asm volatile("" ::: "memory");  // not all loads at once: registers are short here
-    }
-  };
-
   using Softmax = OnlineSoftmaxInParts<kNatural>;
-  // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout.
   Softmax softmax;
   float factor[2];
   bool moves = false;
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
-    const TileNote& tile = shared.tiles[tile_number % kTileNotes];
-    float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
-    const int32_t* const indices = &note.index[index_place<kShape.keys>(column)];
-    auto key_of = [&](int i, int e) {
-      return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<kShape.keys>(8 * i + e)];
-    };
-    if constexpr (kVariant == Variant::kGeneral) {
-      unit = 1.0f, to_base_2 = kLog2e;
-      const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const LogitTerms<T> terms(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
-        const int query = tile.first_query + work.query_of_row(row + 8 * r);
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& logit = scores[0][i][2 * r + e];
-            const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
-            logit = terms.capped(logit) + key_bias[Chunk::bias_place(8 * i + e)] + bias;
-          }
-        }
-      }
-    }
-    // Hide what the note says some rows do not see.
-    // A warp all of whose rows see the tested keys has nothing to hide.
-    if (kVariant == Variant::kGathered && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
-    if (has_bias) flags &= ~kGaps;
-    if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
-      const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
-      const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
-      hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
-    }
-    const bool has_huge = kVariant == Variant::kGathered && __any_sync(0xffffffffu, flags & kHuge);
-    if (has_huge) {
-      add_bias(note);
-      unit = 1.0f;
-    }
-    // Move the running maximum where scores have outgrown it.
-    moves = softmax.move_maximum(scores[0], unit, factor);
-    between();
-    if (has_huge || kVariant == Variant::kGeneral) {
-      if constexpr (kNatural) softmax.subtract_maximum(scores[0]);
-      to_base_2 = 1.0f;
-    }
-    // Turn scores into weights and add them to the rows' sums.
-    softmax.exponentiate(scores[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
-    if constexpr (kVariant == Variant::kGeneral) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
-        if (dropout.is_on()) {
-          const uint32_t row_key = dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r));
-#pragma unroll
-          for (int i = 0; i < kN; ++i) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const uint32_t key = static_cast<uint32_t>(key_of(i, e));
-              if (!dropout_keeps(row_key, key, dropout.threshold)) scores[0][i][2 * r + e] = 0.0f;
-            }
-          }
-        }
-      }
-    }
+    moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
+                                            has_bias, between);
   };
 
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
