@@ -10,9 +10,260 @@
 
 namespace dmattn::cuda::sm90 {
 
+// Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
+// first_row, the warpgroup's columns of grad_query at first_column. Computed anew where they are needed, because registers are
+// short.
+template <int kDim>
+struct ScorePlace {
+  int lane, column, row, first_row, first_column;
+  __device__ __forceinline__ ScorePlace() {
+    const int thread = static_cast<int>(thread_index());
+    lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
+    first_column = thread / kWarpgroup * (kDim / kConsumers);
+  }
+};
+
+// The key in a row of the tile, -1 for none.
+__device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
+
+// Adds the grad_query of a chunk to global memory, each warp its part: 16 queries and kPart columns. The copy engine does it,
+// because adds by the threads would hold them up.
+template <int kDim, int kTiles>
+__device__ __forceinline__ void add_grad_query(const BackwardCall& call, BackwardShared<kDim>& shared,
+                                               const float (&from)[kTiles][4], uint32_t n, int batch) {
+  constexpr int kPart = kTiles * 8;
+  const AttentionParams& p = call.b.forward;
+  const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+  const ScorePlace<kDim> place;
+  const int width = static_cast<int>(sum_width(p.head_dim));
+  const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
+  float* const to = call.query_sums + first_row * width + place.first_column * 8;
+  constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
+  const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
+  if (place.lane == 0) wait_stores_read();  // those of the chunk before
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kPart / 8; i += 2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
+                      from[i + 1][2 * r + 1]);
+    }
+  }
+  fence_async();
+  __syncwarp();
+  const int bytes = min(kPart, width - place.first_column) * 8 * 4;
+  if (place.lane == 0 && bytes > 0) {
+    add_floats(to, staged, bytes);
+    add_floats(to + 8 * width, staged + kRowBytes, bytes);
+    commit_stores();
+  }
+}
+
+// Clears queries that see nothing, where query or grad_out is not finite: not even a weight of 0 may be multiplied with those.
+// Their delta is NaN.
+template <int kDim>
+__device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim>& shared, uint32_t stage) {
+  constexpr int kQueries = BackwardShared<kDim>::kShape.queries;
+  constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
+  group_sync(kClearBarrier, kThreads);
+  const int thread = static_cast<int>(thread_index()), row = thread / kEach;
+  const bool is_bad = shared.lse2[stage][row] == -negative_infinity() && shared.delta[stage][row] != shared.delta[stage][row];
+  __syncwarp();
+  if (is_bad) {
+#pragma unroll 1
+    for (uint16_t* const tile : {shared.query[stage], shared.grad_out[stage]}) {
+#pragma unroll 1
+      for (int panel = 0; panel < kDim / 64; ++panel) {
+#pragma unroll 1
+        for (int i = thread % kEach; i < 8; i += kEach) {
+          reinterpret_cast<uint4*>(tile)[(panel * kQueries * 128 + row * 128) / 16 + i] = {0, 0, 0, 0};
+        }
+      }
+    }
+    if (thread % kEach == 0) shared.delta[stage][row] = 0.0f;
+  }
+  fence_async();
+  group_sync(kClearBarrier, kThreads);
+}
+
+// Scores that spans or the bits of a block mask hide become -inf.
+template <int kDim, Variant kVariant, int kN>
+__device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyNote& tile, const QueryNote& note,
+                                            float (&scores)[kN][4]) {
+  // Hide what spans hide.
+  if (note.needs_test) {
+    const ScorePlace<kDim> place;
+    const int position = note.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
+    const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!span[e / 2].sees(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
+      }
+    }
+  }
+  // Hide what the bits of a block mask hide.
+  if (kVariant != Variant::kGathered && note.bits) {
+    const int words = static_cast<int>(p.mask.tile_k) / 32;
+    const ScorePlace<kDim> place;
+    const uint32_t* const bits = note.bits + place.column * words + place.row / 32;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t word = bits[(8 * i + e) * words] >> (place.row % 32);
+        if (!has_bit(word, 0)) scores[i][e] = negative_infinity();
+        if (!has_bit(word, 8)) scores[i][2 + e] = negative_infinity();
+      }
+    }
+  }
+}
+
+// Scores become probabilities exp(score - lse) in rows whose lse may be huge.
+template <int kDim, int kN>
+__device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
+                                                  float (&scores)[kN][4]) {
+  const AttentionParams& p = call.b.forward;
+  const ScorePlace<kDim> place;
+  const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + place.column;
+  const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
+  float bias_of[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = key_at(tile, place.row + 8 * r);
+    bias_of[r] = bias && key >= 0 ? bias[key] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int64_t at = terms + 8 * i + e % 2;
+      scores[i][e] =
+          exp2_approx(probability_exponent(fmaf(scores[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+    }
+  }
+}
+
+// Scores become probabilities exp(score - lse). bias_2: key_bias of the thread's two keys in base 2; lse2_of: lse of the chunk's
+// queries.
+template <Variant kVariant, int kN>
+__device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float* lse2_of, int column, const float (&bias_2)[2],
+                                             float scale_2) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float shift_2 = (kVariant == Variant::kGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
+      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, shift_2));
+    }
+  }
+}
+
+// Adds the gradient of key_bias for the thread's two keys and one head to global memory, and begins anew.
+template <int kDim>
+__device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyNote& tile, int head, float (&bias_sum)[2]) {
+  if (!call.grad_key_bias.data || head < 0) return;
+  const ScorePlace<kDim> place;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = bias_sum[r];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int key = key_at(tile, place.row + 8 * r);
+    if (place.lane % 4 == 0 && key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, tile.batch, head) + key, sum);
+    bias_sum[r] = 0.0f;
+  }
+}
+
+// Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums; a missing key has the spare
+// row.
+template <int kDim>
+__device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
+                                             const float (&grad_key)[kDim / 8][4], const float (&grad_value)[kDim / 8][4]) {
+  constexpr int kOut = kDim / 8;
+  const AttentionParams& p = call.b.forward;
+  const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = keys_of_rows[r];
+    const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
+    float* const to = call.key_sums + at * both + ScorePlace<kDim>().lane % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < kOut; i += 2) {
+      if (i * 8 < key_width) {
+        add_4(to + i * 8, grad_key[i][2 * r], grad_key[i][2 * r + 1], grad_key[i + 1][2 * r], grad_key[i + 1][2 * r + 1]);
+      }
+      if (i * 8 < both - key_width) {
+        add_4(to + key_width + i * 8, grad_value[i][2 * r], grad_value[i][2 * r + 1], grad_value[i + 1][2 * r],
+              grad_value[i + 1][2 * r + 1]);
+      }
+    }
+  }
+}
+
+// Writes grad_key and grad_value of keys in order, of which the tile's first is first_key.
+template <class T, int kDim>
+__device__ __forceinline__ void store_key_gradients(const BackwardCall& call, int batch, int kv_head, int first_key,
+                                                    const float (&grad_key)[kDim / 8][4],
+                                                    const float (&grad_value)[kDim / 8][4]) {
+  constexpr int kOut = kDim / 8;
+  const AttentionParams& p = call.b.forward;
+  const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
+    asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
+    const ScorePlace<kDim> place;
+    const int key = first_key + place.row + 8 * r;
+    T* const to =
+        static_cast<T*>(tensor.data) + batch * tensor.batch_stride + kv_head * tensor.head_stride + key * tensor.row_stride;
+#pragma unroll
+    for (int i = 0; i < kOut; i += 4) {
+      uint32_t piece[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
+      transpose_quad(piece);
+      const int at = (i + place.lane % 4) * 8;
+      if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+    }
+  };
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    store(call.b.grad_key, p.head_dim, grad_key, call.scale, r);
+    store(call.b.grad_value, p.value_dim, grad_value, 1.0f, r);
+  }
+}
+
+// Narrows a block of scores to operands of a product.
+template <class T, int kSteps, int kN>
+__device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto& four = from[2 * k + i / 2];
+      to[k][i] = Element<T>::narrow_pair(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+// Score gradients [keys, queries] of the warp to their tile in shared memory.
+template <int kDim, int kSteps>
+__device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gradients)[kSteps][4]) {
+  const ScorePlace<kDim> place;
+  const int tile_row = place.first_row + place.lane % 16;
+  const uint32_t to = tile + tile_row * 128;
+  const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
+  }
+}
+
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of 64 queries.
-// Scores and their gradients are [64 keys, 64 queries].
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of 64
+// queries. Scores and their gradients are [64 keys, 64 queries].
 template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
   using Shared = BackwardShared<kDim>;
@@ -21,18 +272,6 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
-  // Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
-  // first_row, the warpgroup's columns of grad_query at first_column. Computed anew where they are needed, because registers are
-  // short.
-  struct Place {
-    int lane, column, row, first_row, first_column;
-    __device__ __forceinline__ Place() {
-      const int thread = static_cast<int>(thread_index());
-      lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
-      first_column = thread / kWarpgroup * kPart;
-    }
-  };
-
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
       tile_empty{shared_address(&shared.tile_empty)};
@@ -77,92 +316,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
     commit_products();
   };
-  auto narrow = [&](uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const auto& four = from[2 * k + i / 2];
-        to[k][i] = Element<T>::narrow_pair(four[i % 2 * 2], four[i % 2 * 2 + 1]);
-      }
-    }
-  };
-
-  // Adds the grad_query of a chunk to global memory, each warp its part. The copy engine does it, because adds by the threads
-  // would hold them up.
-  auto add_grad_query = [&](const float (&from)[kPart / 8][4], uint32_t n, int batch) {
-    const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-    const Place place;
-    const int width = static_cast<int>(sum_width(p.head_dim));
-    const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
-    float* const to = call.query_sums + first_row * width + place.first_column * 8;
-    constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
-    const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
-    if (place.lane == 0) wait_stores_read();  // those of the chunk before
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kPart / 8; i += 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1],
-                        from[i + 1][2 * r], from[i + 1][2 * r + 1]);
-      }
-    }
-    fence_async();
-    __syncwarp();
-    const int bytes = min(kPart, width - place.first_column) * 8 * 4;
-    if (place.lane == 0 && bytes > 0) {
-      add_floats(to, staged, bytes);
-      add_floats(to + 8 * width, staged + kRowBytes, bytes);
-      commit_stores();
-    }
-  };
-
-  // Clears queries that see nothing, where query or grad_out is not finite: not even a weight of 0 may be multiplied with those.
-  // Their delta is NaN.
-  auto clear_bad_rows = [&](uint32_t stage) {
-    constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
-    group_sync(kClearBarrier, kThreads);
-    const int thread = static_cast<int>(thread_index()), row = thread / kEach;
-    const bool is_bad = shared.lse2[stage][row] == -negative_infinity() && shared.delta[stage][row] != shared.delta[stage][row];
-    __syncwarp();
-    if (is_bad) {
-#pragma unroll 1
-      for (uint16_t* const tile : {shared.query[stage], shared.grad_out[stage]}) {
-#pragma unroll 1
-        for (int panel = 0; panel < kDim / 64; ++panel) {
-#pragma unroll 1
-          for (int i = thread % kEach; i < 8; i += kEach) {
-            reinterpret_cast<uint4*>(tile)[(panel * kQueryPanel + row * 128) / 16 + i] = {0, 0, 0, 0};
-          }
-        }
-      }
-      if (thread % kEach == 0) shared.delta[stage][row] = 0.0f;
-    }
-    fence_async();
-    group_sync(kClearBarrier, kThreads);
-  };
-
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
-  auto key_at = [&](const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; };
-  auto flush_bias = [&](const KeyNote& tile) {  // adds the gradient of key_bias of one head to global memory
-    if constexpr (kIsGathered) {
-      if (!call.grad_key_bias.data || head < 0) return;
-      const Place place;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float sum = bias_sum[r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const int key = key_at(tile, place.row + 8 * r);
-        if (place.lane % 4 == 0 && key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, tile.batch, head) + key, sum);
-        bias_sum[r] = 0.0f;
-      }
-    }
-  };
-
   uint32_t n = 0;  // the number of the note of queries
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
@@ -176,8 +332,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
 
     // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes a
-    // grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes
+    // a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
     // through the loop.
     const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
     float scores[kN][4];
@@ -199,90 +355,31 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
       wait_products<0>();
       pin(scores);
-      if (row_flags & kBadRows) clear_bad_rows(stage);
+      if (row_flags & kBadRows) clear_bad_rows(shared, stage);
       pin(grad_scores);
       begin_products();
       begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
       if (kIsGathered && note.head != head) {
-        flush_bias(tile);
+        flush_bias<kDim>(call, tile, head, bias_sum);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int key = key_at(tile, Place().row + 8 * r);
+          const int key = key_at(tile, ScorePlace<kDim>().row + 8 * r);
           bias_2[r] = bias && key >= 0 ? bias[key] * kLog2e : 0.0f;
         }
       }
       head = note.head;
 
-      // Scores to probabilities.
-      // Hide what spans hide.
-      if (note.needs_test) {
-        const Place place;
-        const int position = note.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
-        const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (!span[e / 2].sees(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
-          }
-        }
-      }
-      // Hide what the bits of a block mask hide.
-      if (!kIsGathered && note.bits) {
-        const int words = static_cast<int>(p.mask.tile_k) / 32;
-        const Place place;
-        const uint32_t* const bits = note.bits + place.column * words + place.row / 32;
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const uint32_t word = bits[(8 * i + e) * words] >> (place.row % 32);
-            if (!(word & 1)) scores[i][e] = negative_infinity();
-            if (!(word & 256)) scores[i][2 + e] = negative_infinity();
-          }
-        }
-      }
-      const int column = Place().column;
-      const auto weigh_huge = [&] {
-        const Place place;
-        const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + place.column;
-        const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
-        float bias_of[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int key = key_at(tile, place.row + 8 * r);
-          bias_of[r] = bias && key >= 0 ? bias[key] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int64_t at = terms + 8 * i + e % 2;
-            scores[i][e] = exp2_approx(
-                probability_exponent(fmaf(scores[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
-          }
-        }
-      };
-      const auto weigh = [&] {
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-          const float2 lse2 = *reinterpret_cast<const float2*>(&shared.lse2[stage][column + 8 * i]);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float shift_2 = (kIsGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
-            scores[i][e] = exp2_approx(fmaf(scores[i][e], call.scale_2, shift_2));
-          }
-        }
-      };
-      // Exponentiate: weights = exp(score - lse).
+      // Hide scores, and turn the others into probabilities.
+      hide_scores<kDim, kVariant>(p, tile, note, scores);
+      const int column = ScorePlace<kDim>().column;
       if (kIsGathered && (row_flags & kHugeRows)) {
-        weigh_huge();
+        weigh_huge_scores<kDim>(call, tile, note, scores);
       } else {
-        weigh();
+        weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
       }
       // Issue grad_value += weights dO.
-      narrow(weights, scores);
+      narrow<T>(weights, scores);
       pin(grad_value);
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
@@ -301,7 +398,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
           if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
         }
       }
-      narrow(gradients, grad_scores);
+      narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (chunk > first_chunk) score_full.wait_full(chunk - 1);
       pin(grad_query);
@@ -311,16 +408,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_sums(grad_key, gradients, queries + stage * kQueryStep);
       // Leave the score gradients in shared memory for grad_query.
       score_empty.wait_empty(chunk);
-      {
-        const Place place;
-        const int tile_row = place.first_row + place.lane % 16;
-        const uint32_t to = shared_address(shared.grad_score[chunk % 2]) + tile_row * 128;
-        const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
-        }
-      }
+      put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
       fence_async();
       barrier_arrive(score_full.at(chunk));
       // Wait for the three products; the chunk's place is free. Issue the scores of the next chunk.
@@ -334,7 +422,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // Add grad_query of the chunk before to global memory.
       if (chunk > first_chunk) {
         barrier_arrive(score_empty.at(chunk - 1));
-        add_grad_query(grad_query, n - 2, tile.batch);
+        add_grad_query(call, shared, grad_query, n - 2, tile.batch);
       }
     }
 
@@ -351,57 +439,20 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     pin(grad_query);
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
-    flush_bias(tile);
+    if (kIsGathered) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
-    const int keys_of_rows[2] = {key_at(tile, Place().row), key_at(tile, Place().row + 8)};
+    const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
     if (chunks > first_chunk) {
       barrier_arrive(score_empty.at(chunks - 1));
-      add_grad_query(grad_query, n - 1, batch);
+      add_grad_query(call, shared, grad_query, n - 1, batch);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
     if constexpr (kIsGathered) {
       if (chunks == first_chunk) continue;  // nothing was added
-      const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int key = keys_of_rows[r];
-        const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
-        float* const to = call.key_sums + at * both + Place().lane % 4 * 4;
-#pragma unroll
-        for (int i = 0; i < kOut; i += 2) {
-          if (i * 8 < key_width) {
-            add_4(to + i * 8, grad_key[i][2 * r], grad_key[i][2 * r + 1], grad_key[i + 1][2 * r], grad_key[i + 1][2 * r + 1]);
-          }
-          if (i * 8 < both - key_width) {
-            add_4(to + key_width + i * 8, grad_value[i][2 * r], grad_value[i][2 * r + 1], grad_value[i + 1][2 * r],
-                  grad_value[i + 1][2 * r + 1]);
-          }
-        }
-      }
+      add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
-      const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
-        asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
-        const Place place;
-        const int key = first_key + place.row + 8 * r;
-        T* const to =
-            static_cast<T*>(tensor.data) + batch * tensor.batch_stride + kv_head * tensor.head_stride + key * tensor.row_stride;
-#pragma unroll
-        for (int i = 0; i < kOut; i += 4) {
-          uint32_t piece[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
-          transpose_quad(piece);
-          const int at = (i + place.lane % 4) * 8;
-          if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
-        }
-      };
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        store(call.b.grad_key, p.head_dim, grad_key, call.scale, r);
-        store(call.b.grad_value, p.value_dim, grad_value, 1.0f, r);
-      }
+      store_key_gradients<T, kDim>(call, batch, kv_head, first_key, grad_key, grad_value);
     }
   }
   wait_stores_read();
