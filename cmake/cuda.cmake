@@ -25,10 +25,11 @@ message(STATUS "dmattn: CUDA ${DMATTN_WITH_CUDA} ${DMATTN_CUDA_VERSION} ${DMATTN
 function(dmattn_add_cuda target)
   include(instances)
   dmattn_sm80_instances(instance_sources instance_include)
+  list(TRANSFORM DMATTN_OPS PREPEND cpp/cuda/ OUTPUT_VARIABLE host_sources)
+  list(TRANSFORM host_sources APPEND .cpp)
   target_sources(${target} PRIVATE
-    cpp/cuda/pack.cpp cpp/cuda/common/pack.cu
-    cpp/cuda/select.cpp cpp/cuda/common/select/select.cu
-    cpp/cuda/forward.cpp cpp/cuda/backward.cpp cpp/cuda/owned_live_keys.cpp
+    ${host_sources} cpp/cuda/owned_live_keys.cpp
+    cpp/cuda/common/pack.cu cpp/cuda/common/select/select.cu
     cpp/cuda/common/live_keys.cu cpp/cuda/common/compact_keys.cu
     cpp/cuda/common/tile_order.cu cpp/cuda/common/gradient_sums.cu
     cpp/cuda/sm80/dispatch.cu ${instance_sources})
