@@ -59,7 +59,7 @@ struct AttentionParams {
   TensorView value;          // [B, Hkv, Sk, Dv]
   TensorView out;            // [B, H, Sq, Dv]
   void* lse = nullptr;       // [B, H, Sq] contiguous; float, or double for kFloat64
-  void* lse_rest = nullptr;  // like lse: exact log-sum-exp minus lse; null: there is no bias, or nobody knows (taken as 0)
+  void* lse_rest = nullptr;  // like lse: the exact log-sum-exp minus lse; null: taken as 0
 
   MaskParams mask;
   PerHead key_bias;  // [B|1, H|Hkv|1, Sk], float (double for kFloat64); may be null
@@ -110,8 +110,8 @@ struct PackParams {
 
 // Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
 // Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17). Every number is mixed before it
-// meets the others, so no sum or difference of seeds, heads or queries gives the same key again.
-// static: the CPU kernels are compiled once per instruction set, and the linker must not merge these functions across them.
+// is combined with the others, so that no sum or difference of seeds, heads or queries gives the same key again. static: the CPU
+// kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 #if defined(__CUDACC__)
 #define DMATTN_HOST_DEVICE __host__ __device__
 #else

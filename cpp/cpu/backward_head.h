@@ -1,8 +1,9 @@
-// Backward of one (batch, kv head): dQ tile by tile, dK and dV added up over the group's heads and tiles in order.
+// Backward of one (batch, kv head): grad_query tile by tile; grad_key and grad_value added up over the heads of the group and
+// their tiles, in order.
 //
 // With fewer heads than workers the tiles of a head are dealt out to several parts, each with its own sums; a later phase adds
-// those in order. Sums are fp32 (fp64) rows of whole vectors: grad_key and grad_value themselves where they are such rows and
-// there is one part.
+// those in order. Sums are rows of whole vectors in fp32 or fp64. Where grad_key and grad_value are such rows, and with one part,
+// the sums are grad_key and grad_value themselves.
 #pragma once
 
 #include "bias_grad.h"
@@ -10,7 +11,7 @@
 namespace dmattn::cpu {
 namespace {
 
-constexpr int64_t kMaxPartBytes = int64_t{1} << 28;  // no more parts than fit
+constexpr int64_t kMaxPartBytes = int64_t{1} << 28;  // upper bound on the sums of all parts
 
 // The fewest parts per group that keep workers busy at least three quarters of the time.
 DMATTN_INLINE int64_t useful_parts(int64_t groups, int64_t workers) {
@@ -27,7 +28,7 @@ struct BackwardShared {
   R *key_sums, *value_sums;  // [B, Hkv, parts, Sk, stride]; null: one part
   int64_t parts, key_stride, value_stride;
   bool adds_bias_grad;  // grad_bias is added up in phase 1
-  bool direct;          // sums are grad_key and grad_value themselves
+  bool direct;          // are the sums grad_key and grad_value themselves?
 
   DMATTN_INLINE BackwardShared(Arena& arena, const BackwardCall& c) {
     const AttentionParams& p = c.params.forward;
@@ -46,7 +47,7 @@ struct BackwardShared {
   }
 };
 
-// Where one task adds up dK and dV.
+// Where one task adds up grad_key and grad_value.
 template <class R>
 struct KeySums {
   Matrix<R> key, value;  // [Sk, D], [Sk, Dv]
@@ -79,7 +80,7 @@ void write_key_grads(const BackwardParams& b, int64_t batch, int64_t kv_head, in
   }
 }
 
-// All of a tile's gradients.
+// Computes all gradients of a query tile.
 template <class R>
 void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const QueryTile& tile, const KeySums<R>& sums,
                    R* key_bias_sums, const BackwardScratch<R>& s) {
@@ -102,7 +103,7 @@ void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const
              Accumulate<R>{s.grad_query.data, s.grad_query.stride, R(1)});
   });
   for (int64_t i = 0; i < tile.rows; ++i) {
-    // Sees nothing: no NaN of its neighbours' keys.
+    // The query sees nothing: NaN of keys that other queries see must not reach it.
     if (s.lse[i] == static_cast<R>(kInfinity)) clear(s.grad_query, i, i + 1, p.head_dim);
     narrow_row<R>(p.dtype, s.grad_query.row(i), static_cast<R>(p.scale),
                   row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);

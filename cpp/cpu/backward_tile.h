@@ -1,5 +1,5 @@
-// Backward of one query tile up to dS: reads the tile once, then turns each chunk of live keys into probabilities and logit
-// gradients.
+// Backward of one query tile as far as the gradients of logits: reads the tile once, then turns each chunk of live keys into
+// probabilities and gradients of logits.
 #pragma once
 
 #include "gather.h"
@@ -48,8 +48,8 @@ DMATTN_INLINE void clear(const Matrix<R>& m, int64_t first, int64_t last, int64_
   }
 }
 
-// lse and delta_i = <dout_i, out_i> - dlse_i. A query that saw nothing has zero gradients whatever its rows hold: its rows become
-// zero, and its lse +inf, which makes every probability 0.
+// Fills in lse and delta = <grad_out, out> - grad_lse of each query. A query that saw nothing has zero gradients whatever its
+// rows hold, so its rows become zero, and its lse +inf, which makes every probability 0.
 template <class R>
 void load_row_terms(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
   const AttentionParams& p = b.forward;
@@ -88,7 +88,7 @@ void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScr
   clear(s.grad_query, 0, tile.rows, padded<R>(p.head_dim));
 }
 
-// Logits and dP become, in place, the dropped-out probabilities and dS = P (dP - delta).
+// In place, logits become probabilities P after dropout, and their gradients dP become those of the logits, P (dP - delta).
 template <class R>
 void differentiate_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R>& dropout, const BackwardScratch<R>& s) {
   for (int64_t k = 0; k < chunk.count; ++k) {
@@ -110,8 +110,8 @@ void differentiate_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R
   }
 }
 
-// Gathers a chunk and leaves probabilities and logit gradients [chunk, queries] in the scratch, the latter before softcap's
-// slope.
+// Gathers a chunk and leaves probabilities and gradients of logits [chunk, queries] in the scratch, the latter without the slope
+// of softcap.
 template <class R>
 void differentiate_chunk(const BackwardParams& b, const QueryTile& tile, const LogitTerms<R>& terms, const Dropout<R>& dropout,
                          const KeyChunk& chunk, const BackwardScratch<R>& s) {

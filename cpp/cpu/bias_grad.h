@@ -1,7 +1,9 @@
-// Gradients of key_bias and bias: sums of logit gradients, over broadcast batches and heads too, always in the same order.
+// Gradients of key_bias and bias: sums of gradients of logits, also over the batches and heads that share a bias, always in the
+// same order.
 //
-// key_bias: every backward part sums its own rows, a later phase adds parts. bias: added directly where one task owns the
-// elements; when batches or kv heads share one bias, a phase of its own computes the logit gradients again, owner by owner.
+// key_bias: every part of backward has its own sums, which a later phase adds up. bias: a task adds directly where no other task
+// adds to the same elements. Where batches or kv heads share one bias, a phase of its own computes the gradients of logits again,
+// bias by bias.
 #pragma once
 
 #include "backward_tile.h"
@@ -11,17 +13,16 @@ namespace {
 
 DMATTN_INLINE int64_t group_size(const AttentionParams& p) { return p.kv_heads > 0 ? p.heads / p.kv_heads : 1; }
 
-// Query heads of a group that have a key_bias row of their own: all or one.
+// How many rows of key_bias the query heads of a group have: one for each, or one for all.
 DMATTN_INLINE int64_t key_bias_rows(const AttentionParams& p) { return p.key_bias.head_divisor == 1 ? group_size(p) : 1; }
 
-// Whether no two of phase 1's tasks add to the same element of grad_bias: parts of a group may hold the same queries of different
-// heads.
+// Does no element of grad_bias get adds from two tasks of phase 1? Parts of a group may have the same queries of different heads.
 DMATTN_INLINE bool owns_bias(const BackwardCall& c, int64_t parts) {
   const AttentionParams& p = c.params.forward;
   return c.bias_batches == p.batch && (p.bias.head_divisor == 1 || (p.bias.head_divisor == group_size(p) && parts == 1));
 }
 
-// sums[key] += sum over queries of dS, for the keys of a chunk; lanes of padding hold 0.
+// For the keys of a chunk: sums[key] += the sum over queries of the gradients of logits. Lanes of padding hold 0.
 template <class R>
 void add_key_bias_grad(const KeyChunk& chunk, int64_t width, const Matrix<R>& grad_logit, R* sums) {
   for (int64_t k = 0; k < chunk.count; ++k) {
@@ -77,7 +78,7 @@ void shared_bias_task(const BackwardCall& c, const Summaries& summaries, int64_t
   }
 }
 
-// Adds the rows [B, Hkv, parts, key_bias_rows, Sk] of key_bias sums up. One task = one row of grad_key_bias.
+// Adds up the sums [B, Hkv, parts, key_bias_rows, Sk] of key_bias. One task = one row of grad_key_bias.
 template <class R>
 void reduce_key_bias_task(const BackwardCall& c, int64_t parts, const R* sums, int64_t task) {
   const AttentionParams& p = c.params.forward;

@@ -1,5 +1,5 @@
-// Rows of any dtype to rows of the type arithmetic is done in, and back: eight elements at a time, since D and Dv are multiples
-// of eight.
+// Rows of any dtype become rows of the type that arithmetic is done in, and the other way round: eight elements at a time, since
+// D and Dv are multiples of eight.
 #pragma once
 
 #include "../params.h"
@@ -37,7 +37,8 @@ DMATTN_INLINE Half8 narrow_bfloat16(Float8 v) {
 DMATTN_INLINE Float8 widen_float16(Half8 v) { return (Float8)_mm256_cvtph_ps((__m128i)v); }
 DMATTN_INLINE Half8 narrow_float16(Float8 v) { return (Half8)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT); }
 #else
-// A float16's exponent and mantissa, moved to a float's place, are 2^112 times too small; that holds for subnormal numbers too.
+// Moved to their places in a float, a float16's exponent and mantissa are a number 2^112 times too small, also of subnormal
+// numbers.
 DMATTN_INLINE Float8 widen_float16(Half8 v) {
   const Bits8 bits = __builtin_convertvector(v, Bits8);
   const Bits8 sign = (bits & 0x8000U) << 16, size = (bits & 0x7fffU) << 13;
@@ -46,8 +47,8 @@ DMATTN_INLINE Float8 widen_float16(Half8 v) {
   return (Float8)(((bits & 0x7c00U) == 0x7c00U ? special : finite) | sign);
 }
 
-// Three ranges: inf and NaN; numbers below 2^-14, which adding 0.5 rounds to a subnormal's last place; the rest, rounded by an
-// addition.
+// There are three ranges: inf and NaN; numbers below 2^-14, which adding 0.5 rounds to the last place of a subnormal number; and
+// the rest, which an addition of integers rounds.
 DMATTN_INLINE Half8 narrow_float16(Float8 v) {
   const Bits8 bits = (Bits8)v, size = bits & 0x7fffffffU, sign = (bits >> 16) & 0x8000U;
   const Bits8 nan = ((size >> 13) & 0x3ffU) | 0x7e00U;
@@ -94,7 +95,7 @@ struct StoredFloat16 {
   }
 };
 
-// Calls use(stored type); only types whose arithmetic is R's.
+// Calls use(a Stored type). Only those types are compiled whose arithmetic is done in double, or in float.
 template <class Use>
 DMATTN_INLINE void with_stored(DType, double, const Use& use) {
   use(StoredFloat64());

@@ -1,4 +1,4 @@
-// Copies rows of query, key or value into packed matrices of the type arithmetic is done in.
+// Copies rows of query, key or value into matrices of the type that arithmetic is done in.
 #pragma once
 
 #include "tile.h"

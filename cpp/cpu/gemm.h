@@ -1,7 +1,8 @@
-// The one matrix product all of attention is made of: C (+)= A B, sums in registers, elements of A broadcast.
+// The one matrix product that all of attention is made of: C = A B or C += A B, with sums in registers and elements of A
+// broadcast.
 //
-// A is read along either dimension, C's rows may be scattered, B is row-major with whole vectors per row. So the keys of a tile
-// are only ever copied as rows: no product needs them transposed.
+// A may be row-major or column-major, the rows of C may be anywhere, and B is row-major with whole vectors in a row. So no
+// product needs the keys of a tile transposed: they are only copied row by row.
 #pragma once
 
 #include "tile.h"
@@ -114,7 +115,7 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, A<R> a, const R* b, 
   if (n < columns) multiply_columns<1>(rows, depth, a, b + n, b_stride, c, n);
 }
 
-// C = factor A B for row-major A, added up in pieces: one long sum of a row's products would round worse than eager PyTorch does.
+// C = factor A B for row-major A, added up in pieces, because one long sum has larger rounding errors than eager PyTorch.
 template <class R>
 DMATTN_INLINE void multiply_in_pieces(int64_t rows, int64_t columns, int64_t depth, R factor, const Matrix<R>& a,
                                       const Matrix<R>& b, const Matrix<R>& c) {

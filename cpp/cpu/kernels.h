@@ -1,8 +1,8 @@
-// What one instruction set offers: kernels.cpp is compiled once per set and exports one such table; levels.h picks one at run
-// time.
+// The kernels of one instruction set as a table. kernels.cpp is compiled once for each set and exports one such table; levels.h
+// picks one at run time.
 //
-// An op runs in phases: all tasks of a phase are independent, and a phase starts when the one before it is done. What a task
-// computes depends on nothing but its number, so results do not depend on how tasks are scheduled.
+// An op runs in phases. The tasks of a phase are independent, and a phase starts when the one before has ended. What a task
+// computes depends on its number alone, so results do not depend on the order in which tasks run.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct PhaseSizes {
   size_t shared_bytes;        // of the call, aligned to 64, uninitialised: how phases hand on results
 };
 
-// A backward call: what params.h does not say, because no other backend asks.
+// A backward call, with what only the CPU kernels have to know.
 struct BackwardCall {
   BackwardParams params;
   int64_t workers;           // splits the work into parts when there are fewer heads than workers

@@ -1,4 +1,4 @@
-// Sizes at which the CPU kernels change their way. Tests draw lengths around each: python/dmattn/testing/strategies.py repeats
+// Sizes at which the CPU kernels take another way. Tests draw lengths around each: python/dmattn/testing/strategies.py repeats
 // the numbers, tests/test_testing.py compares.
 #pragma once
 

@@ -1,7 +1,6 @@
-// From products to logits: softcap, biases and visibility, and dropout's choice. Matrices here are [keys, queries]: a lane is a
-// query.
+// From products to logits, and the weights that dropout keeps. Matrices are [keys, queries], so a lane is a query.
 //
-// With queries in the lanes a running maximum needs no reduction across lanes, and neither keys nor probabilities are ever
+// With queries in the lanes a running maximum needs no reduction across lanes, and neither keys nor probabilities have to be
 // transposed.
 #pragma once
 
@@ -11,7 +10,7 @@
 namespace dmattn::cpu {
 namespace {
 
-// What turns the products of one (batch, head) into logits. Null: not given.
+// What turns the products of a query tile into logits. A pointer is null where the argument is not given.
 template <class R>
 struct LogitTerms {
   R softcap;
@@ -60,7 +59,7 @@ void cap(R softcap, int64_t count, int64_t width, const Matrix<R>& logits, const
   }
 }
 
-// Lanes whose bit is set in the 32 bits of a row mask that lane i's vector lies in.
+// The lanes from query i on whose bit is set in the words of a row mask.
 template <class R>
 DMATTN_INLINE IntVec<R> lanes_in(const uint32_t* words, int64_t i) {
   using Word = decltype(BitVec<R>{}[0] + 0);
@@ -98,7 +97,7 @@ void finish_logits(const LogitTerms<R>& terms, const KeyChunk& chunk, int64_t ro
   hide<R>(chunk, width, logits);
 }
 
-// Dropout's draws for one tile: params.h's hash with one row key per query.
+// Which weights of a tile dropout keeps: the hash of params.h, with a row key for each query.
 template <class R>
 struct Dropout {
   bool active;
@@ -116,7 +115,8 @@ struct Dropout {
     }
   }
 
-  // factor where lanes i.. keep the key, else 0: dropout_keeps of params.h, a vector at a time.
+  // For the lanes from query i on: factor where the key is kept, otherwise 0. This is dropout_keeps of params.h for a whole
+  // vector.
   DMATTN_INLINE Vec<R> scales(int32_t key, int64_t i) const {
     typedef uint32_t Words __attribute__((vector_size(kLanes<R> * 4)));
     Words x;

@@ -1,7 +1,8 @@
-// The one place that decides visibility: walks the keys that some query of a tile sees and hands them out in chunks.
+// Which query sees which key on a CPU: the one place that decides it. It walks the keys that some query of a tile sees, and hands
+// them out in chunks.
 //
-// Keys every query of the tile sees are collected apart from those only some see, so all but a chunk or two need no test per
-// element. A key that no query of the tile sees is never handed out, which is what keeps its NaN or inf from having any effect.
+// Keys that every query of the tile sees and keys that only some see go into different chunks, so that all but one or two chunks
+// need no test of each pair. A key that no query of the tile sees is never handed out, so its NaN or inf has no effect.
 #pragma once
 
 #include "summary.h"
@@ -14,14 +15,14 @@ struct RowMask {
   uint32_t words[kMaxTileQueries / 32];
 };
 
-// Keys [0, full) are seen by every query of the tile, keys [full, count) by those in their mask.
+// Every query of the tile sees keys [0, full); keys [full, count) are seen by the queries in their mask.
 struct KeyChunk {
   int64_t count, full;
   int32_t keys[kChunkKeys];
   RowMask masks[kChunkKeys];
 };
 
-// A walk's two unfinished chunks; scratch memory.
+// The two chunks that a walk is filling, in scratch memory.
 struct KeyLists {
   KeyChunk full, partial;
 };
@@ -108,7 +109,7 @@ class KeyWalk {
     }
   }
 
-  // Keys [first, last) in blocks aligned to the summaries'.
+  // Visits keys [first, last) in the blocks that summaries have.
   void visit_range(int64_t first, int64_t last) {
     if (first >= last) return;
     const int64_t end_block = ceil_div(last, kSummaryKeys);
@@ -145,7 +146,7 @@ class KeyWalk {
     }
   }
 
-  // live: the interval touches the tile's positions (an empty interval may too); full: it covers them.
+  // live: the key's interval touches the positions of the tile, as an empty interval may. full: it covers them.
   BlockBits classify(int64_t first, int64_t count) const {
     BlockBits bits = {bits_below<uint64_t>(count), bits_below<uint64_t>(count)};
     if (mask_.is_causal) bits.full &= bits_below<uint64_t>(first_position_ + int64_t{1} - first);
@@ -179,7 +180,7 @@ class KeyWalk {
     return rows_between(max_of(first, 0), end_ ? min_of(end_[key] - tile_.position, tile_.rows) : tile_.rows);
   }
 
-  // Bits are stored a row per query; here is a column per key.
+  // Bits are stored by query: 32 keys in a word. Here they are turned into one mask of queries for each key.
   void transpose_columns(int64_t first, int64_t count, RowMask* columns) const {
     const int64_t stride = mask_.tile_k / 32;
     for (int64_t j = 0; j < count; j += 32) {
@@ -210,7 +211,7 @@ class KeyWalk {
     if (chunk.count == kChunkKeys) emit(chunk, chunk.count);
   }
 
-  // What is left of both lists goes out as one chunk when it fits.
+  // Hands out what is left of both chunks, as one chunk when it fits.
   void finish() {
     KeyChunk &full = lists_.full, &partial = lists_.partial;
     const int64_t sure = full.count;

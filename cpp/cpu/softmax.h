@@ -13,8 +13,8 @@ struct SoftmaxState {
   DMATTN_INLINE void reset(int64_t width) const {
     for (int64_t i = 0; i < width; ++i) max[i] = static_cast<R>(-kInfinity), sum[i] = 0;
   }
-  // The log of the sum of all exponentials; -inf for a query that saw nothing. `rest` gets what rounding left out of it: beside a
-  // maximum of -1e9 that is all of the logarithm.
+  // The logarithm of the sum of all exponentials; -inf for a query that saw nothing. `rest` becomes what rounding left out of it:
+  // with a maximum of -1e9 that is all of log(sum).
   DMATTN_INLINE R log_sum(int64_t i, R& rest) const {
     rest = 0;
     if (sum[i] == 0) return static_cast<R>(-kInfinity);
@@ -25,7 +25,7 @@ struct SoftmaxState {
   }
 };
 
-// Logits to unnormalised probabilities, in place; correction[i] gets what older sums of query i must be multiplied with.
+// Turns logits into unnormalised probabilities, in place. correction[i] becomes the factor for older sums of query i.
 template <class R>
 void update_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R>& dropout, const SoftmaxState<R>& state, R* correction,
                     const Matrix<R>& logits) {

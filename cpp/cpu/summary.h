@@ -1,4 +1,5 @@
-// Per 64 keys, the first position that sees one of them and the last: lets a query tile skip what is dead without reading it.
+// For each 64 keys the first position that sees one of them, and the last. A query tile skips dead keys by it without reading
+// them.
 #pragma once
 
 #include "tile.h"
@@ -8,8 +9,8 @@ namespace {
 
 constexpr int32_t kAlways = INT32_MIN, kForever = INT32_MAX;
 
-// [mask batches, mask heads, blocks]: min of start or max of end over 64 keys; rows are whole vectors. Null: no such mask, or too
-// few queries.
+// [mask batches, mask heads, blocks]: the smallest start or the largest end of 64 keys; rows are whole vectors. Null where start
+// or end is not given, or where there are too few queries.
 struct Summary {
   int32_t* data;
   int64_t batches, heads, blocks;

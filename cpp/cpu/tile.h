@@ -1,4 +1,4 @@
-// How the queries are cut into tiles, and where a tile's matrices lie in a worker's scratch memory.
+// How queries are cut into tiles, and how a worker's scratch memory is cut into matrices.
 #pragma once
 
 #include "convert.h"
@@ -7,7 +7,7 @@
 namespace dmattn::cpu {
 namespace {
 
-// A tile never straddles two rows of mask tiles (tile_q is a multiple of 32).
+// The queries of a tile: at most kMaxTileQueries, and a divisor of a block mask's tile_q, which is a multiple of 32.
 DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
   int64_t size = kMaxTileQueries;
   while (mask.tiles.data && mask.tile_q % size != 0) size -= 32;
@@ -16,7 +16,7 @@ DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
 
 DMATTN_INLINE int64_t query_tiles(const AttentionParams& p) { return ceil_div(p.query_length, tile_queries(p.mask)); }
 
-// Queries [first, first + rows) of one head; query `first` is at `position`.
+// Queries [first, first + rows) of one head. `position` is that of query `first`.
 struct QueryTile {
   int64_t batch, head, kv_head, first, rows, position;
 };
@@ -35,7 +35,7 @@ DMATTN_INLINE int64_t head_offset(const PerHead& view, int64_t batch, int64_t he
   return batch * view.batch_stride + (head / view.head_divisor) * view.head_stride;
 }
 
-// Hands out pieces of a block of memory, each on its own cache line. From address 0 on it only measures.
+// Hands out pieces of a block of memory, each on a cache line of its own. With null memory it only measures.
 class Arena {
  public:
   DMATTN_INLINE explicit Arena(void* memory) : first_(reinterpret_cast<uintptr_t>(memory)), next_(first_) {}
@@ -51,7 +51,7 @@ class Arena {
   uintptr_t first_, next_;
 };
 
-// A row-major matrix of whole vectors per row.
+// A row-major matrix with whole vectors in a row.
 template <class R>
 struct Matrix {
   R* data;
@@ -61,7 +61,7 @@ struct Matrix {
 
 template <class R>
 DMATTN_INLINE Matrix<R> take_matrix(Arena& arena, int64_t rows, int64_t columns) {
-  const int64_t stride = packed_stride<R>(columns);
+  const int64_t stride = row_stride_of<R>(columns);
   return {arena.take<R>(rows * stride), stride};
 }
 

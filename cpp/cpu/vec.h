@@ -1,8 +1,9 @@
-// One vector register as a type, written with GCC/Clang vector extensions so that one source serves every instruction set.
+// One vector register as a type, written with the vector extensions of GCC and Clang, so that one source serves every instruction
+// set.
 //
-// This header and all that kernels.cpp includes live in an unnamed namespace on purpose: kernels.cpp is compiled once per
-// instruction set, and code with external linkage would let the linker put AVX-512 instructions where an older processor runs.
-// For the same reason there are no std:: templates below kernels.cpp.
+// This header and all that kernels.cpp includes are in an unnamed namespace on purpose. kernels.cpp is compiled once for each
+// instruction set, and of functions with external linkage the linker would keep one version for all, perhaps that with AVX-512.
+// For the same reason nothing that kernels.cpp includes uses templates of std::.
 #pragma once
 
 #include <stdint.h>
@@ -84,7 +85,7 @@ DMATTN_INLINE Vec<R> max_of(Vec<R> a, Vec<R> b) {
   return a > b ? a : b;
 }
 
-// Added in pairs, always in the same order.
+// The sum of the lanes, added in pairs and always in the same order.
 template <class R>
 DMATTN_INLINE R sum_lanes(Vec<R> v) {
   R lanes[kLanes<R>];
@@ -123,16 +124,16 @@ DMATTN_INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 DMATTN_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 DMATTN_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Whole vectors that n values take, in values.
+// n rounded up to whole vectors.
 template <class R>
 DMATTN_INLINE int64_t padded(int64_t n) {
   return round_up(n, kLanes<R>);
 }
 
-// The row stride of a packed matrix: whole vectors, and one cache line more so that rows do not all fall into the same cache
-// sets.
+// The distance of rows of n values in a matrix: whole vectors, and one cache line more so that rows do not all fall into the same
+// cache sets.
 template <class R>
-DMATTN_INLINE int64_t packed_stride(int64_t n) {
+DMATTN_INLINE int64_t row_stride_of(int64_t n) {
   return round_up(n, kLanes<R>) + 64 / static_cast<int64_t>(sizeof(R));
 }
 
