@@ -335,6 +335,25 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
 }
 
+// The rows of query_sums of the thread's queries, of which the first is first_query; a query that does not exist has the spare
+// row.
+template <int kM>
+__device__ __forceinline__ void find_query_sums(const BackwardCall& call, int batch, int head, int first_query,
+                                                float* (&rows)[kM][2]) {
+  const AttentionParams& p = call.b.forward;
+  const int width = static_cast<int>(sum_width(p.head_dim));
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = first_query + 16 * m + 8 * r;
+      const int64_t at =
+          query < p.query_length ? (batch * p.heads + head) * p.query_length + query : p.batch * p.heads * p.query_length;
+      rows[m][r] = call.query_sums + at * width;
+    }
+  }
+}
+
 // Adds this head's gradient of key_bias, which the warps left in column_sums.
 template <class Shared>
 __device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, const Shared& shared, int batch, int head) {
@@ -496,16 +515,7 @@ __global__ __launch_bounds__(
           const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim));
           clear(grad_query);
           accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int query = first_query + row + 16 * m + 8 * r;
-              const int64_t at =
-                  query < p.query_length ? (batch * p.heads + head) * p.query_length + query : p.batch * p.heads * p.query_length;
-              rows[m][r] = call.query_sums + at * width;
-            }
-          }
+          find_query_sums(call, batch, head, first_query + row, rows);
           const AddRows<kM, kDimN> add{grad_query, rows, part_of_query, width};
           if (kHasEarlyStages) {
             accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part, add);
