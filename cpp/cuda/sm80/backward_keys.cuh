@@ -381,7 +381,7 @@ __global__ __launch_bounds__(
   auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kVariant, kRoom>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
-  const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
   constexpr bool kIsPlain = kVariant == Variant::kPlain, kHasEarlyStages = kShape.early_stages == 2;

@@ -276,8 +276,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   using Chunk = Note<kDim, kVariant>;
-  constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16,
-                kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
+  constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
   const AttentionParams& p = call.p;
   // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
   // registers.
