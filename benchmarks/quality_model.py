@@ -1,0 +1,345 @@
+"""The transformer that `quality.py` trains: one model, whose attention differs by settings alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import dmattn
+import torch
+import torch.nn.functional as F
+from dmattn.masks.interval import FOREVER
+from dmattn.nn import rotate
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that tells one run from another. Tasks and variants are sets of these; a job or `--set` overrides them one by one."""
+
+    task: str = "text"
+    variant: str = "dense"
+    name: str = ""  # what tables call the run; empty: the variant
+    seed: int = 1
+    # Model
+    length: int = 8192
+    batch: int = 4
+    layers: int = 6
+    width: int = 512
+    heads: int = 8
+    conv: int = 1  # positions of a causal convolution over queries, keys and values, before rotation; 1: none
+    rope_theta: float = 10000.0
+    # Mask: every query sees at most `visible` keys, of which the last `local` and the first `sink` for certain
+    mask: str = "dense"  # dense, sliding, streaming, dynamic
+    visible: int = 512
+    local: int = 0
+    sink: int = 0
+    plain_heads: int = 0  # of a dynamic layer: so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
+    plain_local: int = 128
+    # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
+    recency: float = 0.0  # steepest slope at first; 0: none
+    recency_flat: float = 0.0  # flattest slope at first; 0: 1 / length
+    recency_selects: bool = True  # whether selection goes by score + slope * position, or by the score alone
+    # Scores of a dynamic mask
+    score: str = "exp"  # exp: exp(A * softplus(.)) as the Doge model has it; linear
+    score_source: str = "value"  # value, key, hidden
+    score_hidden: int = 0  # units of a hidden layer before the score; 0: none
+    lookahead: int = 0  # keys after a key, at most `local`, whose mean source the score also reads (a key competes only once `local` old)
+    bias: str = "score"  # what is added to a key's logits: score, scaled (times a learned number a head, 0 at first), none
+    score_trunk: bool = True  # whether gradients of scores reach the layers below
+    noise: float = 0.0  # Gumbel noise on the scores while they select in training
+    noise_until: float = 1.0  # part of the run after which the noise, falling linearly, is 0
+    dense_until: float = 0.0  # part of the run in which dynamic layers are dense
+    anneal_until: float = 0.0  # part of the run until which the window falls, geometrically, from the length to its size
+    teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
+    teach_rows: int = 64
+    explore: bool = False  # whether those queries really attend densely in that step, so that queries and keys learn from it too
+    # Training
+    steps: int = 3000
+    seconds: float = 0.0  # if > 0, instead of steps: seconds of training, without compilation and evaluation
+    lr: float = 1e-3
+    gate_lr: float = 10.0  # factor of lr for slopes, A and scales, which are few numbers of a size of their own
+    warm_up: int = 100
+    lr_end: float = 0.1
+    weight_decay: float = 0.1
+    beta2: float = 0.95
+    clip: float = 1.0
+    compile: bool = True
+    evaluations: int = 10
+    eval_batches: int = 8
+    # Tasks of recall
+    pairs: int = 32  # statements in a sequence, each asked for once
+    symbols: int = 128  # kinds of names and kinds of values (mqar); length of a secret (passkey)
+    near: float = 0.5  # part of the training sequences that ask soon after a statement, so that every variant can learn to recall
+    text_weight: float = 0.0  # weight of the loss of all other bytes (passkey)
+
+    def __post_init__(self) -> None:
+        choices = {
+            "mask": ("dense", "sliding", "streaming", "dynamic"),
+            "score": ("exp", "linear"),
+            "score_source": ("value", "key", "hidden"),
+            "bias": ("score", "scaled", "none"),
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.mask == "dynamic" and self.window < 1:
+            raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
+        if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
+            raise ValueError(f"lookahead: expected at most local={self.local}, and bias=none, got {self.lookahead}, {self.bias}")
+        if self.mask == "dynamic" and self.bias == "none" and not self.teach:
+            raise ValueError("bias: expected score or scaled where teach=0, or nothing would teach the scores, got none")
+
+    @property
+    def window(self) -> int:
+        """Keys that compete heads keep beside the local ones and the sinks."""
+        spared = self.plain_heads * (self.visible - self.plain_local - self.sink) // max(1, self.heads - self.plain_heads)
+        return self.visible + spared - self.local - self.sink
+
+    def window_at(self, progress: float) -> int | None:
+        """The window after a part of the run, a multiple of 64 while it falls; None: dense."""
+        if progress < self.dense_until:
+            return None
+        if progress >= self.anneal_until:
+            return self.window
+        share = (progress - self.dense_until) / (self.anneal_until - self.dense_until)
+        return max(self.window, round(math.exp((1 - share) * math.log(self.length) + share * math.log(self.window)) / 64) * 64)
+
+
+# Variants --------------------------------------------------------------------------------------------------------------------------
+
+DYNAMIC = {"mask": "dynamic"}
+LINEAR = {**DYNAMIC, "score": "linear", "score_source": "hidden"}
+TAUGHT = {**LINEAR, "bias": "none", "teach": 1.0, "score_trunk": False}
+RECENCY = {"recency": 0.25}
+
+
+def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
+    """The settings of a variant, for numbers of visible keys and of heads. Parts joined by "+" add up: `dynamic+local+recency`.
+
+    Raises:
+        ValueError: a part that is not one of PARTS.
+    """
+    parts: dict[str, dict[str, Any]] = {
+        "dense": {"mask": "dense"},
+        "sliding": {"mask": "sliding"},
+        "streaming": {"mask": "streaming", "sink": 4},
+        "dynamic": DYNAMIC,  # the layer as it is: exp score from the value, added to the logits
+        "linear": LINEAR,
+        "taught": TAUGHT,
+        "local": {"local": visible // 2},
+        "local4": {"local": visible // 4},
+        "local8": {"local": visible // 8},
+        "sink": {"sink": 4},
+        "recency": RECENCY,
+        "value": {"score_source": "value"},
+        "key": {"score_source": "key"},
+        "mlp": {"score_hidden": 128},
+        "scaled": {"bias": "scaled"},
+        "biased": {"bias": "score", "score_trunk": True},
+        "warm": {"dense_until": 0.2},  # dense first, then at once the window
+        "anneal": {"dense_until": 0.05, "anneal_until": 0.5},
+        "noise": {"noise": 1.0, "noise_until": 0.7},
+        "explore": {"explore": True},
+        "mixed": {"plain_heads": heads // 2},
+        "ahead": {"lookahead": visible // 8},
+    }
+    chosen: dict[str, Any] = {}
+    for part in name.split("+"):
+        if part not in parts:
+            raise ValueError(f"variant: expected parts among {', '.join(parts)}, got {part!r}")
+        chosen |= parts[part]
+    return chosen
+
+
+# Model -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """[B, S, E] -> [B, S, E], and the loss that teaches the scores (0 where there is none)."""
+
+    watched = False  # whether to keep, of every head, the share of dense attention that the mask shows
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = s = settings
+        self.size = s.width // s.heads
+        self.qkv = nn.Linear(s.width, 3 * s.width, bias=False)
+        self.out = nn.Linear(s.width, s.width, bias=False)
+        if s.conv > 1:
+            self.taps = nn.Parameter(torch.zeros(s.conv - 1, 3 * s.width))
+        if s.recency:
+            flat = s.recency_flat or 1 / s.length
+            self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.heads))
+        if s.mask == "dynamic":
+            inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
+            self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
+            self.to_score = nn.Linear(inner, s.heads)
+            self.A = nn.Parameter(torch.zeros(s.heads))
+            self.scale = nn.Parameter(torch.zeros(s.heads))
+
+    def forward(self, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.settings
+        query, key, value = self.projected(x)
+        positions = torch.arange(x.shape[1], device=x.device)
+        recency = self.log_slope.exp()[None, :, None] * positions if s.recency else None
+        score = None
+        bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
+        if s.mask == "dynamic":
+            score = self.scores(x if s.score_source == "hidden" else key if s.score_source == "key" else value)
+            own = {"score": score, "scaled": self.scale[:, None] * score, "none": None}[s.bias]
+            bias = own if recency is None else recency if own is None else own + recency
+            if recency is not None and s.recency_selects:
+                score = score + recency
+            if window is not None:
+                mask = self.selected(score.detach() + noise * gumbel(score) if s.noise and self.training else score.detach(), window)
+        if mask is None and bias is None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            out = dmattn.attention(query, key, value, mask, key_bias=bias, is_causal=mask is None)
+        loss = torch.zeros((), device=x.device)
+        if score is not None and self.training and (s.teach or s.explore):
+            out, loss = self.taught(query, key, value, bias, score, out)
+        if self.watched and mask is not None:
+            self.covered = self.coverage(query, key, bias, mask)
+        return self.out(out.transpose(1, 2).flatten(2)), loss
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        """query, key, value [B, H, S, D]; query and key know their positions."""
+        qkv = self.qkv(x)
+        for back in range(1, self.settings.conv):
+            qkv = qkv + self.taps[back - 1].to(qkv.dtype) * F.pad(qkv, (0, 0, back, 0))[:, :-back]
+        query, key, value = qkv.unflatten(2, (3, self.settings.heads, self.size)).permute(2, 0, 3, 1, 4)
+        return [rotate(query, self.settings.rope_theta), rotate(key, self.settings.rope_theta), value]
+
+    def scores(self, source: Tensor) -> Tensor:
+        """[B, H, S], float32."""
+        s = self.settings
+        source = source if source.dim() == 3 else source.transpose(1, 2).flatten(2)
+        source = source if s.score_trunk else source.detach()
+        if s.lookahead:  # the mean of the sources of the keys after each key, 0 beyond the end
+            total = F.pad(source.float(), (0, 0, 1, s.lookahead)).cumsum(1)
+            later = (total[:, 1 + s.lookahead :] - total[:, 1 : -s.lookahead]) / s.lookahead
+            source = torch.cat((source, later.to(source.dtype)), 2)
+        if s.score_hidden or s.lookahead:
+            source = F.silu(self.before_score(source))
+        z = self.to_score(source).float().transpose(1, 2)
+        return torch.exp(self.A[:, None] * F.softplus(z)) if s.score == "exp" else z
+
+    def fixed_mask(self, x: Tensor) -> dmattn.IntervalMask | None:
+        s, length = self.settings, x.shape[1]
+        if s.mask == "sliding":
+            return dmattn.IntervalMask.sliding_window(length, s.visible - 1, device=x.device)
+        if s.mask == "streaming":
+            return dmattn.IntervalMask.streaming(length, s.sink, s.visible - s.sink, device=x.device)
+        return None
+
+    def selected(self, score: Tensor, window: int) -> dmattn.IntervalMask:
+        """The interval of each key: it is local first, then competes for a place among `window`; a sink is always there."""
+        s = self.settings
+        keys = torch.arange(score.shape[2], device=score.device, dtype=torch.int32)
+        is_sink = keys < s.sink
+        score = score[:, s.plain_heads :].masked_fill(is_sink, -torch.inf)
+        end = dmattn.IntervalMask.top_k(score, window).end
+        end = torch.maximum(end, keys).clamp(max=FOREVER - s.local) + s.local
+        if s.plain_heads:
+            end = torch.cat(((keys + s.plain_local).expand(end.shape[0], s.plain_heads, -1), end), 1)
+        return dmattn.IntervalMask(keys, torch.where(is_sink, FOREVER, end))
+
+    def taught(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What a few queries attend to where they see all: the output with their dense rows, and the loss of the scores.
+
+        The loss is the cross-entropy, over the keys that have left the local window and are no sinks, between a query's dense attention and
+        the softmax of the scores; a query counts as much as it attends to such keys. It is least where a key's score is the logarithm of
+        the attention that later queries pay to it, and the best `window` keys then hold the most attention.
+        """
+        s, length = self.settings, score.shape[2]
+        rows = (torch.arange(s.teach_rows, device=score.device) + torch.rand(s.teach_rows, device=score.device)) * (length / s.teach_rows)
+        rows = rows.long().clamp(max=length - 1)
+        with torch.set_grad_enabled(s.explore and torch.is_grad_enabled()):
+            chances, age = dense_rows(query, key, bias, rows)
+        if s.explore:
+            out = out.index_copy(2, rows, (chances.to(value.dtype) @ value).to(out.dtype))
+        competes = (age >= s.local) & (torch.arange(length, device=age.device) >= s.sink)
+        target = chances.detach() * competes
+        predicted = F.log_softmax(score[:, :, None].masked_fill(~competes, -1e9), 3)
+        return out, -(target * predicted).sum(3)[:, s.plain_heads :].mean()
+
+    @torch.no_grad()
+    def coverage(self, query: Tensor, key: Tensor, bias: Tensor | None, mask: dmattn.IntervalMask) -> Tensor:
+        """Of the attention that 64 queries of the second half would pay if they saw all, the share that the mask shows: [H]."""
+        length = key.shape[2]
+        rows = torch.linspace(length // 2, length - 1, 64, device=key.device).long()
+        chances, age = dense_rows(query, key, bias, rows)
+        shown = (age >= 0) & (rows[:, None] < mask.end[:, :, None])
+        return (chances * shown).sum(3).mean((0, 2))
+
+
+def dense_rows(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention weights [B, H, R, S] of the queries at rows [R], and age [R, S], how many positions ago each key was."""
+    logits = (query.index_select(2, rows) @ key.transpose(2, 3)).float() * query.shape[3] ** -0.5
+    age = rows[:, None] - torch.arange(key.shape[2], device=key.device)
+    logits = logits if bias is None else logits + bias[:, :, None]
+    return logits.masked_fill(age < 0, -torch.inf).softmax(3), age
+
+
+def gumbel(like: Tensor) -> Tensor:
+    return -torch.log(-torch.log(torch.rand_like(like).clamp(1e-6, 1 - 1e-6)))
+
+
+class Block(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        width = settings.width
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(settings)
+        self.gate_and_up = nn.Linear(width, 6 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, loss = self.attention(self.attention_norm(x), window, noise)
+        x = x + mixed
+        gate, up = self.gate_and_up(self.mlp_norm(x)).chunk(2, 2)
+        return x + self.down(F.silu(gate) * up), loss
+
+
+class Model(nn.Module):
+    """tokens [B, S] and targets [B, S] (-1: none) to the loss of each target in nats, whether it is the likeliest, and the scores' loss."""
+
+    def __init__(self, settings: Settings, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, settings.width)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.RMSNorm(settings.width)
+        self.head = nn.Linear(settings.width, vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:  # outputs that are added up begin smaller; scores begin equal, so that windows slide at first
+                added_up = name.endswith(("attention.out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * settings.layers) if added_up else 0.02)
+            if "to_score" in name:
+                nn.init.zeros_(parameter)
+            if name.endswith("taps"):
+                nn.init.normal_(parameter, std=0.3)
+        # One block is compiled and serves all: a model of many layers costs no more time to compile.
+        self.run_block, self.read = run_block, read
+        if settings.compile:
+            self.run_block, self.read = torch.compile(run_block, fullgraph=True), torch.compile(read, fullgraph=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, taught = self.embedding(tokens), torch.zeros((), device=tokens.device)
+        for block in self.blocks:
+            x, loss = self.run_block(block, x, window, noise)
+            taught = taught + loss
+        return *self.read(self.norm, self.head, x, targets), taught / len(self.blocks)
+
+
+def run_block(block: Block, x: Tensor, window: int | None, noise: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = block(x, window, noise)
+    return result
+
+
+def read(norm: nn.Module, head: nn.Module, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = head(norm(x)).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+    return losses.view_as(targets), logits.argmax(2) == targets
