@@ -90,12 +90,12 @@ class Run:
             if self.step % SYNC_EVERY == 0 or (not s.seconds and self.step / s.steps >= due[0]):
                 now = self.now()
                 self.spent, began = self.spent + now - began, now
-            if self.progress(began) >= due[0]:
-                while due and self.progress(began) >= due[0]:
-                    due.pop(0)
-                self.curve.append(self.evaluated(torch.stack(losses).mean().item(), s.window_at(progress)))
-                losses = []
-                began = self.now()
+                reached = self.progress(began)
+                if reached >= due[0]:
+                    due = [part for part in due if part > reached]
+                    self.curve.append(self.evaluated(torch.stack(losses).mean().item(), s.window_at(progress)))
+                    losses = []
+                    began = self.now()
             if time.time() > stop_at:
                 return False
         return True
@@ -130,7 +130,7 @@ class Run:
         return (losses * weights).sum(), taught
 
     def forward(self, batch: Batch, window: int | None, noise: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-        level = torch.tensor(noise).to(self.device, non_blocking=True)
+        level = torch.full((), noise, device=self.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device != "cpu"), sdpa_kernel(FASTEST, set_priority=True):
             result: tuple[Tensor, Tensor, Tensor] = self.model(batch.tokens, batch.targets, window, level)
         return result
@@ -171,7 +171,8 @@ class Run:
             if self.task.has_answers:
                 answers = hits[batch.asked].view(-1, self.task.group)
                 right.append(answers.float().mean())
-                whole.append(answers.all(1).float().mean())
+                if self.task.group > 1:
+                    whole.append(answers.all(1).float().mean())
             else:
                 late.append(losses[:, losses.shape[1] // 2 :].mean())
         self.model.train()
@@ -195,7 +196,7 @@ class Run:
 
 
 def optimizer_of(model: Model, s: Settings) -> torch.optim.AdamW:
-    gates = [p for name, p in model.named_parameters() if name.endswith(("attention.A", "attention.scale", "log_slope"))]
+    gates = [p for name, p in model.named_parameters() if name.endswith(("attention.scale", "log_slope"))]
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2 and all(p is not gate for gate in gates)]
     groups = [
@@ -238,8 +239,9 @@ def run(job: dict[str, Any], stop_at: float = math.inf) -> dict[str, Any]:
 def line_of(result: dict[str, Any]) -> str:
     last = result["curve"][-1] if result["curve"] else {}
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in last.items() if isinstance(value, float) and name != "seconds")
-    speed = f"{result['steps']} steps in {result['seconds']:.1f} s ({result['wall_seconds']:.0f} s in all), {result['tokens_per_second'] / 1e3:.0f}k tokens/s"
-    return f"{result['settings']['task']} {result['name']} seed {result['settings']['seed']}: {numbers}; {speed}{'' if result['complete'] else '; STOPPED'}"
+    clock = f"{result['steps']} steps in {result['seconds']:.1f} s ({result['wall_seconds']:.0f} s in all)"
+    speed = f"{result['tokens_per_second'] / 1e3:.0f}k tokens/s" + ("" if result["complete"] else ", STOPPED")
+    return f"{result['settings']['task']} {result['name']} seed {result['settings']['seed']}: {numbers}; {clock}, {speed}"
 
 
 # Many runs -------------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ class Settings:
     visible: int = 512
     local: int = 0
     sink: int = 0
-    plain_heads: int = 0  # of a dynamic layer: so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
+    plain_heads: int = (
+        0  # of a dynamic layer: so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
+    )
     plain_local: int = 128
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
     recency: float = 0.0  # steepest slope at first; 0: none
@@ -45,7 +47,9 @@ class Settings:
     score: str = "exp"  # exp: exp(A * softplus(.)) as the Doge model has it; linear
     score_source: str = "value"  # value, key, hidden
     score_hidden: int = 0  # units of a hidden layer before the score; 0: none
-    lookahead: int = 0  # keys after a key, at most `local`, whose mean source the score also reads (a key competes only once `local` old)
+    lookahead: int = (
+        0  # keys after a key, at most `local`, whose mean source the score also reads (a key competes only once `local` old)
+    )
     bias: str = "score"  # what is added to a key's logits: score, scaled (times a learned number a head, 0 at first), none
     score_trunk: bool = True  # whether gradients of scores reach the layers below
     noise: float = 0.0  # Gumbel noise on the scores while they select in training
@@ -59,7 +63,7 @@ class Settings:
     steps: int = 3000
     seconds: float = 0.0  # if > 0, instead of steps: seconds of training, without compilation and evaluation
     lr: float = 1e-3
-    gate_lr: float = 10.0  # factor of lr for slopes, A and scales, which are few numbers of a size of their own
+    gate_lr: float = 3.0  # factor of lr for the logarithms of slopes and for scales, which are few and have far to go
     warm_up: int = 100
     lr_end: float = 0.1
     weight_decay: float = 0.1
@@ -159,12 +163,11 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
 class Attention(nn.Module):
     """[B, S, E] -> [B, S, E], and the loss that teaches the scores (0 where there is none)."""
 
-    watched = False  # whether to keep, of every head, the share of dense attention that the mask shows
-
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings = s = settings
         self.size = s.width // s.heads
+        self.watched = False  # whether to keep, of every head, the share of dense attention that the mask shows
         self.qkv = nn.Linear(s.width, 3 * s.width, bias=False)
         self.out = nn.Linear(s.width, s.width, bias=False)
         if s.conv > 1:
@@ -193,7 +196,9 @@ class Attention(nn.Module):
             if recency is not None and s.recency_selects:
                 score = score + recency
             if window is not None:
-                mask = self.selected(score.detach() + noise * gumbel(score) if s.noise and self.training else score.detach(), window)
+                mask = self.selected(
+                    score.detach() + noise * gumbel(score) if s.noise and self.training else score.detach(), window
+                )
         if mask is None and bias is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -247,7 +252,9 @@ class Attention(nn.Module):
             end = torch.cat(((keys + s.plain_local).expand(end.shape[0], s.plain_heads, -1), end), 1)
         return dmattn.IntervalMask(keys, torch.where(is_sink, FOREVER, end))
 
-    def taught(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def taught(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What a few queries attend to where they see all: the output with their dense rows, and the loss of the scores.
 
         The loss is the cross-entropy, over the keys that have left the local window and are no sinks, between a query's dense attention and
@@ -255,7 +262,9 @@ class Attention(nn.Module):
         the attention that later queries pay to it, and the best `window` keys then hold the most attention.
         """
         s, length = self.settings, score.shape[2]
-        rows = (torch.arange(s.teach_rows, device=score.device) + torch.rand(s.teach_rows, device=score.device)) * (length / s.teach_rows)
+        rows = (torch.arange(s.teach_rows, device=score.device) + torch.rand(s.teach_rows, device=score.device)) * (
+            length / s.teach_rows
+        )
         rows = rows.long().clamp(max=length - 1)
         with torch.set_grad_enabled(s.explore and torch.is_grad_enabled()):
             chances, age = dense_rows(query, key, bias, rows)
@@ -314,7 +323,9 @@ class Model(nn.Module):
         self.norm = nn.RMSNorm(settings.width)
         self.head = nn.Linear(settings.width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # outputs that are added up begin smaller; scores begin equal, so that windows slide at first
+            if (
+                parameter.dim() == 2
+            ):  # outputs that are added up begin smaller; scores begin equal, so that windows slide at first
                 added_up = name.endswith(("attention.out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * settings.layers) if added_up else 0.02)
             if "to_score" in name:

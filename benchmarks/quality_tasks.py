@@ -40,7 +40,9 @@ class Batch:
 class Task:
     vocabulary: int
     group: int  # so many asked targets in a row make one answer
-    draw: Callable[[Generator, str], Batch]  # a batch for "train", "held", or "near": held out, but asked soon after the statement
+    draw: Callable[
+        [Generator, str], Batch
+    ]  # a batch for "train", "held", or "near": held out, but asked soon after the statement
     about: dict[str, Any]
 
     @property
@@ -186,5 +188,3 @@ def passkey(s: Settings, device: str) -> Task:
         return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), is_letter[:, 1:])
 
     return Task(256, s.symbols, draw, {**about, "chance": 1 / len(letters)})
-
-

@@ -1,0 +1,180 @@
+"""The comparison of masks by what models learn: its tasks ask what they say, its masks are what they say, and runs become tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
+         "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
+
+
+@pytest.fixture
+def quality(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import quality
+
+    return quality
+
+
+@pytest.fixture
+def excerpt(monkeypatch, quality):
+    """A corpus of few bytes in place of the installed one."""
+    import quality_tasks
+
+    generator = torch.Generator().manual_seed(0)
+    parts = [bytes(torch.randint(32, 127, (5000,), generator=generator).tolist()) for _ in range(2)]
+    monkeypatch.setattr(quality_tasks, "corpus", lambda: (*parts, "none"))
+
+
+def task(quality, **settings):
+    return quality.task_of(quality.settings_of({"variant": "dense", **SMALL, **settings}), "cpu")
+
+
+@pytest.mark.parametrize("split", ["held", "near"])
+def test_associative_recall_asks_for_what_was_said(quality, split):
+    drawn = task(quality, task="mqar", batch=50, pairs=4).draw(torch.Generator().manual_seed(1), split)
+    for tokens, targets in zip(drawn.tokens.tolist(), drawn.targets.tolist(), strict=True):
+        asked = [place for place, target in enumerate(targets) if target >= 0]
+        assert len(asked) == 4
+        for place in asked:
+            said = tokens.index(tokens[place])
+            assert said < place
+            assert tokens[said] < 8 <= tokens[said + 1] < 16
+            assert targets[place] == tokens[said + 1] == tokens[place + 1]
+            assert (said < 32 and place >= 64) == (split == "held")
+
+
+@pytest.mark.parametrize("split", ["held", "near"])
+def test_secrets_are_asked_for_at_the_end(quality, excerpt, split):
+    drawn = task(quality, task="passkey", batch=20, symbols=3, length=1024).draw(torch.Generator().manual_seed(1), split)
+    for tokens, targets, asked in zip(drawn.tokens, drawn.targets, drawn.asked, strict=True):
+        text = bytes(tokens.tolist())
+        for answer in targets[asked].view(2, 3).tolist():
+            first = text.index(bytes(answer))  # three letters of 36 are hardly there by chance
+            name = text[first - 5 : first - 4]
+            assert text.count(b"# key " + name + b" is ") == 2
+            assert (first < 256) == (split == "held")
+
+
+def test_what_a_sliding_window_could_reach_is_refused(quality):
+    with pytest.raises(ValueError, match="visible: expected at most"):
+        task(quality, task="mqar", layers=3)
+
+
+def test_held_out_text_is_not_in_training(quality):
+    import quality_tasks
+
+    train, held, _ = quality_tasks.corpus()
+    assert 0.02 < len(held) / len(train) < 0.08
+    assert held[5000:5400] not in train
+
+
+def test_a_mask_shows_sinks_neighbours_and_the_best_of_the_others(quality):
+    import quality_model
+
+    settings = quality.settings_of({"task": "mqar", "variant": "taught", **SMALL, "local": 5, "sink": 2, "plain_heads": 1})
+    attention = quality_model.Attention(settings)
+    score = torch.randint(0, 9, (2, 2, 60)).float()  # with ties
+    shown = attention.selected(score, 4).to_bool(60, 60)
+    for b in range(2):
+        for position in range(60):
+            plain = {j for j in range(position + 1) if j < 2 or position - j < settings.plain_local}
+            assert set(shown[b, 0, position].nonzero().flatten().tolist()) == plain
+            best = sorted(range(2, position - 4), key=lambda j: (score[b, 1, j].item(), j))[-4:]
+            near = {j for j in range(position + 1) if j < 2 or position - j < 5}
+            assert set(shown[b, 1, position].nonzero().flatten().tolist()) == near | set(best)
+
+
+def test_the_number_of_visible_keys_is_the_same_for_all(quality):
+    for name in ("dynamic", "taught+local+sink", "taught+local+sink+mixed", "sliding", "streaming"):
+        s = quality.settings_of({"task": "text", "variant": name})
+        plain = s.plain_heads * (s.plain_local + s.sink)
+        assert plain + (s.heads - s.plain_heads) * (s.window + s.local + s.sink) == s.heads * s.visible
+
+
+def test_windows_fall_from_dense_to_their_size(quality):
+    s = quality.settings_of({"task": "text", "variant": "dynamic+anneal"})
+    windows = [s.window_at(step / 100) for step in range(101)]
+    assert windows[:5] == [None] * 5
+    assert windows[5:] == sorted(windows[5:], reverse=True)
+    assert max(windows[5:]) > 7000
+    assert set(windows[50:]) == {s.window}
+
+
+def test_scores_learn_the_attention_of_later_queries(quality):
+    """Queries that look for two old keys, and the scores that the loss alone teaches them."""
+    import quality_model
+
+    settings = quality.settings_of({"task": "mqar", "variant": "taught+local", **SMALL, "teach_rows": 64})
+    attention = quality_model.Attention(settings)
+    query, key = torch.ones(1, 2, 128, 16), torch.zeros(1, 2, 128, 16)
+    key[:, 0, 10], key[:, 1, 20] = 2.0, 2.0
+    score = torch.zeros(1, 2, 128, requires_grad=True)
+    optimizer = torch.optim.Adam([score], lr=0.1)
+    for _ in range(50):
+        _, loss = attention.taught(query, key, key, None, score, key)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert score[0].argmax(1).tolist() == [10, 20]
+
+
+def test_queries_that_explore_attend_to_all(quality):
+    import quality_model
+
+    settings = quality.settings_of({"task": "mqar", "variant": "taught+local+explore", **SMALL, "teach_rows": 128})
+    attention = quality_model.Attention(settings)
+    query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()
+    out, _ = attention.taught(query, key, value, None, torch.zeros(1, 2, 128), torch.full_like(query, torch.nan))
+    dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    seen = ~out.isnan()
+    assert seen.any(3).sum() >= 2 * 100
+    torch.testing.assert_close(out[seen], dense[seen])
+
+
+VARIANTS = (
+    "dense",
+    "dense+recency",
+    "sliding+recency",
+    "streaming",
+    "dynamic",
+    "dynamic+local+recency+noise",
+    "linear+key+scaled+warm",
+    "taught+local+sink+mixed+mlp+anneal",
+    "taught+local+ahead+explore",
+)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_trains(quality, name):
+    result = quality.run({"task": "mqar", "variant": name, **SMALL})
+    assert result["complete"]
+    assert result["steps"] == 2
+    (point,) = result["curve"]
+    assert point["held_bits"] > 0
+    assert 0 <= point["held_accuracy"] <= 1
+    json.dumps(result)
+
+
+def test_jobs_become_lines_and_a_table(quality, tmp_path):
+    given = [{"task": "mqar", "variant": "sliding", "seeds": [1, 2], **SMALL}]
+    (tmp_path / "jobs").write_text("# a comment\n" + "\n".join(map(json.dumps, given)))
+    command = [sys.executable, str(BENCHMARKS / "quality.py"), "jobs", str(tmp_path / "jobs"), "--limit", "300"]
+    done = subprocess.run([*command, "--output", str(tmp_path / "out.jsonl")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(result["name"], result["settings"]["seed"]) for result in results] == [("sliding", 1), ("sliding", 2)]
+    assert "mqar, 128 tokens, 16 visible, 2 st" in done.stdout
+
+
+@pytest.mark.parametrize("given", [{"steps": "many"}, {"stepz": 3}, {"variant": "dens"}, {"task": "novel"}, {"bias": "none"}])
+def test_a_wrong_setting_is_named(quality, given):
+    with pytest.raises(ValueError, match=next(iter(given)).replace("stepz", "settings")):
+        quality.settings_of({"task": "mqar", "variant": "dynamic", **given})
