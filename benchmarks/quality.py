@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from quality_model import Model, Settings, variant
 from quality_tasks import TASKS, Batch, Task, task_of
+from run import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -208,10 +209,8 @@ def optimizer_of(model: Model, s: Settings) -> torch.optim.AdamW:
     return torch.optim.AdamW(used, lr=s.lr, betas=(0.9, s.beta2), fused=True)
 
 
-def run(job: dict[str, Any], stop_at: float = math.inf) -> dict[str, Any]:
+def result_of(job: dict[str, Any], stop_at: float = math.inf) -> dict[str, Any]:
     """Trains as a job says; the result as it is written to the file."""
-    from run import provenance  # of benchmarks/run.py
-
     settings = settings_of(job)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
@@ -369,7 +368,7 @@ def main() -> None:
         table(options.output)
     else:
         job = {"task": options.task, "variant": options.variant, "seed": options.seed, **options.job, **dict(options.set)}
-        result = run(job, options.stop_at)
+        result = result_of(job, options.stop_at)
         with options.output.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(line_of(result), flush=True)

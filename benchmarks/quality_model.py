@@ -35,9 +35,8 @@ class Settings:
     visible: int = 512
     local: int = 0
     sink: int = 0
-    plain_heads: int = (
-        0  # of a dynamic layer: so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
-    )
+    # Of a dynamic layer so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
+    plain_heads: int = 0
     plain_local: int = 128
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
     recency: float = 0.0  # steepest slope at first; 0: none
@@ -47,9 +46,8 @@ class Settings:
     score: str = "exp"  # exp: exp(A * softplus(.)) as the Doge model has it; linear
     score_source: str = "value"  # value, key, hidden
     score_hidden: int = 0  # units of a hidden layer before the score; 0: none
-    lookahead: int = (
-        0  # keys after a key, at most `local`, whose mean source the score also reads (a key competes only once `local` old)
-    )
+    # Keys after a key, at most `local`, whose mean source the score also reads (a key competes only once `local` old)
+    lookahead: int = 0
     bias: str = "score"  # what is added to a key's logits: score, scaled (times a learned number a head, 0 at first), none
     score_trunk: bool = True  # whether gradients of scores reach the layers below
     noise: float = 0.0  # Gumbel noise on the scores while they select in training

@@ -40,9 +40,8 @@ class Batch:
 class Task:
     vocabulary: int
     group: int  # so many asked targets in a row make one answer
-    draw: Callable[
-        [Generator, str], Batch
-    ]  # a batch for "train", "held", or "near": held out, but asked soon after the statement
+    # A batch for "train", "held", or "near": held out, but asked soon after the statement.
+    draw: Callable[[Generator, str], Batch]
     about: dict[str, Any]
 
     @property

@@ -154,7 +154,7 @@ VARIANTS = (
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_trains(quality, name):
-    result = quality.run({"task": "mqar", "variant": name, **SMALL})
+    result = quality.result_of({"task": "mqar", "variant": name, **SMALL})
     assert result["complete"]
     assert result["steps"] == 2
     (point,) = result["curve"]
