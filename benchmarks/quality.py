@@ -319,7 +319,7 @@ def table(path: Path) -> None:
         for name, runs in by_name.items():
             cells = ""
             for column in columns:
-                values = [run["curve"][-1][column] for run in runs]
+                values = [run["curve"][-1].get(column, math.nan) for run in runs]
                 mean = statistics.fmean(values)
                 cells += f"{mean:11.4f} ±{max(abs(value - mean) for value in values):.3f}"
             shares = [share for run in runs for layer in run["curve"][-1].get("coverage", [[1.0]]) for share in layer]
@@ -351,7 +351,7 @@ def parse() -> argparse.Namespace:
     one.add_argument("--stop-at", type=float, default=math.inf, help="seconds since 1970 at which to stop, finished or not")
     many = verbs.add_parser("jobs", help="the runs of a file, spread over the visible GPUs")
     many.add_argument("file", type=Path)
-    many.add_argument("--limit", type=float, default=math.inf, help="seconds for all of them")
+    many.add_argument("--limit", type=float, default=1e6, help="seconds for all of them")
     many.add_argument("--per-gpu", type=int, default=1, help="runs at a time on one GPU; for small models")
     shown = verbs.add_parser("table", help="what finished runs came to")
     shown.add_argument("output", type=Path)
