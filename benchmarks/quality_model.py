@@ -35,7 +35,7 @@ class Settings:
     visible: int = 512
     local: int = 0
     sink: int = 0
-    # Of a dynamic layer so many heads stream with `plain_local` keys; the others see more, so that the mean is `visible`
+    # So many heads see the last `plain_local` keys and the sinks; the others see more, so that the mean is `visible`
     plain_heads: int = 0
     plain_local: int = 128
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
@@ -200,7 +200,8 @@ class Attention(nn.Module):
         if mask is None and bias is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            out = dmattn.attention(query, key, value, mask, key_bias=bias, is_causal=mask is None)
+            mask = dmattn.IntervalMask.causal(x.shape[1], device=x.device) if mask is None else mask  # kernels that take key_bias
+            out = dmattn.attention(query, key, value, mask, key_bias=bias)
         loss = torch.zeros((), device=x.device)
         if score is not None and self.training and (s.teach or s.explore):
             out, loss = self.taught(query, key, value, bias, score, out)
@@ -231,24 +232,30 @@ class Attention(nn.Module):
         return torch.exp(self.A[:, None] * F.softplus(z)) if s.score == "exp" else z
 
     def fixed_mask(self, x: Tensor) -> dmattn.IntervalMask | None:
-        s, length = self.settings, x.shape[1]
-        if s.mask == "sliding":
-            return dmattn.IntervalMask.sliding_window(length, s.visible - 1, device=x.device)
-        if s.mask == "streaming":
-            return dmattn.IntervalMask.streaming(length, s.sink, s.visible - s.sink, device=x.device)
-        return None
+        s = self.settings
+        if s.mask not in ("sliding", "streaming"):
+            return None
+        keys = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
+        local = self.per_head(torch.full_like(keys, s.window + s.local))
+        return dmattn.IntervalMask(keys, torch.where(keys < s.sink, FOREVER, keys + local))
 
     def selected(self, score: Tensor, window: int) -> dmattn.IntervalMask:
         """The interval of each key: it is local first, then competes for a place among `window`; a sink is always there."""
         s = self.settings
+        if not s.plain_heads:
+            return dmattn.IntervalMask.top_k(score, window, local=s.local, sink=s.sink)
+        mask = dmattn.IntervalMask.top_k(score[:, s.plain_heads :], window, local=s.local, sink=s.sink)
         keys = torch.arange(score.shape[2], device=score.device, dtype=torch.int32)
-        is_sink = keys < s.sink
-        score = score[:, s.plain_heads :].masked_fill(is_sink, -torch.inf)
-        end = dmattn.IntervalMask.top_k(score, window).end
-        end = torch.maximum(end, keys).clamp(max=FOREVER - s.local) + s.local
-        if s.plain_heads:
-            end = torch.cat(((keys + s.plain_local).expand(end.shape[0], s.plain_heads, -1), end), 1)
-        return dmattn.IntervalMask(keys, torch.where(is_sink, FOREVER, end))
+        plain = torch.where(keys < s.sink, FOREVER, keys + s.plain_local).expand(score.shape[0], s.plain_heads, -1)
+        return dmattn.IntervalMask(keys, torch.cat((plain, mask.end.expand(score.shape[0], -1, -1)), 1))
+
+    def per_head(self, number: Tensor) -> Tensor:
+        """[S] to [1, H, S], `plain_local` in the plain heads; as it is where there are none."""
+        s = self.settings
+        if not s.plain_heads:
+            return number
+        plain = torch.full_like(number, s.plain_local).expand(1, s.plain_heads, -1)
+        return torch.cat((plain, number.expand(1, s.heads - s.plain_heads, -1)), 1)
 
     def taught(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor
