@@ -94,6 +94,27 @@ struct SelectParams {
   int32_t* end = nullptr;  // [B, Hkv, Sk] contiguous, output
 };
 
+// T queries of each sequence over a cache of keys. Query t stands at position length - T + t.
+struct DecodeParams {
+  int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, head_dim = 0, value_dim = 0;
+  int64_t capacity = 0;  // Smax: keys that a sequence has room for; with pages max_pages * page_size
+  DType dtype = DType::kFloat32;
+
+  TensorView query;  // [B, H, T, D]
+  // [B, Hkv, Smax, D or Dv]. With pages [pages, Hkv, page_size, D or Dv] by their strides: a page is in the place of a sequence.
+  TensorView key, value;
+  const int32_t* lengths = nullptr;     // [B], taken as within [0, Smax]; null: all are Smax
+  const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
+  int64_t table_stride = 0, pages = 0, page_size = 0;
+  PerHead key_bias;             // [B|1, H|Hkv|1, Smax], float (double for kFloat64); may be null
+  const void* sinks = nullptr;  // [H], like key_bias: logits in the denominator alone; may be null
+
+  TensorView out;       // [B, H, T, Dv]
+  void* lse = nullptr;  // [B, H, T] contiguous; float, or double for kFloat64
+  bool is_causal = true;
+  double scale = 1.0, softcap = 0.0;
+};
+
 struct PackParams {
   int64_t batch = 0, heads = 0;  // of the mask: B|1, H|Hkv|1
   int64_t query_length = 0, key_length = 0;

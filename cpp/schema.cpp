@@ -9,6 +9,8 @@
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
+//   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
+//   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 // Ops are functional and positional and take no list: see docs/semantics.md for what each argument means.
 #include <torch/csrc/stable/library.h>
 
@@ -44,4 +46,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dmattn, m) {
       "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, "
       "bool need_key_bias, bool need_bias, Tensor? lse_rest=None) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
+
+  m.def(
+      "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? page_table, Tensor? key_bias, Tensor? sinks, "
+      "bool is_causal, float scale, float softcap) -> (Tensor out, Tensor lse)");
 }

@@ -157,7 +157,7 @@ def test_every_file_opens_by_saying_what_it_is():
 
 SHARED_STEMS = {"dispatch", "forward", "tiles", "walk"}
 OWN_STEMS = {
-    "sm80": {"backward_keys", "backward_queries", "backward_tile", "tile"},
+    "sm80": {"backward_keys", "backward_queries", "backward_tile", "decode", "tile"},
     "sm90": {"backward", "backward_load", "barrier", "encode_maps", "forward_load", "maps", "note", "schedule", "tma", "wgmma"},
 }
 

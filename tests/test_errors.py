@@ -36,6 +36,19 @@ def dma(scores=S, window=4, **options):
     return dmattn.dynamic_mask_attention(Q, K, V, scores, window, **options)
 
 
+LENGTHS = torch.tensor([5, 12], dtype=torch.int32)
+TABLE = torch.zeros(2, 1, dtype=torch.int32)
+POOL, VALUE_POOL = rows(3, 16, 2, 16), rows(3, 16, 2, 8)
+
+
+def decode(query=Q, key_cache=K, value_cache=V, lengths=LENGTHS, **options):
+    return dmattn.decode_attention(query, key_cache, value_cache, lengths, **options)
+
+
+def decode_pages(query=Q, key_cache=POOL, value_cache=VALUE_POOL, page_table=TABLE, **options):
+    return decode(query, key_cache, value_cache, page_table=page_table, **options)
+
+
 def sdpa(query=Q, key=K4, value=V4, attn_mask=None, **options):
     return dmattn.scaled_dot_product_attention(query, key, value, attn_mask, **options)
 
@@ -267,6 +280,36 @@ PUBLIC = {
     "key_scores of a module of other width": (lambda: dmattn.key_scores(V, torch.nn.Linear(16, 3), rows(2)), ValueError, "dt_proj: expected a module that returns [B, Sk, Hkv] = [2, 12, 2], got [2, 12, 3]"),
     "flash mask of floats": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, torch.ones(10, 12)), TypeError, "attn_mask: expected dtype bool, got float32"),
     "flash q a list": (lambda: dmattn.flash_dynamic_mask_attention([1.0], K, V), TypeError, "q: expected a torch.Tensor, got list"),
+    # decoding
+    "decode 17 queries": (lambda: decode(rows(2, 4, 17, 16)), ValueError, "query: expected 1 to 16 queries a sequence, got T=17"),
+    "decode no query": (lambda: decode(Q[:, :, :0]), ValueError, "query: expected 1 to 16 queries a sequence, got T=0"),
+    "decode a cache of rank 3": (lambda: decode(key_cache=K[0]), ValueError, "key_cache: expected 4 dimensions [B, Hkv, Smax, D], got shape [2, 12, 16]"),
+    "decode pages of rank 3": (lambda: decode_pages(value_cache=VALUE_POOL[0]), ValueError, "value_cache: expected 4 dimensions [pages, page_size, Hkv, Dv], got shape [16, 2, 8]"),
+    "decode another batch": (lambda: decode(key_cache=K[:1]), ValueError, "key_cache: expected [B, Hkv, Smax, D] with B=2, D=16, got [1, 2, 12, 16]"),
+    "decode other caches": (lambda: decode(value_cache=V[:, :, 1:]), ValueError, "value_cache: expected [B, Hkv, Smax, Dv] = [2, 2, 12, 'Dv'] like key_cache, got [2, 2, 11, 8]"),
+    "decode other pages": (lambda: decode_pages(value_cache=VALUE_POOL[1:]), ValueError, "value_cache: expected [pages, page_size, Hkv, Dv] = [3, 16, 2, 'Dv'] like key_cache, got [2, 16, 2, 8]"),
+    "decode another head size": (lambda: decode_pages(key_cache=POOL[..., :8]), ValueError, "key_cache: expected [pages, page_size, Hkv, D] with D=16, got [3, 16, 2, 8]"),
+    "decode pages of 8": (lambda: decode_pages(key_cache=POOL[:, :8], value_cache=VALUE_POOL[:, :8]), ValueError, "key_cache: expected a page_size that is a multiple of 16, got 8"),
+    "decode pages of none": (lambda: decode_pages(key_cache=POOL[:, :0], value_cache=VALUE_POOL[:, :0]), ValueError, "key_cache: expected a page_size that is a multiple of 16, got 0"),
+    "decode heads": (lambda: decode(rows(2, 5, 1, 16)), ValueError, "key_cache: expected a number of heads that divides H=5 of query, got Hkv=2"),
+    "decode D": (lambda: decode(Q[..., :12], K[..., :12]), ValueError, "query: expected a last dimension that is a multiple of 8 up to 256, got 12"),
+    "decode Dv": (lambda: decode(value_cache=V[..., :4]), ValueError, "value_cache: expected a last dimension that is a multiple of 8 up to 256, got 4"),
+    "decode dtypes": (lambda: decode(key_cache=K.double()), TypeError, "key_cache: expected dtype torch.float32 like query, got torch.float64"),
+    "decode lengths of int64": (lambda: decode(lengths=LENGTHS.long()), TypeError, "lengths: expected dtype int32, got int64"),
+    "decode lengths of a list": (lambda: decode(lengths=[5, 12]), TypeError, "lengths: expected a torch.Tensor, got list"),
+    "decode lengths elsewhere": (lambda: decode(lengths=LENGTHS.to("meta")), ValueError, "lengths: expected device cpu like query, got meta"),
+    "decode three lengths": (lambda: decode(lengths=INTS[:3]), ValueError, "lengths: expected [B] with B=2, got [3]"),
+    "decode a table of int64": (lambda: decode_pages(page_table=TABLE.long()), TypeError, "page_table: expected dtype int32, got int64"),
+    "decode a table of rank 1": (lambda: decode_pages(page_table=TABLE[0]), ValueError, "page_table: expected [B, max_pages] with B=2, got [1]"),
+    "decode a table of three": (lambda: decode_pages(page_table=torch.zeros(3, 1, dtype=torch.int32)), ValueError, "page_table: expected [B, max_pages] with B=2, got [3, 1]"),
+    "decode a table elsewhere": (lambda: decode_pages(page_table=TABLE.to("meta")), ValueError, "page_table: expected device cpu like query, got meta"),
+    "decode too long a table": (lambda: decode_pages(page_table=TABLE.expand(2, 65537)), ValueError, "key_cache: expected room for up to 1048576 keys, got 1048592"),
+    "decode a bias of 11 keys": (lambda: decode(key_bias=rows(2, 2, 11)), ValueError, "key_bias: expected [B|1, H|Hkv|1, Smax] with B=2, H=4, Hkv=2, Smax=12, got [2, 2, 11]"),
+    "decode a bias of 3 heads": (lambda: decode_pages(key_bias=rows(2, 3, 16)), ValueError, "key_bias: expected [B|1, H|Hkv|1, Smax] with B=2, H=4, Hkv=2, Smax=16, got [2, 3, 16]"),
+    "decode sinks of key heads": (lambda: decode(sinks=rows(2)), ValueError, "sinks: expected [H] = [4], got [2]"),
+    "decode sinks of integers": (lambda: decode(sinks=INTS[:4]), TypeError, "sinks: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "decode scale": (lambda: decode(scale=1e39), ValueError, "scale: expected a number of magnitude up to 1e+30"),
+    "decode softcap": (lambda: decode(softcap=-1.0), ValueError, "softcap: expected a finite number >= 0, got -1.0"),
     "flash_dma coefficients": (lambda: flash_dma(a_coef=rows(3)), ValueError, "a_coef: expected shape [2] for value [2, 2, 12, 8], got [3]"),
 }  # fmt: skip
 
@@ -300,6 +343,12 @@ def forward(**changes):
     return ops.forward(*(arguments | changes).values())
 
 
+def decode_op(**changes):
+    arguments = {"query": Q, "key": K, "value": V, "lengths": LENGTHS, "page_table": None, "key_bias": None, "sinks": None,
+                 "is_causal": True, "scale": 1.0, "softcap": 0.0}  # fmt: skip
+    return ops.decode(*(arguments | changes).values())
+
+
 def backward(**changes):
     out, lse, _ = forward()
     head = {"grad_out": out, "grad_lse": None, "query": Q, "key": K, "value": V, "out": out, "lse": lse}
@@ -320,6 +369,30 @@ def tables(**changes):
 WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  # no copy of it can be made
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 DIRECT = {
+    "decode query rank": (lambda: decode_op(query=Q[0]), "query: expected 4 dimensions, got .4, 10, 16"),
+    "decode 17 queries": (lambda: decode_op(query=rows(2, 4, 17, 16)), "query: expected at most 16 queries a sequence, got 17"),
+    "decode key dtype": (lambda: decode_op(key=K.half()), "key: expected dtype float32, got float16"),
+    "decode key batch": (lambda: decode_op(key=K[:1]), "key: expected .B, Hkv, Smax, D. = .2, 2, 12, 16., got .1, 2, 12, 16"),
+    "decode value": (lambda: decode_op(value=V[:, :1]), "value: expected .B, Hkv, Smax, Dv."),
+    "decode heads": (lambda: decode_op(query=rows(2, 5, 1, 16)), "key: expected a number of heads that divides H=5, got Hkv=2"),
+    "decode D": (lambda: decode_op(query=Q[..., :12], key=K[..., :12]), "query: expected a last dimension"),
+    "decode Dv": (lambda: decode_op(value=V[..., :0]), "value: expected a last dimension"),
+    "decode lengths dtype": (lambda: decode_op(lengths=LENGTHS.long()), "lengths: expected dtype int32, got int64"),
+    "decode lengths": (lambda: decode_op(lengths=INTS[:3]), "lengths: expected .B. = .2., got .3."),
+    "decode lengths elsewhere": (lambda: decode_op(lengths=LENGTHS.to("meta")), "expected the device of"),
+    "decode table dtype": (lambda: decode_op(key=POOL, value=VALUE_POOL, page_table=TABLE.long()), "page_table: expected dtype int32"),
+    "decode table": (lambda: decode_op(key=POOL, value=VALUE_POOL, page_table=TABLE[:1]), "page_table: expected .B, max_pages. with B=2, got .1, 1."),
+    "decode page size": (lambda: decode_op(key=POOL[:, :8], value=VALUE_POOL[:, :8], page_table=TABLE), "key: expected pages of a multiple of 16 keys, got 8"),
+    "decode pages that are not alike": (lambda: decode_op(key=POOL, value=VALUE_POOL[1:], page_table=TABLE), "value: expected .pages, page_size, Hkv, Dv."),
+    "decode table of a length that wraps": (lambda: decode_op(key=POOL, value=VALUE_POOL, page_table=TABLE.expand(2, 2**32)), "page_table: expected room"),
+    "decode a table too long": (lambda: decode_op(key=POOL, value=VALUE_POOL, page_table=TABLE.expand(2, 65537)), "key: expected room for up to 1048576 keys, got 1048592"),
+    "decode key of a length that wraps": (lambda: decode_op(key=K[:, :, :1].expand(2, 2, 2**32 + 12, 16), value=V[:, :, :1].expand(2, 2, 2**32 + 12, 8)), "key: expected room for up to 1048576 keys, got 4294967308"),
+    "decode key_bias dtype": (lambda: decode_op(key_bias=rows(2, 2, 12).half()), "key_bias: expected dtype float32, got float16"),
+    "decode key_bias": (lambda: decode_op(key_bias=rows(2, 3, 12)), "key_bias: expected .B.1, H.Hkv.1, Smax. with B=2"),
+    "decode sinks": (lambda: decode_op(sinks=rows(2)), "sinks: expected .H. = .4., got .2."),
+    "decode sinks dtype": (lambda: decode_op(sinks=rows(4).double()), "sinks: expected dtype float32, got float64"),
+    "decode scale": (lambda: decode_op(scale=NAN), "scale"),
+    "decode softcap": (lambda: decode_op(softcap=-2.0), "softcap"),
     "query rank": (lambda: forward(query=Q[0]), "query"),
     "key rank": (lambda: forward(key=K[0]), "key"),
     "key dtype": (lambda: forward(key=K.double()), "key"),
@@ -492,6 +565,8 @@ ARGUMENTS = {
                        "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "return_lse": False},
     dmattn.dynamic_mask_attention: {"query": Q, "key": K, "value": V, "scores": S, "window": 3, "is_causal": True, "base": None, "local": 0,
                                     "sink": 0, "scale": None, "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "return_lse": False},
+    dmattn.decode_attention: {"query": Q, "key_cache": K, "value_cache": V, "lengths": LENGTHS, "key_bias": None, "page_table": None,
+                              "sinks": None, "scale": None, "softcap": 0.0, "return_lse": False},
     dmattn.key_scores: {"value": V, "dt_proj": rows(2, 16), "A": rows(2), "dt_proj_bias": None},
     dmattn.flash_dynamic_mask_attention: {"q": Q, "k": K, "v": V, "attn_mask": None, "bias": None, "softcap": None, "causal": False,
                                           "return_lse": False},
@@ -505,7 +580,7 @@ ARGUMENTS = {
 }  # fmt: skip
 # What each argument takes of the strange things.
 TAKEN = {
-    "mask": {"None", "a block mask"}, "key_bias": {"None"}, "bias": {"None"}, (DynamicMaskAttention, "bias"): {"a bool"}, "scale": {"None", "an int", "a float"},
+    "mask": {"None", "a block mask"}, "page_table": {"None"}, "sinks": {"None"}, "key_bias": {"None"}, "bias": {"None"}, (DynamicMaskAttention, "bias"): {"a bool"}, "scale": {"None", "an int", "a float"},
     "softmax_scale": {"None", "an int", "a float"}, "softcap": {"None", "an int", "a float"},
     "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},

@@ -128,6 +128,33 @@ def test_opcheck_pack(size, block):
         torch.library.opcheck(ops.pack_bits.default, (given, tiles, *size, block, block, 32, 64, int((tiles >= 2).sum())))
 
 
+def decode_patterns():
+    """Name to the arguments of ``dmattn::decode``."""
+    lengths, options = torch.tensor([5, 50], dtype=torch.int32), (True, 0.25, 0.0)
+    q, k, v = inputs(Sq=3)
+    pools = [tensor((7, 16, 2, size), i) for i, size in enumerate((16, 24))]
+    table = torch.tensor([[0, 3, 1, -1], [2, 4, 6, 5]], dtype=torch.int32)
+    far, sliced = q.transpose(1, 2).contiguous().transpose(1, 2), [strategies.laid_out(t, "sliced") for t in (k, v)]
+    everything = (table, tensor((2, 4, 64), 5), tensor((4,), 6), False, 0.25, 4.0)
+    return {
+        "plain": (q, k, v, lengths, None, None, None, *options),
+        "no lengths": (q, k, v, None, None, None, None, *options),
+        "transposed": (far, *sliced, lengths, None, None, None, *options),
+        "everything": (q, *pools, lengths, *everything),
+        "no batch": (*inputs(B=0, Sq=2), lengths[:0], None, None, None, *options),
+        "no keys": (*inputs(Sq=2, Sk=0), lengths, None, None, None, *options),
+        **{str(dtype): (*inputs(Sq=1, dtype=dtype), lengths, None, None, None, *options) for dtype in (torch.bfloat16, torch.float64)},
+    }  # fmt: skip
+
+
+DECODE = decode_patterns()
+
+
+@pytest.mark.parametrize("arguments", DECODE.values(), ids=DECODE)
+def test_opcheck_decode(arguments):
+    torch.library.opcheck(ops.decode.default, arguments)
+
+
 # compile ------------------------------------------------------------------------------------------------------------------------------
 
 

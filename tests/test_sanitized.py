@@ -11,6 +11,7 @@ import os
 
 import dmattn
 import pytest
+import test_decode as decoding
 import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import strategies
@@ -115,3 +116,21 @@ def test_float16():
     on_gpu = dataclasses.replace(case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), mask=mask)
     check(case, on_gpu)
     assert dmattn.attention(on_gpu.query, on_gpu.key, on_gpu.value).dtype == torch.float16
+
+
+@pytest.mark.parametrize("page_size", [0, 48])
+@pytest.mark.parametrize(("heads", "queries"), [(4, 1), (16, 3)])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 120), (256, 248)], ids=str)
+def test_decode(page_size, heads, queries, sizes):
+    """Sequences of all splits, of none and of some; page numbers out of range where no key is."""
+    lengths = [48 * 9, 0, 150]
+    case = decoding.make(
+        "cpu", torch.bfloat16, lengths, heads, 2, queries, lengths[0], *sizes, bias=True, sinks=True, softcap=5.0
+    )
+    given = (case.key, case.value, None) if page_size == 0 else decoding.paged(case, page_size)
+    key, value, table = (t if t is None else t.cuda() for t in given)
+    out, lse = dmattn.decode_attention(
+        case.query.cuda(), key, value, case.lengths.cuda(), key_bias=case.key_bias.cuda(), page_table=table, sinks=case.sinks.cuda(),
+        softcap=case.softcap, return_lse=True,
+    )  # fmt: skip
+    decoding.assert_right(case, (out.cpu(), lse.cpu()))

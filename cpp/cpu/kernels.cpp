@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "backward_head.h"
+#include "decode_split.h"
 #include "forward_tile.h"
 
 namespace dmattn::cpu {
@@ -59,6 +60,25 @@ void backward_as(const BackwardCall& c, int phase, int64_t task, void* scratch, 
   }
 }
 
+// Decode: phase 0 computes splits of the keys, phase 1 adds them up.
+template <class R>
+PhaseSizes decode_sizes_as(const DecodeParams& p) {
+  Arena shared_arena(nullptr), scratch(nullptr);
+  const DecodeShared<R> shared(shared_arena, p);
+  DecodeScratch<R> measured(scratch, p);
+  static_cast<void>(measured);
+  const int64_t heads = p.batch * p.kv_heads;
+  return {{heads * shared.splits * decode_tiles(p), heads, 0, 0, 0}, scratch.used(), shared_arena.used()};
+}
+
+template <class R>
+void decode_as(const DecodeParams& p, int phase, int64_t task, void* scratch, void* shared_memory) {
+  Arena arena(shared_memory);
+  const DecodeShared<R> shared(arena, p);
+  if (phase == 0) return decode_split_task<R>(p, shared, task, scratch);
+  merge_splits_task<R>(p, shared, task, scratch);
+}
+
 PhaseSizes forward_sizes(const AttentionParams& p) {
   return p.dtype == DType::kFloat64 ? forward_sizes_as<double>(p) : forward_sizes_as<float>(p);
 }
@@ -75,6 +95,14 @@ void backward(const BackwardCall& c, int phase, int64_t task, void* scratch, voi
   (c.params.forward.dtype == DType::kFloat64 ? backward_as<double> : backward_as<float>)(c, phase, task, scratch, shared);
 }
 
+PhaseSizes decode_sizes(const DecodeParams& p) {
+  return p.dtype == DType::kFloat64 ? decode_sizes_as<double>(p) : decode_sizes_as<float>(p);
+}
+
+void decode(const DecodeParams& p, int phase, int64_t task, void* scratch, void* shared) {
+  (p.dtype == DType::kFloat64 ? decode_as<double> : decode_as<float>)(p, phase, task, scratch, shared);
+}
+
 }  // namespace
 
 #define DMATTN_TEXT_OF(x) #x
@@ -83,7 +111,7 @@ void backward(const BackwardCall& c, int phase, int64_t task, void* scratch, voi
 #define DMATTN_JOIN(a, b) DMATTN_JOIN_OF(a, b)
 
 extern const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL);
-const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes,
-                                                          backward};
+const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {
+    DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes, backward, decode_sizes, decode};
 
 }  // namespace dmattn::cpu

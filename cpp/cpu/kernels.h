@@ -33,6 +33,8 @@ struct Kernels {
   void (*forward)(const AttentionParams&, int phase, int64_t task, void* scratch, void* shared);
   PhaseSizes (*backward_sizes)(const BackwardCall&);
   void (*backward)(const BackwardCall&, int phase, int64_t task, void* scratch, void* shared);
+  PhaseSizes (*decode_sizes)(const DecodeParams&);
+  void (*decode)(const DecodeParams&, int phase, int64_t task, void* scratch, void* shared);
 };
 
 }  // namespace dmattn::cpu

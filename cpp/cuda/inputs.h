@@ -9,10 +9,14 @@
 
 namespace dmattn::cuda {
 
-inline void check_cuda_support(const AttentionParams& p) {
-  check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
+inline void check_cuda_dtype(DType dtype) {
+  check(dtype == DType::kBFloat16 || dtype == DType::kFloat16,
         "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",
-        p.dtype == DType::kFloat32 ? "float32" : "float64");
+        dtype == DType::kFloat32 ? "float32" : "float64");
+}
+
+inline void check_cuda_support(const AttentionParams& p) {
+  check_cuda_dtype(p.dtype);
   if (p.mask.tiles.data) {
     check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0,
           "bits: expected tile sizes that are multiples of 128 on CUDA, got ", p.mask.tile_q, " x ", p.mask.tile_k);

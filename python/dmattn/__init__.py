@@ -14,12 +14,19 @@ from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
 from dmattn.attention import attention, dynamic_mask_attention, key_scores  # noqa: E402
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
+from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 
 unsupported.refuse_scripting(
-    attention, dynamic_mask_attention, flash_dma_attention, flash_dynamic_mask_attention, key_scores, scaled_dot_product_attention
+    attention,
+    decode_attention,
+    dynamic_mask_attention,
+    flash_dma_attention,
+    flash_dynamic_mask_attention,
+    key_scores,
+    scaled_dot_product_attention,
 )
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "__version__",
     "attention",
     "build_info",
+    "decode_attention",
     "dynamic_mask_attention",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",

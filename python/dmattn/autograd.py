@@ -204,6 +204,19 @@ def _transformed_backward_rule(*inputs: Any) -> Any:
     return AttentionGradients.apply(*_with_default(inputs))
 
 
+def refuse_gradients() -> None:
+    raise RuntimeError(
+        "dmattn: decode_attention has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
+        "torch.inference_mode(), or train with dmattn.attention"
+    )
+
+
+def _decode_rule(*inputs: Any) -> Any:
+    if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        refuse_gradients()
+    return below_autograd(torch.ops.dmattn.decode, inputs)
+
+
 def _with_default(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The dispatcher leaves out a last argument, lse_rest, that is None."""
     return inputs if len(inputs) == GRADIENT_INPUTS else (*inputs, None)
@@ -213,3 +226,4 @@ _rules.impl("forward", _forward_rule, "Autograd")
 _rules.impl("forward", Attention.apply, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("backward", _backward_rule, "Autograd")
 _rules.impl("backward", _transformed_backward_rule, "FuncTorchDynamicLayerFrontMode")
+_rules.impl("decode", _decode_rule, "Autograd")

@@ -149,3 +149,18 @@ def backward(
         query.new_empty(key_bias.shape if need_key_bias and key_bias is not None else (0,), dtype=summed),
         query.new_empty(bias.shape if need_bias and bias is not None else (0,), dtype=summed),
     )
+
+
+@fake
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    page_table: Tensor | None,
+    key_bias: Tensor | None,
+    sinks: Tensor | None,
+    *options: object,
+) -> tuple[Tensor, Tensor]:
+    check_one_device("decode", "query", query, key, value, lengths, page_table, key_bias, sinks)
+    return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))

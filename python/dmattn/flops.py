@@ -115,7 +115,7 @@ def _pairs_by_element(
     return total
 
 
-for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward):
+for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward, torch.ops.dmattn.decode):
     flop_registry.pop(_op, None)  # of an earlier import
 
 
@@ -136,3 +136,17 @@ def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, ke
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
     forward: int = _forward_flops(query, key, value, *mask_and_options)
     return forward * 5 // 2
+
+
+@register_flop_formula(torch.ops.dmattn.decode, get_raw=True)
+def _decode_flops(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, key_bias: Tensor | None,
+    sinks: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Each query sees the keys up to its position; while tracing every length counts as Smax."""
+    batch, heads, queries, size = query.shape
+    capacity = key.shape[2] if page_table is None else page_table.shape[1] * key.shape[1]
+    known = lengths is not None and not (isinstance(lengths, FakeTensor) or lengths.is_meta)
+    given = lengths.long().clamp(0, capacity).tolist() if known and lengths is not None else [capacity] * batch
+    pairs = sum(max(0, length - later) for length in given for later in (range(queries) if is_causal else [0] * queries))
+    return 2 * heads * pairs * (size + value.shape[3])

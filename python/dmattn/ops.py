@@ -43,6 +43,18 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
     return end
 
 
+def decode(*inputs: object) -> tuple[Tensor, Tensor]:
+    """``torch.ops.dmattn.decode``, likewise; decoding has no derivative."""
+    if _watched(inputs):
+        out, lse = torch.ops.dmattn.decode(*inputs)
+        return out, lse
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        autograd.refuse_gradients()
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = torch.ops.dmattn.decode(*inputs)
+    return out, lse
+
+
 def _watched(inputs: tuple[object, ...]) -> bool:
     """Whether anything but plain eager execution may want to see the op as it is registered."""
     return (

@@ -11,6 +11,14 @@ namespace dmattn::cuda {
 
 __device__ __forceinline__ float tanh_by_exp(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e))); }
 
+// x -> softcap * tanh(x / softcap), for a softcap > 0.
+struct LogitCap {
+  float softcap, inverse;
+  __device__ __forceinline__ explicit LogitCap(double cap)
+      : softcap(static_cast<float>(cap)), inverse(softcap > 0.0f ? 1.0f / softcap : 0.0f) {}
+  __device__ __forceinline__ float operator()(float x) const { return softcap * tanh_by_exp(x * inverse); }
+};
+
 // The exponent in base 2 of a logit's probability, in a row whose lse may be huge. So lse is subtracted before the product with
 // log2(e), and what rounding left out of lse after it. The exponent is never above 0, although rounding may make a huge logit
 // larger than it was in forward. NaN stays NaN.

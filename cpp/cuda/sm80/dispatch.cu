@@ -5,6 +5,7 @@
 
 #include "backward_keys.cuh"
 #include "backward_queries.cuh"
+#include "decode.cuh"
 #include "dispatch.h"
 #include "forward.cuh"
 #include "sm80_instances.h"
@@ -32,6 +33,17 @@ constexpr Instance<BackwardCall> kQueryMajor[] = {DMATTN_SM80_QUERY_MAJOR(DMATTN
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
   {DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM, launch_key_major<TYPE, DIM, Variant::VARIANT, Room::ROOM>},
 constexpr Instance<BackwardCall> kKeyMajor[] = {DMATTN_SM80_KEY_MAJOR(DMATTN_ROW)};
+#undef DMATTN_ROW
+
+struct DecodeInstance {
+  DType dtype;
+  int dim;
+  DecodeRows rows;
+  cudaError_t (*launch)(const DecodeCall&, cudaStream_t);
+};
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, ROOM) \
+  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS>},
+constexpr DecodeInstance kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
 #undef DMATTN_ROW
 
 template <class Call, size_t kCount>
@@ -80,11 +92,28 @@ cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) 
   return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);
 }
 
+cudaError_t decode(const DecodeCall& call, cudaStream_t stream) {
+  const DecodeParams& p = call.p;
+  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  const DecodeRows rows = call.rows <= 16 ? DecodeRows::kFew : DecodeRows::kMany;
+  const DecodeInstance* best = nullptr;
+  for (const DecodeInstance& instance : kDecode) {
+    const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
+    if (fits && (!best || instance.dim < best->dim)) best = &instance;
+  }
+  return best ? best->launch(call, stream) : cudaErrorNotSupported;
+}
+
 std::string compiled() {
   std::ostringstream text;
   list(text, "forward", kForward);
   list(text, "query-major backward", kQueryMajor);
   list(text, "key-major backward", kKeyMajor);
+  text << "decode:";
+  for (const DecodeInstance& instance : kDecode) {
+    text << " " << (instance.dtype == DType::kBFloat16 ? "bfloat16" : "float16") << "/" << instance.dim << "/"
+         << (instance.rows == DecodeRows::kFew ? "few" : "many");
+  }
   return text.str();
 }
 

@@ -124,6 +124,21 @@ __device__ __forceinline__ void multiply_by_rows(float (&d)[kM][kN][4], Fragment
   }
 }
 
+// d[16, 8 kN] += a * b[8 kN, 16 kSteps]^T, a's fragments in registers, b stored row by row.
+template <class T, int kSteps, int kN, int kWidthB>
+__device__ __forceinline__ void multiply_held(float (&d)[kN][4], const uint32_t (&a)[kSteps][4], Fragment<kWidthB> b) {
+  constexpr int kPairs = kN / 2, kTotal = kSteps * kPairs;
+  uint32_t fb[2][4];
+  load_matrix(fb[0], b.step(0, 0));
+#pragma unroll
+  for (int i = 0; i < kTotal; ++i) {
+    const int k = i / kPairs, n = i % kPairs * 2, next = i + 1, at = i % 2;
+    if (next < kTotal) load_matrix(fb[next % 2], b.step(next % kPairs * 16, next / kPairs * 2));
+    Element<T>::mma(d[n], a[k], fb[at][0], fb[at][1]);
+    Element<T>::mma(d[n + 1], a[k], fb[at][2], fb[at][3]);
+  }
+}
+
 // d[16 kM, 8 kN] += a * b[16 kSteps, 8 kN], b stored row by row, a's fragments from `get_a(k, m, uint32_t[4])`.
 template <class T, int kSteps, int kM, int kN, int kWidthB, class GetA, class Beside = Nothing>
 __device__ __forceinline__ void multiply_by_columns(float (&d)[kM][kN][4], GetA get_a, Fragment<kWidthB> b, Beside beside = {}) {

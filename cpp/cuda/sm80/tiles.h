@@ -114,4 +114,38 @@ constexpr bool are_valid(const Row (&rows)[kCount]) {
 }
 static_assert(are_valid(kForwardRows) && are_valid(kQueryMajorRows) && are_valid(kKeyMajorRows));
 
+// Decode: a block has 16 rows of queries and heads, or (kMany) as many as `row_warps` warps of 16 rows have, and walks one split
+// of the keys. `keys` of them are a chunk; a unit is a chunk's keys or its values, and `units` of them are on their way or in
+// use.
+enum class DecodeRows : int32_t { kFew, kMany };
+
+struct DecodeShape {
+  int keys, units, warps, row_warps, blocks_per_sm;
+};
+
+// keys, units, warps, row_warps, blocks_per_sm
+template <int kDim, DecodeRows kRows>
+inline constexpr DecodeShape kDecodeShape = {};
+template <>
+inline constexpr DecodeShape kDecodeShape<64, DecodeRows::kFew> = {64, 6, 4, 1, 4};
+template <>
+inline constexpr DecodeShape kDecodeShape<64, DecodeRows::kMany> = {64, 6, 4, 4, 3};
+template <>
+inline constexpr DecodeShape kDecodeShape<128, DecodeRows::kFew> = {64, 6, 4, 1, 2};
+template <>
+inline constexpr DecodeShape kDecodeShape<128, DecodeRows::kMany> = {64, 6, 4, 4, 2};
+template <>
+inline constexpr DecodeShape kDecodeShape<256, DecodeRows::kFew> = {64, 3, 4, 1, 2};
+template <>
+inline constexpr DecodeShape kDecodeShape<256, DecodeRows::kMany> = {64, 3, 4, 2, 2};
+
+constexpr bool is_valid(DecodeShape s) {
+  return s.warps % s.row_warps == 0 && s.keys % (16 * (s.warps / s.row_warps)) == 0 && s.keys <= s.warps * 32 && s.units >= 3 &&
+         16 * s.row_warps <= s.keys;  // a unit has room for the rows of queries
+}
+template <int kDim>
+inline constexpr bool kDecodeIsValid =
+    is_valid(kDecodeShape<kDim, DecodeRows::kFew>) && is_valid(kDecodeShape<kDim, DecodeRows::kMany>);
+static_assert(kDecodeIsValid<64> && kDecodeIsValid<128> && kDecodeIsValid<256>);
+
 }  // namespace dmattn::cuda::sm80

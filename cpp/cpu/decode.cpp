@@ -1,0 +1,28 @@
+// Decoding on the CPU: checks and allocation; the arithmetic is in kernels.cpp and what it includes.
+#include "../decode_arguments.h"
+#include "levels.h"
+#include "phases.h"
+
+namespace dmattn::cpu {
+namespace {
+
+std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
+                                     std::optional<Tensor> page_table, std::optional<Tensor> key_bias,
+                                     std::optional<Tensor> sinks, bool is_causal, double scale, double softcap) {
+  const CheckedDecode checked = check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias),
+                                             std::move(sinks), is_causal, scale, softcap);
+  const DecodeParams& p = checked.params;
+  if (p.batch * p.heads * p.queries == 0) return {checked.out, checked.lse};
+  const Kernels& kernels = best_kernels();
+  run_phases(kernels.decode_sizes(p),
+             [&](int phase, int64_t task, void* scratch, void* shared) { kernels.decode(p, phase, task, scratch, shared); });
+  return {checked.out, checked.lse};
+}
+
+}  // namespace
+}  // namespace dmattn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+  if (!dmattn::is_first_copy()) return;
+  m.impl("decode", TORCH_BOX(&dmattn::cpu::decode_op));
+}

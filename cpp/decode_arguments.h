@@ -1,0 +1,115 @@
+// Tensors in, params out for decoding: a few queries of each sequence over a cache of keys, in one piece or in pages.
+#pragma once
+
+#include "tensors.h"
+
+namespace dmattn {
+
+inline constexpr int64_t kMaxDecodeQueries = 16;
+inline constexpr int64_t kPageUnit = 16;  // page sizes are multiples of it
+
+struct CheckedDecode {
+  Tensor query, key, value;
+  std::optional<Tensor> lengths, page_table, key_bias, sinks;
+  Tensor out, lse;
+  DecodeParams params;
+};
+
+// The rows of a cache [B, Hkv, Smax, width], or of pages [pages, page_size, Hkv, width].
+inline TensorView view_of_cache(const Tensor& tensor, bool is_paged) {
+  if (!is_paged) return view_of(tensor);
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1)};
+}
+
+inline void check_caches(const CheckedDecode& checked, DecodeParams& p) {
+  const Tensor &key = checked.key, &value = checked.value;
+  if (!checked.page_table) {
+    p.kv_heads = key.size(1), p.capacity = key.size(2);
+    check_shape("key", key, {p.batch, p.kv_heads, p.capacity, p.head_dim}, "[B, Hkv, Smax, D]");
+    check_shape("value", value, {p.batch, p.kv_heads, p.capacity, p.value_dim}, "[B, Hkv, Smax, Dv]");
+    return;
+  }
+  const Tensor& table = *checked.page_table;
+  check_dtype("page_table", table, ScalarType::Int);
+  check_device("page_table", table, checked.query);
+  check(table.dim() == 2 && table.size(0) == p.batch, "page_table: expected [B, max_pages] with B=", p.batch, ", got ",
+        shape_text(table));
+  p.pages = key.size(0), p.page_size = key.size(1), p.kv_heads = key.size(2);
+  check_shape("key", key, {p.pages, p.page_size, p.kv_heads, p.head_dim}, "[pages, page_size, Hkv, D]");
+  check_shape("value", value, {p.pages, p.page_size, p.kv_heads, p.value_dim}, "[pages, page_size, Hkv, Dv]");
+  check(p.page_size > 0 && p.page_size % kPageUnit == 0, "key: expected pages of a multiple of ", kPageUnit, " keys, got ",
+        p.page_size);
+  check(p.pages < int64_t{1} << 31, "key: expected fewer than 2^31 pages, got ", p.pages);
+  check(p.page_size <= kMaxLength && table.size(1) <= kMaxLength, "page_table: expected room for up to ", kMaxLength,
+        " keys, got ", shape_text(table), " pages of ", p.page_size);
+  p.capacity = table.size(1) * p.page_size;
+}
+
+inline CheckedDecode check_decode(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
+                                  std::optional<Tensor> page_table, std::optional<Tensor> key_bias, std::optional<Tensor> sinks,
+                                  bool is_causal, double scale, double softcap) {
+  CheckedDecode checked{
+      query,    key,      value, std::move(lengths), std::move(page_table), std::move(key_bias), std::move(sinks),
+      Tensor(), Tensor(), {}};
+  DecodeParams& p = checked.params;
+  for (auto [name, tensor] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
+    check(tensor->dim() == 4, name, ": expected 4 dimensions, got ", shape_text(*tensor));
+    check_dtype(name, *tensor, query.scalar_type());
+    check_device(name, *tensor, query);
+    check_extent(name, *tensor);
+  }
+  p.batch = query.size(0), p.heads = query.size(1), p.queries = query.size(2), p.head_dim = query.size(3);
+  p.value_dim = value.size(3);
+  p.dtype = to_dtype("query", query.scalar_type());
+  check(p.queries <= kMaxDecodeQueries, "query: expected at most ", kMaxDecodeQueries, " queries a sequence, got ", p.queries);
+  check_caches(checked, p);
+  check(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0, "key: expected a number of heads that divides H=", p.heads,
+        ", got Hkv=", p.kv_heads);
+  for (auto [name, size] : {std::pair{"query", p.head_dim}, {"value", p.value_dim}}) {
+    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
+          kMaxHeadDim, ", got ", size);
+  }
+  check(p.capacity <= kMaxLength, "key: expected room for up to ", kMaxLength, " keys, got ", p.capacity);
+  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
+  check(softcap == 0 || (softcap >= 1 / kMaxFactor && softcap <= kMaxFactor), "softcap: expected 0 or a number from ",
+        1 / kMaxFactor, " to ", kMaxFactor, ", got ", softcap);
+  p.is_causal = is_causal, p.scale = scale, p.softcap = softcap;
+
+  if (checked.lengths) {
+    check_dtype("lengths", *checked.lengths, ScalarType::Int);
+    check_device("lengths", *checked.lengths, query);
+    check_shape("lengths", *checked.lengths, {p.batch}, "[B]");
+    checked.lengths = torch::stable::contiguous(*checked.lengths);
+    p.lengths = static_cast<const int32_t*>(checked.lengths->data_ptr());
+  }
+  const ScalarType sum_type = accumulate_type(query.scalar_type());
+  if (checked.key_bias) {
+    check_dtype("key_bias", *checked.key_bias, sum_type);
+    p.key_bias =
+        to_per_head("key_bias", *checked.key_bias, query, p.batch, p.heads, p.kv_heads, {p.capacity}, "[B|1, H|Hkv|1, Smax]");
+  }
+  if (checked.sinks) {
+    check_dtype("sinks", *checked.sinks, sum_type);
+    check_device("sinks", *checked.sinks, query);
+    check_shape("sinks", *checked.sinks, {p.heads}, "[H]");
+    checked.sinks = torch::stable::contiguous(*checked.sinks);
+    p.sinks = checked.sinks->data_ptr();
+  }
+
+  checked.query = with_dense_rows(query), checked.key = with_dense_rows(key), checked.value = with_dense_rows(value);
+  p.query = view_of(checked.query);
+  p.key = view_of_cache(checked.key, checked.page_table.has_value());
+  p.value = view_of_cache(checked.value, checked.page_table.has_value());
+  if (checked.page_table) {
+    checked.page_table = with_dense_rows(*checked.page_table);
+    p.page_table = static_cast<const int32_t*>(checked.page_table->data_ptr());
+    p.table_stride = checked.page_table->stride(0);
+  }
+  checked.out = empty_in_order_of(query, p.value_dim);
+  checked.lse = empty_on(query, {p.batch, p.heads, p.queries}, sum_type);
+  p.out = view_of(checked.out);
+  p.lse = checked.lse.data_ptr();
+  return checked;
+}
+
+}  // namespace dmattn

@@ -1,0 +1,164 @@
+"""Decoding: a few new queries of each sequence attend to its cache of keys and values, in one piece or in pages."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dmattn import checks, ops, unsupported
+from dmattn.fake import accumulate_dtype
+
+MAX_QUERIES = 16
+PAGE_UNIT = 16  # page sizes are multiples of it
+
+
+@overload
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, key_bias: Tensor | None = None,
+    page_table: Tensor | None = None, sinks: Tensor | None = None, scale: float | None = None, softcap: float = 0.0,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, key_bias: Tensor | None = None,
+    page_table: Tensor | None = None, sinks: Tensor | None = None, scale: float | None = None, softcap: float = 0.0,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def decode_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    page_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of T new queries of each sequence over its cache, which holds the T new keys already. For inference: it has no gradient.
+
+    Query t of sequence b stands at position ``lengths[b] - T + t`` and sees the keys up to its own position. A position below 0 sees nothing and
+    gives 0 (and lse = -inf). What lies in the cache beyond ``lengths[b]`` is never read, so it may hold anything.
+
+    Lengths and page numbers are read on the device: a call waits for nothing, launches the same kernels whatever they are, and can be
+    captured in a CUDA graph. The result for a sequence does not depend on the others of its batch, bit for bit.
+
+    Args:
+        query: [B, H, T, D], T from 1 to 16; dtypes as in :func:`attention`.
+        key_cache: [B, Hkv, Smax, D] with H % Hkv == 0. Any strides with a dense last dimension; on CUDA caches whose rows do not begin at
+            multiples of 16 bytes are copied. With ``page_table``: [pages, page_size, Hkv, D], page_size a multiple of 16.
+        value_cache: [B, Hkv, Smax, Dv] or [pages, page_size, Hkv, Dv]. D and Dv: multiples of 8 up to 256.
+        lengths: int32 [B] on query's device, the number of keys of each sequence; taken as within 0 and Smax.
+        key_bias: added to every logit of a key, [B|1, H|Hkv|1, Smax].
+        page_table: int32 [B, max_pages] on query's device. Key j of sequence b lies in page ``page_table[b, j // page_size]``, and Smax is
+            max_pages * page_size. A number that is out of range is no wrong access: if a key below ``lengths[b]`` would lie there, all of
+            sequence b is empty, 0 with lse = -inf.
+        sinks: [H], learned logits that only take weight: exp(sinks[h]) is added to the denominator. lse leaves them out.
+        scale: factor of the products, default D ** -0.5.
+        softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.
+        return_lse: also return the log-sum-exp of each query's logits, natural logarithm, float32 (float64 for float64).
+
+    Returns:
+        out [B, H, T, Dv] in query's dtype and stride order, or (out, lse [B, H, T]).
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what came.
+        RuntimeError: a tensor requires a gradient, and gradients are on.
+    """
+    checks.flag("return_lse", return_lse)
+    checks.tensor("query", query), checks.tensor("key_cache", key_cache), checks.tensor("value_cache", value_cache)
+    if query.dtype != key_cache.dtype and torch._C._is_any_autocast_enabled():
+        query = query.to(key_cache.dtype)
+    capacity, kv_heads = _check_caches(query, key_cache, value_cache, page_table)
+    batch, heads, _, head_dim = query.shape
+    _per_sequence("lengths", lengths, query, [batch], "[B]")
+    if key_bias is not None:
+        key_bias = _bias_rows(key_bias, query, kv_heads, capacity)
+    if sinks is not None:
+        checks.tensor("sinks", sinks)
+        checks.dtype("sinks", sinks, checks.DTYPES["cpu"])
+        checks.same_device("sinks", sinks, query)
+        if list(sinks.shape) != [heads]:
+            raise ValueError(f"sinks: expected [H] = {[heads]}, got {checks.shape_of(sinks)}")
+        sinks = sinks.to(accumulate_dtype(query.dtype))
+    scale = head_dim**-0.5 if scale is None else checks.scale(scale)
+    softcap = checks.softcap(softcap)
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        unsupported.refuse_onnx()
+    out, lse = ops.decode(query, key_cache, value_cache, lengths, page_table, key_bias, sinks, True, scale, softcap)
+    return (out, lse) if return_lse else out
+
+
+def _check_caches(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | None) -> tuple[int, int]:
+    """(Smax, Hkv), after a look at query, both caches and the table."""
+    dtypes = checks.DTYPES.get(query.device.type)
+    if dtypes is None:
+        raise ValueError(f"query: no dmattn kernel for device {query.device}; supported are {', '.join(checks.DTYPES)}")
+    checks.dtype("query", query, dtypes)
+    sizes = "[B, Hkv, Smax, {}]" if page_table is None else "[pages, page_size, Hkv, {}]"
+    for name, given, layout in (
+        ("query", query, "[B, H, T, D]"),
+        ("key_cache", key, sizes.format("D")),
+        ("value_cache", value, sizes.format("Dv")),
+    ):
+        if given.dim() != 4:
+            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {checks.shape_of(given)}")
+        checks.same_device(name, given, query)
+        if given.dtype != query.dtype:
+            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
+    batch, heads, queries, head_dim = query.shape
+    value_dim = value.shape[3]
+    if queries < 1 or queries > MAX_QUERIES:
+        raise ValueError(f"query: expected 1 to {MAX_QUERIES} queries a sequence, got T={queries}")
+    if page_table is None:
+        first, kv_heads, capacity, key_dim = key.shape
+        if first != batch or key_dim != head_dim:
+            raise ValueError(f"key_cache: expected [B, Hkv, Smax, D] with B={batch}, D={head_dim}, got {checks.shape_of(key)}")
+    else:
+        _, page_size, kv_heads, key_dim = key.shape
+        if key_dim != head_dim:
+            raise ValueError(f"key_cache: expected [pages, page_size, Hkv, D] with D={head_dim}, got {checks.shape_of(key)}")
+        if page_size % PAGE_UNIT != 0 or page_size <= 0:
+            raise ValueError(f"key_cache: expected a page_size that is a multiple of {PAGE_UNIT}, got {page_size}")
+        _per_sequence("page_table", page_table, query, [batch, None], "[B, max_pages]")
+        capacity = page_table.shape[1] * page_size
+    if value.shape[:3] != key.shape[:3]:
+        expected = [*key.shape[:3], "Dv"]
+        raise ValueError(f"value_cache: expected {sizes.format('Dv')} = {expected} like key_cache, got {checks.shape_of(value)}")
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"key_cache: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
+    for name, size in (("query", head_dim), ("value_cache", value_dim)):
+        if size % 8 != 0 or size > checks.MAX_HEAD_DIM or size <= 0:
+            raise ValueError(f"{name}: expected a last dimension that is a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
+    if capacity > checks.MAX_LENGTH:
+        raise ValueError(f"key_cache: expected room for up to {checks.MAX_LENGTH} keys, got {capacity}")
+    return capacity, kv_heads
+
+
+def _per_sequence(name: str, given: object, query: Tensor, shape: list[int | None], layout: str) -> None:
+    tensor = checks.tensor(name, given)
+    checks.dtype(name, tensor, (torch.int32,))
+    checks.same_device(name, tensor, query)
+    fits = tensor.dim() == len(shape) and all(
+        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: expected {layout} with B={query.shape[0]}, got {checks.shape_of(tensor)}")
+
+
+def _bias_rows(key_bias: Tensor, query: Tensor, kv_heads: int, capacity: int) -> Tensor:
+    checks.tensor("key_bias", key_bias)
+    checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
+    checks.same_device("key_bias", key_bias, query)
+    batch, heads = query.shape[:2]
+    given = key_bias[(None,) * (3 - key_bias.dim())] if 0 < key_bias.dim() < 3 else key_bias
+    fits = given.dim() == 3 and given.shape[0] in (1, batch) and given.shape[1] in (1, heads, kv_heads)
+    if not (fits and given.shape[2] == capacity):
+        sizes = f"B={batch}, H={heads}, Hkv={kv_heads}, Smax={capacity}"
+        raise ValueError(f"key_bias: expected [B|1, H|Hkv|1, Smax] with {sizes}, got {checks.shape_of(key_bias)}")
+    return given.to(accumulate_dtype(query.dtype))
