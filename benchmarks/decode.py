@@ -1,0 +1,190 @@
+"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python benchmarks/decode.py``. Writes JSON with --output.
+
+A graph holds several steps, each over caches of its own, so that together they are larger than the L2 cache: keys come from memory, as in a
+model whose layers follow each other. Times are of one step; bytes are those of the keys and values that a step has to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import dmattn
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+COLD_BYTES = 400 << 20  # of all caches in a graph, where they are not larger by themselves
+MOST_STEPS = 48
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``length`` keys in caches of that capacity; ``page_size`` 0: in one piece."""
+
+    batch: int
+    length: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    queries: int = 1
+    page_size: int = 0
+    has_bias: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.kv_heads * self.length * self.head_dim * 2 * 2
+
+    @property
+    def steps(self) -> int:
+        return max(1, min(MOST_STEPS, -(-COLD_BYTES // self.bytes)))
+
+
+WINDOW, LONG = 2048, 131072
+CASES = [
+    *(Case(batch, WINDOW) for batch in (1, 16, 64)),
+    *(Case(batch, WINDOW, has_bias=True) for batch in (1, 64)),
+    *(Case(batch, WINDOW, page_size=16) for batch in (1, 16, 64)),
+    *(Case(batch, LONG) for batch in (1, 16)),
+    *(Case(batch, LONG, page_size=page_size) for batch in (1, 16) for page_size in (16, 64, 256)),
+    *(Case(1, length) for length in (128, 512, 4096, 8192, 16384, 32768)),
+    *(Case(8, 8192, queries=queries) for queries in (1, 4, 16)),
+    *(Case(8, 8192, kv_heads=kv_heads) for kv_heads in (1, 32)),
+    *(Case(8, 8192, head_dim=head_dim) for head_dim in (64, 256)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--output", type=Path, help="file for the JSON")
+    parser.add_argument("--most-gigabytes", type=float, default=40.0, help="cases whose caches are larger are left out")
+    options = parser.parse_args()
+    rows = []
+    print(f"{'case':64s} {'us':>9s} {'TB/s':>6s}   peers")
+    for case in CASES:
+        if case.bytes * case.steps > options.most_gigabytes * 1e9:
+            continue
+        row = measured(case, options.repeats)
+        rows.append(row)
+        peers = "  ".join(f"{name} {time:8.1f}" for name, time in row["peer_us"].items())
+        print(f"{row['case']:64s} {row['us']:9.2f} {case.bytes / row['us'] / 1e6:6.2f}   {peers}", flush=True)
+        torch.cuda.empty_cache()
+    if options.output:
+        facts = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "dmattn": dmattn.__version__,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        }
+        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+def measured(case: Case, repeats: int) -> dict[str, object]:
+    """The row of one case; refuses on results that differ from torch's."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    query = draw(case.batch, case.heads, case.queries, case.head_dim)
+    caches = [tuple(draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2)) for _ in range(case.steps)]
+    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+    bias = torch.randn(case.batch, case.kv_heads, case.length, device="cuda") if case.has_bias else None
+
+    def ours(key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = dmattn.decode_attention(query, key, value, lengths, key_bias=bias)
+        return out
+
+    mask = None
+    if case.queries > 1:
+        mask = torch.ones(case.queries, case.length, dtype=torch.bool, device="cuda").tril(case.length - case.queries)
+
+    def peer(backend: SDPBackend) -> Callable[[Tensor, Tensor], Tensor]:
+        def attend(key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=case.heads != case.kv_heads)
+
+        return attend
+
+    peer_us = {}
+    if not case.has_bias and case.page_size == 0:
+        expected = ours(*caches[0]).float()
+        for name, backend in PEERS.items():
+            try:
+                error = (peer(backend)(*caches[0]).float() - expected).abs().max().item()
+                if not error <= 0.01:
+                    sys.exit(f"refused: {case} differs from {name} by {error}")
+                peer_us[name] = graphed(peer(backend), caches, repeats)
+            except RuntimeError as reason:
+                print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
+    run = ours
+    if case.page_size:
+        expected = ours(*caches[0])
+        pages = case.length // case.page_size
+        table = torch.randperm(case.batch * pages, device="cuda", dtype=torch.int32).view(case.batch, pages)
+        order = table.flatten().long()
+
+        def pooled(cache: Tensor) -> Tensor:
+            pool = torch.empty(
+                case.batch * pages, case.page_size, *cache.shape[1:2], cache.shape[3], device="cuda", dtype=cache.dtype
+            )
+            pool[order] = cache.transpose(1, 2).reshape(pool.shape)
+            return pool
+
+        for number, pair in enumerate(caches):
+            caches[number] = tuple(pooled(cache) for cache in pair)
+            del pair
+
+        def run(key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = dmattn.decode_attention(query, key, value, lengths, page_table=table)
+            return out
+
+        if not torch.equal(run(*caches[0]), expected):
+            sys.exit(f"refused: {case} differs from the same keys in one piece")
+    return {"case": name_of(case), **dataclasses.asdict(case), "us": graphed(run, caches, repeats), "peer_us": peer_us}
+
+
+def graphed(run: Callable[[Tensor, Tensor], Tensor], caches: list[tuple[Tensor, ...]], repeats: int) -> float:
+    """Microseconds of one step: the median over replays of a graph with a step over each pair of caches."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for pair in caches[:2]:
+            run(*pair)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for pair in caches:
+                run(*pair)
+        samples = []
+        for turn in range(repeats + 3):
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            graph.replay()
+            last.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                samples.append(first.elapsed_time(last) * 1e3 / len(caches))
+    return statistics.median(samples)
+
+
+def name_of(case: Case) -> str:
+    parts = [f"{case.batch} x {case.length}, {case.heads} heads on {case.kv_heads}, D={case.head_dim}"]
+    parts += [f"{case.queries} queries"] if case.queries > 1 else []
+    parts += [f"pages of {case.page_size}"] if case.page_size else []
+    parts += ["key_bias"] if case.has_bias else []
+    return ", ".join(parts)
+
+
+if __name__ == "__main__":
+    main()
