@@ -175,7 +175,7 @@ __global__ __launch_bounds__(kDecodeShape<kDim, kRows>.warps * 32, kDecodeShape<
       const TensorView& rows = is_value ? p.value : p.key;
       const RowCopy<kDim, kThreads> copy(static_cast<int>(is_value ? p.value_dim : p.head_dim), thread);
       const uint32_t to = ring + (2 * chunk + is_value) % kShape.units * kUnitBytes;
-      const char* const from = head_rows(rows, is_paged ? 0 : here.batch, here.kv_head);
+      const char* const from = rows_of_head(rows, is_paged ? 0 : here.batch, here.kv_head);
       const int first = here.first_key + chunk * kShape.keys;
 #pragma unroll
       for (int r = 0; r < kShape.keys; r += kPlaceKeys) {
@@ -207,7 +207,7 @@ __global__ __launch_bounds__(kDecodeShape<kDim, kRows>.warps * 32, kDecodeShape<
       const int row = copy.row + r;
       const bool wanted = row < here.rows;
       const RowPlace place(p, here.kv_head, here.first_row + (wanted ? row : 0));
-      copy.start(query_tile, r, head_rows(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2, wanted);
+      copy.start(query_tile, r, rows_of_head(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2, wanted);
     }
     copy_async_commit();
   }
