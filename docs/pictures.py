@@ -34,6 +34,11 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
     odd = torch.arange(128)[:, None] // 40 != torch.arange(128) // 40
     table = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)) < 0.4
     keys = torch.arange(LENGTH, dtype=torch.int32)
+    parents = keys - 1
+    parents[[28, 40, 52]] = torch.tensor([15, 31, 15], dtype=torch.int32)
+    nodes = keys // 8  # nodes 0 to 7: two children of 0, with two and three children of their own
+    leave = torch.tensor([8, 4, 3, 4, 8, 6, 7, 8], dtype=torch.int32)[nodes.long()]
+    queries, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     return {
         "intervals": IntervalMask(keys, keys + keys % 16 + 1),
         "causal": IntervalMask.causal(LENGTH),
@@ -43,6 +48,14 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
         "documents_whole": IntervalMask.documents(LENGTH, ends, causal=False),
         "prefix": IntervalMask.prefix(LENGTH, 20),
         "padding": IntervalMask.padding(LENGTH, 44),
+        "padding_left": IntervalMask.padding(LENGTH, 44, side="left"),
+        "chunked": IntervalMask.chunked(LENGTH, size=16),
+        "tree": IntervalMask.tree_from_parents(parents),
+        "tree_nodes": IntervalMask.tree(nodes, leave),
+        "from_bool_interval": IntervalMask.from_bool((columns <= queries) & (columns * 2 >= queries)),
+        "from_function_interval": IntervalMask.from_function(
+            lambda b, h, q, k: (q - k).abs() + (k % 8) < 12, None, None, LENGTH, LENGTH
+        ),
         "top_k": IntervalMask.top_k(scores, 12),
         "top_k_documents": IntervalMask.top_k(scores, 8, base=IntervalMask.documents(LENGTH, ends)),
         "top_k_local": IntervalMask.top_k(scores, 6, local=8, sink=2),

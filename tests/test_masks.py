@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import dmattn
 import pytest
 import torch
 from dmattn import BlockMask, CombinedMask, IntervalMask
-from dmattn.testing import per_query_head, poisoned_memory, strategies
+from dmattn.masks import detect
+from dmattn.testing import per_query_head, poisoned_memory, strategies, top_k_visible
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
@@ -18,6 +21,8 @@ KINDS = {
     "documents": strategies.document_masks,
     "prefix": strategies.prefix_masks,
     "padding": strategies.padding_masks,
+    "chunked": strategies.chunked_masks,
+    "tree": strategies.tree_masks,
     "top_k": strategies.top_k_masks,
     "raw": strategies.raw_interval_masks,
     "from_bool": strategies.block_masks_from_bool,
@@ -107,10 +112,146 @@ def test_documents_from_ids_and_from_cu_seqlens_agree():
 def test_device_argument_and_defaults():
     for mask in (
         IntervalMask.causal(5, device="meta"), IntervalMask.sliding_window(5, 2, device="meta"), IntervalMask.prefix(5, 2, device="meta"),
-        IntervalMask.streaming(5, 1, 2, device="meta"), IntervalMask.padding(5, 3, device="meta"),
+        IntervalMask.streaming(5, 1, 2, device="meta"), IntervalMask.padding(5, 3, device="meta"), IntervalMask.chunked(5, 2, device="meta"),
     ):  # fmt: skip
         assert mask.start.is_meta
         assert mask.end.is_meta
+
+
+# Intervals found in other masks -----------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_from_bool_and_from_function_find_the_intervals(mask_device, data):
+    shape = data.draw(strategies.shapes(max_length=130))
+    drawn = data.draw(strategies.interval_masks(shape, mask_device))
+    visible = drawn.visible.expand(-1, -1, shape.Sq, shape.Sk)
+    assert torch.equal(IntervalMask.from_bool(visible).to_bool(shape.Sq, shape.Sk), visible)
+    B, H = visible.shape[:2]
+    made = IntervalMask.from_function(lambda b, h, q, k: visible[b, h, q, k], B, H, shape.Sq, shape.Sk, device=mask_device)
+    assert torch.equal(made.to_bool(shape.Sq, shape.Sk), visible)
+
+
+@given(data=st.data())
+def test_from_bool_raises_if_and_only_if_a_key_has_no_interval(mask_device, data):
+    shape = data.draw(strategies.shapes(max_length=70, min_length=1))
+    visible = data.draw(strategies.bool_patterns((shape.B, shape.H, shape.Sq, shape.Sk), mask_device))
+    rises = (visible[:, :, 1:] & ~visible[:, :, :-1]).sum(2) + visible[:, :, 0]
+    try:
+        mask = IntervalMask.from_bool(visible)
+    except ValueError as error:
+        b, h, k = (int(n) for n in re.search(r"key (\d+) of batch (\d+), head (\d+)", str(error)).group(2, 3, 1))
+        assert rises[b, h, k] > 1
+    else:
+        assert (rises <= 1).all()
+        assert torch.equal(mask.to_bool(shape.Sq, shape.Sk), visible)
+
+
+def test_from_function_looks_at_few_queries_at_a_time(monkeypatch):
+    monkeypatch.setattr(detect, "PAIRS_AT_ONCE", 300)
+    blocks = []
+
+    def window(b, h, q, k):
+        blocks.append(q.numel())
+        return (k <= q + 20) & (q + 20 - k <= 11)
+
+    mask = IntervalMask.from_function(window, None, None, 37, 57)
+    assert max(blocks) == 300 // 57
+    assert sum(blocks) == 37
+    assert torch.equal(mask.to_bool(37, 57), IntervalMask.sliding_window(57, 11).to_bool(37, 57))
+
+
+def test_from_bool_while_tracing_checks_when_the_program_runs():
+    traced = torch.compile(
+        lambda mask: IntervalMask.from_bool(mask).to_bool(*mask.shape), fullgraph=True, backend="eager", dynamic=True
+    )
+    good = torch.ones(9, 12, dtype=torch.bool).tril(3)
+    assert torch.equal(traced(good)[0, 0], good)
+    with pytest.raises(RuntimeError, match="one unbroken run"):
+        traced(good.flip(0) ^ good)
+
+
+# Other forms ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_to_tensor_there_and_back(mask_device, data):
+    shape = data.draw(strategies.shapes(max_length=130))
+    drawn = data.draw(strategies.interval_masks(shape, mask_device))
+    tensor = drawn.mask.to_tensor(shape.Sk)
+    assert tensor.dtype == torch.int32
+    assert tensor.shape == (*drawn.mask.shape[:2], 2, shape.Sk)
+    assert tensor.is_contiguous()
+    assert_same_mask(IntervalMask.from_tensor(tensor), drawn.visible, shape)
+
+
+@given(data=st.data())
+def test_shift_and_alive_are_the_definitions(mask_device, data):
+    """What a mask shows at position p it shows at p + n when shifted by n; alive(p) is one row of it."""
+    shape = data.draw(strategies.shapes(max_length=130, min_length=1))
+    mask = data.draw(strategies.interval_masks(shape, mask_device)).mask
+    numbers = data.draw(st.lists(st.integers(-shape.Sk - 2, shape.Sk + 2), min_size=shape.B, max_size=shape.B))
+    as_int = data.draw(st.booleans())
+    n = numbers[0] if as_int else torch.tensor(numbers, device=mask_device)
+    shifted = mask.shift(n)
+    heads = mask.shape[1]
+    for b, by in enumerate([numbers[0]] * shape.B if as_int else numbers):
+        for p in (-3, 0, shape.Sk // 2, shape.Sk - 1, shape.Sk + 5):
+            start, end = (per_query_head(x, heads).expand(shape.B, -1, -1)[b].long() for x in (mask.start, mask.end))
+            row = ((start <= p) & (p < end)).expand(heads, -1)
+            if mask.any_length:
+                row = row.expand(-1, 1)
+            assert torch.equal(mask.alive(p).expand(shape.B, -1, -1)[b], row)
+            assert torch.equal(mask.alive(torch.tensor(p)), mask.alive(p))
+            assert torch.equal(shifted.alive(p + by).expand(shape.B, -1, -1)[b], row)
+
+
+def test_shift_keeps_what_has_no_end_and_never_wraps():
+    start = torch.tensor([dmattn.ALWAYS, 3, 2**31 - 5, dmattn.FOREVER], dtype=torch.int32)
+    end = torch.tensor([dmattn.FOREVER, dmattn.ALWAYS, 9, 7], dtype=torch.int32)
+    keys = IntervalMask(start, end)
+    for n in (2**31 - 2, -(2**31) + 2, 100, torch.tensor(2**40), torch.tensor([-(2**62)])):
+        moved = keys.shift(n)
+        assert moved.start[0, 0, 0] == dmattn.ALWAYS
+        assert moved.end[0, 0, 0] == dmattn.FOREVER
+        assert moved.end[0, 0, 1] == dmattn.ALWAYS
+        assert moved.start[0, 0, 3] == dmattn.FOREVER
+        later = int(n) > 0
+        assert (moved.start[0, 0, 2] >= 2**31 - 5) if later else (moved.start[0, 0, 2] < 2**31 - 5)
+    assert IntervalMask.documents(8, torch.tensor([0, 5, 8])).shift(1).segments is None
+
+
+def test_tokens_of_one_node_see_each_other():
+    enter = torch.tensor([0, 0, 1, 1, 2])  # a node of two tokens, its child of two, and that one's child
+    leave = torch.tensor([3, 3, 3, 3, 3])
+    seen = IntervalMask.tree(enter, leave).to_bool(5, 5)[0, 0]
+    assert seen.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    causal = IntervalMask.tree(enter, leave) & IntervalMask.causal(5)
+    assert torch.equal(causal.to_bool(5, 5)[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def test_a_chain_as_long_as_can_be_is_causal():
+    parents = torch.arange(-1, (1 << 20) - 1, dtype=torch.int32)
+    assert (IntervalMask.tree_from_parents(parents).end == 1 << 20).all()
+
+
+def test_trees_trace_with_any_length():
+    traced = torch.compile(
+        lambda parents: IntervalMask.tree_from_parents(parents).to_tensor(), fullgraph=True, backend="eager", dynamic=True
+    )
+    for nodes in (7, 12, 40):
+        parents = torch.tensor(strategies.random_tree(nodes, nodes, 0.5)[0])
+        assert torch.equal(traced(parents), IntervalMask.tree_from_parents(parents).to_tensor())
+
+
+def test_selection_within_chunks_and_left_padding(mask_device):
+    scores = strategies.make_scores((2, 2, 30), "random", 3, device=mask_device)
+    base = IntervalMask.chunked(30, 7, device=mask_device) & IntervalMask.padding(
+        30, torch.tensor([20, 30], device=mask_device), "left"
+    )
+    selected = IntervalMask.top_k(scores, 3, base=base)
+    expected = top_k_visible(scores, 3, True, base.to_bool(30, 30))
+    assert torch.equal(selected.to_bool(30, 30), expected)
 
 
 # Packing ----------------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dmattn.attention import attention, dynamic_mask_attention, key_scores  # no
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
 from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask  # noqa: E402
+from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 
 unsupported.refuse_scripting(
@@ -30,6 +30,8 @@ unsupported.refuse_scripting(
 )
 
 __all__ = [
+    "ALWAYS",
+    "FOREVER",
     "BlockMask",
     "CombinedMask",
     "IntervalMask",

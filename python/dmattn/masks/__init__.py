@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dmattn.masks.block import BlockMask, CombinedMask
+from dmattn.masks.bounds import ALWAYS, FOREVER
 from dmattn.masks.data import MaskData, collate
 from dmattn.masks.interval import IntervalMask, Segments
 
@@ -61,4 +62,4 @@ for _type in (IntervalMask, BlockMask, CombinedMask):
     torch.serialization.add_safe_globals([_type])  # torch.load(weights_only=True); saved programs hold example inputs
     default_collate_fn_map[_type] = collate  # torch.utils.data.DataLoader
 
-__all__ = ["BlockMask", "CombinedMask", "IntervalMask", "Mask", "collate"]
+__all__ = ["ALWAYS", "FOREVER", "BlockMask", "CombinedMask", "IntervalMask", "Mask", "collate"]

@@ -19,6 +19,7 @@ from dmattn import checks
 from dmattn.fake import table_size
 from dmattn.masks import drawing, tables
 from dmattn.masks.data import MaskData, join_batches
+from dmattn.masks.detect import function_sizes, on_grid
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import IntervalMask
 
@@ -124,22 +125,8 @@ class BlockMask(MaskData):
 
         ``q`` counts queries from 0, whatever Sk is. B or H None: the mask is the same for all.
         """
-        for name, size in (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Sq", Sq), ("Sk", Sk)):
-            checks.length(name, size)
-        sizes = (1 if B is None else B, 1 if H is None else H, Sq, Sk)
-        index = [
-            torch.arange(size, device=device).view([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(sizes)
-        ]
-        visible = fn(*index)
-        if isinstance(visible, Tensor) and not all(
-            n in (1, size) for n, size in zip(visible.shape[::-1], sizes[::-1], strict=False)
-        ):
-            raise ValueError(
-                f"fn: expected a result that broadcasts to [B, H, Sq, Sk] = {list(sizes)}, got {checks.shape_of(visible)}"
-            )
-        if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
-            raise TypeError(f"fn: expected it to return a bool tensor, got {getattr(visible, 'dtype', type(visible).__name__)}")
-        return cls.from_bool(visible.expand(sizes), block_size)
+        sizes = function_sizes(B, H, Sq, Sk)
+        return cls.from_bool(on_grid(fn, sizes, 0, Sq, device), block_size)
 
     @classmethod
     def from_flex(cls, block_mask: flex_attention.BlockMask) -> BlockMask:

@@ -7,19 +7,18 @@ negative for the first queries when Sq > Sk; "visible from the beginning" is the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dmattn import checks, ops
-from dmattn.masks import drawing
+from dmattn.masks import bounds, detect, drawing, tree
+from dmattn.masks.bounds import ALWAYS as ALWAYS
+from dmattn.masks.bounds import FOREVER as FOREVER
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
-
-ALWAYS = torch.iinfo(torch.int32).min  # a start before every position, or an end before every position
-FOREVER = torch.iinfo(torch.int32).max
 
 Segments = Literal["causal", "whole"]
 
@@ -141,16 +140,136 @@ class IntervalMask(MaskData):
         return cls._of_length(start, torch.full_like(keys, FOREVER))
 
     @classmethod
-    def padding(cls, Sk: int, lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
-        """Keys ``j >= lengths[b]`` are hidden from all; no causality.
+    def padding(
+        cls,
+        Sk: int,
+        lengths: Tensor | int,
+        side: Literal["left", "right"] = "right",
+        *,
+        device: torch.device | str | None = None,
+    ) -> IntervalMask:
+        """All but the first (or, with ``side="left"``, the last) ``lengths[b]`` keys are hidden from all; no causality.
 
         Args:
-            lengths: int, or integers [B].
+            lengths: number of real tokens, an int or integers [B].
+            side: where the padding is.
+
+        Raises:
+            TypeError, ValueError: lengths is neither an int nor such a tensor, or side is neither "left" nor "right".
         """
+        if side not in ("left", "right"):
+            raise ValueError(f'side: expected "left" or "right", got {side!r}')
         lengths = _lengths("lengths", lengths, device)
         keys = _keys(Sk, lengths.device)
-        end = torch.where(keys < lengths, torch.full_like(keys, FOREVER), ALWAYS)
+        real = keys < lengths if side == "right" else keys >= Sk - lengths
+        end = torch.where(real, torch.full_like(keys, FOREVER), ALWAYS)
         return cls._of_length(torch.full_like(keys, ALWAYS), end, "whole")
+
+    @classmethod
+    def chunked(cls, Sk: int, size: int, causal: bool = True, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Query and key in the same chunk of ``size`` positions, counted from 0 (and causal, by default): ``p // size == j // size``.
+
+        Raises:
+            TypeError, ValueError: size is not an int > 0.
+        """
+        keys = _keys(Sk, device)
+        checks.positive_int("size", size)
+        checks.flag("causal", causal)
+        size = min(size, checks.MAX_LENGTH)  # so that the end of the last chunk is an int32
+        first = keys - keys % size
+        return cls._of_length(keys if causal else first, first + size, "causal" if causal else "whole")
+
+    @classmethod
+    def tree(cls, enter: Tensor, leave: Tensor) -> IntervalMask:
+        """A tree in depth-first order: each key is seen by itself and its descendants, ``enter[k] <= enter[q] < leave[k]``.
+
+        For drafts of speculative decoding and for prompts that share prefixes. Tokens with equal ``enter`` (those of one node) see
+        each other; ``& IntervalMask.causal(Sk)`` hides later ones. :meth:`tree_from_parents` takes parents instead.
+
+        Args:
+            enter: integers [Sk] or [B, Sk]: when a depth-first walk reaches the key's node. It never decreases along the keys.
+            leave: as enter: the walk's first time after the node's last descendant.
+
+        Raises:
+            TypeError: not int32 or int64.
+            ValueError: shapes, dtypes or devices that differ, or keys out of order (checked when their values lie on the CPU).
+        """
+        return cls._of_length(*tree.interval_of(enter, leave))
+
+    @classmethod
+    def tree_from_parents(cls, parents: Tensor) -> IntervalMask:
+        """A tree in depth-first order: each key is seen by itself and its descendants.
+
+        Args:
+            parents: integers [Sk] or [B, Sk]: the index of each key's parent, -1 for a root. Depth-first order: the parent of a key is
+                the key before it or an ancestor of that. A text is a tree, too: the parent of each token is the one before it.
+
+        Raises:
+            TypeError: not int32 or int64.
+            ValueError: a wrong shape; or keys out of order (checked when their values lie on the CPU; elsewhere such a tree gives a
+                meaningless mask, never a wrong access).
+        """
+        end = tree.subtree_ends(parents)
+        return cls._of_length(_keys(end.shape[2], end.device), end)
+
+    @classmethod
+    def from_bool(cls, mask: Tensor) -> IntervalMask:
+        """From booleans, True = visible, if each key is visible to one unbroken run of queries. On a GPU this waits for the device.
+
+        Args:
+            mask: bool [B|1, H|Hkv|1, Sq, Sk], leading dimensions optional. Its queries are those at the last Sq positions; at other
+                positions keys are hidden.
+
+        Raises:
+            TypeError: not a bool tensor.
+            ValueError: a wrong shape, or a key for which there is no interval (:class:`BlockMask` takes any mask).
+        """
+        checks.tensor("mask", mask)
+        checks.dtype("mask", mask, (torch.bool,))
+        if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
+            raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
+        four: Tensor = mask[(None,) * (4 - mask.dim())]
+        batch, heads, queries, keys = four.shape
+        found = detect.interval_of("mask", (batch, heads, queries, keys), lambda first, last: four[:, :, first:last], four.device)
+        return cls._of_length(*found)
+
+    @classmethod
+    def from_function(
+        cls,
+        fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        B: int | None,
+        H: int | None,
+        Sq: int,
+        Sk: int,
+        *,
+        device: torch.device | str | None = None,
+    ) -> IntervalMask:
+        """From ``fn(b, h, q, k) -> bool`` (FlexAttention's ``mask_mod``), if each key is visible to one unbroken run of queries.
+
+        ``fn`` is called for some queries at a time, so memory is O(N). ``q`` counts queries from 0, whatever Sk is; query q stands at
+        position ``q + Sk - Sq``. B or H None: the mask is the same for all. On a GPU this waits for the device.
+
+        Raises:
+            TypeError, ValueError: as :meth:`BlockMask.from_function`; or there is a key without an interval.
+        """
+        sizes = detect.function_sizes(B, H, Sq, Sk)
+        place = torch.empty(0, device=device).device
+        found = detect.interval_of("fn", sizes, lambda first, last: detect.on_grid(fn, sizes, first, last, place), place)
+        return cls._of_length(*found)
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> IntervalMask:
+        """The mask that :meth:`to_tensor` gave, int32 [B|1, H|Hkv|1, 2, Sk]. It serves Sk keys and no other number.
+
+        Raises:
+            TypeError: not a dense int32 tensor.
+            ValueError: another shape.
+        """
+        checks.tensor("tensor", tensor)
+        checks.dtype("tensor", tensor, (torch.int32,))
+        if tensor.dim() != 4 or tensor.shape[2] != 2 or tensor.shape[3] > checks.MAX_LENGTH:
+            raise ValueError(f"tensor: expected [B|1, H|Hkv|1, 2, Sk], got shape {checks.shape_of(tensor)}")
+        return cls._of_length(tensor[:, :, 0], tensor[:, :, 1])
 
     @classmethod
     def top_k(
@@ -241,6 +360,56 @@ class IntervalMask(MaskData):
         start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
         return visible.expand(*visible.shape[:3], Sk)
+
+    def to_tensor(self, Sk: int | None = None) -> Tensor:
+        """start and end as one tensor, int32 [B|1, H|Hkv|1, 2, Sk], for code that passes tensors only; :meth:`from_tensor` takes it.
+
+        Args:
+            Sk: number of keys; needed for a mask that serves any number.
+
+        Raises:
+            TypeError, ValueError: Sk is not a number of keys that the mask serves.
+        """
+        if Sk is None and self.any_length:
+            raise ValueError("Sk: expected the number of keys for a mask that serves any, got None")
+        if Sk is not None:
+            checks.length("Sk", Sk)
+        if Sk is not None and not self.serves(Sk):
+            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+        length = self._length if Sk is None else Sk
+        start, end = same_heads(self.start, self.end, "end")
+        shape = (*self.shape[:2], length)
+        return torch.stack((start.expand(shape), end.expand(shape)), dim=2)
+
+    def shift(self, n: int | Tensor) -> IntervalMask:
+        """What this mask shows at a position, shown ``n`` positions later: start and end move, keys stay.
+
+        A mask made for positions that count from elsewhere is brought to the positions of :func:`attention` so;
+        ``attention(query_offset=)`` does it.
+
+        Args:
+            n: an int, or integers [] or [B]; may be negative.
+
+        Raises:
+            TypeError, ValueError: n is neither, or lies on another device.
+        """
+        by = bounds.position("n", n, self.device)
+        start, end = (bounds.moved(bound, by) for bound in (self.start, self.end))
+        return self._build(start=start, end=end, any_length=self.any_length, segments=None)
+
+    def alive(self, position: int | Tensor) -> Tensor:
+        """Which keys the query at a position sees: bool [B|1, H|Hkv|1, Sk]. What a cache has to hold for it, for example.
+
+        Args:
+            position: an int, or integers [] or [B].
+
+        Raises:
+            TypeError, ValueError: position is neither, or lies on another device.
+        """
+        p = bounds.position("position", position, self.device)
+        start, end = same_heads(self.start, self.end, "end")
+        seen: Tensor = (start <= p) & (p < end)
+        return seen
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
         if Sq is not None:

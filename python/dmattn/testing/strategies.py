@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
@@ -28,8 +28,8 @@ CPU_THRESHOLDS = {
 }  # fmt: skip
 CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
 MASK_KINDS = (
-    "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "top_k",
-    "top_k_beside",     "from_bool", "from_blocks", "from_function", "combined", "bool",
+    "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "chunked", "tree", "top_k", "top_k_beside",
+    "from_bool", "from_blocks", "from_function", "combined", "bool",
 )  # fmt: skip
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
@@ -282,10 +282,67 @@ def prefix_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMas
 def padding_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
     """``IntervalMask.padding``."""
     real = draw(st.lists(st.integers(0, shape.Sk + 1), min_size=shape.B, max_size=shape.B))
+    side: Literal["left", "right"] = draw(st.sampled_from(("right", "left")))
     _, j = positions(shape.Sq, shape.Sk, device)
-    mask = IntervalMask.padding(shape.Sk, torch.tensor(real, dtype=torch.int32, device=device))
-    visible = torch.stack([(j < n).expand(shape.Sq, shape.Sk) for n in real])[:, None]
-    return DrawnMask(mask, visible, f"padding({real})", frozenset({"padding"}))
+    mask = IntervalMask.padding(shape.Sk, torch.tensor(real, dtype=torch.int32, device=device), side)
+    hidden = [j >= n if side == "right" else shape.Sk - j > n for n in real]
+    visible = torch.stack([~padded.expand(shape.Sq, shape.Sk) for padded in hidden])[:, None]
+    return DrawnMask(mask, visible, f"padding({real}, {side})", frozenset({"padding"}))
+
+
+@st.composite
+def chunked_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.chunked``."""
+    size, causal = draw(st.integers(1, shape.Sk + 2)), draw(st.booleans())
+    p, j = positions(shape.Sq, shape.Sk, device)
+    visible = torch.div(p, size, rounding_mode="floor") == torch.div(j, size, rounding_mode="floor")
+    visible = visible & (j <= p) if causal else visible
+    mask = IntervalMask.chunked(shape.Sk, size, causal, device=device)
+    return DrawnMask(mask, visible[None, None], f"chunked({size}, causal={causal})", frozenset({"chunked"}))
+
+
+@st.composite
+def tree_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IntervalMask.tree_from_parents`` and ``IntervalMask.tree``: a key is seen by itself and its descendants."""
+    dtype = draw(st.sampled_from((torch.int32, torch.int64)))
+    trees = [
+        random_tree(shape.Sk, draw(seeds()), draw(st.sampled_from((0.0, 0.1, 0.6)))) for _ in range(draw(_either(1, shape.B)))
+    ]
+    parents = torch.tensor([parents for parents, _ in trees], dtype=dtype).view(len(trees), shape.Sk)
+    lines = torch.stack([line for _, line in trees])  # [trees, Sk, Sk]: the keys on the way from the root to each node
+    p = torch.arange(shape.Sk - shape.Sq, shape.Sk)
+    visible = (
+        lines[:, p.clamp(min=0)] & (p >= 0)[:, None] if shape.Sk else torch.zeros((len(trees), shape.Sq, 0), dtype=torch.bool)
+    )
+    if draw(st.booleans()):
+        mask = IntervalMask.tree_from_parents((parents[0] if len(trees) == 1 and draw(st.booleans()) else parents).to(device))
+        return DrawnMask(mask, visible[:, None].to(device), "tree_from_parents", frozenset({"tree"}))
+    enter = 3 * torch.arange(shape.Sk, dtype=dtype) + 5  # any increasing numbers
+    leave = enter + 3 * lines.sum(1).to(dtype) - 1  # a column counts the node's descendants and itself
+    mask = IntervalMask.tree(enter.expand_as(leave).to(device), leave.to(device))
+    return DrawnMask(mask, visible[:, None].to(device), "tree", frozenset({"tree"}))
+
+
+def random_tree(nodes: int, seed: int, back: float) -> tuple[list[int], Tensor]:
+    """Parents of a tree (or several) in depth-first order, and for each node the nodes from its root to itself, bool [nodes, nodes].
+
+    Args:
+        nodes: how many.
+        seed: of the random choices.
+        back: probability of going back towards the root by one generation, again and again, before a node is added; 0 gives a chain.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parents: list[int] = []
+    line = torch.zeros((nodes, nodes), dtype=torch.bool)
+    for node in range(nodes):
+        parent = node - 1
+        while parent >= 0 and float(torch.rand((), generator=generator)) < back:
+            parent = parents[parent]
+        parents.append(parent)
+        if parent >= 0:
+            line[node] = line[parent]
+        line[node, node] = True
+    return parents, line
 
 
 @st.composite
@@ -454,7 +511,8 @@ def bool_tensor_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Dra
 def interval_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
     """Every kind of IntervalMask."""
     kinds = (
-        raw_interval_masks, causal_masks, sliding_window_masks, streaming_masks, document_masks, prefix_masks, padding_masks, top_k_masks
+        raw_interval_masks, causal_masks, sliding_window_masks, streaming_masks, document_masks, prefix_masks, padding_masks, top_k_masks,
+        chunked_masks, tree_masks,
     )  # fmt: skip
     return st.one_of(*(kind(shape, device) for kind in kinds))
 
