@@ -18,6 +18,8 @@ from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
+from dmattn.sinks import lse_with_sink  # noqa: E402
+from dmattn.weights import attention_weights  # noqa: E402
 
 unsupported.refuse_scripting(
     attention,
@@ -37,6 +39,7 @@ __all__ = [
     "IntervalMask",
     "__version__",
     "attention",
+    "attention_weights",
     "build_info",
     "decode_attention",
     "dynamic_mask_attention",
@@ -44,6 +47,7 @@ __all__ = [
     "flash_dynamic_mask_attention",
     "key_scores",
     "library_path",
+    "lse_with_sink",
     "nn",
     "scaled_dot_product_attention",
     "visible_pairs",

@@ -9,23 +9,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.call import NO_MASK, attend, autocast, mask_tensors, options_of
+from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of
 from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import select_interval
+from dmattn.sinks import with_sinks
 from dmattn.sizes import interval_rows, sizes_of
 
 
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None = None, *, key_bias: Tensor | None = None,
-    bias: Tensor | None = None, is_causal: bool = False, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[False] = False,
+    bias: Tensor | None = None, is_causal: bool = False, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None = None, *, key_bias: Tensor | None = None,
-    bias: Tensor | None = None, is_causal: bool = False, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[True],
+    bias: Tensor | None = None, is_causal: bool = False, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     query: Tensor,
@@ -37,10 +40,12 @@ def attention(
     bias: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool = False,
+    sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with an O(N) interval mask, a block mask, or both; only visible work is done.
@@ -61,11 +66,14 @@ def attention(
         bias: added to the logits, [B|1, H|Hkv|1, Sq|1, Sk] with leading dimensions optional, differentiable.
         is_causal: also hide keys later than the query's position.
         scale: factor of the products, default D ** -0.5.
-        softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.
+        softcap: if > 0 (None means 0), products become ``softcap * tanh(s / softcap)`` before biases are added.
         dropout_p: probability in [0, 1) with which an attention weight is dropped.
         dropout_seed: int64 tensor of one element; equal seeds give equal masks on every device. Default: drawn from torch's generator.
         deterministic: gradients bitwise equal from run to run; implied by ``torch.use_deterministic_algorithms(True)``.
-        return_lse: also return the log-sum-exp of each query's logits, differentiable.
+        sinks: [H], a logit per head that takes part in the softmax and has no value, differentiable: ``out * sigmoid(lse - sinks)``.
+        query_offset: position of the first query, an int, or integers [] or [B] (never read on the host); default Sk - Sq. Causality and
+            intervals follow; block masks and bool masks of several rows count queries, so they stay.
+        return_lse: also return the log-sum-exp of each query's logits, differentiable. The sink is not in it: :func:`lse_with_sink`.
 
     Returns:
         out [B, H, Sq, Dv] in query's dtype, or (out, lse) with lse [B, H, Sq] float32 (float64 for float64 inputs), natural logarithm.
@@ -79,21 +87,27 @@ def attention(
     sizes = sizes_of(query, key, value)
     options = options_of(sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
+    if query_offset is not None:
+        masks, options = at_offset(query_offset, masks, options, sizes)
     out, lse = attend(query, key, value, sizes, masks, key_bias, bias, options)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks, sizes)
     return (out, lse) if return_lse else out
 
 
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-    deterministic: bool = False, return_lse: Literal[False] = False,
+    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None, query_offset: int | Tensor | None = None,
+    return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None,
-    deterministic: bool = False, return_lse: Literal[True],
+    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None, query_offset: int | Tensor | None = None,
+    return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def dynamic_mask_attention(
     query: Tensor,
@@ -107,10 +121,12 @@ def dynamic_mask_attention(
     local: int = 0,
     sink: int = 0,
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     deterministic: bool = False,
+    sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dynamic Mask Attention: every query attends to the ``window`` best-scored keys it may see, and the scores are added to their logits.
@@ -128,7 +144,7 @@ def dynamic_mask_attention(
         base: documents and/or padding, an :class:`IntervalMask`.
         local: every query also sees the keys of its last ``local`` positions, its own included; only with is_causal.
         sink: every query also sees the first ``sink`` keys of its document; only with is_causal. See :meth:`IntervalMask.top_k`.
-        scale, softcap, dropout_p, dropout_seed, deterministic, return_lse: as in :func:`attention`.
+        scale, softcap, dropout_p, dropout_seed, deterministic, sinks, query_offset, return_lse: as in :func:`attention`.
 
     Returns:
         As :func:`attention`.
@@ -149,7 +165,12 @@ def dynamic_mask_attention(
     start = start if start is None else interval_rows("base.start", start, sizes)
     causal = is_causal or (base is not None and base.segments == "causal")
     options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic)
-    out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), scores, None, options)
+    masks: MaskTensors = (start, end, *NO_MASK[2:])
+    if query_offset is not None:
+        masks, options = at_offset(query_offset, masks, options, sizes)
+    out, lse = attend(query, key, value, sizes, masks, scores, None, options)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks, sizes)
     return (out, lse) if return_lse else out
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask, bounds
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import ALWAYS, FOREVER
 from dmattn.sizes import Sizes, bias_rows, fitting_block, four_dims, interval_rows, key_bias_rows
@@ -34,7 +34,7 @@ def options_of(
     dropout_seed: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool = False,
 ) -> Options:
@@ -96,6 +96,29 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
         end = torch.where(visible, FOREVER, ALWAYS).int()
         return torch.full_like(visible, ALWAYS, dtype=torch.int32), end, None, None, None, None
     return None, None, *_block_tensors(BlockMask.from_bool(mask), sizes)
+
+
+def at_offset(query_offset: object, masks: MaskTensors, options: Options, sizes: Sizes) -> tuple[MaskTensors, Options]:
+    """The mask and options under which queries stand at ``query_offset + i``: intervals move, and causality becomes one.
+
+    A block mask counts queries, not positions, and stays.
+    """
+    offset = bounds.position("query_offset", query_offset, sizes.device)
+    if isinstance(offset, Tensor) and offset.dim() and offset.shape[0] not in (1, sizes.batch):
+        raise ValueError(
+            f"query_offset: expected an int or a tensor [] or [B] with B={sizes.batch}, got {list(offset.shape[:1])}"
+        )
+    usual = sizes.key_length - sizes.query_length
+    if not isinstance(offset, Tensor) and not torch.compiler.is_compiling() and offset == usual:
+        return masks, options
+    start, end = masks[:2]
+    if options.is_causal:
+        keys = torch.arange(sizes.key_length, dtype=torch.int32, device=sizes.device).view(1, 1, -1)
+        start = keys if start is None else torch.maximum(start, keys)
+        options = options._replace(is_causal=False)
+    by = usual - offset
+    start, end = (None if bound is None else bounds.moved(bound, by) for bound in (start, end))
+    return (start, end, *masks[2:]), options
 
 
 def _interval_tensors(interval: IntervalMask, sizes: Sizes) -> tuple[Tensor, Tensor]:

@@ -114,8 +114,8 @@ def number(name: str, value: object, low: float = -math.inf, high: float = math.
 
 
 def softcap(value: object) -> float:
-    """0 for none, or a cap whose inverse is a normal number in float32, too."""
-    cap = number("softcap", value, low=0.0)
+    """0 or None for none, or a cap whose inverse is a normal number in float32, too."""
+    cap = 0.0 if value is None else number("softcap", value, low=0.0)
     if cap > MAX_FACTOR or 0 < cap < 1 / MAX_FACTOR:
         raise ValueError(f"softcap: expected 0 or a number from {1 / MAX_FACTOR:g} to {MAX_FACTOR:g}, got {value}")
     return cap

@@ -443,9 +443,13 @@ def _visible(problem: Problem, place: Place, constants: Sequence[Tensor | None],
 
 def _visible_in_blocks(tiles: Tensor, bits: Tensor, place: Place) -> Tensor:
     """The part of a block mask that a tile covers, bool [.., B|1, H|Hkv|1, queries, keys]; 0 empty, 1 full, 2 + slot partial."""
-    slots, tile_q, words = bits.shape
     row, column = (torch.arange(*span, device=bits.device) for span in place)
-    row = row[:, None]
+    return visible_in_blocks(tiles, bits, row[:, None], column)
+
+
+def visible_in_blocks(tiles: Tensor, bits: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """What a block mask says of these queries [queries, 1] and keys [keys], bool [.., B|1, H|Hkv|1, queries, keys]."""
+    slots, tile_q, words = bits.shape
     state = tiles[..., row // tile_q, column // (words * 32)].long()
     if slots == 0:
         return state == 1

@@ -28,7 +28,8 @@ CPU_THRESHOLDS = {
 }  # fmt: skip
 CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
 MASK_KINDS = (
-    "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "chunked", "tree", "top_k", "top_k_beside",
+    "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "chunked", "tree",
+    "top_k", "top_k_beside",
     "from_bool", "from_blocks", "from_function", "combined", "bool",
 )  # fmt: skip
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")

@@ -1,0 +1,52 @@
+"""Attention sinks: a learned logit per head that takes part of the softmax's denominator and has no value, from out and lse alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.fake import accumulate_dtype
+from dmattn.sizes import Sizes
+
+
+def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The log-sum-exp of each query's logits and its head's sink: what the weights of :func:`attention` with ``sinks`` are divided by.
+
+    :func:`attention` itself returns lse without the sink, so that partial results over disjoint keys can be merged before the sink is
+    taken in once.
+
+    Args:
+        lse: [B, H, Sq], natural logarithm, as :func:`attention` returns it.
+        sinks: [H], floating point.
+
+    Returns:
+        [B, H, Sq] in lse's dtype, differentiable.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape or device.
+    """
+    checks.dtype("lse", checks.tensor("lse", lse), (torch.float64, torch.float32))
+    if lse.dim() != 3:
+        raise ValueError(f"lse: expected 3 dimensions [B, H, Sq], got shape {checks.shape_of(lse)}")
+    column = _column(sinks, lse.shape[1], lse.device, lse.dtype)
+    absent = column == -torch.inf  # or the derivative of -inf beside -inf would be NaN
+    return torch.where(absent, lse, torch.logaddexp(lse, torch.where(absent, 0.0, column)))
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
+    """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero."""
+    column = _column(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype))
+    share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)  # of the weights, what the keys keep
+    return (out * share[..., None]).to(out.dtype)
+
+
+def _column(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    given = checks.tensor("sinks", sinks)
+    checks.dtype("sinks", given, checks.DTYPES["cpu"])
+    if given.dim() != 1 or given.shape[0] != heads:
+        raise ValueError(f"sinks: expected [H] with H={heads}, got shape {checks.shape_of(given)}")
+    if given.device != device:
+        raise ValueError(f"sinks: expected device {device} like query, got {given.device}")
+    return given.to(dtype)[:, None]

@@ -1,0 +1,132 @@
+"""Attention weights of chosen heads and queries, computed from query, key and lse in torch operations: for looking at, and slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of
+from dmattn.composed import visible_in_blocks
+from dmattn.fake import accumulate_dtype
+from dmattn.masks import Mask
+from dmattn.sinks import lse_with_sink
+from dmattn.sizes import bias_rows, key_bias_rows, sizes_of
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None = None,
+    lse: Tensor | None = None,
+    *,
+    heads: int | Sequence[int] | Tensor | None = None,
+    rows: int | Sequence[int] | Tensor | None = None,
+    key_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = 0.0,
+    sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+) -> Tensor:
+    """The softmax weights behind the output of :func:`attention`, before dropout, for some heads and queries.
+
+    :func:`attention` never holds these weights. This function computes them anew, in plain torch operations and with memory for every pair of
+    a chosen query and a key: choose few. It is differentiable.
+
+    Args:
+        query: [B, H, Sq, D].
+        key: [B, Hkv, Sk, D].
+        mask, key_bias, bias, is_causal, scale, softcap, sinks, query_offset: as in the call of :func:`attention`.
+        lse: [B, H, Sq], what ``attention(..., return_lse=True)`` returned; None: computed here, from the chosen queries alone.
+        heads: numbers of query heads, 0 <= h < H; None for all.
+        rows: numbers of queries, 0 <= i < Sq; None for all.
+
+    Returns:
+        [B, heads, rows, Sk] float32 (float64 for float64 inputs). Rows sum to 1, less what the sink takes; rows that see nothing are zero.
+
+    Raises:
+        TypeError, ValueError: as :func:`attention`; or heads or rows are no such numbers.
+    """
+    checks.flag("is_causal", is_causal)
+    query, key, _ = autocast(query, key, key)
+    sizes = sizes_of(query, key, key)
+    options = options_of(sizes, None, is_causal, scale, softcap)
+    masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
+    if query_offset is not None:
+        masks, options = at_offset(query_offset, masks, options, sizes)
+    start, end, tiles, _, _, bits = masks
+    head, row = _numbers("heads", heads, sizes.heads, query.device), _numbers("rows", rows, sizes.query_length, query.device)
+
+    def of_heads(given: Tensor) -> Tensor:
+        """[B|1, H|Hkv|1, ...] to [B|1, chosen heads|1, ...]."""
+        return given if given.shape[1] == 1 else given[:, head // (sizes.heads // given.shape[1])]
+
+    # Say which keys the chosen queries see.
+    keys = torch.arange(sizes.key_length, device=query.device)
+    position = row[:, None] + (sizes.key_length - sizes.query_length)
+    visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
+    if options.is_causal:
+        visible = visible & (keys <= position)
+    if start is not None:
+        visible = visible & (of_heads(start)[:, :, None] <= position)
+    if end is not None:
+        visible = visible & (position < of_heads(end)[:, :, None])
+    if tiles is not None and bits is not None:
+        visible = visible & visible_in_blocks(of_heads(tiles), bits, row[:, None], keys)
+
+    # Compute their logits. A key that none of them sees may hold anything.
+    dtype = accumulate_dtype(query.dtype)
+    shown = query[:, head][:, :, row].to(dtype)
+    read = torch.where(visible.any(2)[..., None], of_heads(key) if sizes.kv_heads > 1 else key, 0.0).to(dtype)
+    logits = (shown @ read.transpose(-1, -2)) * options.scale
+    if options.softcap > 0:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    if key_bias is not None:
+        logits = logits + of_heads(key_bias_rows(key_bias, sizes))[:, :, None]
+    if bias is not None:
+        of_keys, of_pairs = bias_rows(bias, sizes)
+        logits = logits if of_keys is None else logits + of_heads(of_keys)[:, :, None]
+        logits = logits if of_pairs is None else logits + of_heads(of_pairs)[:, :, row].to(dtype)
+    logits = logits.masked_fill(~visible | (logits == -torch.inf), -torch.inf)
+
+    # Divide by the sum that the output was divided by.
+    if lse is None:
+        chosen = torch.logsumexp(logits, dim=-1)
+    else:
+        checks.dtype("lse", checks.tensor("lse", lse), (dtype,))
+        if lse.shape != query.shape[:3] or lse.device != query.device:
+            raise ValueError(
+                f"lse: expected [B, H, Sq] = {list(query.shape[:3])} on {query.device}, got {checks.shape_of(lse)} on {lse.device}"
+            )
+        chosen = lse[:, head][:, :, row]
+    if sinks is not None:
+        if checks.tensor("sinks", sinks).shape != (sizes.heads,):
+            raise ValueError(f"sinks: expected [H] with H={sizes.heads}, got shape {checks.shape_of(sinks)}")
+        chosen = lse_with_sink(chosen, sinks[head])
+    return torch.exp(logits - torch.where(chosen == -torch.inf, 0.0, chosen)[..., None])
+
+
+def _numbers(name: str, given: object, size: int, device: torch.device) -> Tensor:
+    """The chosen heads or rows as int64 [n]."""
+    if given is None:
+        return torch.arange(size, device=device)
+    if isinstance(given, Tensor):
+        chosen = checks.tensor(name, given)
+        if chosen.dtype not in (torch.int32, torch.int64) or chosen.dim() > 1:
+            raise TypeError(f"{name}: expected integers without dimensions or [n], got {chosen.dtype} {checks.shape_of(chosen)}")
+        chosen = chosen.reshape(-1).long()
+    else:
+        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        numbers = [n for n in listed if isinstance(n, int) and not isinstance(n, bool)]
+        if len(numbers) != len(listed):
+            raise TypeError(f"{name}: expected ints, got {type(given).__name__}")
+        if not all(-checks.MAX_INT <= n <= checks.MAX_INT for n in numbers):
+            raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {given}")
+        chosen = torch.tensor(numbers, dtype=torch.int64)
+    if checks.values_are_known(chosen) and bool(((chosen < 0) | (chosen >= size)).any()):
+        raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {chosen.tolist()[:8]}")
+    return chosen.to(device)
