@@ -381,6 +381,19 @@ class IntervalMask(MaskData):
         shape = (*self.shape[:2], length)
         return torch.stack((start.expand(shape), end.expand(shape)), dim=2)
 
+    def as_base(self, segments: Segments) -> IntervalMask:
+        """The same mask, said to be one of segments, so that ``top_k`` takes it as ``base``: for masks that came as numbers.
+
+        It is up to the caller that each key is visible until the end of its segment, from its own position on ("causal") or from the
+        segment's beginning ("whole"), and hidden if it is padding. Under another mask the selection is one that no base would give.
+
+        Raises:
+            ValueError: segments is neither "causal" nor "whole".
+        """
+        if segments not in ("causal", "whole"):
+            raise ValueError(f'segments: expected "causal" or "whole", got {segments!r}')
+        return self._replace(segments=segments)
+
     def shift(self, n: int | Tensor) -> IntervalMask:
         """What this mask shows at a position, shown ``n`` positions later: start and end move, keys stay.
 

@@ -1,0 +1,234 @@
+"""The masks of transformers' models as intervals: what a model says in closures over indices, in two integers a key.
+
+transformers describes a mask by a function of (batch, head, query, key) indices, made of closures. Those it makes itself are recognised by
+their names and turned into intervals in O(N). All others, and all while Dynamo traces (which cannot look into closures), are evaluated for
+some queries at a time and reduced to intervals. A mask that is none of intervals stays a bool tensor.
+
+The result travels through the model as a tensor, int32 [B|1, 1, 2, Sk], because caches and layers call tensor methods on masks: key j is
+visible to the queries i with ``tensor[b, 0, 0, j] <= i < tensor[b, 0, 1, j]``. It counts queries, not positions, so that it stays right where
+a layer cuts off keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from dmattn.masks import ALWAYS, FOREVER, IntervalMask, detect
+
+FAR = 1 << 29
+"""Beyond every query's number, and small enough that a shift by a length cannot wrap."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys a mask is about: their absolute indices int64 [1, 1, Sk], and what a function of theirs says of the queries at absolute indices.
+
+    Each bound is int64 [B|1, 1, Sk]; None for a start or an end that hides nothing.
+    """
+
+    index: Tensor
+    start: Tensor | None = None
+    end: Tensor | None = None
+
+    def between(self, start: Tensor | None, end: Tensor | None) -> Keys:
+        """These bounds as well."""
+        starts = [bound for bound in (self.start, start) if bound is not None]
+        ends = [bound for bound in (self.end, end) if bound is not None]
+        return Keys(
+            self.index,
+            torch.maximum(*starts) if len(starts) == 2 else starts[0] if starts else None,
+            torch.minimum(*ends) if len(ends) == 2 else ends[0] if ends else None,
+        )
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> Tensor | None:
+    """transformers' mask function for dmattn; it has the arguments of ``transformers.masking_utils.sdpa_mask``.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the attention.
+        q_offset, kv_offset: absolute indices of the first query and the first key; q_offset may be a tensor, which is not read.
+        mask_function: whether a query sees a key, by absolute indices.
+        attention_mask: bool [B, up to kv_offset + kv_length], False for padding.
+        local_size: of sliding or chunked layers; the mask function says which.
+        allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a causal mask, or for one that hides nothing.
+        use_vmap: the mask function takes single indices only.
+        device: of the mask.
+        options: of other implementations, without a meaning here.
+
+    Returns:
+        None; intervals int32 [B|1, 1, 2, Sk]; or, where the mask is none of intervals, bool [B, 1, Sq, Sk].
+    """
+    device = torch.device(device)
+    keys = Keys((torch.arange(kv_length, device=device) + kv_offset).view(1, 1, -1))
+    found = None
+    if not torch.compiler.is_compiling() and not use_vmap:
+        found = recognised(mask_function, keys, kv_length + kv_offset)
+    padding = _padding_of_keys(attention_mask, kv_length, kv_offset, device)
+    if found is not None:
+        hides_none = padding is None or not (allow_is_causal_skip or allow_is_bidirectional_skip) or bool(padding.all())
+        padding = None if hides_none and (allow_is_causal_skip or allow_is_bidirectional_skip) else padding
+        if padding is None and _is_skipped(
+            found, q_length, kv_length, q_offset, kv_offset, allow_is_causal_skip, allow_is_bidirectional_skip
+        ):
+            return None
+        start, end = (_queries(bound, q_offset) for bound in (found.start, found.end))
+    else:
+        sizes = (batch_size, 1, q_length, kv_length)
+        whole: Tensor | None = None
+        if use_vmap:  # a user's function: what it says is taken as it is
+            whole = sdpa_mask(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, allow_is_causal_skip=False,
+                allow_is_bidirectional_skip=False, use_vmap=True, device=device,
+            )  # fmt: skip
+            if torch.compiler.is_compiling():
+                return whole
+
+        def rows(first: int, last: int) -> Tensor:
+            if whole is not None:
+                return whole[:, :, first:last]
+            query = torch.arange(first, last, device=device) + q_offset
+            batch = torch.arange(batch_size, device=device)[:, None, None, None]
+            head = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
+            seen: Tensor = mask_function(batch, head, query[:, None], keys.index[:, :, None])
+            return seen.expand(batch_size, 1, last - first, kv_length)
+
+        try:
+            first, last = detect.interval_of("mask_function", sizes, rows, device)
+        except ValueError:
+            seen = rows(0, q_length)
+            return seen if padding is None else seen & padding[:, :, None]
+        by = q_length - kv_length  # from positions to the numbers of queries
+        start, end = ((bound.long() + by).clamp(-FAR, FAR) for bound in (first, last))
+    start = keys.index.new_full((1, 1, 1), -FAR) if start is None else start
+    end = keys.index.new_full((1, 1, 1), FAR) if end is None else end
+    if padding is not None:
+        end = torch.where(padding, end, -FAR)
+    start, end = torch.broadcast_tensors(start, end)
+    if start.shape[2] != kv_length:
+        start, end = (bound.expand(-1, -1, kv_length) for bound in (start, end))
+    return torch.stack((start, end), dim=2).to(torch.int32)
+
+
+def interval_of(mask: Tensor, query_length: int, key_length: int) -> IntervalMask:
+    """What :func:`make_mask` gave, or its first keys, as the mask of an attention with these lengths.
+
+    Raises:
+        ValueError: the tensor is about fewer keys than there are.
+    """
+    if mask.dim() != 4 or mask.shape[2] != 2 or mask.shape[3] < key_length:
+        raise ValueError(
+            f"attention_mask: expected int32 [B, 1, 2, Sk] of dmattn's mask function with Sk={key_length}, got {list(mask.shape)}; "
+            "models that change masks between the mask function and the attention need attn_implementation='sdpa'"
+        )
+    mask = mask[..., :key_length]
+    if query_length != key_length:
+        mask = mask + (key_length - query_length)
+    return IntervalMask.from_tensor(mask)
+
+
+def _padding_of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int, device: torch.device) -> Tensor | None:
+    """bool [B, 1, Sk], True for tokens; the mask may end early, before keys that are still empty."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask: expected [B, Sk] or [B, 1, Sq, Sk], got shape {list(attention_mask.shape)}")
+    given = attention_mask.to(device=device, dtype=torch.bool)
+    missing = kv_length + kv_offset - given.shape[1]
+    if missing > 0:
+        given = torch.nn.functional.pad(given, (0, missing))
+    return given[:, None, kv_offset : kv_offset + kv_length]
+
+
+def _queries(bound: Tensor | None, q_offset: int | Tensor) -> Tensor | None:
+    """A bound on absolute indices as one on the numbers of queries."""
+    return None if bound is None else (bound - q_offset).clamp(-FAR, FAR)
+
+
+def _is_skipped(
+    found: Keys, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, causal: bool, bidirectional: bool
+) -> bool:
+    """Whether None says as much as the mask: the attention function takes None for causal from the first key on, or for everything."""
+    if found.start is None and found.end is None:
+        return bidirectional
+    if not causal or found.end is not None or found.start is not found.index or isinstance(q_offset, Tensor) or kv_offset != 0:
+        return False
+    return (q_length == 1 and kv_length == q_offset + 1) or (q_offset == 0 and kv_length >= q_length > 1)
+
+
+# Recognition ------------------------------------------------------------------------------------------------------------------------
+
+
+def recognised(function: Callable[..., Any], keys: Keys, total: int) -> Keys | None:
+    """What a mask function made by transformers says, or None for a function of unknown origin.
+
+    Args:
+        function: of (batch, head, query, key) indices.
+        keys: the keys it is asked about.
+        total: number of the queries' and keys' indices.
+    """
+    if function is causal_mask_function:
+        return keys.between(keys.index, None)
+    if function is bidirectional_mask_function:
+        return keys
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return None
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    index = keys.index
+    if maker == "and_masks":
+        parts: Keys | None = keys
+        for part in held["mask_functions"]:
+            parts = None if parts is None else recognised(part, parts, total)
+        return parts
+    if maker == "sliding_window_overlay":  # k > q - window
+        window = held["sliding_window"]
+        return keys if window >= total else keys.between(None, index + window)
+    if maker == "sliding_window_bidirectional_overlay":  # |q - k| <= window
+        window = held["sliding_window"]
+        return keys if window >= total else keys.between(index - window, index + (window + 1))
+    if maker == "chunked_overlay":
+        size, offset = held["chunk_size"], held["left_padding"].to(index.device).view(-1, 1, 1)
+        first = torch.div(index - offset, size, rounding_mode="floor") * size + offset
+        return keys.between(first, first + size)
+    if maker == "padding_mask_function":
+        real = held["padding_mask"].to(index.device)[:, index[0, 0]][:, None]
+        return keys.between(None, torch.where(real, FOREVER, ALWAYS))
+    if maker == "packed_sequence_mask_function":
+        sequence = held["packed_sequence_mask"].to(index.device)  # grows from 0 in steps of 1
+        bounds = (
+            torch.searchsorted(sequence.contiguous(), sequence.contiguous(), right=right)[:, None] for right in (False, True)
+        )
+        return keys.between(*bounds) if sequence.shape[1] == index.shape[2] == total else None
+    if maker == "remap_positions_for_packed_sequence" and _depends_on_distance_only(held["mask_function"]):
+        return recognised(held["mask_function"], keys, total)  # inside of a sequence positions count as indices do
+    return None
+
+
+def _depends_on_distance_only(function: Callable[..., Any]) -> bool:
+    """Whether a recognised function says the same of all pairs of indices that lie equally far apart."""
+    if function in (causal_mask_function, bidirectional_mask_function):
+        return True
+    maker = getattr(function, "__qualname__", "").partition(".")[0]
+    if maker == "and_masks" and function.__closure__:
+        return all(_depends_on_distance_only(part) for part in function.__closure__[0].cell_contents)
+    return maker in ("sliding_window_overlay", "sliding_window_bidirectional_overlay")
