@@ -58,7 +58,7 @@ def attention_forward(
         s_aux, sinks: [H], sinks by either name.
         position_bias: [B|1, H|1, Sq|1, >= Sk], added to the logits.
         sliding_window: counts without a mask only; a mask says it already.
-        position_ids: [B|1, S]; without a mask and a past, a step other than 1 begins another packed sequence, as in transformers.
+        position_ids: [B|1, S]; in a causal layer without a past, position 0 again begins another packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: ends of packed sequences in a batch of 1, as the flattening collator gives them.
         indices: [B, Sq, n], the keys that each query may see beside what the mask says; negative ones stand for none.
         output_attentions: also return the weights (before dropout), computed anew and slowly.
@@ -78,13 +78,13 @@ def attention_forward(
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
 
     # Without a mask several queries are causal, counted from the first key: later keys are room in an empty static cache.
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    is_causal = bool(is_causal) and attention_mask is None
+    causal_layer = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    is_causal = causal_layer and attention_mask is None
     if is_causal and query_length > 1 and key.shape[2] > query_length:
         key, value = key[:, :, :query_length], value[:, :, :query_length]
     mask, bias = _mask_and_bias(attention_mask, position_bias, query_length, key.shape[2])
     mask = _with_window(mask, attention_mask, sliding_window, is_causal, key)
-    sequences = packed_sequences(query, key, attention_mask, is_causal, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    sequences = packed_sequences(query, key, attention_mask, causal_layer, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     mask = _both(mask, sequences, query_length)
     mask = _both(mask, _listed(indices, query, key), query_length)
 

@@ -22,7 +22,8 @@ def packed_sequences(
 ) -> IntervalMask | None:
     """The mask within packed sequences, not causal by itself; None if there is one sequence.
 
-    Ends count beside any mask. Positions count where flash attention of transformers counts them, too: without a mask and a past.
+    Ends count beside any mask. Positions count in causal layers without a past: a token at position 0 that is not the first one begins another
+    sequence. transformers' mask functions do so only without a cache and a 2-D mask, and some models do not tell them the positions.
 
     Args:
         query, key: [B, H, Sq, D], [B, Hkv, Sk, D].
@@ -42,26 +43,35 @@ def packed_sequences(
                 f"{query.shape[0]} with {query.shape[2]} queries and {key.shape[2]} keys; packed sequences cannot be continued from a cache"
             )
         return IntervalMask.documents(key.shape[2], ends_k.to(key.device), causal=False)
-    if attention_mask is not None or not is_causal or not whole or position_ids is None:
+    if not is_causal or not whole or query.shape[2] == 1 or position_ids is None:
         return None
     if position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2] or position_ids.shape[0] not in (1, query.shape[0]):
         return None
-    return _sequences_of(position_ids)
+    if attention_mask is not None and attention_mask.dtype != torch.int32:
+        return None  # a mask of the user's own
+    return _sequences_of(position_ids, attention_mask)
 
 
-_last: list[Any] = [None, -1, None]  # the last position_ids, by a reference and a version, and what they gave
+# The layers of a model get the same tensors, so values are read once a forward pass: for the last position_ids without and with a mask, a
+# reference to the tensor, its version and what it gave.
+_known: dict[bool, tuple[Any, int, IntervalMask | None]] = {}
 
 
-def _sequences_of(position_ids: Tensor) -> IntervalMask | None:
-    """By positions that do not go up by one. The layers of a model get the same tensor, so its values are read once a forward pass."""
+def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | None:
     compiling = torch.compiler.is_compiling()
-    if not compiling and _last[0] is not None and _last[0]() is position_ids and _last[1] == position_ids._version:
-        known: IntervalMask | None = _last[2]
-        return known
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1
-    mask = None
+    if not compiling and (mask is not None) in _known:
+        reference, version, result = _known[mask is not None]
+        if reference() is position_ids and version == position_ids._version:
+            return result
+    real = (
+        torch.ones_like(position_ids, dtype=torch.bool)
+        if mask is None
+        else mask[:, 0, 1, : position_ids.shape[1]] > mask[:, 0, 0]
+    )
+    begins = real & (position_ids == 0) & (real.cumsum(1) > 1)
+    found = None
     if compiling or bool(begins.any()):
-        mask = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), causal=False)
+        found = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), causal=False)
     if not compiling:
-        _last[:] = [weakref.ref(position_ids), position_ids._version, mask]
-    return mask
+        _known[mask is not None] = (weakref.ref(position_ids), position_ids._version, found)
+    return found
