@@ -31,6 +31,7 @@ SMALL = {
     "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
 }  # fmt: skip
 WINDOW = {"sliding_window": 6}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DECODERS = {
     "llama": (transformers.LlamaConfig, {}),
     "llama, heads of 12": (transformers.LlamaConfig, {"head_dim": 12}),
@@ -38,7 +39,7 @@ DECODERS = {
     "mistral": (transformers.MistralConfig, WINDOW),
     "gemma2": (transformers.Gemma2Config, WINDOW | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}),
     "gemma3": (transformers.Gemma3TextConfig, WINDOW | {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}),
-    "gpt-oss": (transformers.GptOssConfig, WINDOW | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "gpt-oss": (transformers.GptOssConfig, WINDOW | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": ROPE}),
     "llama4": (transformers.Llama4TextConfig, {
         "attention_chunk_size": 7, "num_local_experts": 2, "intermediate_size_mlp": 48, "layer_types": ["chunked_attention", "full_attention"],
         "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2,
@@ -87,11 +88,6 @@ def results(model, name: str, seen: torch.Tensor | None = None, gradients: bool 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = torch.autograd.grad(logits.square().mean(), parameters, allow_unused=True)
     return [logits.detach(), *(x for x in made if x is not None)]
-
-
-def own(name: str) -> str:
-    """The implementation of transformers that is the truth for a model."""
-    return "eager"
 
 
 # Models -------------------------------------------------------------------------------------------------------------------------------
