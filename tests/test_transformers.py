@@ -26,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
 )
 
+# Since then chunks begin with each packed sequence, T5 calls attention functions, and Llama 4 generates from static caches.
+RECENT = hasattr(masking_utils, "packed_sequence_compatibility_function")
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
@@ -205,6 +207,8 @@ def generated(model, name: str, new: int = 12, **options) -> torch.Tensor:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generate(name, cache):
+    if name == "llama4" and cache == "static" and not RECENT:
+        pytest.skip("this release of transformers cannot")
     model = built(name)
     options = {"input_ids": tokens(), "attention_mask": padded("left"), "cache_implementation": cache, "disable_compile": True}
     assert torch.equal(generated(model, "dmattn", **options), generated(model, "eager", **options))
@@ -247,7 +251,7 @@ def one_by_one(model) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt-oss", "llama4"])
 def test_positions_that_start_again(name, use_cache):
     """transformers' own attention ignores them with use_cache=True, its default; here they count."""
-    if use_cache and name == "llama4":
+    if name == "llama4" and (use_cache or not RECENT):
         pytest.skip("chunks are counted from the first token of a sequence, which is unknown beside a cache")
     model = built(name)
     logits = results(model, "dmattn", gradients=False, use_cache=use_cache, **packed())[0]
@@ -292,6 +296,8 @@ def without(**dropped):
     "what", ["s_aux", "softcap", "attention_mask", "sliding_window", "position_bias", "position_ids", "scaling", "is_causal"]
 )
 def test_dropping_an_argument_would_be_seen(what, monkeypatch):
+    if what == "position_bias" and not RECENT:
+        pytest.skip("this release of transformers has no model that passes it")
     cases = {
         "s_aux": ("gpt-oss", {}), "softcap": ("gemma2", {}), "attention_mask": ("llama", {"attention_mask": padded("left")}),
         "sliding_window": ("mistral", {}), "position_bias": ("t5", {}), "position_ids": ("llama", packed()), "scaling": ("gemma2", {}),
@@ -405,7 +411,12 @@ def mask_functions():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 2], [4, 5, 6, 7, 8, 0, 1, 2, 3, 4]])
     sequences = m.find_packed_sequence_indices(positions)
     sliding = m.sliding_window_causal_mask_function(4)
-    pack = lambda function: m.packed_sequence_compatibility_function(function, positions, sequences)  # noqa: E731
+
+    def pack(function):
+        if RECENT:
+            return m.packed_sequence_compatibility_function(function, positions, sequences)
+        return m.and_masks(function, m.packed_sequence_mask_function(sequences))
+
     odd = lambda b, h, q, k: (q % 2 == k % 2) | (q < 0)  # noqa: E731
     whole, step, chunk = {}, {"q_length": 1, "q_offset": 9}, {"q_length": 4, "q_offset": 6}
     later = {"q_length": 3, "q_offset": 20, "kv_offset": 13}
