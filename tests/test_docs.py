@@ -36,6 +36,8 @@ def test_python_runs_as_printed(page, tmp_path, monkeypatch):
     text = page.read_text()
     if "plot(" in text:
         pytest.importorskip("matplotlib")
+    if "<!-- needs transformers -->" in text:
+        pytest.importorskip("transformers")
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, name_of(page), "exec"), names)

@@ -401,6 +401,17 @@ def test_register():
         dmattn_transformers.register(3)
 
 
+def test_room_behind_the_first_tokens_is_not_seen():
+    """Without a mask a causal layer counts keys from the first: what lies behind the queries' own is room in an empty static cache."""
+    q, k = strategies.random_tensor((1, 2, 5, 8), 0), strategies.random_tensor((1, 2, 9, 8), 1)
+    out = attention_forward(Layer(), q, k, k, None)[0]
+    assert torch.equal(out, attention_forward(Layer(), q, k[:, :, :5], k[:, :, :5], None)[0])
+    short = attention_forward(Layer(), q, k[:, :, :3], k[:, :, :3], None)[0]
+    assert torch.equal(short[:, :3], attention_forward(Layer(), q[:, :, :3], k[:, :, :3], k[:, :, :3], None)[0])
+    last = attention_forward(Layer(), q[:, :, 4:], k, k, None)[0]
+    assert torch.equal(last, attention_forward(Layer(), q[:, :, 4:], k, k, torch.ones(1, 1, 1, 9, dtype=torch.bool))[0])
+
+
 # Masks --------------------------------------------------------------------------------------------------------------------------------
 
 
