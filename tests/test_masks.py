@@ -122,20 +122,20 @@ def test_device_argument_and_defaults():
 
 
 @given(data=st.data())
-def test_from_bool_and_from_function_find_the_intervals(mask_device, data):
+def test_from_bool_and_from_function_find_the_intervals(device, data):
     shape = data.draw(strategies.shapes(max_length=130))
-    drawn = data.draw(strategies.interval_masks(shape, mask_device))
+    drawn = data.draw(strategies.interval_masks(shape, device))
     visible = drawn.visible.expand(-1, -1, shape.Sq, shape.Sk)
     assert torch.equal(IntervalMask.from_bool(visible).to_bool(shape.Sq, shape.Sk), visible)
     B, H = visible.shape[:2]
-    made = IntervalMask.from_function(lambda b, h, q, k: visible[b, h, q, k], B, H, shape.Sq, shape.Sk, device=mask_device)
+    made = IntervalMask.from_function(lambda b, h, q, k: visible[b, h, q, k], B, H, shape.Sq, shape.Sk, device=device)
     assert torch.equal(made.to_bool(shape.Sq, shape.Sk), visible)
 
 
 @given(data=st.data())
-def test_from_bool_raises_if_and_only_if_a_key_has_no_interval(mask_device, data):
+def test_from_bool_raises_if_and_only_if_a_key_has_no_interval(device, data):
     shape = data.draw(strategies.shapes(max_length=70, min_length=1))
-    visible = data.draw(strategies.bool_patterns((shape.B, shape.H, shape.Sq, shape.Sk), mask_device))
+    visible = data.draw(strategies.bool_patterns((shape.B, shape.H, shape.Sq, shape.Sk), device))
     rises = (visible[:, :, 1:] & ~visible[:, :, :-1]).sum(2) + visible[:, :, 0]
     try:
         mask = IntervalMask.from_bool(visible)
@@ -175,9 +175,9 @@ def test_from_bool_while_tracing_checks_when_the_program_runs():
 
 
 @given(data=st.data())
-def test_to_tensor_there_and_back(mask_device, data):
+def test_to_tensor_there_and_back(device, data):
     shape = data.draw(strategies.shapes(max_length=130))
-    drawn = data.draw(strategies.interval_masks(shape, mask_device))
+    drawn = data.draw(strategies.interval_masks(shape, device))
     tensor = drawn.mask.to_tensor(shape.Sk)
     assert tensor.dtype == torch.int32
     assert tensor.shape == (*drawn.mask.shape[:2], 2, shape.Sk)
@@ -186,13 +186,13 @@ def test_to_tensor_there_and_back(mask_device, data):
 
 
 @given(data=st.data())
-def test_shift_and_alive_are_the_definitions(mask_device, data):
+def test_shift_and_alive_are_the_definitions(device, data):
     """What a mask shows at position p it shows at p + n when shifted by n; alive(p) is one row of it."""
     shape = data.draw(strategies.shapes(max_length=130, min_length=1))
-    mask = data.draw(strategies.interval_masks(shape, mask_device)).mask
+    mask = data.draw(strategies.interval_masks(shape, device)).mask
     numbers = data.draw(st.lists(st.integers(-shape.Sk - 2, shape.Sk + 2), min_size=shape.B, max_size=shape.B))
     as_int = data.draw(st.booleans())
-    n = numbers[0] if as_int else torch.tensor(numbers, device=mask_device)
+    n = numbers[0] if as_int else torch.tensor(numbers, device=device)
     shifted = mask.shift(n)
     heads = mask.shape[1]
     for b, by in enumerate([numbers[0]] * shape.B if as_int else numbers):
@@ -244,11 +244,9 @@ def test_trees_trace_with_any_length():
         assert torch.equal(traced(parents), IntervalMask.tree_from_parents(parents).to_tensor())
 
 
-def test_selection_within_chunks_and_left_padding(mask_device):
-    scores = strategies.make_scores((2, 2, 30), "random", 3, device=mask_device)
-    base = IntervalMask.chunked(30, 7, device=mask_device) & IntervalMask.padding(
-        30, torch.tensor([20, 30], device=mask_device), "left"
-    )
+def test_selection_within_chunks_and_left_padding(device):
+    scores = strategies.make_scores((2, 2, 30), "random", 3, device=device)
+    base = IntervalMask.chunked(30, 7, device=device) & IntervalMask.padding(30, torch.tensor([20, 30], device=device), "left")
     selected = IntervalMask.top_k(scores, 3, base=base)
     expected = top_k_visible(scores, 3, True, base.to_bool(30, 30))
     assert torch.equal(selected.to_bool(30, 30), expected)

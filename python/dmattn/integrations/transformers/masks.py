@@ -85,11 +85,8 @@ def make_mask(
         found = recognised(mask_function, keys, kv_length + kv_offset)
     padding = _padding_of_keys(attention_mask, kv_length, kv_offset, device)
     if found is not None:
-        hides_none = padding is None or not (allow_is_causal_skip or allow_is_bidirectional_skip) or bool(padding.all())
-        padding = None if hides_none and (allow_is_causal_skip or allow_is_bidirectional_skip) else padding
-        if padding is None and _is_skipped(
-            found, q_length, kv_length, q_offset, kv_offset, allow_is_causal_skip, allow_is_bidirectional_skip
-        ):
+        skipped = _is_skipped(found, q_length, kv_length, q_offset, kv_offset, allow_is_causal_skip, allow_is_bidirectional_skip)
+        if skipped and (padding is None or bool(padding.all())):
             return None
         start, end = (_queries(bound, q_offset) for bound in (found.start, found.end))
     else:
