@@ -129,6 +129,14 @@ def test_query_offset_moves_positions(device, dtype, data):
     assert_close_to_reference(case, run(case, fn))
 
 
+def test_query_offset_keeps_starts_that_come_after_causality(device, dtype):
+    q, k = tensor((1, 1, 6, 8), 0, dtype, device), tensor((1, 1, 20, 8), 1, dtype, device)
+    keys, p = torch.arange(20, dtype=torch.int32, device=device), 9 + torch.arange(6, device=device)[:, None]
+    late = IntervalMask(keys + 4, torch.full_like(keys, dmattn.FOREVER))
+    out = dmattn.attention(q, k, k, late, is_causal=True, query_offset=9)
+    assert torch.equal(out, dmattn.attention(q, k, k, keys + 4 <= p))
+
+
 def test_query_offset_leaves_block_masks(device, dtype):
     q, k = tensor((1, 1, 6, 8), 0, dtype, device), tensor((1, 1, 20, 8), 1, dtype, device)
     seen = tensor((6, 20), 2, device=device) > 0

@@ -44,7 +44,7 @@ FAULTS = [
     in_file("sinks.py", "lse.clamp(min=torch.finfo(lse.dtype).min)", "lse",
             "a sink of -inf beside no keys gives NaN", "test_model_arguments.py::test_without_keys_nothing_becomes_nan"),
     in_file("call.py", "start = keys if start is None else torch.maximum(start, keys)", "start = keys",
-            "with query_offset, causality replaces the mask", "test_model_arguments.py::test_query_offset_moves_positions"),
+            "with query_offset, causality replaces the mask", "test_model_arguments.py::test_query_offset_keeps_starts_that_come_after_causality"),
     in_file("call.py", "by = usual - offset", "by = offset - usual",
             "query_offset moves the wrong way", "test_model_arguments.py::test_query_offset_moves_positions"),
     in_file("weights.py", "visible = visible & (keys <= position)", "visible = visible & (keys < position)",
