@@ -32,7 +32,7 @@ inline CheckedPack check_pack(const Tensor& mask, int64_t query_length, int64_t 
   p.batch = mask.size(0), p.heads = mask.size(1), p.query_length = query_length, p.key_length = key_length;
   p.block_q = block_q, p.block_k = block_k, p.tile_q = tile_q, p.tile_k = tile_k;
   p.tiles_q = table_size(query_length, tile_q), p.tiles_k = table_size(key_length, tile_k);
-  p.mask = static_cast<const bool*>(mask.data_ptr());
+  p.mask = static_cast<const uint8_t*>(mask.data_ptr());
   p.batch_stride = mask.stride(0), p.head_stride = mask.stride(1), p.row_stride = mask.stride(2),
   p.column_stride = mask.stride(3);
   return checked;

@@ -120,7 +120,9 @@ struct PackParams {
   int64_t query_length = 0, key_length = 0;
   int64_t block_q = 1, block_k = 1;                          // one mask element covers block_q x block_k (query, key) pairs
   int64_t tile_q = 0, tile_k = 0, tiles_q = 0, tiles_k = 0;  // as in MaskParams
-  const bool* mask = nullptr;  // [batch, heads, ceil(Sq / block_q), ceil(Sk / block_k)] by the strides below
+  // [batch, heads, ceil(Sq / block_q), ceil(Sk / block_k)] by the strides below. A byte that is not 0 is visible: a bool tensor
+  // that is a view of bytes may hold others than 0 and 1, and torch takes them for true.
+  const uint8_t* mask = nullptr;
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
   int32_t* tiles = nullptr;    // [batch, heads, Nq, Nk] contiguous
   int32_t* rows = nullptr;     // [batch, heads, Nq, 1 + Nk] contiguous

@@ -317,6 +317,18 @@ def test_packing_ops_in_every_tile_shape(device, tile):
     assert_consistent(packed)
 
 
+@pytest.mark.parametrize("layout", ["rows", "parts of rows", "columns"])
+def test_every_byte_but_0_is_true(device, layout):
+    """A bool tensor that is a view of bytes may hold others than 0 and 1; torch takes them for true."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (200, 304), dtype=torch.uint8, generator=generator)
+    data *= torch.rand(200, 304, generator=generator) < 0.5
+    data[:128, :128] = 2
+    data = data.to(device)
+    data = {"rows": data, "parts of rows": data[:, 3:-2], "columns": data.t()}[layout]
+    assert torch.equal(BlockMask.from_bool(data.view(torch.bool)).to_bool()[0, 0], data != 0)
+
+
 def test_bits_beyond_the_lengths_are_zero(device):
     mask = BlockMask.from_bool(torch.eye(37, dtype=torch.bool, device=device))
     assert not mask.bits[:, 37:].any()

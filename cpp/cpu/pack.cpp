@@ -14,12 +14,12 @@ struct Span {
 
 Span tile_span(int64_t tile, int64_t size, int64_t length) { return {tile * size, std::min((tile + 1) * size, length)}; }
 
-const bool* mask_of(const PackParams& p, int64_t table) {
+const uint8_t* mask_of(const PackParams& p, int64_t table) {
   return p.mask + (table / p.heads) * p.batch_stride + (table % p.heads) * p.head_stride;
 }
 
 // Empty, full or partial, from the mask elements that touch the tile. A tile's part beyond the lengths counts as neither.
-int32_t classify(const PackParams& p, const bool* mask, Span queries, Span keys) {
+int32_t classify(const PackParams& p, const uint8_t* mask, Span queries, Span keys) {
   if (queries.first >= queries.last || keys.first >= keys.last)
     return kTileEmpty;  // a whole tile beyond, though a block may reach it
   // Along an expanded dimension, one element stands for all.
@@ -29,7 +29,7 @@ int32_t classify(const PackParams& p, const bool* mask, Span queries, Span keys)
   bool any = false, all = true;
   for (int64_t row = first_row; row <= last_row; ++row) {
     for (int64_t column = first_column; column <= last_column; ++column) {
-      const bool visible = mask[row * p.row_stride + column * p.column_stride];
+      const bool visible = mask[row * p.row_stride + column * p.column_stride] != 0;
       any |= visible;
       all &= visible;
     }
@@ -89,7 +89,7 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
   const int64_t words = p.tile_k / 32;
   std::fill(p.bits, p.bits + slots * p.tile_q * words, 0U);
   for_each_task(p.batch * p.heads * p.tiles_q, [&](int64_t task, int64_t) {
-    const bool* mask_data = mask_of(p, task / p.tiles_q);
+    const uint8_t* mask_data = mask_of(p, task / p.tiles_q);
     const Span queries = tile_span(task % p.tiles_q, p.tile_q, p.query_length);
     for (int64_t column = 0; column < p.tiles_k; ++column) {
       const int64_t slot = p.tiles[task * p.tiles_k + column] - kTilePartial;
@@ -97,9 +97,9 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
       const Span keys = tile_span(column, p.tile_k, p.key_length);
       uint32_t* tile_bits = p.bits + slot * p.tile_q * words;
       for (int64_t i = queries.first; i < queries.last; ++i) {
-        const bool* row = mask_data + (i / p.block_q) * p.row_stride;
+        const uint8_t* row = mask_data + (i / p.block_q) * p.row_stride;
         for (int64_t j = keys.first; j < keys.last; ++j) {
-          const uint32_t visible = row[(j / p.block_k) * p.column_stride];
+          const uint32_t visible = row[(j / p.block_k) * p.column_stride] != 0 ? 1 : 0;
           tile_bits[(i - queries.first) * words + (j - keys.first) / 32] |= visible << ((j - keys.first) % 32);
         }
       }

@@ -27,7 +27,7 @@ __device__ int32_t tile_state(bool any_visible, bool all_visible) {
 }
 
 __device__ const uint8_t* mask_of(const PackParams& p, int64_t table) {
-  return reinterpret_cast<const uint8_t*>(p.mask) + (table / p.heads) * p.batch_stride + (table % p.heads) * p.head_stride;
+  return p.mask + (table / p.heads) * p.batch_stride + (table % p.heads) * p.head_stride;
 }
 
 // The elements of a mask's row or column that stand for some of the queries or keys [from, to), each element for `block` of them.
@@ -57,7 +57,8 @@ struct TilePlace {
   }
 };
 
-// kBytes consecutive mask elements of one byte each, 0 or 1, four to a word. With kAligned their address is a multiple of kBytes.
+// kBytes consecutive mask elements of one byte each, four to a word; 0 is hidden, and any other byte is visible. With kAligned
+// their address is a multiple of kBytes.
 template <int kBytes, bool kAligned>
 struct Elements {
   static_assert((kBytes == 16 && kAligned) || kBytes == 4);
@@ -93,11 +94,17 @@ struct Elements {
     }
   }
 
+  // Each byte becomes 0 or 1. Adding 0x7f to a byte's lower seven bits sets its highest one if any of them is set, without a
+  // carry.
+  __device__ static uint32_t normalised(uint32_t word) {
+    return ((((word & 0x7f7f7f7fU) + 0x7f7f7f7fU) | word) >> 7) & 0x01010101U;
+  }
+
   // Bit i is element i. The product moves the lowest bits of four bytes next to each other, and no two of its terms overlap.
   __device__ uint32_t bits() const {
     uint32_t result = 0;
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) result |= (((words[w] * 0x01020408U) >> 24) & 0xfU) << (4 * w);
+    for (int w = 0; w < kWords; ++w) result |= (((normalised(words[w]) * 0x01020408U) >> 24) & 0xfU) << (4 * w);
     return result;
   }
 };
@@ -129,7 +136,7 @@ struct Strip {
 };
 
 // mask [tables, Sq, Sk] with rows of consecutive elements -> tiles [tables, Nq, Nk]: empty, full, or partial without a slot. A
-// block for each strip; a warp reads every kWarps-th row of it.
+// block for each strip; a warp reads every kWarps-th row of it. A visible tile with bytes other than 1 may be called partial.
 template <int kBytes, bool kAligned>
 __global__ void __launch_bounds__(kThreads) classify_vectors(const PackParams p) {
   using Vector = Elements<kBytes, kAligned>;
