@@ -1,7 +1,7 @@
 // The border between torch and the kernels: plain structs, no torch include here or in anything below.
 //
-// The one surprise is `PerHead`: mask and bias tensors may have B or 1 batches and H, Hkv or 1 heads. All six cases are one
-// pointer formula, because a query head h reads row h / head_divisor and a broadcast dimension has stride 0.
+// Mask and bias tensors may have B or 1 batches and H, Hkv or 1 heads. With `PerHead` all six cases are one pointer formula,
+// because a query head h reads row h / head_divisor and a broadcast dimension has stride 0.
 #pragma once
 
 #include <cstdint>

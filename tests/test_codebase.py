@@ -153,6 +153,25 @@ def test_every_file_opens_by_saying_what_it_is():
         assert lines[0].startswith(opens), f"{path.relative_to(ROOT)} opens with: {lines[0]}"
 
 
+def test_a_tensor_story_stands_above_each_kernel():
+    """What comes in, what leaves, and who computes which part."""
+    count = 0
+    for path in tracked("cpp/cuda/**/*.cu", "cpp/cuda/**/*.cuh"):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines, 1):
+            if re.match(r"(?:static )?__global__ ", line):
+                above = [before for before in lines[: number - 1] if not before.startswith("template <")]
+                assert above[-1].startswith("// "), f"{path.relative_to(ROOT)}:{number}: {line}"
+                count += 1
+    assert count > 20
+
+
+def test_few_files_announce_a_surprise():
+    """The formula is for what no reader expects; at the head of most files it says nothing."""
+    announcing = [path for path in tracked("cpp", "python") if re.search(r"\bone surprise\b", path.read_text())]
+    assert 0 < len(announcing) <= 10, sorted(str(path.relative_to(ROOT)) for path in announcing)
+
+
 # Files ---------------------------------------------------------------------------------------------------------------------------------
 
 SHARED_STEMS = {"dispatch", "forward", "tiles", "walk"}

@@ -1,7 +1,7 @@
 // What attention on CUDA takes: dtypes, tile sizes, and rows that 16-byte copies can read.
 //
-// The one surprise is that tensors whose rows are not aligned to 16 bytes are copied. Such tensors are rare: views that start at
-// an odd element, for instance.
+// Tensors whose rows are not aligned to 16 bytes are copied. Such tensors are rare: views that start at an odd element, for
+// instance.
 #pragma once
 
 #include "../attention_arguments.h"

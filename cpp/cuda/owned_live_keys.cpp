@@ -28,8 +28,8 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   static_assert(kMostSegments * kSegmentQueries >= 1 << 20);
   check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = segments_at(static_cast<int>(p.query_length), live_keys.shortest);
-  live_keys.capacity =
-      segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;  // the live keys are the list of a single segment
+  // The live keys are themselves the list of a single segment.
+  live_keys.capacity = segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;
   live_keys.most_lists = segments;
   live_keys.parts = ceil_div(p.key_length, kPartKeys);
   live_keys.head_divisor = p.heads;

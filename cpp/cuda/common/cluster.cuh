@@ -1,7 +1,7 @@
 // Blocks that share a piece of work and see each other's shared memory: "thread block clusters" of the CUDA programming guide.
 //
-// The one surprise is that code written for a cluster also runs without: below compute capability 9.0, or launched without a
-// cluster size, a block is a cluster of its own.
+// Code written for a cluster also runs without: below compute capability 9.0, or launched without a cluster size, a block is a
+// cluster of its own.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -1,8 +1,8 @@
 // The small kernels around attention backward: before it the terms of each query and the keys that no query sees, after it sums
 // in fp32 to gradients.
 //
-// The one surprise is that the sums of keys that no query sees are neither cleared nor read: with a bounded window most keys are
-// such keys, and their sums would be most of the memory traffic.
+// The sums of keys that no query sees are neither cleared nor read: with a bounded window most keys are such keys, and their
+// sums would be most of the memory traffic.
 #include "../calls.h"
 #include "device.cuh"
 #include "visibility.cuh"
@@ -177,9 +177,10 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   }
 }
 
+constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
+
 // A block mask's columns, tiles and bits, causality -> seen [B, Hkv, seen_words]: which keys does some query of the kv head's
 // group see? A block for each kSeenKeys keys of a kv head.
-constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
 __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
   __shared__ uint32_t seen[kSeenWords];
   const AttentionParams& p = call.b.forward;
@@ -208,8 +209,8 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
       uint32_t mine[kSeenWords] = {};
       for (int r = thread; r < rows; r += kSeenKeys) {
         const uint32_t* const of_row = bits ? bits + r * words + first_key / 32 % words : nullptr;
-        const int visible =
-            mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;  // so many of these keys, by causality
+        // So many of these keys, by causality.
+        const int visible = mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;
 #pragma unroll
         for (int w = 0; w < kSeenWords; ++w) mine[w] |= (of_row ? of_row[w] : 0xffffffffu) & first_bits(visible - w * 32);
       }

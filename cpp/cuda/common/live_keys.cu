@@ -1,7 +1,7 @@
 // Makes lists of live keys: for each segment of the queries the keys that some query of it sees, in key order.
 //
-// The one surprise is how the length of the segments is found, and the place of every list. Keys are counted by the first segment
-// that sees them and by the last. The prefix sums of both counts give the length of every list, whatever the length of segments.
+// The length of the segments, and the place of every list, are found as follows. Keys are counted by the first segment that
+// sees them and by the last. The prefix sums of both counts give the length of every list, whatever the length of segments.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
@@ -156,9 +156,10 @@ struct SeenKeys {
   }
 };
 
+constexpr int kFewSegments = 32;
+
 // start, end [.., Sk] -> all of LiveKeys, where the keys of a mask head are one part and its segments no more than the lanes of a
 // warp. A block for each mask head and segment counts for itself and makes that segment's list.
-constexpr int kFewSegments = 32;
 __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ LiveKeys live_keys) {
   wait_for_kernel_before();

@@ -1,7 +1,6 @@
 // From a product <q, k> to a logit, and the weights that dropout keeps: what forward and backward do with each score.
 //
-// The one surprise is tanh: the hardware's approximation is less exact than bfloat16, so it is made of an exponential and a
-// division.
+// The hardware's approximation of tanh is less exact than bfloat16, so tanh is made of an exponential and a division.
 #pragma once
 
 #include "device.cuh"

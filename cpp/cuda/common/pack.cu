@@ -1,8 +1,8 @@
 // Mask packing kernels: a boolean mask to empty / full / partial tiles, their lists, and the bits of the partial ones.
 //
-// The one surprise is that slots are numbered in the order of the tiles, so that a mask always packs to the same bits. Tiles are
-// classified first; then the partial tiles of each row of tiles are counted, one block adds the counts up, and each row numbers
-// its own. Where the elements of a row are consecutive they are read 16 or 4 at a time, otherwise one by one.
+// Slots are numbered in the order of the tiles, so that a mask always packs to the same bits. Tiles are classified first; then
+// the partial tiles of each row of tiles are counted, one block adds the counts up, and each row numbers its own. Where the
+// elements of a row are consecutive they are read 16 or 4 at a time, otherwise one by one.
 //
 // A table is the mask of one (batch, head).
 #include <cub/block/block_scan.cuh>

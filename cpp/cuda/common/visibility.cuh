@@ -1,7 +1,7 @@
 // Which query sees which key on CUDA: the one place that decides it, for all kernels.
 //
-// The one surprise is that lengths, causality, padding, start and end all become the same thing: the span of positions that see a
-// key. Without an argument the span is wide; a key beyond the end has an empty span. Only a block mask adds bits to that.
+// Lengths, causality, padding, start and end all become the same thing: the span of positions that see a key. Without an
+// argument the span is wide; a key beyond the end has an empty span. Only a block mask adds bits to that.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Key-major backward: a block keeps a tile of keys and values and walks the queries that see them; grad_key and grad_value stay
 // in registers, grad_query is added in fp32 to global memory.
 //
-// The one surprise is its second job: without those adds (query_sums null) every sum has a fixed order, and together with the
-// query-major kernel without its adds it makes the deterministic backward.
+// It has a second job: without those adds (query_sums null) every sum has a fixed order. Together with the query-major kernel,
+// likewise without its adds, it then makes the deterministic backward.
 #pragma once
 
 #include <type_traits>

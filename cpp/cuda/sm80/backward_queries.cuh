@@ -1,8 +1,8 @@
 // Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key
 // and grad_value are added in fp32 to global memory.
 //
-// The one surprise is that this is the kernel for scattered keys: the work is as much as the tile sees keys, and the gradient of
-// a gathered key goes back to the place of its row.
+// This is the kernel for scattered keys: the work follows the number of keys that the tile sees, and the gradient of a
+// gathered key goes back to the place of its row.
 #pragma once
 
 #include <type_traits>

@@ -1,8 +1,8 @@
 // What both backward kernels do with a block of scores: products become probabilities and gradients of scores, element by
 // element.
 //
-// The one surprise is that both are computed in place: scores holds products and then probabilities, grad_scores holds <dout,
-// value> and then gradients of the scaled products, so that a thread never has four copies of its block.
+// Both are computed in place: scores holds products and then probabilities, grad_scores holds <dout, value> and then gradients
+// of the scaled products, so that a thread never has four copies of its block.
 #pragma once
 
 #include "../calls.h"

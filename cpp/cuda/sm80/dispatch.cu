@@ -1,6 +1,6 @@
 // Picks an instance of the sm80 kernels from flat tables, which cmake/instances.cmake generates.
 //
-// The one surprise is that a table may leave out a special instance: the general one is taken in its place.
+// A table may leave out a special instance: the general one is taken in its place.
 #include <sstream>
 
 #include "backward_keys.cuh"

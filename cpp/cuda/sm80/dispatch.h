@@ -1,6 +1,6 @@
 // The sm80 family as the host sees it: four kernels, each of which picks its instance.
 //
-// The one surprise is the answer where no instance fits: cudaErrorNotSupported. compiled() lists the instances.
+// Where no instance fits, the answer is cudaErrorNotSupported. compiled() lists the instances.
 #pragma once
 
 #include <string>

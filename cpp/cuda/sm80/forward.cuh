@@ -1,8 +1,8 @@
 // Attention forward for sm80 and later: a block for each (batch, head, query tile), with FlashAttention-2's schedule over chunks
 // of keys.
 //
-// The one surprise is that the keys of a chunk need not be neighbours: with intervals they are gathered row by row, so the work
-// is as much as the tile sees keys, wherever they lie.
+// The keys of a chunk need not be neighbours: with intervals they are gathered row by row, so the work follows the number of
+// keys that the tile sees, wherever they lie.
 #pragma once
 
 #include "../calls.h"

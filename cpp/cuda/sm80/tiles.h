@@ -1,7 +1,7 @@
 // The tile table of the sm80 family, one row per kernel and head size: it changes speed, never results.
 //
-// The one surprise is 99 KB: GPUs other than A100, H100 and B200 offer a block no more shared memory, so rows that need more have
-// a smaller sibling that runs there.
+// GPUs other than A100, H100 and B200 offer a block no more than 99 KB of shared memory. So a row that needs more has a
+// smaller sibling that runs there.
 #pragma once
 
 #include "../calls.h"

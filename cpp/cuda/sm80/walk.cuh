@@ -2,8 +2,8 @@
 // tiles of a block mask) or gathered from lists of live keys. common/walk.cuh says what this walk shares with the one of Hopper,
 // and why no more.
 //
-// The one surprise is the two queues of the gathered walk. Keys that every query of the tile sees and keys that only some see go
-// into different chunks, in whatever order they come, so that all but one or two chunks need no test.
+// The gathered walk has two queues. Keys that every query of the tile sees and keys that only some see go into different
+// chunks, in whatever order they come, so that all but one or two chunks need no test.
 #pragma once
 
 #include <new>

@@ -458,6 +458,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   wait_stores_read();
 }
 
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one some warps load tiles of
+// keys, and one thread loads chunks of queries.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
@@ -466,6 +469,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     constexpr int kComputing = kConsumers * kWarpgroup;
     for (int i = 0; i < Shared::kKeyNotes; ++i) {
@@ -486,6 +490,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
     fence_barrier_init();
   }
   __syncthreads();
+  // Give each warp its role.
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
     compute_gradients<T, kDim, kVariant>(call, shared);

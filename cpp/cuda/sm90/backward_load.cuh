@@ -1,8 +1,8 @@
 // What the warpgroups of a backward block share, and the warpgroup that loads: half of it brings tiles of keys and values, one
 // thread of the other half the chunks of queries that see them.
 //
-// The one surprise is the visit. A tile of keys stays for one visit: while all the queries that see it pass or, where live keys
-// are gathered, those of one segment. A visit ends with a note that brings no queries.
+// A tile of keys stays for one visit: while all the queries that see it pass or, where live keys are gathered, those of one
+// segment. A visit ends with a note that brings no queries.
 #pragma once
 
 #include "forward_load.cuh"

@@ -1,6 +1,6 @@
 // The sm90 family as the host sees it: forward and backward on Hopper.
 //
-// The one surprise is the answer for a call without a kernel here: cudaErrorNotSupported, and then another family takes the call.
+// A call without a kernel here is answered with cudaErrorNotSupported, and then another family takes it.
 #pragma once
 
 #include "../calls.h"

@@ -1,7 +1,7 @@
 // Makes the tensor maps of a call on the host: what the copy engine has to know of a tensor.
 //
-// The one surprise is that cuTensorMapEncodeTiled is a function of the driver, which is asked for it at run time, because the
-// library does not link the driver.
+// cuTensorMapEncodeTiled is a function of the driver, which is asked for it at run time, because the library does not link the
+// driver.
 #pragma once
 
 #include <cuda.h>

@@ -1,8 +1,8 @@
 // Attention forward for Hopper: persistent blocks. Some warps walk the keys of a tile and leave notes, some load what the notes
 // say, and two or three warpgroups compute. The tensor cores multiply for one chunk while the threads do the softmax of another.
 //
-// The one surprise is how little the computing warpgroups know. A chunk is some rows of keys in shared memory and a note, no
-// matter whether the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
+// The computing warpgroups know little. To them a chunk is some rows of keys in shared memory and a note, no matter whether
+// the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
 #pragma once
 
 #include "../common/dependent_launch.cuh"
@@ -192,6 +192,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
   constexpr bool kByCopy = Shared::kByCopy, kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
   const TileNote tile = shared.tiles[tile_number % kTileNotes];
+  // Find the factor and the log-sum-exp of the thread's two rows.
   float scales[2];
   LogSum log_sums[2];
 #pragma unroll
@@ -201,15 +202,15 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
       scales[r] *= Dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r)).keep_scale;
     }
   }
-  if (__any_sync(0xffffffffu,
-                 scales[0] == 0.0f ||
-                     scales[1] == 0.0f)) {  // rows that see nothing: NaN of keys that other rows see must not reach them
+  // Clear rows that see nothing: NaN of keys that other rows see must not reach them.
+  if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[0][i][e] = scales[e / 2] == 0.0f ? 0.0f : out[0][i][e];
     }
   }
+  // Write the rows straight to global memory, or by way of shared memory and a tensor copy.
   if constexpr (!kByCopy) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -256,8 +257,9 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
       commit_stores();
     }
   }
+  // Write lse, after the fence, which waits for stores.
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {  // after the fence, which waits for stores
+  for (int r = 0; r < 2; ++r) {
     const int head = tile.head + work.head_of_row(row + 8 * r);
     const int query = tile.first_query + work.query_of_row(row + 8 * r);
     if (query < p.query_length && lane % 4 == 0) {
@@ -470,6 +472,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   if (kByCopy && lane == 0) wait_stores_read();
 }
 
+// query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. The first warpgroups of
+// a block compute; of the other warps some load and some walk.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
                                                                                      const __grid_constant__ ForwardWork work,
@@ -479,6 +483,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
   const bool is_single = kVariant == Variant::kDense || (!call.live_keys.index && !call.p.mask.tiles.data);
+  // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
     constexpr int kComputing = kShape.consumers * kWarpgroup;
@@ -502,6 +507,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   }
   __syncthreads();
   wait_for_kernel_before();
+  // Give each warp its role.
   const int thread = static_cast<int>(threadIdx.x) - kShape.consumers * kWarpgroup;  // of those that do not compute
   if (thread < 0) {
     take_registers<kShape.computing_registers>();

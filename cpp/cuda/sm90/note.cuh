@@ -1,8 +1,6 @@
 // What the warps that walk tell those that load and compute: a note for each chunk of keys.
 //
-// The one surprise is the order inside a note: what one thread of a product or of a gather needs lies together. The functions
-// named
-// *_place say where.
+// Inside a note, what one thread of a product or of a gather needs lies together. The functions named *_place say where.
 #pragma once
 
 #include "../common/visibility.cuh"
@@ -23,8 +21,8 @@ enum Flag : uint32_t {
   kGaps = 256,     // gathered variant: rows from rows_present on are missing, and key_bias or a test hides them
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
   kHuge = 1024,    // gathered variant, set by the warps that load keys: some key_bias is beyond kHugeBias
-  kTested = 1
-      << 16,  // gathered variant: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps
+  // Gathered variant: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
+  kTested = 1 << 16,
 };
 
 constexpr int kFewRows = 32;
@@ -74,13 +72,13 @@ struct Note {
     int rows_present;  // without it, in the gathered variant: how many rows the chunk has
   };
   int batch, head, first_query;  // of the tile: the first of its heads
-  alignas(
-      16) int32_t index[kRowNotes];  // by index_place, without kInOrder: the key; of a missing row -1, in the gathered variant 0
+  // By index_place, without kInOrder: the key; of a missing row -1, in the gathered variant 0.
+  alignas(16) int32_t index[kRowNotes];
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows.
   alignas(16) float key_bias[kRowNotes];
-  bool has_huge[kBiasWarps];  // is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the
-                              // other.
+  // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.
+  bool has_huge[kBiasWarps];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
   // In the gathered variant, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
   alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];

@@ -1,7 +1,6 @@
 // Which tiles a call has, forward and backward, and in which order blocks take them.
 //
-// The one surprise is the end: where tiles meet few keys, the short ones of all heads come last, so that the blocks finish
-// together.
+// Where tiles meet few keys, the short ones of all heads come last, so that the blocks finish together.
 #pragma once
 
 #include "../calls.h"

@@ -1,7 +1,7 @@
 // The tile table of the sm90 family, one row per head size and variant: it changes speed, never results.
 //
-// The one surprise is the registers: 64K of them are shared by warpgroups of unequal appetite, so a row says how many a
-// thread of each role gets, and the sum is checked here.
+// The 64K registers of a block are shared by warpgroups of unequal need. So a row says how many a thread of each role gets,
+// and the sum is checked here.
 #pragma once
 
 #include <initializer_list>

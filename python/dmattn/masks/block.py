@@ -1,6 +1,6 @@
 """BlockMask: any boolean mask as tiles that are empty, full or partial, with one bit per element for partial tiles only; and CombinedMask.
 
-The one surprise: the tiles that kernels walk need not be the blocks the mask was given in. Blocks smaller than a tile become bits of a
+The tiles that kernels walk need not be the blocks the mask was given in. Blocks smaller than a tile become bits of a
 partial tile; results never depend on it.
 """
 

@@ -1,8 +1,8 @@
 // Selection where one set of keys serves all queries and there are no documents: the threshold is found digit by digit, no sort.
 // The blocks of a cluster share a row, each a piece of it, and add up their counts.
 //
-// The one surprise is the end: among equal scores later keys are better. If more keys tie at the threshold than are needed, the
-// block in whose piece the last needed one lies counts them from the end; nobody else needs an order.
+// Among equal scores later keys are better. If more keys tie at the threshold than are needed, the block in whose piece the
+// last needed one lies counts them from the end; nobody else needs an order.
 #pragma once
 
 #include <cub/block/block_scan.cuh>

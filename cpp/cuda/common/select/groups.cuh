@@ -1,9 +1,8 @@
 // Selection restarts with each document: the first index of the group of every key, one block per row of segment ends.
 //
-// The one surprise is that the two forms of selection group differently, as they do on the CPU. Causal: a visible key starts a
-// group when the visible key before it has another segment end; hidden keys change nothing. Not causal: a group reaches from its
-// first key to that key's segment end, the next one starts there, and a hidden key that a group would start with is a group of
-// its own.
+// The two forms of selection group differently, as they do on the CPU. Causal: a visible key starts a group when the visible
+// key before it has another segment end; hidden keys change nothing. Not causal: a group reaches from its first key to that
+// key's segment end, the next one starts there, and a hidden key that a group would start with is a group of its own.
 #pragma once
 
 #include <cub/block/block_scan.cuh>
@@ -33,6 +32,7 @@ __device__ inline void write_groups(int32_t (&starts)[kGroupItems], int32_t& cur
   __syncthreads();
 }
 
+// segment ends [group_batches, group_heads, n] -> groups, likewise. A block for each row.
 static __global__ void __launch_bounds__(kGroupThreads) find_causal_groups(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   __shared__ GroupScan::TempStorage storage;
@@ -64,7 +64,8 @@ __device__ inline int32_t group_end(const int32_t* segments, int32_t first, int3
   return end > first ? end : first + 1;
 }
 
-// Group starts are a chain: each knows the next. Within a tile the keys on it are found by doubling the length of the jumps.
+// The same when selection is not causal. Group starts are a chain: each knows the next. Within a tile the keys on it are found by
+// doubling the length of the jumps.
 static __global__ void __launch_bounds__(kGroupThreads) find_chained_groups(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   __shared__ GroupScan::TempStorage storage;

@@ -1,9 +1,9 @@
 // Selection's sort keys: group, score and index of a key in one unsigned number, smaller = preferred.
 //
-// The one surprise is the complement: written [group | score code | index] a larger number is preferred (a later group, a higher
-// score, a later index), so the stored key is its complement and the padding of a sort, all ones, comes last. A score code is 0
-// for keys that must never be selected (hidden, sinks, NaN, -inf) and otherwise orders like the score. Narrow keys have 32 bits
-// of score and no group; float64 scores and documents need the wide ones.
+// Keys are stored as complements. Written [group | score code | index] a larger number is preferred (a later group, a higher
+// score, a later index), so the stored key is its complement and the padding of a sort, all ones, comes last. A score code is
+// 0 for keys that must never be selected (hidden, sinks, NaN, -inf) and otherwise orders like the score. Narrow keys have 32
+// bits of score and no group; float64 scores and documents need the wide ones.
 #pragma once
 
 #include <cuda_bf16.h>

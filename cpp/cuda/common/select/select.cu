@@ -1,7 +1,7 @@
 // Key selection kernels: scores to the end of each key's lifetime, by at most one sort and no sequential pass.
 //
-// The one surprise is how lifetimes become parallel. Let T(i) be the `window`-th best key among positions 0..i. It only rises,
-// and a key dies where T passes it. All keys are sorted, best first, and positions are cut into chunks of 1024. Then:
+// Lifetimes are found in parallel as follows. Let T(i) be the `window`-th best key among positions 0..i. It only rises, and a
+// key dies where T passes it. All keys are sorted, best first, and positions are cut into chunks of 1024. Then:
 //
 // find_thresholds: bounds[c + 1] is the first place in that order by which `window` keys of the chunks 0..c have come: T at the
 //   end of chunk c. A table of counts that the sort leaves names the tile of the order, one look into that tile gives the place.
@@ -183,6 +183,7 @@ __device__ int32_t rank_among_groups(uint32_t flags, const uint32_t* group_flags
 // A barrier of the first `warps` warps of a block.
 __device__ void sync_warps(int warps) { asm volatile("barrier.sync 1, %0;" ::"r"(warps * 32) : "memory"); }
 
+// arrives, doomed [heads, n] -> end [B, Hkv, n] of the keys that die in a chunk. A block for each head and chunk.
 __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   let_kernel_after_come();

@@ -1,7 +1,7 @@
 // Selection's sort: tiles of keys are sorted in shared memory, then runs are merged pairwise, every head at once.
 //
-// The one surprise is what the last pass leaves: not the keys but their indices in order, and for each tile of them how many
-// belong to each chunk of positions or an earlier one. That table is all the later kernels need to find thresholds.
+// The last pass leaves not the keys but their indices in order, and for each tile of them how many belong to each chunk of
+// positions or an earlier one. That table is all the later kernels need to find thresholds.
 #pragma once
 
 #include <cub/block/block_merge_sort.cuh>
@@ -81,6 +81,8 @@ struct Preferred {
 // The low bits of a narrow code that follow from its highest one; not those of code 0, whose other bits no score has.
 __device__ inline int silent_bits(DType dtype) { return dtype == DType::kBFloat16 ? 16 : dtype == DType::kFloat16 ? 13 : 0; }
 
+// scores [B, Hkv, n] -> keys [heads, n], sorted within tiles, or, where a tile is all there is, order and counts. A block for
+// each tile; for causal selection it also writes the `end` that most keys have.
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParams p, const Work work) {
   wait_for_kernel_before();
@@ -151,6 +153,8 @@ __device__ int32_t merge_split(const Key* a, int32_t a_count, const Key* b, int3
   return low;
 }
 
+// keys [heads, n] in sorted runs of `run` -> keys [heads, n] in runs twice as long, or, the last time, order and counts. A block
+// for each tile of the result.
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, const Key* from, Key* to, int32_t run) {
   wait_for_kernel_before();
