@@ -222,7 +222,7 @@ def scores_of(
     if length > checks.MAX_LENGTH:
         raise ValueError(f"value: expected a length up to {checks.MAX_LENGTH}, got {length}")
     if not isinstance(proj, Tensor | nn.Module):
-        raise TypeError(f"{proj_name}: expected a torch.Tensor or a torch.nn.Module, got {type(proj).__name__}")
+        raise TypeError(f"{proj_name}: expected a torch.Tensor or a torch.nn.Module, got {checks.type_of(proj)}")
     A = _score_parameter(factor_name, factor, value, [kv_heads])
     if isinstance(proj, nn.Module):
         if bias is not None:

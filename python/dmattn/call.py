@@ -86,7 +86,7 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
         return *_interval_tensors(mask.interval, sizes), *_block_tensors(mask.block, sizes)
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got {type(mask).__name__}"
+            f"mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got {checks.type_of(mask)}"
         )
     checks.tensor("mask", mask)
     checks.dtype("mask", mask, (torch.bool,))

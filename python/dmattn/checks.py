@@ -29,9 +29,15 @@ def shape_of(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def type_of(value: object) -> str:
+    """The name of a value's type, with its module unless that is Python's, torch's or ours: ``numpy.bool`` is no ``bool``."""
+    module, name = type(value).__module__, type(value).__name__
+    return name if module.split(".")[0] in ("builtins", "torch", "dmattn") else f"{module}.{name}"
+
+
 def tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_of(value)}")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
     return value
@@ -50,7 +56,7 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "query"
 
 def positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name}: expected a positive int, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a positive int, got {type_of(value)}")
     if value <= 0:
         raise ValueError(f"{name}: expected a positive int, got {value}")
     if value > MAX_INT:
@@ -59,7 +65,7 @@ def positive_int(name: str, value: object) -> None:
 
 def natural_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name}: expected an int >= 0, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an int >= 0, got {type_of(value)}")
     if value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value}")
     if value > MAX_INT:
@@ -81,7 +87,7 @@ def selection(window: object, local: int, sink: int, causal: bool, causal_name: 
 
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a bool, got {type_of(value)}")
     return value
 
 
@@ -92,7 +98,7 @@ def flags(is_causal: object, deterministic: object, return_lse: object) -> None:
 
 def length(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name}: expected an int >= 0, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected an int >= 0, got {type_of(value)}")
     if value < 0 or value > MAX_LENGTH:
         raise ValueError(f"{name}: expected 0 <= {name} <= {MAX_LENGTH}, got {value}")
 
@@ -100,7 +106,7 @@ def length(name: str, value: object) -> None:
 def number(name: str, value: object, low: float = -math.inf, high: float = math.inf, *, open_high: bool = False) -> float:
     """A finite real number in [low, high], or in [low, high) when the upper end is open."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a number, got {type_of(value)}")
     if isinstance(value, int | float):
         inside = (
             -sys.float_info.max <= value <= sys.float_info.max and low <= value and (value < high if open_high else value <= high)

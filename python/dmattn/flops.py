@@ -45,7 +45,7 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     elif isinstance(mask, CombinedMask):
         start, end, tiles, bits = mask.interval.start, mask.interval.end, mask.block.tiles, mask.block.bits
     elif mask is not None:
-        raise TypeError(f"mask: expected an IntervalMask, a BlockMask, interval & block or None, got {type(mask).__name__}")
+        raise TypeError(f"mask: expected an IntervalMask, a BlockMask, interval & block or None, got {checks.type_of(mask)}")
     interval = mask.interval if isinstance(mask, CombinedMask) else mask
     if isinstance(interval, IntervalMask) and not interval.serves(Sk):
         raise ValueError(f"mask: expected an IntervalMask for Sk={Sk} keys, got one for {interval.key_length}")

@@ -52,7 +52,7 @@ def scaled_dot_product_attention(
         dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0)
     for name, given in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(given, Tensor) and (given is not None or name != "attn_mask"):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(given).__name__}")
+            raise TypeError(f"{name}: expected a torch.Tensor, got {checks.type_of(given)}")
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask, is_causal: expected at most one of them, got both")
     if not _is_covered(query, key, value, attn_mask, dropout_p, enable_gqa):
@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
         first = torch.arange(sizes.key_length, dtype=torch.int32, device=q.device) + (sizes.key_length - sizes.query_length)
         masks, is_causal = (first[None, None], torch.full_like(first, FOREVER)[None, None], *NO_MASK[2:]), False
     elif attn_mask is not None:
-        attn_mask = _attn_mask(attn_mask, (*lead, *heads, query.shape[-2], key.shape[-2]))
+        attn_mask = _attn_mask(attn_mask, query, (*lead, *heads, query.shape[-2], key.shape[-2]))
         if attn_mask.dim() > 3 and len(lead) > 1:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
         if attn_mask.dtype == torch.bool:
@@ -126,9 +126,10 @@ def _broadcast(kind: str, query: torch.Size, key: torch.Size, value: torch.Size)
         ) from None
 
 
-def _attn_mask(given: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _attn_mask(given: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A mask of torch's function that broadcasts to [..., H, L, S], with at least one dimension."""
     checks.dtype("attn_mask", given, (torch.bool, *checks.DTYPES["cpu"]))
+    checks.same_device("attn_mask", given, query)
     fits = given.dim() <= len(shape) and all(
         n in (1, size) for n, size in zip(reversed(given.shape), reversed(shape), strict=False)
     )

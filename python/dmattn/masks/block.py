@@ -133,7 +133,7 @@ class BlockMask(MaskData):
         """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks."""
         if not isinstance(block_mask, flex_attention.BlockMask):
             raise TypeError(
-                f"block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}"
+                f"block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got {checks.type_of(block_mask)}"
             )
         batch, heads, query_length, key_length = block_mask.shape
         size = block_mask.BLOCK_SIZE

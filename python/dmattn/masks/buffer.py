@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.block import GPU_TILE
 
@@ -33,7 +34,7 @@ class MaskBuffer(nn.Module):
     def __init__(self, mask: Mask, *, persistent: bool = True) -> None:
         super().__init__()
         if not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
-            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {type(mask).__name__}")
+            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {checks.type_of(mask)}")
         self._type: type[IntervalMask] | type[BlockMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}

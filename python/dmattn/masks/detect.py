@@ -21,6 +21,8 @@ def on_grid(fn: Callable[..., Any], sizes: tuple[int, int, int, int], first: int
         torch.arange(*(first, last) if axis == 2 else (size,), device=device).view([-1 if i == axis else 1 for i in range(4)])
         for axis, size in enumerate(sizes)
     ]
+    if not callable(fn):
+        raise TypeError(f"fn: expected a function of (b, h, q, k), got {checks.type_of(fn)}")
     visible = fn(*index)
     shape = (*sizes[:2], last - first, sizes[3])
     if isinstance(visible, Tensor) and not all(n in (1, size) for n, size in zip(visible.shape[::-1], shape[::-1], strict=False)):

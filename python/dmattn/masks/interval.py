@@ -485,7 +485,7 @@ def select_interval(
     segment_end = None
     if base is not None:
         if not isinstance(base, IntervalMask):
-            raise TypeError(f"base: expected an IntervalMask, got {type(base).__name__}")
+            raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
         if base.segments is None:
             raise ValueError(
                 "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
