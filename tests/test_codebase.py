@@ -260,17 +260,46 @@ def test_comments_stand_where_the_formatter_leaves_them():
             assert not alone, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+def own_tolerances(source: str) -> list[str]:
+    """What in a test's source holds results to a number of its own: rtol and the like, and, in an assertion, a small number or so many eps."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            named = {keyword.arg for keyword in node.keywords} & {"rtol", "atol", "rel", "abs_tol", "rel_tol"}
+            if named or getattr(node.func, "attr", "") == "allclose":
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Assert):
+            for part in ast.walk(node.test):
+                if isinstance(part, ast.Compare):
+                    sides = [side.value for side in (part.left, *part.comparators) if isinstance(side, ast.Constant)]
+                    # A number below every dtype's eps is no tolerance: it says that a result vanishes.
+                    small = any(
+                        isinstance(value, float) and torch.finfo(torch.float64).eps < abs(value) < 0.01 for value in sides
+                    )
+                    found += [ast.unparse(part)] if small else []
+                elif isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
+                    sides = (part.left, part.right)
+                    of_eps = any(isinstance(side, ast.Attribute) and side.attr == "eps" for side in sides)
+                    found += [ast.unparse(part)] if of_eps and any(isinstance(side, ast.Constant) for side in sides) else []
+    return found
+
+
 def test_numeric_tests_use_the_one_tolerance_rule():
     """The rule is in dmattn.testing.tolerance: no test holds results to numbers of its own."""
-    found = set()
-    for path in tracked("tests/test_*.py"):
-        for function in ast.parse(path.read_text()).body:
-            for call in ast.walk(function):
-                if isinstance(call, ast.Call):
-                    named = {keyword.arg for keyword in call.keywords} & {"rtol", "atol", "rel", "abs_tol", "rel_tol"}
-                    if named or getattr(call.func, "attr", "") == "allclose":
-                        found.add(getattr(function, "name", f"{path.name}:{call.lineno}"))
-    assert not found
+    found = {path.name: own_tolerances(path.read_text()) for path in tracked("tests/test_*.py")}
+    assert not {name: places for name, places in found.items() if places}
+
+
+def test_own_tolerances_are_found():
+    source = """
+assert torch.allclose(a, b)
+assert a == approx(b, rel=2)
+assert (a - b).abs().max() < 1e-3
+assert error <= 4 * torch.finfo(dtype).eps * size
+assert 0.02 < share < 0.5 and weight < 1e-20 and error <= tolerance.STORAGE_ULPS * torch.finfo(dtype).eps
+"""
+    expected = {"torch.allclose(a, b)", "approx(b, rel=2)", "(a - b).abs().max() < 0.001", "4 * torch.finfo(dtype).eps"}
+    assert set(own_tolerances(source)) == expected
 
 
 # Functions -----------------------------------------------------------------------------------------------------------------------------
