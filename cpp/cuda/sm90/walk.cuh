@@ -191,16 +191,16 @@ class Walk {
   // ---- notes: begun, filled in, accepted, and published once it is known whether another one follows ----
 
   __device__ __forceinline__ Stage& begin_chunk() {
-    const uint32_t slot = begun_ % kNotes;
-    barrier_wait(note_empty_ + 8 * slot, (begun_ / kNotes % 2) ^ 1);
-    return notes_[slot];
+    const uint32_t place = begun_ % kNotes;
+    barrier_wait(note_empty_ + 8 * place, (begun_ / kNotes % 2) ^ 1);
+    return notes_[place];
   }
 
   __device__ __forceinline__ void accept(uint32_t flags) {
-    const uint32_t slot = begun_ % kNotes;
+    const uint32_t place = begun_ % kNotes;
     if (has_pending_) publish(0);
     if (thread_ == 0 && position_flag_) {
-      Stage& note = notes_[slot];
+      Stage& note = notes_[place];
       note.batch = batch_, note.head = head_, note.first_query = first_query_;
     }
     pending_flags_ = flags | position_flag_;
@@ -210,9 +210,9 @@ class Walk {
   }
 
   __device__ __forceinline__ void publish(uint32_t flag) {
-    const uint32_t slot = (begun_ - 1) % kNotes;
-    if (thread_ == 0) notes_[slot].flags = pending_flags_ | flag;
-    barrier_arrive(note_full_ + 8 * slot);
+    const uint32_t place = (begun_ - 1) % kNotes;
+    if (thread_ == 0) notes_[place].flags = pending_flags_ | flag;
+    barrier_arrive(note_full_ + 8 * place);
     has_pending_ = false;
   }
 

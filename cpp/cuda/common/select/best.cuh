@@ -1,5 +1,5 @@
 // Selection where one set of keys serves all queries and there are no documents: the threshold is found digit by digit, no sort.
-// The blocks of a cluster share a row, each a piece of it, and add up their counts.
+// The blocks of a cluster share the keys of a head, each a piece of them, and add up their counts.
 //
 // Among equal scores later keys are better. If more keys tie at the threshold than are needed, the block in whose piece the
 // last needed one lies counts them from the end; nobody else needs an order.
@@ -15,22 +15,22 @@ namespace dmattn::cuda::selection {
 
 constexpr int kBestThreads = 1024, kDigitBits = 11, kBins = 1 << kDigitBits;
 constexpr int kAtOnce = 4;          // keys that a thread reads at once
-constexpr int kMostBest = 1 << 17;  // keys of a row; without clusters one block looks at all of them, so a longer one is sorted
+constexpr int kMostBest = 1 << 17;  // keys of a head; without clusters one block looks at all of them, so longer ones are sorted
 
 inline bool has_one_set(const SelectParams& p) {
   return !p.is_causal && p.segment_end.data == nullptr && p.dtype != DType::kFloat64 && p.length <= kMostBest;
 }
 
-// Blocks for a row, where there are clusters: no more than have kBestThreads * kAtOnce keys each, but for the last. With 8 blocks
-// 16 rows took 1.7 to 2.5 times as long on an H200, as if not all clusters had found place at once.
+// Blocks for a head, where there are clusters: no more than have kBestThreads * kAtOnce keys each, but for the last. With 8
+// blocks 16 heads took 1.7 to 2.5 times as long on an H200, as if not all clusters had found place at once.
 inline int best_blocks(const SelectParams& p) {
   int blocks = 1;
   while (blocks < 4 && p.length > blocks * (kBestThreads * kAtOnce)) blocks *= 2;
   return blocks;
 }
 
-// A cluster per row: the best `window` keys, fewer than there are, get kForever, the others kNever.
-__global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectParams p, int32_t window) {
+// A cluster for each batch and head: the best `window` keys, fewer than there are, get kForever, the others kNever.
+__global__ void __launch_bounds__(kBestThreads) keep_best_of_head(const SelectParams p, int32_t window) {
   wait_for_kernel_before();
   let_kernel_after_come();
   static_assert(kBins == 2 * kBestThreads && 32 > 2 * kDigitBits);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
   __shared__ int32_t chosen, still_needed, chosen_count;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), length = static_cast<int32_t>(p.length);
   const int32_t blocks = Cluster::size(), rank = Cluster::rank();
-  const int64_t row = static_cast<int32_t>(blockIdx.x) / blocks, scores = Head(p, Work(), row).scores;
+  const int64_t batch_head = static_cast<int32_t>(blockIdx.x) / blocks, scores = Head(p, Work(), batch_head).scores;
   const int32_t piece = (length + blocks - 1) / blocks, begin = min(rank * piece, length), stop = min(begin + piece, length);
   const auto for_piece = [&](const auto& use) {
     for (int32_t base = begin + thread; base < stop; base += kBestThreads * kAtOnce) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_row(const SelectPar
   }
   // Not as needed = min(max(needed, 0), tied_here) and a look at its ends: ptxas 13.0 gets that comparison wrong.
   const bool keeps_none = needed <= 0, keeps_all = needed >= tied_here;
-  int32_t* const end = p.end + row * length;
+  int32_t* const end = p.end + batch_head * length;
   if (keeps_none || keeps_all) {
     const uint32_t least = worst + (keeps_none ? 1 : 0);
     for_piece([&](int32_t index, uint32_t code) { end[index] = code != 0 && code >> shift >= least ? kForever : kNever; });

@@ -1,4 +1,4 @@
-// Selection restarts with each document: the first index of the group of every key, one block per row of segment ends.
+// Selection restarts with each document: the first index of the group of every key, one block for each list of segment ends.
 //
 // The two forms of selection group differently, as they do on the CPU. Causal: a visible key starts a group when the visible
 // key before it has another segment end; hidden keys change nothing. Not causal: a group reaches from its first key to that
@@ -32,7 +32,7 @@ __device__ inline void write_groups(int32_t (&starts)[kGroupItems], int32_t& cur
   __syncthreads();
 }
 
-// segment ends [group_batches, group_heads, n] -> groups, likewise. A block for each row.
+// segment ends [group_batches, group_heads, n] -> groups, likewise. A block for each batch and head of them.
 static __global__ void __launch_bounds__(kGroupThreads) find_causal_groups(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   __shared__ GroupScan::TempStorage storage;
@@ -74,42 +74,42 @@ static __global__ void __launch_bounds__(kGroupThreads) find_chained_groups(cons
   __shared__ int32_t entry;  // the first group start that is not before the tile
   const int32_t* segments = segments_of(p, blockIdx.x / work.group_heads, blockIdx.x % work.group_heads);
   int32_t* groups = work.groups + static_cast<int64_t>(blockIdx.x) * work.length;
-  const int32_t slot = static_cast<int32_t>(threadIdx.x) * kGroupItems;
+  const int32_t offset = static_cast<int32_t>(threadIdx.x) * kGroupItems;
   int32_t current = 0;
   if (threadIdx.x == 0) entry = 0, jumps[kGroupTile] = kGroupTile, on_chain[kGroupTile] = 1;
   __syncthreads();
   for (int32_t base = 0; base < work.length; base += kGroupTile) {
     int32_t nexts[kGroupItems];
     for (int i = 0; i < kGroupItems; ++i) {
-      const int32_t index = base + slot + i;
+      const int32_t index = base + offset + i;
       nexts[i] = index < work.length ? group_end(segments, index, work.length) : base + kGroupTile;
-      jumps[slot + i] = min(nexts[i] - base, kGroupTile);
-      on_chain[slot + i] = index == entry;
+      jumps[offset + i] = min(nexts[i] - base, kGroupTile);
+      on_chain[offset + i] = index == entry;
     }
     __syncthreads();
     for (bool more = true; more;) {
       int32_t once[kGroupItems], twice[kGroupItems];
       bool marked[kGroupItems], adds = false;
       for (int i = 0; i < kGroupItems; ++i) {
-        once[i] = jumps[slot + i];
+        once[i] = jumps[offset + i];
         twice[i] = jumps[once[i]];
-        marked[i] = on_chain[slot + i];
+        marked[i] = on_chain[offset + i];
         adds |= marked[i] && !on_chain[once[i]];
       }
       more = __syncthreads_or(adds);
       for (int i = 0; i < kGroupItems; ++i) {
         if (marked[i]) on_chain[once[i]] = 1;
-        jumps[slot + i] = twice[i];
+        jumps[offset + i] = twice[i];
       }
       __syncthreads();
     }
     int32_t starts[kGroupItems];
     for (int i = 0; i < kGroupItems; ++i) {
-      const bool is_start = on_chain[slot + i] != 0;
-      starts[i] = is_start ? base + slot + i : -1;
+      const bool is_start = on_chain[offset + i] != 0;
+      starts[i] = is_start ? base + offset + i : -1;
       if (is_start && nexts[i] >= base + kGroupTile) entry = nexts[i];
     }
-    write_groups(starts, current, groups, base + slot, work.length, storage);
+    write_groups(starts, current, groups, base + offset, work.length, storage);
   }
 }
 

@@ -38,7 +38,7 @@ using Code = std::conditional_t<kIsWide<Key>, uint64_t, uint32_t>;
 template <class Key>
 constexpr int kCodeBits = 8 * sizeof(Code<Key>);
 
-// Everything selection keeps between its kernels; n = length, one row per head unless said otherwise.
+// Everything selection keeps between its kernels; n = length, heads = all heads of all batches unless said otherwise.
 struct Work {
   int32_t length = 0, chunks = 0, tiles = 0;  // tiles = ceil(length / kTile)
   int32_t window = 0;                         // at most length
@@ -65,8 +65,8 @@ __device__ inline int32_t segment_end_of(const int32_t* segments, int32_t index,
 
 __device__ inline const int32_t* groups_of(const Work& work, int64_t batch, int64_t head) {
   if (work.groups == nullptr) return nullptr;
-  const int64_t row = (work.group_batches > 1 ? batch : 0) * work.group_heads + (work.group_heads > 1 ? head : 0);
-  return work.groups + row * work.length;
+  const int64_t batch_head = (work.group_batches > 1 ? batch : 0) * work.group_heads + (work.group_heads > 1 ? head : 0);
+  return work.groups + batch_head * work.length;
 }
 
 // Monotone in the score, 0 for NaN and -inf; -0 and +0 are equal scores.
@@ -109,9 +109,9 @@ struct Head {
   const int32_t* segments;
   const int32_t* groups;
 
-  __device__ Head(const SelectParams& p, const Work& work, int64_t row)
-      : batch(row / p.heads),
-        head(row % p.heads),
+  __device__ Head(const SelectParams& p, const Work& work, int64_t batch_head)
+      : batch(batch_head / p.heads),
+        head(batch_head % p.heads),
         scores(batch * p.scores.batch_stride + head * p.scores.head_stride),
         segments(segments_of(p, batch, head)),
         groups(groups_of(work, batch, head)) {}

@@ -57,13 +57,13 @@ __global__ void __launch_bounds__(256) keep_all_or_none(const SelectParams p, co
 __global__ void __launch_bounds__(256) keep_best(const SelectParams p, const Work work, int64_t keys) {
   wait_for_kernel_before();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
-    const int64_t row = i / work.length;
-    const Head head(p, work, row);
+    const int64_t batch_head = i / work.length;
+    const Head head(p, work, batch_head);
     const uint32_t word = work.order[i];
     const int32_t index = index_of(word), group = head.groups ? head.groups[index] : 0;
     const int32_t rank = static_cast<int32_t>(i % work.length) - (work.length - group_end(head.segments, group, work.length));
     const bool kept = !(word & kIneligible) && rank < work.window;
-    p.end[row * work.length + index] = kept ? segment_end_of(head.segments, group, work.length) : kNever;
+    p.end[batch_head * work.length + index] = kept ? segment_end_of(head.segments, group, work.length) : kNever;
   }
 }
 
@@ -76,15 +76,15 @@ __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
   using Scan = cub::BlockScan<int32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
   __shared__ int32_t crossing_tile, still_needed;
-  const int64_t row = blockIdx.x / work.chunks;
+  const int64_t batch_head = blockIdx.x / work.chunks;
   const int32_t chunk = static_cast<int32_t>(blockIdx.x % work.chunks), thread = static_cast<int32_t>(threadIdx.x);
-  int32_t* bounds = work.bounds + row * (work.chunks + 1);
+  int32_t* bounds = work.bounds + batch_head * (work.chunks + 1);
   if (thread == 0 && chunk == 0) bounds[0] = work.length;
   if (min((chunk + 1) * kChunk, work.length) < work.window) {
     if (thread == 0) bounds[chunk + 1] = work.length;
     return;
   }
-  int32_t* column = work.counts + row * work.tiles * work.chunks + chunk;
+  int32_t* column = work.counts + batch_head * work.tiles * work.chunks + chunk;
   int32_t counts[kTilesEach], before[kTilesEach];
   for (int i = 0; i < kTilesEach; ++i) {
     const int32_t tile = thread * kTilesEach + i;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
   }
   __syncthreads();
   const int32_t first = crossing_tile * kBlock * kItems + thread * kItems;
-  const uint32_t* order = work.order + row * work.length;
+  const uint32_t* order = work.order + batch_head * work.length;
   bool belongs[kItems];
   int32_t mine = 0, earlier = 0;
   for (int i = 0; i < kItems; ++i) {
@@ -126,43 +126,43 @@ __global__ void __launch_bounds__(kBlock) distribute(const SelectParams p, const
   __shared__ uint32_t words[kKeys];
   __shared__ uint16_t dies_in[kKeys];  // the chunk whose bounds enclose the key
   __shared__ uint16_t earlier[kKeys];  // keys before it in the tile that ever lived
-  const int64_t row = blockIdx.x / work.tiles;
+  const int64_t batch_head = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), base = tile * kKeys;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), valid = min(kKeys, work.length - base);
-  for (int32_t i = thread; i <= work.chunks; i += kBlock) bounds[i] = work.bounds[row * (work.chunks + 1) + i];
-  for (int32_t i = thread; i < valid; i += kBlock) words[i] = work.order[row * work.length + base + i];
+  for (int32_t i = thread; i <= work.chunks; i += kBlock) bounds[i] = work.bounds[batch_head * (work.chunks + 1) + i];
+  for (int32_t i = thread; i < valid; i += kBlock) words[i] = work.order[batch_head * work.length + base + i];
   __syncthreads();
 
-  const int32_t slot = thread * kItems;
+  const int32_t offset = thread * kItems;
   int32_t chunk = 0;  // the last one whose bound lies beyond the key
   for (int32_t step = kMaxChunks; step > 0; step /= 2) {
-    if (chunk + step <= work.chunks && bounds[chunk + step] > base + slot) chunk += step;
+    if (chunk + step <= work.chunks && bounds[chunk + step] > base + offset) chunk += step;
   }
   int32_t lived[kItems], before[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    while (chunk > 0 && bounds[chunk] <= base + slot + i) --chunk;
-    dies_in[slot + i] = static_cast<uint16_t>(chunk);
-    lived[i] = slot + i < valid && chunk_of(words[slot + i]) <= chunk;
+    while (chunk > 0 && bounds[chunk] <= base + offset + i) --chunk;
+    dies_in[offset + i] = static_cast<uint16_t>(chunk);
+    lived[i] = offset + i < valid && chunk_of(words[offset + i]) <= chunk;
   }
   Scan(storage).ExclusiveSum(lived, before);
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) earlier[slot + i] = static_cast<uint16_t>(before[i]);
+  for (int i = 0; i < kItems; ++i) earlier[offset + i] = static_cast<uint16_t>(before[i]);
   __syncthreads();
 
-  const Head head(p, work, row);
-  const int32_t* before_tile = work.counts + (row * work.tiles + tile) * work.chunks;
+  const Head head(p, work, batch_head);
+  const int32_t* before_tile = work.counts + (batch_head * work.tiles + tile) * work.chunks;
   for (int32_t i = thread; i < valid; i += kBlock) {
     const uint32_t word = words[i];
     const int32_t index = index_of(word), death = dies_in[i];
     if (chunk_of(word) > death) continue;
-    const int64_t at = row * work.length + index;
+    const int64_t at = batch_head * work.length + index;
     work.arrives[at] = 1;
     if (death < work.chunks) {
       const int32_t list_start = bounds[death + 1];
       const int32_t place =
           list_start >= base ? earlier[i] - earlier[list_start - base] : earlier[i] + before_tile[death] - work.window;
-      work.doomed[row * work.length + death * kChunk + place] = word;
+      work.doomed[batch_head * work.length + death * kChunk + place] = word;
     } else if (!(word & kIneligible)) {
       p.end[at] = lasting_end(head, index, work.length);
     }
@@ -193,13 +193,13 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
   __shared__ uint32_t moved[2][kChunk];
   __shared__ uint16_t arrivals[kChunk];  // of the chunk, by order of arrival: offset in the chunk
   __shared__ uint16_t ordinals[kChunk];  // by offset in the chunk: 1 + order of arrival
-  const int64_t row = blockIdx.x / work.chunks;
+  const int64_t batch_head = blockIdx.x / work.chunks;
   const int32_t chunk = static_cast<int32_t>(blockIdx.x % work.chunks), base = chunk * kChunk;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32, first_group = static_cast<int32_t>(threadIdx.x) / 32 * kEach;
   const int32_t keys = min(kChunk, work.length - base), room = max(0, work.window - base);
   if (keys <= room) return;  // the window is not full yet
 
-  const uint8_t* arrives = work.arrives + row * work.length + base;
+  const uint8_t* arrives = work.arrives + batch_head * work.length + base;
   uint32_t flags[kEach];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
   const int levels = deaths > 1 ? 32 - __clz(deaths - 1) : 0, steps = 1 << levels, fillers = steps - deaths;
   const int busy_warps = (steps + 32 * kEach - 1) / (32 * kEach);
   if (static_cast<int>(threadIdx.x) / 32 >= busy_warps) return;  // where scores are random that is most of them
-  const uint32_t* doomed = work.doomed + row * work.length + base;
+  const uint32_t* doomed = work.doomed + batch_head * work.length + base;
   uint32_t items[kEach];  // place in doomed << 16 | the step the key is there from
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
     }
   }
 
-  const Head head(p, work, row);
+  const Head head(p, work, batch_head);
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
     const int32_t x = (first_group + k) * 32 + lane;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p,
     if (word & kIneligible) continue;
     const int32_t index = index_of(word), cause = base + arrivals[room + x];
     const bool same_group = head.groups == nullptr || head.groups[index] == head.groups[cause];
-    p.end[row * work.length + index] =
+    p.end[batch_head * work.length + index] =
         same_group ? later_by_local(p, head, index, cause, work.length) : lasting_end(head, index, work.length);
   }
 }
@@ -295,7 +295,7 @@ bool keeps_all_or_none(const SelectParams& p) {
 // Lays out the workspace from `memory` on (null when only the size is wanted) and returns its size.
 size_t lay_out(const SelectParams& p, char* memory, Work& work) {
   const bool wide = needs_wide_keys(p);
-  const int64_t rows = p.batch * p.heads, tile = wide ? kTile<WideKey> : kTile<NarrowKey>;
+  const int64_t batch_heads = p.batch * p.heads, tile = wide ? kTile<WideKey> : kTile<NarrowKey>;
   work.length = static_cast<int32_t>(p.length);
   work.window = static_cast<int32_t>(p.window < p.length ? p.window : p.length);
   work.chunks = static_cast<int32_t>((p.length + kChunk - 1) / kChunk);
@@ -313,21 +313,21 @@ size_t lay_out(const SelectParams& p, char* memory, Work& work) {
   }
   if (keeps_all_or_none(p)) return used;
   const size_t key_bytes = wide ? sizeof(WideKey) : sizeof(NarrowKey);
-  if (work.tiles > 1) take(work.keys[0], rows * p.length, key_bytes);
-  if (work.tiles > 2) take(work.keys[1], rows * p.length, key_bytes);
-  take(work.order, rows * p.length, sizeof(uint32_t));
+  if (work.tiles > 1) take(work.keys[0], batch_heads * p.length, key_bytes);
+  if (work.tiles > 2) take(work.keys[1], batch_heads * p.length, key_bytes);
+  take(work.order, batch_heads * p.length, sizeof(uint32_t));
   if (p.is_causal) {
-    take(work.counts, rows * work.tiles * work.chunks, sizeof(int32_t));
-    take(work.bounds, rows * (work.chunks + 1), sizeof(int32_t));
-    take(work.arrives, rows * p.length, sizeof(uint8_t));
-    take(work.doomed, rows * p.length, sizeof(uint32_t));
+    take(work.counts, batch_heads * work.tiles * work.chunks, sizeof(int32_t));
+    take(work.bounds, batch_heads * (work.chunks + 1), sizeof(int32_t));
+    take(work.arrives, batch_heads * p.length, sizeof(uint8_t));
+    take(work.doomed, batch_heads * p.length, sizeof(uint32_t));
   }
   return used;
 }
 
 template <class Key>
-cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
-  const unsigned blocks = rows * static_cast<unsigned>(work.tiles);
+cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned batch_heads, cudaStream_t stream) {
+  const unsigned blocks = batch_heads * static_cast<unsigned>(work.tiles);
   const auto sort = work.tiles == 1 ? sort_tiles<Key, true> : sort_tiles<Key, false>;
   cudaError_t status = launch_dependent(sort, blocks, kThreads<Key>, 0, stream, p, work);
   Key* from = static_cast<Key*>(work.keys[0]);
@@ -342,10 +342,11 @@ cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned rows, 
 }
 
 template <class Key>
-cudaError_t launch_all(const SelectParams& p, const Work& work, unsigned rows, cudaStream_t stream) {
-  cudaError_t status = launch_sort<Key>(p, work, rows, stream);
+cudaError_t launch_all(const SelectParams& p, const Work& work, unsigned batch_heads, cudaStream_t stream) {
+  cudaError_t status = launch_sort<Key>(p, work, batch_heads, stream);
   if (status != cudaSuccess || !p.is_causal) return status;
-  const unsigned chunks = rows * static_cast<unsigned>(work.chunks), tiles = rows * static_cast<unsigned>(work.tiles);
+  const unsigned chunks = batch_heads * static_cast<unsigned>(work.chunks),
+                 tiles = batch_heads * static_cast<unsigned>(work.tiles);
   status = launch_dependent(find_thresholds<kThreads<Key>>, chunks, kThreads<Key>, 0, stream, work);
   if (status == cudaSuccess) status = launch_dependent(distribute<kThreads<Key>>, tiles, kThreads<Key>, 0, stream, p, work);
   if (status == cudaSuccess) status = launch_dependent(resolve, chunks, kResolveThreads, 0, stream, p, work);
@@ -362,28 +363,28 @@ size_t select_workspace_bytes(const SelectParams& p) {
 
 cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t stream) {
   using namespace selection;
-  const int64_t rows = p.batch * p.heads, keys = rows * p.length;
+  const int64_t batch_heads = p.batch * p.heads, keys = batch_heads * p.length;
   if (keys == 0) return cudaSuccess;
   Work work;
   lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
   if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
-    return launch_dependent_clusters(keep_best_of_row, blocks, static_cast<unsigned>(rows) * blocks, kBestThreads, 0, stream, p,
-                                     work.window);
+    return launch_dependent_clusters(keep_best_of_head, blocks, static_cast<unsigned>(batch_heads) * blocks, kBestThreads, 0,
+                                     stream, p, work.window);
   }
   cudaError_t status = cudaSuccess;
   if (work.groups != nullptr) {
-    const auto group_rows = static_cast<unsigned>(work.group_batches * work.group_heads);
+    const auto group_blocks = static_cast<unsigned>(work.group_batches * work.group_heads);
     status =
-        launch_dependent(p.is_causal ? find_causal_groups : find_chained_groups, group_rows, kGroupThreads, 0, stream, p, work);
+        launch_dependent(p.is_causal ? find_causal_groups : find_chained_groups, group_blocks, kGroupThreads, 0, stream, p, work);
   }
   if (status == cudaSuccess && keeps_all_or_none(p)) {
     return launch_dependent(keep_all_or_none, simple_grid, 256, 0, stream, p, work, keys);
   }
   if (status == cudaSuccess) {
     const auto launch = needs_wide_keys(p) ? launch_all<WideKey> : launch_all<NarrowKey>;
-    status = launch(p, work, static_cast<unsigned>(rows), stream);
+    status = launch(p, work, static_cast<unsigned>(batch_heads), stream);
   }
   if (status == cudaSuccess && !p.is_causal) status = launch_dependent(keep_best, simple_grid, 256, 0, stream, p, work, keys);
   return status;

@@ -34,10 +34,10 @@ struct SortStorage {
 
 // Writes a tile of sorted keys, kItems consecutive ones per thread, to `to` or in the final form. Shared memory is free to use.
 template <class Key, bool kLast>
-__device__ void write_tile(const Work& work, int64_t row, int32_t tile, int32_t valid, const Key (&keys)[kItems], Key* to,
+__device__ void write_tile(const Work& work, int64_t batch_head, int32_t tile, int32_t valid, const Key (&keys)[kItems], Key* to,
                            SortStorage<Key>& storage) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int64_t first = row * work.length + static_cast<int64_t>(tile) * kTile<Key>;
+  const int64_t first = batch_head * work.length + static_cast<int64_t>(tile) * kTile<Key>;
   __syncthreads();
   if constexpr (!kLast) {
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ void write_tile(const Work& work, int64_t row, int32_t tile, int32_t 
     int32_t counts[kEach];
     for (int i = 0; i < kEach; ++i) counts[i] = finish.counters[thread * kEach + i];
     typename SortStorage<Key>::Scan(finish.scan).InclusiveSum(counts, counts);
-    int32_t* table = work.counts + (row * work.tiles + tile) * work.chunks;
+    int32_t* table = work.counts + (batch_head * work.tiles + tile) * work.chunks;
     for (int i = 0; i < kEach; ++i) {
       if (thread * kEach + i < work.chunks) table[thread * kEach + i] = counts[i];
     }
@@ -87,15 +87,15 @@ template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParams p, const Work work) {
   wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
-  const int64_t row = blockIdx.x / work.tiles;
+  const int64_t batch_head = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
-  const Head head(p, work, row);
+  const Head head(p, work, batch_head);
   const int32_t valid = min(kTile<Key>, work.length - first), thread = static_cast<int32_t>(threadIdx.x);
   if (p.is_causal) {
     for (int32_t index = first + thread; index < first + valid; index += kThreads<Key>) {
       // What most keys end with; the later kernels write the others.
-      p.end[row * work.length + index] = end_without_place(p, head, index, work.length);
-      work.arrives[row * work.length + index] = 0;
+      p.end[batch_head * work.length + index] = end_without_place(p, head, index, work.length);
+      work.arrives[batch_head * work.length + index] = 0;
     }
   }
   Key keys[kItems];
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParam
       keys[i] = thread * kItems + i < valid ? make_key<Key>(~codes[i], 0, first + offsets[i]) : ~Key{0};
     }
   }
-  write_tile<Key, kLast>(work, row, tile, valid, keys, static_cast<Key*>(work.keys[0]), storage);
+  write_tile<Key, kLast>(work, batch_head, tile, valid, keys, static_cast<Key*>(work.keys[0]), storage);
 }
 
 // How many of the first `outputs` merged keys come from a. A whole warp asks, 32 places at a time.
@@ -160,11 +160,11 @@ __global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, con
   wait_for_kernel_before();
   __shared__ SortStorage<Key> storage;
   __shared__ int32_t splits[2];
-  const int64_t row = blockIdx.x / work.tiles;
+  const int64_t batch_head = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
   const int32_t base = static_cast<int32_t>(first / (2 * static_cast<int64_t>(run)) * 2 * run);
   const int32_t a_count = min(run, work.length - base), b_count = max(0, min(run, work.length - base - run));
-  const Key* a = from + row * work.length + base;
+  const Key* a = from + batch_head * work.length + base;
   const Key* b = a + run;
   const int32_t begin = first - base, end = min(begin + kTile<Key>, a_count + b_count), valid = end - begin;
   const int thread = static_cast<int>(threadIdx.x);
@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, con
   const int32_t a_first = splits[0], b_first = begin - a_first, from_a = splits[1] - a_first, from_b = valid - from_a;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int32_t slot = i * kThreads<Key> + thread;
-    if (slot < valid) storage.keys[slot] = slot < from_a ? a[a_first + slot] : b[b_first + slot - from_a];
+    const int32_t offset = i * kThreads<Key> + thread;
+    if (offset < valid) storage.keys[offset] = offset < from_a ? a[a_first + offset] : b[b_first + offset - from_a];
   }
   __syncthreads();
   const int32_t outputs = min(thread * kItems, valid);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, con
   int places[kItems];
   cub::SerialMerge(storage.keys, taken, from_a + outputs - taken, from_a - taken, from_b - (outputs - taken), keys, places,
                    Preferred<Key>());
-  write_tile<Key, kLast>(work, row, tile, valid, keys, to, storage);
+  write_tile<Key, kLast>(work, batch_head, tile, valid, keys, to, storage);
 }
 
 }  // namespace dmattn::cuda::selection
