@@ -57,23 +57,25 @@ struct OnlineSoftmax {
   // What is subtracted from the logits of a row.
   static __device__ __forceinline__ float reference_of(float maximum) { return maximum == negative_infinity() ? 0.0f : maximum; }
 
-  // x becomes exp(logit - maximum); out is rescaled when the maximum moves. With kNatural x are logits; otherwise x * to_base_2
-  // are logits in base 2, and to_base_2 is positive.
+  // Scores become exp(logit - maximum); out is rescaled when the maximum moves. With kNatural scores are logits; otherwise
+  // scores * to_base_2 are logits in base 2, and to_base_2 is positive.
   template <int kColumns, int kOut>
-  __device__ __forceinline__ void update(float (&x)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
+  __device__ __forceinline__ void update(float (&scores)[kTiles][kColumns][4], float to_base_2, float (&out)[kTiles][kOut][4]) {
+    // Find the largest logit of each row.
     float grown[kTiles][2];
     bool moves = false;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float row = fmaxf(x[m][0][2 * r], x[m][0][2 * r + 1]);
+        float largest = fmaxf(scores[m][0][2 * r], scores[m][0][2 * r + 1]);
 #pragma unroll
-        for (int n = 1; n < kColumns; ++n) row = fmaxf(row, fmaxf(x[m][n][2 * r], x[m][n][2 * r + 1]));
-        grown[m][r] = max_over_quad(row) * (kNatural ? 1.0f : to_base_2);
+        for (int n = 1; n < kColumns; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+        grown[m][r] = max_over_quad(largest) * (kNatural ? 1.0f : to_base_2);
         moves |= grown[m][r] > maximum[m][r] + kLag;
       }
     }
+    // Move the maximum where logits have outgrown it, and rescale what was summed up to now.
     if (__any_sync(0xffffffffu, moves)) {
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
@@ -87,6 +89,7 @@ struct OnlineSoftmax {
         }
       }
     }
+    // Turn scores into weights, and add them up.
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -96,9 +99,9 @@ struct OnlineSoftmax {
         for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            const float logit = x[m][n][e];
-            x[m][n][e] = exp2_approx(kNatural ? (logit - reference) * kLog2e : fmaf(logit, to_base_2, -reference));
-            sum[m][r] += x[m][n][e];
+            const float logit = scores[m][n][e];
+            scores[m][n][e] = exp2_approx(kNatural ? (logit - reference) * kLog2e : fmaf(logit, to_base_2, -reference));
+            sum[m][r] += scores[m][n][e];
           }
         }
       }
@@ -124,24 +127,24 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
   static constexpr int kChains = 4;
 
   // True when the maximum of some row of the warp moves; then out has to be rescaled by `factor`. Only then do the threads that
-  // share a row compare their maxima. x * unit is in the units of the maximum.
+  // share a row compare their maxima. scores * unit is in the units of the maximum.
   template <int kColumns>
-  __device__ __forceinline__ bool move_maximum(const float (&x)[kColumns][4], float unit, float (&factor)[2]) {
+  __device__ __forceinline__ bool move_maximum(const float (&scores)[kColumns][4], float unit, float (&factor)[2]) {
     static_assert(kChains == 4 && kColumns >= 2);
-    float row[2][kChains];  // of this thread's columns
+    float largest[2][kChains];  // of this thread's columns
     bool moves = false;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {  // one at a time: a maximum of two on the way would need registers
-        float& chain = row[e / 2][(2 * n + e % 2) % kChains];
-        chain = 2 * n + e % 2 < kChains ? x[n][e] : fmaxf(chain, x[n][e]);
+        float& chain = largest[e / 2][(2 * n + e % 2) % kChains];
+        chain = 2 * n + e % 2 < kChains ? scores[n][e] : fmaxf(chain, scores[n][e]);
       }
     }
     float grown[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      grown[r] = fmaxf(fmaxf(row[r][0], row[r][1]), fmaxf(row[r][2], row[r][3])) * unit;
+      grown[r] = fmaxf(fmaxf(largest[r][0], largest[r][1]), fmaxf(largest[r][2], largest[r][3])) * unit;
       moves |= grown[r] > maximum[0][r] + kLag;
     }
     moves = __any_sync(0xffffffffu, moves);
@@ -159,19 +162,19 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
 
   // Logits become exponents in base 2. Where logits may be huge this takes the place of the subtraction in exponentiate.
   template <int kColumns>
-  __device__ __forceinline__ void subtract_maximum(float (&x)[kColumns][4]) const {
+  __device__ __forceinline__ void subtract_maximum(float (&scores)[kColumns][4]) const {
     static_assert(kNatural);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = (x[n][e] - Base::reference_of(maximum[0][e / 2])) * kLog2e;
+      for (int e = 0; e < 4; ++e) scores[n][e] = (scores[n][e] - Base::reference_of(maximum[0][e / 2])) * kLog2e;
     }
   }
 
-  // x becomes exp(logit - maximum) and is added to the sums. x * to_base_2 are logits in base 2, or with is_subtracted exponents,
-  // from which the maximum has been subtracted.
+  // Scores become exp(logit - maximum) and are added to the sums. scores * to_base_2 are logits in base 2, or with is_subtracted
+  // exponents, from which the maximum has been subtracted.
   template <int kColumns>
-  __device__ __forceinline__ void exponentiate(float (&x)[kColumns][4], float to_base_2, bool is_subtracted) {
+  __device__ __forceinline__ void exponentiate(float (&scores)[kColumns][4], float to_base_2, bool is_subtracted) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float reference = Base::reference_of(maximum[0][r]);
@@ -181,7 +184,7 @@ struct OnlineSoftmaxInParts : OnlineSoftmax<1, kNatural> {
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float& element = x[n][2 * r + e];
+          float& element = scores[n][2 * r + e];
           element = exp2_approx(fmaf(element, to_base_2, -reference));
           parts[(2 * n + e) % kChains] += element;
         }
