@@ -30,6 +30,7 @@ class Settings:
     heads: int = 8
     conv: int = 1  # positions of a causal convolution over queries, keys and values, before rotation; 1: none
     rope_theta: float = 10000.0
+    rope_share: float = 1.0  # part of the dimensions of a head that rotate
     # Mask: every query sees at most `visible` keys, of which the last `local` and the first `sink` for certain
     mask: str = "dense"  # dense, sliding, streaming, dynamic
     visible: int = 512
@@ -41,6 +42,7 @@ class Settings:
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
     recency: float = 0.0  # steepest slope at first; 0: none
     recency_flat: float = 0.0  # flattest slope at first; 0: 1 / length
+    flat_heads: int = 0  # so many heads, the last ones, have no slope at all
     recency_selects: bool = True  # whether selection goes by score + slope * position, or by the score alone
     # Scores of a dynamic mask
     score: str = "exp"  # exp: exp(A * softplus(.)) as the Doge model has it; linear
@@ -145,6 +147,10 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "noise": {"noise": 1.0, "noise_until": 0.7},
         "explore": {"explore": True},
         "mixed": {"plain_heads": heads // 2},
+        "quarter": {"plain_heads": heads // 4},
+        "flat": {"flat_heads": heads // 4},  # beside recency: heads that look for content wherever it is
+        "unrotated": {"rope_share": 0.0},  # beside recency, which says how far away a key is
+        "barely": {"rope_share": 0.25},
         "ahead": {"lookahead": visible // 8},
     }
     chosen: dict[str, Any] = {}
@@ -172,7 +178,7 @@ class Attention(nn.Module):
             self.taps = nn.Parameter(torch.zeros(s.conv - 1, 3 * s.width))
         if s.recency:
             flat = s.recency_flat or 1 / s.length
-            self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.heads))
+            self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.heads - s.flat_heads))
         if s.mask == "dynamic":
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
@@ -184,7 +190,7 @@ class Attention(nn.Module):
         s = self.settings
         query, key, value = self.projected(x)
         positions = torch.arange(x.shape[1], device=x.device)
-        recency = self.log_slope.exp()[None, :, None] * positions if s.recency else None
+        recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
         score = None
         bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
         if s.mask == "dynamic":
@@ -215,7 +221,13 @@ class Attention(nn.Module):
         for back in range(1, self.settings.conv):
             qkv = qkv + self.taps[back - 1].to(qkv.dtype) * F.pad(qkv, (0, 0, back, 0))[:, :-back]
         query, key, value = qkv.unflatten(2, (3, self.settings.heads, self.size)).permute(2, 0, 3, 1, 4)
-        return [rotate(query, self.settings.rope_theta), rotate(key, self.settings.rope_theta), value]
+        return [self.rotated(query), self.rotated(key), value]
+
+    def rotated(self, x: Tensor) -> Tensor:
+        turning = int(self.size * self.settings.rope_share) // 2 * 2
+        if not turning:
+            return x
+        return torch.cat((rotate(x[..., :turning], self.settings.rope_theta), x[..., turning:]), 3)
 
     def scores(self, source: Tensor) -> Tensor:
         """[B, H, S], float32."""
@@ -273,8 +285,11 @@ class Attention(nn.Module):
         rows = rows.long().clamp(max=length - 1)
         with torch.set_grad_enabled(s.explore and torch.is_grad_enabled()):
             chances, age = dense_rows(query, key, bias, rows)
-        if s.explore:
-            out = out.index_copy(2, rows, (chances.to(value.dtype) @ value).to(out.dtype))
+        if s.explore:  # a product that puts the rows in their places: the gradient of index_copy does not compile with torch 2.11
+            places = rows == torch.arange(length, device=rows.device)[:, None]
+            spread = places / places.sum(1, keepdim=True).clamp(min=1)
+            dense = spread.to(value.dtype) @ (chances.to(value.dtype) @ value)
+            out = torch.where(places.any(1)[:, None], dense.to(out.dtype), out)
         competes = (age >= s.local) & (torch.arange(length, device=age.device) >= s.sink)
         target = chances.detach() * competes
         predicted = F.log_softmax(score[:, :, None].masked_fill(~competes, -1e9), 3)

@@ -1,0 +1,7 @@
+"""Layers: self-attention whose keys are chosen by a learned score, with what trains it (a loss, a schedule), and a home for a mask."""
+
+from dmattn.masks.buffer import MaskBuffer as MaskBuffer
+from dmattn.nn.attention import DynamicMaskAttention as DynamicMaskAttention
+from dmattn.nn.rotation import rotate as rotate
+from dmattn.nn.schedule import WindowSchedule as WindowSchedule
+from dmattn.nn.scores import score_loss as score_loss

@@ -1,0 +1,261 @@
+"""Multi-head self-attention whose keys are chosen by a learned score: the Doge model's attention, and what makes it learn."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal, NoReturn, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmattn import checks
+from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.masks import IntervalMask
+from dmattn.nn.rotation import rotate
+from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss
+from dmattn.unsupported import scripting_refused
+
+
+class DynamicMaskAttention(nn.Module):
+    """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
+    learned.
+
+    As it comes this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
+    the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learns far better is
+
+    ``DynamicMaskAttention(E, H, window, local=..., local_heads=H // 2, score="linear", taught=True, recency=0.25)``
+
+    trained with ``out, loss = layer(hidden, with_score_loss=True)``; the page "Does it learn?" says how much and why.
+
+    Args:
+        embed_dim: size E of the hidden states.
+        num_heads: query heads H.
+        window: keys each query selects at most; 0 is allowed with local or sink.
+        num_kv_heads: key heads Hkv, a divisor of H; default H.
+        head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
+        bias: whether the projections have biases.
+        rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
+        is_causal: whether queries select among the keys up to their own position.
+        local: latest keys that every query sees whatever their scores; only with is_causal.
+        sink: first keys of each document that every query sees whatever their scores; only with is_causal.
+        local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone.
+        score: "exp", the Doge model's score of a key's value; "linear", a linear map of the hidden state that starts at zero; or a module
+            that takes hidden states [B, S, E] to scores [B, S, Hkv].
+        taught: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
+            is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
+            learn from that, wherever their key is visible.
+        recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
+            Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
+            a 2048th of it. Only with is_causal.
+        noise: if > 0, so much Gumbel noise is added to scores where they select in training, from torch's generator.
+        dropout: probability of dropping an attention weight while training.
+        softcap: as in :func:`dmattn.attention`.
+        device, dtype: of the parameters.
+
+    Shape:
+        hidden_states [B, S, E] -> [B, S, E].
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: sizes that do not divide, a window <= 0 without local and sink, or one of these or recency without is_causal.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int = 2048,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rope_theta: float | None = 10000.0,
+        is_causal: bool = True,
+        local: int = 0,
+        sink: int = 0,
+        local_heads: int = 0,
+        score: Literal["exp", "linear"] | nn.Module = "exp",
+        taught: bool = False,
+        recency: float | None = None,
+        noise: float = 0.0,
+        dropout: float = 0.0,
+        softcap: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
+        self._set_selection(window, local, sink, local_heads, is_causal)
+        self.rope_theta = rope_theta
+        if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
+            raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
+        self.taught = checks.flag("taught", taught)
+        self.noise = checks.number("noise", noise, low=0.0)
+        self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
+        self.softcap = checks.softcap(softcap)
+        linear = partial(nn.Linear, bias=checks.flag("bias", bias), device=device, dtype=dtype)
+        kv_dim = num_kv_heads * head_dim
+        self.q_proj = linear(embed_dim, num_heads * head_dim)
+        self.k_proj = linear(embed_dim, kv_dim)
+        self.v_proj = linear(embed_dim, kv_dim)
+        if isinstance(score, nn.Module):
+            self.score_proj = score
+        elif score == "linear":
+            self.score_proj = nn.Linear(embed_dim, num_kv_heads, device=device, dtype=dtype)
+            nn.init.zeros_(self.score_proj.weight), nn.init.zeros_(self.score_proj.bias)
+        elif score == "exp":
+            self.dt_proj = linear(kv_dim, num_kv_heads)
+            self.A = nn.Parameter(torch.zeros(num_kv_heads, device=device, dtype=dtype))
+        else:
+            _refuse_score(score)
+        self.scores_values = score == "exp"
+        if recency is None:
+            self.log_slope = None
+        else:
+            if checks.number("recency", recency, low=0.0) == 0 or not is_causal:
+                raise ValueError(
+                    f"recency: expected None, or a number > 0 with is_causal, got {recency} with is_causal={is_causal}"
+                )
+            self.log_slope = nn.Parameter(initial_slopes(recency, num_kv_heads).to(device, dtype))
+        self.o_proj = linear(num_heads * head_dim, embed_dim)
+
+    def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+        """Checks them, and gives the head size."""
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in sizes.items() if head_dim is None else (*sizes.items(), ("head_dim", head_dim)):
+            checks.positive_int(name, size)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim: expected a multiple of num_heads={num_heads} when head_dim is not given, got {embed_dim}"
+            )
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
+            raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        return head_dim
+
+    def _set_selection(self, window: int, local: int, sink: int, local_heads: int, is_causal: bool) -> None:
+        checks.flag("is_causal", is_causal)
+        checks.selection(window, local, sink, is_causal, "is_causal")
+        checks.natural_int("local_heads", local_heads)
+        if local_heads and (local_heads >= self.num_kv_heads or not local):
+            raise ValueError(
+                f"local_heads: expected fewer than num_kv_heads={self.num_kv_heads}, and local > 0, got {local_heads} with local={local}"
+            )
+        self.window, self.local, self.sink, self.local_heads, self.is_causal = window, local, sink, local_heads, is_causal
+
+    def scores(self, source: Tensor) -> Tensor:
+        """The scores of keys, [B, Hkv, S], without recency and noise: of values [B, Hkv, S, D] where ``score`` is "exp", and of hidden states
+        [B, S, E] otherwise."""
+        if self.scores_values:
+            return key_scores(source, self.dt_proj, self.A)
+        scores = checks.tensor("score", self.score_proj(source))
+        if scores.shape != (*source.shape[:2], self.num_kv_heads):
+            raise ValueError(
+                f"score: expected a module that returns [B, S, Hkv] = {[*source.shape[:2], self.num_kv_heads]}, got {checks.shape_of(scores)}"
+            )
+        return scores.transpose(1, 2)
+
+    def mask(self, ranks: Tensor, base: IntervalMask | None = None, *, window: int | None = None) -> IntervalMask:
+        """Which queries see which key, from what keys are selected by: scores [B, Hkv, S], with recency where the layer has it."""
+        ranks = ranks.detach()
+        if self.noise and self.training:
+            ranks = ranks + self.noise * gumbel_like(ranks)
+        if self.local_heads:  # a score of -inf never wins a place, so local windows and sinks are all that these heads see
+            ranks = F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
+        window = self.window if window is None else window
+        return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink=self.sink)
+
+    @overload
+    def forward(
+        self, hidden_states: Tensor, base: IntervalMask | None = None, *, window: int | None = None,
+        with_score_loss: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self,
+        hidden_states: Tensor,
+        base: IntervalMask | None = None,
+        *,
+        window: int | None = None,
+        with_score_loss: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        hidden_states: Tensor,
+        base: IntervalMask | None = None,
+        *,
+        window: int | None = None,
+        with_score_loss: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention over the hidden states, and the loss that teaches the scores if asked for.
+
+        Args:
+            hidden_states: [B, S, E].
+            base: documents and/or padding, see :meth:`IntervalMask.top_k`.
+            window: takes the place of the layer's own for this call; see :class:`WindowSchedule`.
+            with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal.
+
+        Returns:
+            [B, S, E], or (that, the loss).
+        """
+        checks.tensor("hidden_states", hidden_states)
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.embed_dim:
+            raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(hidden_states)}")
+        if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
+            raise ValueError("with_score_loss: expected False with is_causal=False, got True")
+        query, key, value = self.projected(hidden_states)
+        source = value if self.scores_values else hidden_states
+        ranks = self.scores(source.detach() if self.taught else source)
+        recency = None if self.log_slope is None else recency_of(self.log_slope, hidden_states.shape[1])
+        ranks = ranks if recency is None else ranks + recency
+        bias = recency if self.taught else ranks
+        dropout = self.dropout if self.training else 0.0
+        if bias is ranks and not self.local_heads and not (self.noise and self.training):
+            out = dynamic_mask_attention(
+                query, key, value, ranks, self.window if window is None else window, is_causal=self.is_causal, base=base,
+                local=self.local, sink=self.sink, softcap=self.softcap, dropout_p=dropout,
+            )  # fmt: skip
+        else:
+            out = attention(
+                query, key, value, self.mask(ranks, base, window=window), key_bias=bias, softcap=self.softcap, dropout_p=dropout
+            )
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        if not with_score_loss:
+            return result
+        losses = score_loss(query, key, ranks, key_bias=bias, base=base, local=self.local, sink=self.sink, softcap=self.softcap)
+        return result, losses[self.local_heads :].mean()
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated."""
+        query, key, value = (
+            proj(hidden_states).unflatten(2, (heads, self.head_dim)).transpose(1, 2)
+            for proj, heads in ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
+        )
+        if self.rope_theta is not None:
+            query, key = (rotate(x, self.rope_theta) for x in (query, key))
+        return query, key, value
+
+    __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
+
+    def extra_repr(self) -> str:
+        sizes = {
+            "local": self.local,
+            "sink": self.sink,
+            "local_heads": self.local_heads,
+            "taught": self.taught,
+            "noise": self.noise,
+        }
+        beside = "".join(f", {name}={size}" for name, size in sizes.items() if size)
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}{beside}"
+
+
+def _refuse_score(score: object) -> NoReturn:
+    if isinstance(score, str):
+        raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {score!r}")
+    raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(score).__name__}")

@@ -1,0 +1,115 @@
+"""What makes scores of keys learn which keys to keep: a bias by position, noise, and a loss that shows them dense attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.call import autocast
+from dmattn.masks import IntervalMask
+from dmattn.sizes import sizes_of
+
+STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
+
+
+def initial_slopes(steepest: float, heads: int) -> Tensor:
+    """Logarithms of the slopes of ``heads`` key heads, [heads]: each is the same part of the one before (ALiBi, arXiv 2108.12409)."""
+    return torch.linspace(math.log(steepest), math.log(steepest / STEEPEST_TO_FLATTEST), heads)
+
+
+def recency_of(log_slope: Tensor, length: int) -> Tensor:
+    """slope * position, [1, Hkv, length], in float32 or wider: to every query later keys of a head rank higher by the same amount."""
+    slope = log_slope.to(torch.promote_types(log_slope.dtype, torch.float32)).exp()
+    return slope[None, :, None] * torch.arange(length, device=slope.device, dtype=slope.dtype)
+
+
+def gumbel_like(scores: Tensor) -> Tensor:
+    """Noise under which the best scores are a sample without replacement from softmax(scores), drawn from torch's generator."""
+    uniform = torch.rand_like(scores, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6)))
+
+
+def score_loss(
+    query: Tensor,
+    key: Tensor,
+    scores: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    base: IntervalMask | None = None,
+    local: int = 0,
+    sink: int = 0,
+    queries: int = 64,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """How badly scores foretell which keys will be attended to: a loss, one number a key head, for causal self-attention.
+
+    Selection has no gradient, and a key that nobody selects tells its score nothing. So a few queries, drawn at random, look at all keys.
+    For each of them the loss is the cross-entropy between what it then pays to the keys that compete for the dynamic window (those that
+    are older than ``local`` and no sinks), and the softmax of their scores. A query counts as much as it attends to such keys. The loss is
+    least where scores are logarithms of the attention that later queries pay; the best of them then hold the most attention.
+
+    Only ``scores`` get a gradient. Memory: ``queries`` rows of dense attention, [B, H, queries, S] in float32, a few times.
+
+    Args:
+        query: [B, H, S, D], as attention takes it (rotated).
+        key: [B, Hkv, S, D].
+        scores: [B, Hkv, S], what the selection goes by.
+        key_bias: what attention adds to the logits of each key, [B|1, Hkv|1, S].
+        base, local, sink: as in :meth:`IntervalMask.top_k`.
+        queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
+        scale, softcap: as in :func:`dmattn.attention`.
+
+    Returns:
+        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries.
+
+    Raises:
+        TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
+    """
+    query, key, _ = autocast(query, key, key)
+    sizes_of(query, key, key)
+    checks.positive_int("queries", queries)
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}")
+    if checks.tensor("scores", scores).shape != key.shape[:3]:
+        raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
+    length = key.shape[2]
+    strata = (torch.arange(queries, device=key.device) + torch.rand(queries, device=key.device)) * (length / queries)
+    rows = strata.long().clamp(max=max(length - 1, 0))
+    seen, competing = _visibility(scores, rows, base, local, sink)
+    with torch.no_grad():
+        paid = _dense_rows(query, key, key_bias, seen, rows, scale, softcap)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, :, None]
+    competing = competing & (wide > -math.inf)
+    foretold = torch.log_softmax(torch.where(competing, wide, -1e9), dim=3)
+    return -(paid * competing * foretold).sum(3).mean((0, 2))
+
+
+def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: int, sink: int) -> tuple[Tensor, Tensor]:
+    """Which keys the queries at ``rows`` [R] may see, and which of these compete for their windows, bool [B|1, Hkv|1, R, S]."""
+    seen = (torch.arange(scores.shape[2], device=scores.device) <= rows[:, None])[None, None]
+    if base is None and not local and not sink:
+        return seen, seen
+    certain = IntervalMask.top_k(scores.detach(), 0 if local or sink else 1, base=base, local=local, sink=sink)
+    if base is not None:
+        seen = seen & (rows[:, None] < base.end[..., None, :])
+    return seen, seen & (rows[:, None] >= certain.end[..., None, :]) if local or sink else seen
+
+
+def _dense_rows(
+    query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, rows: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Attention weights [B, Hkv, R, S] that the queries at ``rows`` pay where they see all keys, a mean over each key head's queries."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    drawn = query.index_select(2, rows).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, R, D]
+    logits = (drawn @ key[:, :, None].transpose(3, 4)).to(wide) * (query.shape[3] ** -0.5 if scale is None else scale)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if key_bias is not None:
+        logits = logits + key_bias[:, :, None, None]
+    logits = torch.where(seen[:, :, None], logits, -math.inf)
+    weights = torch.where(seen[:, :, None], logits.softmax(4), 0.0)  # of queries that see nothing, too
+    return weights.mean(2)

@@ -1,0 +1,328 @@
+"""What makes the layer learn: scores of other kinds, recency, heads that stay local, the loss of scores, windows that change."""
+
+from __future__ import annotations
+
+import math
+
+import dmattn
+import pytest
+import torch
+import torch.nn.functional as F
+from dmattn import IntervalMask
+from dmattn.nn import DynamicMaskAttention, WindowSchedule, score_loss
+from dmattn.testing import AttentionCase, strategies, top_k_visible
+
+tensor = strategies.random_tensor
+RECOMMENDED = {"local": 4, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}
+
+
+def layer_of(dtype=torch.float32, **options):
+    """A layer whose scores differ from key to key."""
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(64, 4, window=5, num_kv_heads=2, dtype=dtype, **options)
+    for name, parameter in layer.named_parameters():
+        if name == "A" or name.startswith("score_proj"):
+            torch.nn.init.normal_(parameter)
+    return layer
+
+
+# What it computes -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recency": 0.5},
+        {"recency": 0.1, "local": 3, "sink": 2},
+        {"score": "linear", "local": 3},
+        {"score": torch.nn.Linear(64, 2, dtype=torch.float64), "recency": 0.1, "softcap": 3.0},
+        {"taught": True, "recency": 0.1},
+        {"taught": True, "score": "linear", "sink": 1},
+        {"local": 4, "local_heads": 1, "recency": 0.1},
+        {**RECOMMENDED, "sink": 2, "rope_theta": None},
+    ],
+    ids=str,
+)
+def test_layer_is_its_formula(options):
+    layer = layer_of(torch.float64, **options)
+    hidden = tensor((2, 30, 64), 0, torch.float64).requires_grad_()
+    out = layer(hidden)
+    query, key, value = layer.projected(hidden)
+    if "score" in options:
+        scores = layer.score_proj(hidden).transpose(1, 2)
+    else:
+        scores = torch.exp(layer.A * F.softplus(layer.dt_proj(value.transpose(1, 2).flatten(2)))).transpose(1, 2)
+    recency = 0.0
+    if "recency" in options:
+        assert layer.log_slope.exp()[0].item() == pytest.approx(options["recency"])
+        recency = layer.log_slope.exp()[:, None] * torch.arange(30)
+    ranks = (scores + recency).detach()
+    beside = {name: options.get(name, 0) for name in ("local", "sink")}
+    visible = top_k_visible(ranks, 5, **beside)
+    if "local_heads" in options:
+        visible[:, 0] = top_k_visible(ranks, 0, **beside)[:, 0]
+    bias = recency + torch.zeros_like(scores) if options.get("taught") else scores + recency
+    attended, _ = AttentionCase(
+        query, key, value, visible=visible, key_bias=bias, softcap=options.get("softcap", 0.0)
+    ).call_reference()
+    expected = layer.o_proj(attended.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, expected)
+    leaves = [hidden, *layer.parameters()]
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), leaves, allow_unused=True),
+        torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True),
+        strict=True,
+    ):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_plain_layer_has_the_parameters_of_the_doge_model():
+    names = ["A", *(f"{proj}.weight" for proj in ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"))]
+    assert list(DynamicMaskAttention(64, 4, window=5).state_dict()) == names
+    assert list(DynamicMaskAttention(64, 4, window=5, local=2, sink=1, local_heads=1, noise=1.0).state_dict()) == names
+    others = set(DynamicMaskAttention(64, 4, window=5, **RECOMMENDED).state_dict()) ^ set(names)
+    assert others == {"A", "dt_proj.weight", "score_proj.weight", "score_proj.bias", "log_slope"}
+
+
+@pytest.mark.parametrize("options", [RECOMMENDED, {"recency": 0.5, "sink": 1}], ids=str)
+def test_documents_are_kept_apart(options):
+    layer = layer_of(rope_theta=None, **options)
+    hidden = tensor((1, 40, 64), 0)
+    packed = layer(hidden, IntervalMask.documents(40, torch.tensor([0, 12, 40])))
+    torch.testing.assert_close(packed, torch.cat([layer(hidden[:, :12]), layer(hidden[:, 12:])], dim=1))
+
+
+def test_slopes_fall_geometrically_from_head_to_head():
+    slopes = DynamicMaskAttention(64, 4, recency=0.25).log_slope.exp()
+    torch.testing.assert_close(slopes[1:] / slopes[:-1], torch.full((3,), 2048 ** (-1 / 3)))
+    assert slopes[-1].item() == pytest.approx(0.25 / 2048)
+
+
+def test_fresh_linear_scores_are_equal_so_that_the_window_slides():
+    layer = DynamicMaskAttention(64, 4, window=6, score="linear", taught=True)
+    scores = layer.scores(tensor((2, 20, 64), 0))
+    assert not scores.any()
+    assert torch.equal(layer.mask(scores).to_bool(20, 20)[0, 0], IntervalMask.sliding_window(20, 5).to_bool(20, 20)[0, 0])
+
+
+# Gradients --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_take_gradients_wherever_their_key_is_visible():
+    """In a local window, too, where keys are that never win a place."""
+    layer = layer_of(score="linear", local=8)
+    hidden = tensor((1, 40, 64), 0)
+    scores = layer.scores(hidden).detach().requires_grad_()
+    layer.scores = lambda source: scores
+    layer(hidden).square().sum().backward()
+    never = layer.mask(scores).end[0] == torch.arange(40) + 8
+    assert never.any()
+    assert (scores.grad[0] != 0).all()
+
+
+def test_taught_scores_learn_from_their_loss_alone_and_send_nothing_further():
+    layer = layer_of(**RECOMMENDED)
+    hidden = tensor((2, 40, 64), 0).requires_grad_()
+    out, loss = layer(hidden, with_score_loss=True)
+    assert torch.equal(out, layer(hidden))
+    learners = {"score_proj.weight", "score_proj.bias", "log_slope"}
+    for name, parameter in [("hidden", hidden), *layer.named_parameters()]:
+        (from_loss,) = torch.autograd.grad(loss, parameter, retain_graph=True, allow_unused=True)
+        (from_out,) = torch.autograd.grad(out.square().sum(), parameter, retain_graph=True, allow_unused=True)
+        assert (from_loss is not None and bool(from_loss.any())) == (name in learners), name
+        assert (from_out is None) == name.startswith("score_proj"), name
+
+
+# The loss of scores -----------------------------------------------------------------------------------------------------------------
+
+
+def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap):
+    """Every query in turn, in float64."""
+    B, H, S, D = query.shape
+    kv_heads = key.shape[1]
+    first = {j: max(d for d in documents if d <= j) for j in range(S)}
+    losses = torch.zeros(kv_heads, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            kv = h // (H // kv_heads)
+            for p in range(S):
+                seen = [j for j in range(p + 1) if first[j] == first[p]]
+                logits = key[b, kv, seen] @ query[b, h, p] * D**-0.5
+                logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) + bias[0, kv, seen]
+                paid = dict(zip(seen, logits.softmax(0), strict=True))
+                competing = [j for j in seen if p - j >= local and j - first[j] >= sink]
+                if competing:
+                    foretold = scores[b, kv, competing].log_softmax(0)
+                    losses[kv] -= sum(paid[j] * foretold[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
+    return losses
+
+
+@pytest.mark.parametrize(("local", "sink", "softcap"), [(0, 0, 0.0), (5, 0, 2.0), (0, 2, 0.0), (4, 2, 0.0)])
+@pytest.mark.parametrize("documents", [(0,), (0, 7, 20)])
+def test_the_loss_is_its_formula(local, sink, softcap, documents):
+    query, key, scores, bias = (
+        tensor(shape, i, torch.float64) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 2, 24)))
+    )
+    base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
+    ours = score_loss(
+        query, key, scores, key_bias=bias, base=base, local=local, sink=sink, queries=24, softcap=softcap
+    )  # one query of each of 24 parts: all of them
+    torch.testing.assert_close(ours, loss_by_hand(query, key, scores, bias, documents, local, sink, softcap))
+
+
+def test_hidden_keys_and_scores_of_minus_infinity_leave_the_loss_finite():
+    query, key, scores = (tensor(shape, i) for i, shape in enumerate(((1, 2, 30, 8), (1, 2, 30, 8), (1, 2, 30))))
+    key[:, :, 25:] = math.nan
+    scores[..., 3], scores[..., 28:] = -math.inf, math.nan
+    scores.requires_grad_()
+    loss = score_loss(query, key, scores, base=IntervalMask.padding(30, 25), local=3, queries=30)
+    assert loss.isfinite().all()
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert gradient.isfinite().all()
+    assert not gradient[..., 25:].any()
+
+
+def test_scores_learn_which_keys_later_queries_look_for():
+    query, key = torch.ones(1, 2, 128, 16), torch.zeros(1, 2, 128, 16)
+    key[:, 0, 10], key[:, 1, 20] = 2.0, 2.0
+    scores = torch.zeros(1, 2, 128, requires_grad=True)
+    optimizer = torch.optim.Adam([scores], lr=0.1)
+    for _ in range(50):
+        score_loss(query, key, scores, local=16).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scores[0].argmax(1).tolist() == [10, 20]
+
+
+def test_a_layer_keeps_what_its_queries_look_for():
+    """Hidden states of which some are marked: all queries look for them, and the loss makes the scores keep them."""
+    torch.manual_seed(0)
+    layer = DynamicMaskAttention(16, 2, window=4, local=8, score="linear", taught=True, rope_theta=None)
+    hidden = torch.randn(4, 96, 16)
+    hidden[..., 0] = 0.0
+    hidden[:, 3:12:3, 0] = 8.0
+    with torch.no_grad():  # queries and keys read the mark
+        for proj in (layer.q_proj, layer.k_proj):
+            proj.weight.mul_(0.1)
+        layer.q_proj.weight[:, 1] = 1.0
+        layer.k_proj.weight[:, 0] = 1.0
+        hidden[..., 1] = 1.0
+    marked = [3, 6, 9]
+    kept_before = layer.mask(layer.scores(hidden)).end[:, :, marked] > 96
+    optimizer = torch.optim.Adam(layer.score_proj.parameters(), lr=0.05)
+    for _ in range(40):
+        _, loss = layer(hidden, with_score_loss=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    kept = layer.mask(layer.scores(hidden)).end[:, :, marked] > 96
+    assert not kept_before.any()
+    assert kept.all()
+
+
+# Noise ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_selects_in_training_alone_and_repeats_with_its_seed():
+    layer = layer_of(noise=3.0, local=2)
+    hidden = tensor((1, 60, 64), 0)
+    torch.manual_seed(1)
+    first, second = layer(hidden), layer(hidden)
+    torch.manual_seed(1)
+    assert torch.equal(layer(hidden), first)
+    assert not torch.equal(first, second)
+    plain = layer_of(local=2)
+    assert torch.equal(layer.eval()(hidden), plain(hidden))
+
+
+# Windows that change ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, RECOMMENDED], ids=["plain", "recommended"])
+def test_a_window_for_one_call(options):
+    layer, hidden = layer_of(**options), tensor((2, 50, 64), 0)
+    wide = layer_of(**options)
+    wide.window = 20
+    assert torch.equal(layer(hidden, window=20), wide(hidden))
+    assert not torch.equal(layer(hidden), wide(hidden))
+
+
+@pytest.mark.slow
+def test_windows_and_lengths_change_without_recompiling():
+    layer = layer_of(**RECOMMENDED, noise=0.5)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+
+    def step(call, length, window):
+        torch.manual_seed(3)
+        out, loss = call(tensor((2, length, 64), length), window=window, with_score_loss=True)
+        return out, *torch.autograd.grad(out.square().sum() + loss, list(layer.parameters()))
+
+    step(compiled, 90, 80)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length, window in ((90, 33), (70, 12), (130, 9)):
+            for found in step(compiled, length, window):
+                assert found.isfinite().all()
+    layer.eval()  # without noise, whose numbers a compiled graph draws in an order of its own
+    for window in (40, 7):
+        hidden = tensor((2, 90, 64), 1)
+        torch.testing.assert_close(compiled(hidden, window=window), layer(hidden, window=window))
+
+
+def test_a_second_window_compiles_once_more_and_a_third_no_more():
+    """With torch.compile as it comes, without dynamic=True."""
+    counter = torch._dynamo.testing.CompileCounter()
+    layer = layer_of(**RECOMMENDED)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    hidden = tensor((1, 90, 64), 0)
+    schedule = WindowSchedule(8, 90, dense_steps=2, fall_steps=10, multiple=2)
+    windows = [schedule(step) for step in range(15)]
+    assert len(set(windows)) > 8
+    for window in windows:
+        assert torch.equal(compiled(hidden, window=window), layer(hidden, window=window))
+    assert counter.frame_count <= 2
+
+
+def test_export_with_a_dynamic_length():
+    layer = layer_of(**RECOMMENDED).eval()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(layer, (tensor((1, 40, 64), 0),), dynamic_shapes=({1: length}, None, None, None)[:1])
+    for n in (12, 333):
+        hidden = tensor((1, n, 64), n)
+        torch.testing.assert_close(program.module()(hidden), layer(hidden))
+
+
+def test_a_schedule_falls_from_all_keys_to_the_window():
+    schedule = WindowSchedule(384, 8192, dense_steps=100, fall_steps=400)
+    windows = [schedule(step) for step in range(600)]
+    assert windows[:101] == [8192] * 101
+    assert windows[500:] == [384] * 100
+    falling = windows[100:500]
+    assert falling == sorted(falling, reverse=True)
+    assert all(window % 64 == 0 for window in falling)
+    middle = (8192 * 384) ** 0.5
+    assert middle <= windows[300] < middle + 64
+    assert WindowSchedule(10, 100, dense_steps=3)(3) == 10
+    assert WindowSchedule(10, 100)(0) == 10
+
+
+def test_a_schedule_is_saved_and_taken_up():
+    schedule = WindowSchedule(384, 8192, dense_steps=100, fall_steps=400, multiple=32)
+    other = WindowSchedule(1, 1)
+    other.load_state_dict(schedule.state_dict())
+    assert [other(step) for step in range(0, 600, 7)] == [schedule(step) for step in range(0, 600, 7)]
+    assert repr(other) == "WindowSchedule(window=384, length=8192, dense_steps=100, fall_steps=400, multiple=32)"
+    with pytest.raises(ValueError, match="state: expected a dict of window, length"):
+        other.load_state_dict({"window": 3})
+
+
+def test_autocast_selects_in_float32():
+    layer, hidden = layer_of(**RECOMMENDED), tensor((1, 300, 64), 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, loss = layer(hidden, with_score_loss=True)
+    assert out.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert dmattn.nn.scores.recency_of(layer.log_slope.bfloat16(), 5).dtype == torch.float32
