@@ -1,7 +1,7 @@
 """One trained layer's attention against F.scaled_dot_product_attention with the same mask as a dense tensor: memory and time.
 
 The comparison favours SDPA: its mask is built beforehand and not timed (ours includes choosing the keys), is stored once per key head, and
-gets no gradient (ours carries the gradient of the scores).
+gets no gradient (ours carries the gradient of the recency slopes).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import dmattn
 import torch
 import torch.nn.functional as F
-from dmattn.nn import DynamicMaskAttention, rotate
+from dmattn.nn import DynamicMaskAttention
 from torch import Tensor
 
 
@@ -31,21 +31,16 @@ def compare(attention: DynamicMaskAttention, hidden: Tensor, repeats: int) -> Ro
     """hidden [1, S, E]: what the layer receives for a real text. Forward and backward."""
     length = hidden.shape[1]
     with torch.no_grad():
-        query, key, value = (
-            proj(hidden).unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
-            for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        query, key = rotate(query, attention.rope_theta), rotate(key, attention.rope_theta)
-        scores = attention.scores(value).float()
-        mask = dmattn.IntervalMask.top_k(scores, attention.window)
+        query, key, value = attention.projected(hidden)
+        ranks, key_bias = attention.ranked(hidden, value)
+        mask = attention.mask(ranks)
         dense = mask.to_bool(length, length)  # [1, Hkv, S, S]
-        dense = torch.where(dense, scores[:, :, None, :], -torch.inf).to(query.dtype).transpose(0, 1)  # [Hkv, 1, S, S]
-    our_bytes = mask.end.nbytes + scores.nbytes
-    query, key, value, scores = (x.requires_grad_() for x in (query, key, value, scores))
+        dense = torch.where(dense, key_bias[:, :, None, :], -torch.inf).to(query.dtype).transpose(0, 1)  # [Hkv, 1, S, S]
+    our_bytes = mask.end.nbytes + key_bias.nbytes
+    query, key, value, key_bias = (x.requires_grad_() for x in (query, key, value, key_bias))
 
     def ours() -> Tensor:
-        out = dmattn.dynamic_mask_attention(query, key, value, scores, attention.window)
-        assert isinstance(out, Tensor)
+        out: Tensor = dmattn.attention(query, key, value, attention.mask(ranks), key_bias=key_bias)
         return out
 
     def theirs() -> Tensor:  # key heads as the batch, so that the query heads of a group share one mask

@@ -25,17 +25,21 @@ STYLE = {
 }
 
 
-def plot_loss(path: Path, train: list[float], held_out: list[tuple[int, float]]) -> None:
-    """Bits per byte over steps; the last held-out value is written beside its point."""
+def plot_loss(
+    path: Path, train: list[float], held_out: list[tuple[int, float]], peers: dict[str, list[tuple[int, float]]]
+) -> None:
+    """Bits per byte over steps, and what others came to; the last held-out value is written beside its point."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         axes.plot(range(1, len(train) + 1), train, color="#9ec5e8", linewidth=1.2, label="train, each step")
         steps, losses = zip(*held_out, strict=True)
         axes.plot(steps, losses, color="#c2410c", marker="o", markersize=4, linewidth=1.6, label="held out")
+        for (name, curve), colour in zip(peers.items(), ("#6b7280", "#15803d"), strict=True):
+            axes.plot(*zip(*curve, strict=True), color=colour, linewidth=1.2, linestyle="--", label=f"held out, {name}")
         axes.annotate(
             f"{losses[-1]:.2f}", (steps[-1], losses[-1]), (0, 8), textcoords="offset points", ha="center", color="#c2410c"
         )
-        axes.set(xlabel="step", ylabel="bits per byte", title="A byte-level language model with dynamic-mask attention")
+        axes.set(xlabel="step", ylabel="bits per byte", title="A byte-level language model that learns which keys to keep")
         axes.set_xlim(0, len(train) * 1.03)
         axes.set_ylim(0, None)
         axes.legend(frameon=False)
@@ -43,12 +47,13 @@ def plot_loss(path: Path, train: list[float], held_out: list[tuple[int, float]])
         plt.close(figure)
 
 
-def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, where: str) -> None:
+def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, local: int, where: str) -> None:
     """One bar per key, from its own position to the query that first does without it, and the text itself in the same colours.
 
     Args:
         end: [S], the first query that key j is hidden from (beyond S: never).
         text: the S bytes.
+        window: best keys that a query sees beside the last ``local``.
         where: which layer and head, for the title.
     """
     length = len(text)
@@ -65,8 +70,11 @@ def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, where: str
         bars.set_array(share)
         axes.add_collection(bars)
         axes.plot([0, length], [0, length], color="#888888", linewidth=0.8)
-        sliding = f"where a sliding window of {window} would drop it"
-        axes.plot([window, length], [0, length - window], color="#d1495b", linewidth=1.4, linestyle="--", label=sliding)
+        band = f"the last {local} keys, which every query sees"
+        axes.fill_between([0, local, length], [0, 0, length - local], [0, local, length], color="#e8a33d", alpha=0.35, label=band)
+        seen = window + local
+        sliding = f"where a sliding window of {seen} would drop it"
+        axes.plot([seen, length], [0, length - seen], color="#d1495b", linewidth=1.4, linestyle="--", label=sliding)
         axes.legend(loc="lower left", frameon=False)
         axes.set(
             xlim=(0, length),
@@ -75,7 +83,7 @@ def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, where: str
             ylabel="key position (byte of the text)",
         )
         axes.set_title(
-            f"Lifetimes of keys, {where}: each key's bar spans the queries that see it,\nat most {window} bars over any query"
+            f"Lifetimes of keys, {where}: each key's bar spans the queries that see it,\nat most {window + local} bars over any query"
         )
         figure.colorbar(bars, ax=axes, label="share of the later queries that see the key", pad=0.02)
         draw_text(page, text, [colours(n) for n in share])

@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model with dynamic-mask attention, exports it, and compares with dense masks: ``make demo``."""
+"""Trains a small byte-level language model that learns which keys to keep, beside dense and sliding ones, and exports it: ``make demo``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # it announces a font cache on first use
 
-import dmattn  # noqa: E402
 from comparison import compare, readable  # noqa: E402
 from model import ByteModel, generate, loss_of  # noqa: E402
 from plots import plot_lifetimes, plot_loss  # noqa: E402
@@ -28,8 +27,9 @@ class Size(NamedTuple):
     width: int
     heads: int
     kv_heads: int
-    window: int  # keys a query sees
-    length: int  # bytes in a training stretch, of which only `window` can be seen at once
+    window: int  # best keys that half of the heads see beside the last ones
+    local: int  # last keys that all heads see
+    length: int  # bytes in a training stretch
     batch: int
     steps: int
     generated: int  # bytes written after each prompt
@@ -37,12 +37,13 @@ class Size(NamedTuple):
     repeats: int
 
 
-FULL = Size(4, 192, 4, 2, 128, 512, 8, 300, 160, (2048, 8192), 5)
-SHORT = Size(2, 128, 4, 2, 64, 256, 8, 40, 40, (1024, 2048), 5)
+FULL = Size(4, 192, 4, 2, 192, 32, 512, 8, 240, 160, (2048, 8192), 5)
+SHORT = Size(2, 128, 4, 2, 96, 16, 256, 8, 40, 40, (1024, 2048), 5)
 PROMPTS = (b"The statement ", b"If the object is ", b"A function can ")
 TEMPERATURE = 0.6
 PEAK_RATE = 3e-3
 SEED = 0
+COMPILED = torch.compile(loss_of, fullgraph=True)  # three models of one shape share its graphs
 
 
 def main() -> None:
@@ -64,17 +65,32 @@ def main() -> None:
         raise SystemExit(f"--output {options.output}: cannot be made a folder ({error.strerror or error})") from None
 
     heading(2, "The model")
-    model = ByteModel(size.layers, size.width, size.heads, size.kv_heads, size.window).to(device)
+
+    def fresh() -> ByteModel:
+        torch.manual_seed(SEED)
+        return ByteModel(size.layers, size.width, size.heads, size.kv_heads, size.window, size.local).to(device)
+
+    model = fresh()
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{size.layers} layers, width {size.width}, {size.heads} heads on {size.kv_heads} key heads, {parameters / 1e6:.1f} M parameters"
     )
-    print(f"stretches of {size.length} bytes; each query attends to the {size.window} keys that score best; device {device}")
+    print(
+        f"stretches of {size.length} bytes; every query sees the last {size.local} keys, half of the heads also the {size.window} best before;"
+    )
+    print(f"{size.local + size.window // 2} keys a head on average; device {device}")
 
     heading(3, "Training")
-    train_losses, held_losses = train(model, size, train_data, held_data, device)
+    trained = train(model, size, train_data, held_data, device, teach=True)
     model.eval()
-    plot_loss(options.output / "loss.png", train_losses, held_losses)
+    peers = {}
+    for name, window in (("dense: every key before", size.length), ("sliding: as many last keys", size.window)):
+        print(f"\nThe same model for the same time, {name}")
+        peers[name] = train(fresh(), size, train_data, held_data, device, window=window, seconds=trained.seconds)
+    print(f"\nAfter {trained.seconds:.0f} s of computing each, held out bits per byte:")
+    for name, one in {"the keys that scores keep": trained, **peers}.items():
+        print(f"  {name:28}{one.held_out[-1][1]:6.3f}   {len(one.losses):4d} steps")
+    plot_loss(options.output / "loss.png", trained.losses, trained.held_out, {name: one.held_out for name, one in peers.items()})
 
     heading(4, "What it writes")
     generator = torch.Generator().manual_seed(SEED)
@@ -118,66 +134,96 @@ def usable_device() -> torch.device:
     return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
 
 
+class Trained(NamedTuple):
+    losses: list[float]  # bits per byte of every step
+    held_out: list[tuple[int, float]]  # after some steps
+    seconds: float  # of training alone; on a CPU those that the process computes, which other processes do not lengthen
+
+
 def train(
-    model: ByteModel, size: Size, train_data: Tensor, held_data: Tensor, device: torch.device
-) -> tuple[list[float], list[tuple[int, float]]]:
-    """Bits per byte: of every step, and of the held-out text after some of them."""
+    model: ByteModel,
+    size: Size,
+    train_data: Tensor,
+    held_data: Tensor,
+    device: torch.device,
+    *,
+    window: int | None = None,
+    teach: bool = False,
+    seconds: float | None = None,
+) -> Trained:
+    """For the size's steps, or for some seconds.
+
+    With ``window`` as long as the stretches every query sees all keys. Scores that are never taught stay equal, so recency alone ranks keys
+    and the window slides: the two peers differ from the model in the keys they see, and in nothing else.
+    """
     generator = torch.Generator().manual_seed(SEED)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+    rates = [group["lr"] for group in optimizer.param_groups]
     warm_up = max(1, min(30, size.steps // 5))
 
-    def rate(step: int) -> float:
-        if step < warm_up:
-            return (step + 1) / warm_up
-        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, size.steps - warm_up)))
+    def rate(step: int, progress: float) -> float:
+        return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    compiled = torch.compile(loss_of, fullgraph=True)
-
-    def loss_on(data: Tensor) -> Tensor:
+    def losses_on(data: Tensor) -> tuple[Tensor, Tensor]:
         tokens = sample(data, size.batch, size.length + 1, generator).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss: Tensor = compiled(model, tokens)
-        return loss
+            losses: tuple[Tensor, Tensor] = COMPILED(model, tokens, window, teach)
+        return losses
 
     held_batches = [sample(held_data, size.batch, size.length + 1, torch.Generator().manual_seed(i)).to(device) for i in range(4)]
 
     def held_out() -> float:
         with torch.no_grad():
-            return sum(loss_of(model, tokens).item() for tokens in held_batches) / len(held_batches) / math.log(2)
+            return sum(loss_of(model, tokens, window)[0].item() for tokens in held_batches) / len(held_batches) / math.log(2)
 
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     began = time.perf_counter()
     print("torch.compile(fullgraph=True): one graph forward, one backward ...", end=" ", flush=True)
-    loss_on(train_data).backward()
+    sum(losses_on(train_data)).backward()
     optimizer.zero_grad()
-    print(f"compiled in {time.perf_counter() - began:.0f} s")
+    print(f"ready in {time.perf_counter() - began:.0f} s")
 
     losses: list[float] = []
     held_losses = [(0, held_out())]
     tqdm.write(f"  step    0: held out {held_losses[0][1]:.2f} bits per byte")
-    every = max(1, size.steps // 5)
-    bar = tqdm(range(1, size.steps + 1), unit="step", disable=None, leave=False)
-    for step in bar:
-        loss = loss_on(train_data)
-        loss.backward()
+    spent, reported = 0.0, 0
+    bar = tqdm(total=100, unit="%", disable=None, leave=False)
+    while reported < 5:
+        began = clock()
+        progress = spent / seconds if seconds else len(losses) / size.steps
+        for group, full in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = full * rate(len(losses), progress)
+        loss, score_loss = losses_on(train_data)
+        (loss + score_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item() / math.log(2))
-        bar.set_postfix_str(f"{losses[-1]:.2f} bits per byte")
-        if step % every == 0 or step == size.steps:
-            held_losses.append((step, held_out()))
-            recent = losses[-every:]
+        spent += clock() - began
+        reached = spent / seconds if seconds else len(losses) / size.steps
+        bar.update(min(100, int(100 * reached)) - bar.n)
+        if reached >= (reported + 1) / 5:
+            recent = losses[held_losses[-1][0] :]
+            held_losses.append((len(losses), held_out()))
             tqdm.write(
-                f"  step {step:4d}: train {sum(recent) / len(recent):.2f}, held out {held_losses[-1][1]:.2f} bits per byte"
+                f"  step {len(losses):4d}: train {sum(recent) / len(recent):.2f}, held out {held_losses[-1][1]:.2f} bits per byte"
             )
-    seconds = time.perf_counter() - began
-    print(f"{size.steps} steps of {size.batch * size.length} bytes in {seconds:.0f} s")
-    return losses, held_losses
+            reported = int(5 * reached + 1e-9)
+    bar.close()
+    print(f"{len(losses)} steps of {size.batch * size.length} bytes in {spent:.0f} s of computing")
+    return Trained(losses, held_losses, spent)
+
+
+def parameter_groups(model: ByteModel) -> list[dict[str, object]]:
+    """Slopes of recency are few and have far to go, so they learn faster; vectors do not decay."""
+    slopes = [p for name, p in model.named_parameters() if name.endswith("log_slope")]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 and not name.endswith("log_slope")]
+    return [
+        {"params": matrices, "weight_decay": 0.1, "lr": PEAK_RATE},
+        {"params": others, "weight_decay": 0.0, "lr": PEAK_RATE},
+        {"params": slopes, "weight_decay": 0.0, "lr": 3 * PEAK_RATE},
+    ]
 
 
 def export_and_load(model: ByteModel, data: Tensor, length: int, package: Path) -> None:
@@ -198,9 +244,8 @@ def export_and_load(model: ByteModel, data: Tensor, length: int, package: Path) 
 
 def print_comparison(model: ByteModel, data: Tensor, size: Size) -> None:
     layer = size.layers - 1
-    print(
-        f"Attention of layer {layer + 1} on real text, window {size.window}, forward + backward, {torch.get_num_threads()} threads."
-    )
+    windows, threads = f"window {size.window} + {size.local}", torch.get_num_threads()
+    print(f"Attention of layer {layer + 1} on real text, {windows}, forward + backward, {threads} threads.")
     print("SDPA gets the same mask and score bias as a dense tensor, made beforehand.\n")
     print("  length   mask: ours    dense   time: ours      SDPA   faster   outputs differ by")
     for length in size.compared:
@@ -222,9 +267,9 @@ def draw_head(model: ByteModel, data: Tensor, size: Size, picture: Path) -> None
     for layer in range(size.layers):
         attention = model.layers[layer].attention
         hidden = model.attention_inputs(tokens, layer)
-        value = attention.v_proj(hidden).unflatten(2, (-1, attention.head_dim)).transpose(1, 2)
-        ends = dmattn.IntervalMask.top_k(attention.scores(value), attention.window).end[0].cpu()
-        for head, end in enumerate(ends):
+        _, _, value = attention.projected(hidden)
+        ends = attention.mask(attention.ranked(hidden, value)[0]).end[0].cpu()
+        for head, end in enumerate(ends[attention.local_heads :], attention.local_heads):
             life = end.clamp(max=len(data)) - torch.arange(len(data))
             spread = life[: len(data) - size.window].float().std().item()
             if best is None or spread > best[0]:
@@ -232,12 +277,13 @@ def draw_head(model: ByteModel, data: Tensor, size: Size, picture: Path) -> None
     assert best is not None
     _, layer, head, end = best
     life = end.clamp(max=len(data)) - torch.arange(len(data))
-    plot_lifetimes(picture, end, bytes(data.tolist()), size.window, f"layer {layer + 1}, key head {head + 1}")
+    plot_lifetimes(picture, end, bytes(data.tolist()), size.window, size.local, f"layer {layer + 1}, key head {head + 1}")
     kept = (end > len(data)).sum().item()
     print(
-        f"Layer {layer + 1}, key head {head + 1}: of {len(data)} bytes {(life == 0).sum().item()} are never looked at, ", end=""
+        f"Layer {layer + 1}, key head {head + 1}: of {len(data)} bytes {(life == size.local).sum().item()} are kept no longer ",
+        end="",
     )
-    print(f"{kept} are still alive at the end.")
+    print(f"than the last {size.local} always are, and {kept} are still alive at the end.")
 
 
 if __name__ == "__main__":

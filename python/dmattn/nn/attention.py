@@ -161,8 +161,18 @@ class DynamicMaskAttention(nn.Module):
             )
         return scores.transpose(1, 2)
 
+    def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
+        source = value if self.scores_values else hidden_states
+        ranks = self.scores(source.detach() if self.taught else source)
+        if self.log_slope is None:
+            return ranks, None if self.taught else ranks
+        recency = recency_of(self.log_slope, hidden_states.shape[1])
+        ranks = ranks + recency
+        return ranks, recency if self.taught else ranks
+
     def mask(self, ranks: Tensor, base: IntervalMask | None = None, *, window: int | None = None) -> IntervalMask:
-        """Which queries see which key, from what keys are selected by: scores [B, Hkv, S], with recency where the layer has it."""
+        """Which queries see which key, from what keys are selected by; see :meth:`ranked`."""
         ranks = ranks.detach()
         if self.noise and self.training:
             ranks = ranks + self.noise * gumbel_like(ranks)
@@ -210,11 +220,7 @@ class DynamicMaskAttention(nn.Module):
         if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         query, key, value = self.projected(hidden_states)
-        source = value if self.scores_values else hidden_states
-        ranks = self.scores(source.detach() if self.taught else source)
-        recency = None if self.log_slope is None else recency_of(self.log_slope, hidden_states.shape[1])
-        ranks = ranks if recency is None else ranks + recency
-        bias = recency if self.taught else ranks
+        ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
             out = dynamic_mask_attention(
