@@ -3,6 +3,7 @@
     python benchmarks/quality.py run text dynamic+local+sink --seed 1 --set visible=512 --set steps=3000 --output results.jsonl
     python benchmarks/quality.py jobs jobs.jsonl --limit 570 --output results.jsonl
     python benchmarks/quality.py table results.jsonl
+    python benchmarks/quality.py keep a.jsonl b.jsonl --output benchmarks/results/nvidia-h200/quality.jsonl
 
 A job is one line of JSON: {"task": "mqar", "variant": "taught+local", "seeds": [1, 2, 3], "visible": 256}; any setting may stand in it.
 Settings, variants and their parts are in quality_model.py, tasks in quality_tasks.py. Equal seeds see equal batches, whatever the mask.
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from quality_model import Model, Settings, variant
+from quality_report import kept
 from quality_tasks import TASKS, Batch, Task, task_of
 from run import provenance
 from torch import Tensor
@@ -353,9 +355,11 @@ def parse() -> argparse.Namespace:
     many.add_argument("file", type=Path)
     many.add_argument("--limit", type=float, default=1e6, help="seconds for all of them")
     many.add_argument("--per-gpu", type=int, default=1, help="runs at a time on one GPU; for small models")
+    trimmed = verbs.add_parser("keep", help="finished runs in the form in which they are committed; replaces OUTPUT")
+    trimmed.add_argument("files", type=Path, nargs="+")
     shown = verbs.add_parser("table", help="what finished runs came to")
     shown.add_argument("output", type=Path)
-    for verb in (one, many):
+    for verb in (one, many, trimmed):
         verb.add_argument("--output", type=Path, default=Path("quality.jsonl"), help="file of JSON lines to add results to")
     return parser.parse_args()
 
@@ -366,6 +370,9 @@ def main() -> None:
         jobs(options)
     elif options.verb == "table":
         table(options.output)
+    elif options.verb == "keep":
+        runs = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
+        options.output.write_text("".join(json.dumps(kept(run)) + "\n" for run in runs if run["complete"]))
     else:
         job = {"task": options.task, "variant": options.variant, "seed": options.seed, **options.job, **dict(options.set)}
         result = result_of(job, options.stop_at)

@@ -1,6 +1,6 @@
 """Turns benchmarks/results into tables of README.md and pages of docs/, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
 
-NAME is that of results/*/NAME.json, or of one of the short tables below.
+NAME is that of results/*/NAME.json, or of one of the short tables below, or of one of quality_report.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import quality_report
+
 HERE = Path(__file__).parent
-PAGES = (HERE.parent / "README.md", HERE.parent / "docs/performance.md", HERE.parent / "docs/lab/results.md")
+PAGES = (
+    HERE.parent / "README.md",
+    HERE.parent / "docs/performance.md",
+    HERE.parent / "docs/lab/results.md",
+    HERE.parent / "docs/learning.md",
+)
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 SHORT_TABLES = {  # results, then cases of them
     "summary": {
@@ -213,6 +220,8 @@ def rewritten(text: str, results: Path) -> str:
         name = found[1]
         if name in SHORT_TABLES:
             return f"<!-- bench:{name} -->\n{short_table(name, results)}\n<!-- /bench:{name} -->"
+        if name in quality_report.TABLES:
+            return f"<!-- bench:{name} -->\n{quality_report.table(name, results)}\n<!-- /bench:{name} -->"
         paths = sorted(results.glob(f"*/{name}.json"))
         if not paths:
             sys.exit(f"report: no results for bench:{name}, expected {results}/*/{name}.json; make bench writes them")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 INK, PALE, LINE = "#1f2933", "#e4e9f0", "#9aa5b1"
 BLUE, ORANGE, GREEN = "#2f6fb0", "#e08e45", "#4d9a6a"
 WHITE = "#ffffff"
+QUALITY = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/quality.jsonl"
 
 
 class Drawing:
@@ -36,6 +40,15 @@ class Drawing:
     ) -> None:
         extra = (' marker-end="url(#arrow)"' if arrow else "") + (' stroke-dasharray="4 3"' if dashed else "")
         self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{stroke}" stroke-width="1.5"{extra}/>')
+
+    def curve(self, points: list[tuple[float, float]], stroke: str, dashed: bool = False) -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        extra = ' stroke-dasharray="6 4"' if dashed else ""
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="2"{extra}/>')
+
+    def area(self, points: list[tuple[float, float]], fill: str) -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self.parts.append(f'<polygon points="{path}" fill="{fill}" fill-opacity="0.18"/>')
 
     def svg(self) -> str:
         head = (
@@ -203,7 +216,104 @@ def pipeline() -> Drawing:
     return d
 
 
-FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline}
+Run = dict[str, Any]
+
+
+def runs_of(fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
+    return [run for run in map(json.loads, QUALITY.read_text().splitlines()) if fits(run["settings"])]
+
+
+def panel(
+    d: Drawing, x: float, y: float, title: str, across: str, limit: float, bits: tuple[float, float],
+    lines: list[tuple[str, str, bool, list[Run]]],
+) -> None:  # fmt: skip
+    """Held-out bits a byte over steps or seconds: a curve for the mean of each kind of run, and a band from the least to the most.
+
+    lines: label, colour, whether dashed, runs. The part of a curve above the panel is left out.
+    """
+    w, h, (low, high) = 330.0, 270.0, bits
+    d.text(x, y - 16, title, 14, bold=True)
+    ticks = [low + (high - low) * part / 4 for part in range(5)]
+    for tick in ticks:
+        at = y + h * (high - tick) / (high - low)
+        d.line(x, at, x + w, at, PALE)
+        d.text(x - 8, at + 4, f"{tick:.2f}", 11, "end")
+    for part in range(5):
+        d.text(x + w * part / 4, y + h + 18, f"{limit * part / 4:g}", 11, "middle")
+    d.text(x + w / 2, y + h + 38, across, 12, "middle")
+
+    def place(moment: float, value: float) -> tuple[float, float]:
+        return x + w * min(1.0, moment / limit), y + h * (high - value) / (high - low)
+
+    key = "seconds" if across.startswith("seconds") else "step"
+    for _, colour, dashed, runs in lines:
+        if not runs:
+            continue
+        moments = [sum(p[key] for p in points) / len(points) for points in zip(*(run["curve"] for run in runs), strict=False)]
+        values = [[p["held_bits"] for p in points] for points in zip(*(run["curve"] for run in runs), strict=False)]
+        means = [sum(found) / len(found) for found in values]
+        inside = [i for i, mean in enumerate(means) if mean <= high]
+        first = inside[0] if inside else len(means)
+        shown = [place(moments[i], means[i]) for i in range(first, len(means))]
+        if 0 < first < len(means):  # where the curve comes into the panel
+            share = (means[first - 1] - high) / (means[first - 1] - means[first])
+            shown.insert(0, place(moments[first - 1] + share * (moments[first] - moments[first - 1]), high))
+        if len(runs) > 1:
+            upper = [place(moments[i], min(high, max(values[i]))) for i in range(first, len(means))]
+            lower = [place(moments[i], min(values[i])) for i in range(first, len(means))]
+            d.area(upper + lower[::-1], colour)
+        if shown:
+            d.curve(shown, colour, dashed)
+
+
+def learning() -> Drawing:
+    d = Drawing(860, 500, "What models learn that differ in their attention mask alone")
+
+    def is_taught(s: dict[str, Any]) -> bool:
+        return bool(s["mask"] == "dynamic" and s["bias"] == "none" and s["recency"])
+
+    kinds: list[tuple[str, str, bool, Callable[[dict[str, Any]], bool]]] = [
+        ("dense", LINE, False, lambda s: s["mask"] == "dense" and not s["recency"]),
+        ("dense, recency", INK, False, lambda s: s["mask"] == "dense" and s["recency"] > 0),
+        ("sliding, recency", GREEN, True, lambda s: s["mask"] == "sliding" and s["recency"] > 0 and not s["plain_heads"]),
+        ("sliding, recency, half of the heads local", GREEN, False,
+         lambda s: s["mask"] == "sliding" and s["recency"] > 0 and s["plain_heads"] > 0),
+        ("learned keys, recency", BLUE, True, lambda s: is_taught(s) and not s["plain_heads"] and not s["sink"]),
+        ("learned keys, recency, half of the heads local", BLUE, False,
+         lambda s: is_taught(s) and s["plain_heads"] * 2 == s["heads"] and s["visible"] <= s["length"] // 16),
+        ("the same with 1,024 visible (left)", ORANGE, False,
+         lambda s: is_taught(s) and s["plain_heads"] * 2 == s["heads"] and s["visible"] > s["length"] // 16),
+    ]  # fmt: skip
+
+    def lines(fits: Callable[[dict[str, Any]], bool]) -> list[tuple[str, str, bool, list[Run]]]:
+        found = []
+        for label, colour, dashed, kind in kinds:
+            runs = runs_of(lambda s, kind=kind: fits(s) and kind(s))  # type: ignore[misc]
+            same = [run for run in runs if run["name"] == runs[0]["name"]]
+            found.append((label, colour, dashed, same))
+        return found
+
+    by_steps = lines(lambda s: s["task"] == "text" and not s["seconds"] and s["steps"] == 2000)
+    by_seconds = lines(lambda s: s["task"] == "text" and s["seconds"] > 0)
+    panel(d, 70, 60, "8,192 tokens, 512 visible, equal steps", "steps; held-out bits a byte", 2000, (0.8, 1.6), by_steps)
+    panel(
+        d,
+        490,
+        60,
+        "32,768 tokens, 1,024 visible, equal time",
+        "seconds of training; held-out bits a byte",
+        50,
+        (0.9, 2.5),
+        by_seconds,
+    )
+    for number, (label, colour, dashed, _) in enumerate(kinds):
+        x, y = 70 + number % 2 * 420, 396 + number // 2 * 24
+        d.curve([(x, y), (x + 28, y)], colour, dashed)
+        d.text(x + 36, y + 5, label, 13)
+    return d
+
+
+FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline, "learning": learning}
 
 
 def main() -> None:

@@ -71,7 +71,9 @@ def plot_lifetimes(path: Path, end: Tensor, text: bytes, window: int, local: int
         axes.add_collection(bars)
         axes.plot([0, length], [0, length], color="#888888", linewidth=0.8)
         band = f"the last {local} keys, which every query sees"
-        axes.fill_between([0, local, length], [0, 0, length - local], [0, local, length], color="#e8a33d", alpha=0.35, label=band)
+        axes.fill_between(
+            [0, local, length], [0, 0, length - local], [0, local, length], color="#e8a33d", alpha=0.45, zorder=3, label=band
+        )
         seen = window + local
         sliding = f"where a sliding window of {seen} would drop it"
         axes.plot([seen, length], [0, length - seen], color="#d1495b", linewidth=1.4, linestyle="--", label=sliding)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
-from dmattn.nn import DynamicMaskAttention
+from dmattn.nn import DynamicMaskAttention, WindowSchedule, score_loss
 from dmattn.testing import strategies
 
 NAN, INF = float("nan"), float("inf")
@@ -234,6 +234,18 @@ PUBLIC = {
     "layer window": (lambda: DynamicMaskAttention(64, 4, window=0), ValueError, "window: expected a positive int, got 0"),
     "layer local": (lambda: DynamicMaskAttention(64, 4, local=-1), ValueError, "local: expected an int >= 0, got -1"),
     "layer sink": (lambda: DynamicMaskAttention(64, 4, is_causal=False, sink=2), ValueError, "local, sink: expected 0 and 0 with is_causal=False, got 0 and 2"),
+    "layer local heads": (lambda: DynamicMaskAttention(64, 4, local=2, local_heads=4), ValueError, "local_heads: expected fewer than num_kv_heads=4, and local > 0, got 4 with local=2"),
+    "layer local heads without local": (lambda: DynamicMaskAttention(64, 4, local_heads=1), ValueError, "local_heads: expected fewer than num_kv_heads=4, and local > 0, got 1 with local=0"),
+    "layer score": (lambda: DynamicMaskAttention(64, 4, score="log"), ValueError, "score: expected 'exp', 'linear' or a torch.nn.Module, got 'log'"),
+    "layer score of another width": (lambda: DynamicMaskAttention(64, 4, score=torch.nn.Linear(64, 3))(rows(1, 5, 64)), ValueError, "score: expected a module that returns [B, S, Hkv] = [1, 5, 4], got [1, 5, 3]"),
+    "layer recency": (lambda: DynamicMaskAttention(64, 4, recency=0.0), ValueError, "recency: expected None, or a number > 0 with is_causal, got 0.0 with is_causal=True"),
+    "layer recency without causality": (lambda: DynamicMaskAttention(64, 4, recency=0.1, is_causal=False), ValueError, "recency: expected None, or a number > 0 with is_causal"),
+    "layer score loss without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False)(rows(1, 5, 64), with_score_loss=True), ValueError, "with_score_loss: expected False with is_causal=False"),
+    "layer window of a call": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), window=0), ValueError, "window: expected a positive int, got 0"),
+    "score loss lengths": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 6, 8), rows(1, 2, 6)), ValueError, "key: expected as many keys as queries, 5, got 6"),
+    "score loss scores": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 6)), ValueError, "scores: expected [B, Hkv, S] = [1, 2, 5], got [1, 2, 6]"),
+    "schedule length": (lambda: WindowSchedule(30, 20), ValueError, "length: expected at least window=30, got 20"),
+    "schedule step": (lambda: WindowSchedule(3, 20)(-1), ValueError, "step: expected an int >= 0, got -1"),
     "layer heads": (lambda: DynamicMaskAttention(64, 4, num_kv_heads=3), ValueError, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
     "layer size": (lambda: DynamicMaskAttention(66, 4), ValueError, "embed_dim: expected a multiple of num_heads=4 when head_dim is not given, got 66"),
     "layer head size": (lambda: DynamicMaskAttention(64, 4, head_dim=12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
@@ -629,19 +641,24 @@ ARGUMENTS = {
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "is_causal": True, "local": 0, "sink": 0, "dropout": 0.0, "softcap": 0.0},
-    LAYER: {"hidden_states": rows(1, 6, 32), "base": None},
+                           "rope_theta": 1e4, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "recency": None,
+                           "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
+    LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
+    score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink": 0, "queries": 4,
+                 "scale": None, "softcap": 0.0},
+    WindowSchedule: {"window": 2, "length": 20, "dense_steps": 0, "fall_steps": 0, "multiple": 64},
 }  # fmt: skip
 # What each argument takes of the strange things.
 TAKEN = {
     "mask": {"None", "a block mask"}, "page_table": {"None"}, "key_bias": {"None"}, "bias": {"None"}, (DynamicMaskAttention, "bias"): {"a bool"}, "scale": {"None", "an int", "a float"},
-    "softmax_scale": {"None", "an int", "a float"}, "softcap": {"None", "an int", "a float"}, (DynamicMaskAttention, "softcap"): {"None", "an int", "a float"}, "sinks": {"None"}, (dmattn.lse_with_sink, "sinks"): set(),
+    "softmax_scale": {"None", "an int", "a float"}, "softcap": {"None", "an int", "a float"}, "sinks": {"None"}, (dmattn.lse_with_sink, "sinks"): set(),
     "query_offset": {"None", "an int", "an int in a tensor"}, "lse": {"None"}, (dmattn.lse_with_sink, "lse"): set(),
     (dmattn.attention_weights, "heads"): {"None", "an int", "an int in a tensor"}, "rows": {"None", "an int", "an int in a tensor"},
-    "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
+    "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, (LAYER, "window"): {"None", "an int"}, "score": {"a module"}, "recency": {"None", "an int", "a float"},
+    "noise": {"an int", "a float"}, "queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
+} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

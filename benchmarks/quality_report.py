@@ -1,0 +1,110 @@
+"""Tables of the page "Does it learn?", from benchmarks/results/nvidia-h200/quality.jsonl, and the form in which runs are kept there."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KEPT = "nvidia-h200/quality.jsonl"
+Run = dict[str, Any]
+TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong to which table
+    "quality-text": lambda s: s["task"] == "text" and not s["seconds"],
+    "quality-seconds": lambda s: s["task"] == "text" and s["seconds"] > 0,
+    "quality-recall": lambda s: s["task"] == "mqar",
+    "quality-passkey": lambda s: s["task"] == "passkey",
+}
+PARTS_OF_THE_CURVE = ("step", "seconds", "held_bits", "held_accuracy", "near_accuracy")
+
+
+def kept(run: Run) -> Run:
+    """A run as it is committed: without what neither a table nor a drawing needs."""
+    curve = [
+        {
+            name: round(point[name], 4)
+            for name in PARTS_OF_THE_CURVE
+            if name in point and (name != "held_bits" or "held_accuracy" not in point)
+        }
+        for point in run["curve"]
+    ]
+    parts = ("name", "complete", "settings", "parameters", "steps", "seconds", "tokens_per_second", "machine", "cuda", "torch", "commit",
+             "uncommitted_changes", "date")  # fmt: skip
+    return {name: run[name] for name in parts} | {"curve": curve}
+
+
+def described(s: dict[str, Any]) -> str:
+    """What tells a run's mask from others, in words."""
+    if s["mask"] != "dynamic":
+        words = [{"dense": "dense", "sliding": "sliding window", "streaming": "sinks and sliding window"}[s["mask"]]]
+    else:
+        taught = s["bias"] == "none"
+        words = ["scores that are taught" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
+        words += [f"{s['local']} local"] if s["local"] else []
+        words += [f"{s['sink']} sinks"] if s["sink"] else []
+    words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    words += ["recency"] if s["recency"] else []
+    words += [f"{s['flat_heads']} heads without it"] if s.get("flat_heads") else []
+    words += ["selection without it"] if s["recency"] and not s["recency_selects"] else []
+    share = s.get("rope_share", 1.0)
+    words += [] if share == 1 else ["no rotation" if share == 0 else f"{share:.0%} rotated"]
+    words += ["dense at first"] if s["dense_until"] else []
+    words += ["a falling window"] if s["anneal_until"] else []
+    words += ["queries that explore"] if s["explore"] else []
+    words += ["noise"] if s["noise"] else []
+    words += ["scores that look ahead"] if s["lookahead"] else []
+    return ", ".join(words)
+
+
+def table(name: str, results: Path) -> str:
+    """Markdown: the runs of each budget, the best first, means over seeds."""
+    runs = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
+    chosen = [run for run in runs if TABLES[name](run["settings"]) and run["complete"]]
+    groups: dict[str, list[Run]] = {}
+    for run in chosen:
+        groups.setdefault(heading(run), []).append(run)
+    commits = ", ".join(sorted({run["commit"] for run in chosen if run["commit"]}))
+    about = "; ".join(sorted({f"{run['machine']['gpu']}, torch {run['torch']}, {run['date'][:10]}" for run in chosen}))
+    tables = [f"{title}:\n\n{rows_of(found)}" for title, found in groups.items()]
+    return "\n\n".join([*tables, about + (f"; commit {commits}." if commits else ".")])
+
+
+def heading(run: Run) -> str:
+    s = run["settings"]
+    budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
+    size = f"{s['layers']} layers of {s['width']}"
+    asked = (
+        "" if s["task"] == "text" else f", {s['pairs']} pairs" + (f" of {s['symbols']} symbols" if s["task"] == "mqar" else "")
+    )
+    return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"
+
+
+def rows_of(runs: list[Run]) -> str:
+    recalls = "held_accuracy" in runs[0]["curve"][-1]
+    column = "held_accuracy" if recalls else "held_bits"
+    latest = {(described(run["settings"]), run["settings"]["visible"], run["settings"]["seed"]): run for run in runs}
+    by_what: dict[tuple[str, int], list[Run]] = {}
+    for (what, visible, _), run in latest.items():
+        by_what.setdefault((what, visible), []).append(run)
+    titles = [
+        "mask",
+        "visible",
+        *(["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]),
+    ]
+    lines = [f"| {' | '.join([*titles, 'seeds'])} |", "|---|" + "---:|" * len(titles)]
+
+    def mean(found: list[Run], name: str) -> float:
+        return statistics.fmean(run["curve"][-1][name] for run in found)
+
+    for (what, visible), found in sorted(by_what.items(), key=lambda item: mean(item[1], column), reverse=recalls):
+        seen = "all" if found[0]["settings"]["mask"] == "dense" else f"{visible:,}"
+        if recalls:
+            cells = [f"{mean(found, name):.1%}" for name in ("held_accuracy", "near_accuracy")]
+        else:
+            values = [run["curve"][-1][column] for run in found]
+            spread = f" ± {max(abs(value - statistics.fmean(values)) for value in values):.3f}" if len(values) > 1 else ""
+            tokens = statistics.fmean(run["steps"] * run["settings"]["batch"] * run["settings"]["length"] for run in found) / 1e6
+            cells = [f"{mean(found, column):.3f}{spread}", f"{tokens:.0f}"]
+        lines.append(f"| {' | '.join([what, seen, *cells, str(len(found))])} |")
+    return "\n".join(lines)
