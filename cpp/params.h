@@ -115,6 +115,44 @@ struct DecodeParams {
   double scale = 1.0, softcap = 0.0;
 };
 
+// The slots of a bounded cache, for each key head: sinks, the ring of the local window, selected keys, and the log of what died
+// in the last `rewind` steps. All tensors are contiguous. A slot whose position is kNoPosition is empty: zeros, and a score of
+// -inf.
+struct CacheParams {
+  int64_t batch = 0, kv_heads = 0, head_dim = 0, value_dim = 0;
+  int32_t sink = 0, local = 0, window = 0, rewind = 0, slots = 0;  // slots = sink + local + window + rewind
+  DType dtype = DType::kFloat32;                                   // of keys and values
+
+  void* key = nullptr;          // [B, Hkv, slots, D]
+  void* value = nullptr;        // [B, Hkv, slots, Dv]
+  void* score = nullptr;        // [B, Hkv, slots], float, or double for kFloat64
+  int32_t* position = nullptr;  // [B, Hkv, slots]
+  int32_t* entered = nullptr;   // [B, Hkv, rewind]: the slot that a logged step's competitor took, kNoSlot if it took none
+  int32_t* steps = nullptr;     // [B, Hkv]: tokens taken so far, the same for all heads of a sequence
+  int32_t* kept = nullptr;      // [B, Hkv]: steps that can be taken back
+
+  // The new token, for the op cache_update.
+  TensorView new_key, new_value;  // [B, Hkv, 1, D or Dv]
+  PerHead new_scores;             // [B, Hkv, 1]; null: 0
+  DType scores_dtype = DType::kFloat32;
+  const int32_t* lengths = nullptr;  // [B]: a sequence with 0 or less takes nothing; null: all take the token
+
+  const int32_t* count = nullptr;  // [B]: steps to take back, for the op cache_rewind
+
+  // For the op cache_extend: cached keys in the order of their positions, empty slots in front, and then `tokens` new ones.
+  int32_t tokens = 0;
+  TensorView all_key, all_value;          // [B, Hkv, visible + tokens, D or Dv], visible = sink + local + window
+  const void* all_score = nullptr;        // [B, Hkv, visible + tokens] contiguous, like score
+  const int32_t* all_position = nullptr;  // [B, Hkv, visible + tokens] contiguous, kNoPosition where there is no key
+  const int64_t* all_slot = nullptr;      // [B, Hkv, visible] contiguous: where the cached keys lie
+  // [B, Hkv, visible + tokens] contiguous: the index of the first query that does not see the key, at most that behind the last
+  // token that is taken.
+  const int32_t* all_end = nullptr;
+};
+
+inline constexpr int32_t kNoPosition = -1;
+inline constexpr int32_t kNoSlot = -1;
+
 struct PackParams {
   int64_t batch = 0, heads = 0;  // of the mask: B|1, H|Hkv|1
   int64_t query_length = 0, key_length = 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, BoundedCache, IntervalMask
 from dmattn.testing import strategies
 from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 ops = torch.ops.dmattn
+CACHE_STATE = ("key", "value", "score", "position", "entered", "steps", "kept")
 tensor = strategies.random_tensor
 
 
@@ -155,6 +156,32 @@ def test_opcheck_decode(arguments):
     torch.library.opcheck(ops.decode.default, arguments)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [((4, 3, 2, 5), torch.float32), ((4, 0, 0, 0), torch.bfloat16), ((0, 3, 2, 1), torch.float64)],
+    ids=str,
+)
+def test_opcheck_cache(sizes, dtype):
+    window, local, sink, rewind = sizes
+    cache = BoundedCache(2, 2, window, 8, 16, local=local, sink=sink, rewind=rewind, dtype=dtype)
+    key, value, scores = tensor((2, 2, 12, 8), 0, dtype), tensor((2, 2, 12, 16), 1, dtype), tensor((2, 2, 12), 2)
+    cache.attend(tensor((2, 4, 12, 8), 3, dtype), key, value, scores)
+    state, count = tuple(getattr(cache, name) for name in CACHE_STATE), torch.tensor([1, 0], dtype=torch.int32)
+    token = [x[:, :, 3:4] for x in (key, value, scores)]
+    torch.library.opcheck(ops.cache_update.default, (*state, *token, None, *sizes[:3]))
+    torch.library.opcheck(ops.cache_update.default, (*state, *token, count, *sizes[:3]))
+    if window == 0:
+        torch.library.opcheck(ops.cache_update.default, (*state, *token[:2], None, None, *sizes[:3]))
+    torch.library.opcheck(ops.cache_rewind.default, (*state, count, *sizes[:3]))
+    visible = sum(sizes[:3])
+    chunk = [torch.cat([old[:, :, :visible], new], 2) for old, new in zip(state[:2], (key, value), strict=True)]
+    numbers = [torch.zeros(2, 2, visible + 12, dtype=dtype) for dtype in (state[2].dtype, torch.int32, torch.int32)]
+    slot = torch.zeros(2, 2, visible, dtype=torch.int64)
+    arguments = (*state, *chunk, *numbers[:2], slot, numbers[2])
+    torch.library.opcheck(ops.cache_extend.default, (*arguments, None, *sizes[:3]))
+    torch.library.opcheck(ops.cache_extend.default, (*arguments, count, *sizes[:3]))
+
+
 # compile ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +251,47 @@ def test_compiled_sizes_of_a_selection_change_without_recompiling():
             assert torch.equal(compiled(query, scores, *sizes), fn(query, scores, *sizes)), sizes
 
 
+class Generates(torch.nn.Module):
+    """A cache as the state of a module."""
+
+    def __init__(self, dtype=torch.float32, device="cpu"):
+        super().__init__()
+        self.cache = BoundedCache(2, 2, 6, 16, 16, local=3, sink=2, rewind=4, dtype=dtype, device=device)
+
+    def forward(self, query, key, value, scores, lengths=None):
+        return self.cache.attend(query, key, value, scores, lengths=lengths)
+
+
+def tokens(count, seed, dtype=torch.float32, device="cpu"):
+    sizes = ((2, 4, count, 16), (2, 2, count, 16), (2, 2, count, 16))
+    return [
+        *(tensor(size, seed + i, dtype, device) for i, size in enumerate(sizes)),
+        tensor((2, 2, count), seed + 3, device=device),
+    ]
+
+
+def assert_same_state(ours, theirs):
+    for name in CACHE_STATE:
+        assert torch.equal(ours[f"cache.{name}"], theirs[f"cache.{name}"]), name
+
+
+def test_compile_a_cache_without_recompiling(device, dtype):
+    """A chunk is compiled once for all its lengths, a step once; the cache's tensors are written where they are."""
+    eager, module = Generates(dtype, device), Generates(dtype, device)
+    places = [getattr(module.cache, name).data_ptr() for name in CACHE_STATE]
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for count in (30, 1):  # each once
+            compiled(*tokens(count, count, dtype, device)), eager(*tokens(count, count, dtype, device))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for count in (17, 1, 50, 1, 1):
+                ours, theirs = (call(*tokens(count, 9, dtype, device)) for call in (compiled, eager))
+                torch.testing.assert_close(ours, theirs)
+                assert_same_state(module.state_dict(), eager.state_dict())
+    assert [getattr(module.cache, name).data_ptr() for name in CACHE_STATE] == places
+
+
 @pytest.mark.parametrize("kind", ["interval", "block", "combined", "bool"])
 def test_compile_with_masks_as_inputs(device, dtype, kind):
     def mask_of(length):
@@ -257,6 +325,20 @@ class Attends(torch.nn.Module):
 class AttendsBeside(torch.nn.Module):
     def forward(self, q, k, v, scores):
         return dmattn.dynamic_mask_attention(q, k, v, scores, 16, local=12, sink=3)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize("counts", [(1, 1, 1), (30, 9, 200)], ids=["steps", "chunks"])
+def test_export_with_a_cache_as_state(tmp_path, counts):
+    length = Dim("length", min=9, max=4096)
+    shapes = None if counts[0] == 1 else ({2: length},) * 4
+    with torch.no_grad():
+        program = torch.export.export(Generates(), tuple(tokens(counts[0], 0)), dynamic_shapes=shapes)
+        torch.export.save(program.run_decompositions({}), tmp_path / "generates.pt2")
+        loaded, eager = torch.export.load(tmp_path / "generates.pt2").module(), Generates()
+        for seed, count in enumerate(counts):
+            assert torch.equal(loaded(*tokens(count, seed)), eager(*tokens(count, seed)))
+            assert_same_state(loaded.state_dict(), eager.state_dict())
 
 
 class AttendsMasked(torch.nn.Module):

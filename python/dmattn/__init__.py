@@ -13,6 +13,7 @@ from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
 from dmattn.attention import attention, dynamic_mask_attention, key_scores  # noqa: E402
+from dmattn.cache import BoundedCache  # noqa: E402
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
 from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "ALWAYS",
     "FOREVER",
     "BlockMask",
+    "BoundedCache",
     "CombinedMask",
     "IntervalMask",
     "__version__",

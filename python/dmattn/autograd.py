@@ -7,6 +7,7 @@ dimensions become batches stands in :mod:`dmattn.batching`. The rules are :class
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,9 +205,9 @@ def _transformed_backward_rule(*inputs: Any) -> Any:
     return AttentionGradients.apply(*_with_default(inputs))
 
 
-def refuse_gradients() -> None:
+def refuse_gradients(name: str = "decode_attention") -> None:
     raise RuntimeError(
-        "dmattn: decode_attention has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
+        f"dmattn: {name} has no gradient, got a tensor that requires one: call it under torch.no_grad() or "
         "torch.inference_mode(), or train with dmattn.attention"
     )
 
@@ -215,6 +216,14 @@ def _decode_rule(*inputs: Any) -> Any:
     if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         refuse_gradients()
     return below_autograd(torch.ops.dmattn.decode, inputs)
+
+
+def _cache_rule(name: str, *inputs: Any) -> Any:
+    # Inductor traces what writes its arguments twice, and expects the same nodes: ask for tangents only where there can be some.
+    has_tangent = forward_ad._current_level >= 0 and _has_tangent(inputs)
+    if has_tangent or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        refuse_gradients(name)
+    return below_autograd(getattr(torch.ops.dmattn, name), inputs)
 
 
 def _with_default(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -227,3 +236,5 @@ _rules.impl("forward", Attention.apply, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("backward", _backward_rule, "Autograd")
 _rules.impl("backward", _transformed_backward_rule, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("decode", _decode_rule, "Autograd")
+for _name in ("cache_update", "cache_extend", "cache_rewind"):
+    _rules.impl(_name, partial(_cache_rule, _name), "Autograd")

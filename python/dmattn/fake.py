@@ -164,3 +164,60 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     check_one_device("decode", "query", query, key, value, lengths, page_table, key_bias, sinks)
     return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
+
+
+@fake
+def cache_update(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    score_cache: Tensor,
+    position: Tensor,
+    entered: Tensor,
+    steps: Tensor,
+    kept: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor | None,
+    lengths: Tensor | None,
+    *sizes: object,
+) -> None:
+    tensors = (value_cache, score_cache, position, entered, steps, kept, key, value, scores, lengths)
+    check_one_device("cache_update", "key_cache", key_cache, *tensors)
+
+
+@fake
+def cache_extend(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    score_cache: Tensor,
+    position: Tensor,
+    entered: Tensor,
+    steps: Tensor,
+    kept: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor,
+    key_position: Tensor,
+    slot: Tensor,
+    end: Tensor,
+    lengths: Tensor | None,
+    *sizes: object,
+) -> None:
+    tensors = (value_cache, score_cache, position, entered, steps, kept, key, value, scores, key_position, slot, end, lengths)
+    check_one_device("cache_extend", "key_cache", key_cache, *tensors)
+
+
+@fake
+def cache_rewind(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    score_cache: Tensor,
+    position: Tensor,
+    entered: Tensor,
+    steps: Tensor,
+    kept: Tensor,
+    count: Tensor,
+    *sizes: object,
+) -> None:
+    tensors = (value_cache, score_cache, position, entered, steps, kept, count)
+    check_one_device("cache_rewind", "key_cache", key_cache, *tensors)

@@ -6,6 +6,8 @@ torch.func transform or forward-mode level), kernels are called directly, or thr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -53,6 +55,31 @@ def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = torch.ops.dmattn.decode(*inputs)
     return out, lse
+
+
+def cache_update(*inputs: object) -> None:
+    """``torch.ops.dmattn.cache_update``, likewise: it writes its first seven arguments."""
+    _change(torch.ops.dmattn.cache_update, "BoundedCache.attend", inputs)
+
+
+def cache_extend(*inputs: object) -> None:
+    """``torch.ops.dmattn.cache_extend``, likewise: it writes its first seven arguments."""
+    _change(torch.ops.dmattn.cache_extend, "BoundedCache.attend", inputs)
+
+
+def cache_rewind(*inputs: object) -> None:
+    """``torch.ops.dmattn.cache_rewind``, likewise: it writes its first seven arguments."""
+    _change(torch.ops.dmattn.cache_rewind, "BoundedCache.rewind", inputs)
+
+
+def _change(op: Callable[..., None], name: str, inputs: tuple[object, ...]) -> None:
+    if _watched(inputs):
+        op(*inputs)
+        return
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        autograd.refuse_gradients(name)
+    with torch._C._AutoDispatchBelowAutograd():
+        op(*inputs)
 
 
 def _watched(inputs: tuple[object, ...]) -> bool:

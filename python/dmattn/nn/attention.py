@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.rotation import rotate
 from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss
@@ -181,44 +182,73 @@ class DynamicMaskAttention(nn.Module):
         window = self.window if window is None else window
         return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink=self.sink)
 
+    def new_cache(self, batch_size: int, *, rewind: int = 0) -> BoundedCache:
+        """An empty cache for generating with this layer, on its device and in its dtype.
+
+        Raises:
+            ValueError: a layer with taught, recency, local_heads or without is_causal: a cache does not take these.
+        """
+        self._check_cached()
+        weight = self.k_proj.weight
+        return BoundedCache(
+            batch_size, self.num_kv_heads, self.window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind,
+            dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+
     @overload
     def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, *, window: int | None = None,
-        with_score_loss: Literal[False] = False,
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | None = None, *,
+        window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
-        self,
-        hidden_states: Tensor,
-        base: IntervalMask | None = None,
-        *,
-        window: int | None = None,
-        with_score_loss: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | None = None, *,
+        window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         hidden_states: Tensor,
         base: IntervalMask | None = None,
+        cache: BoundedCache | None = None,
         *,
         window: int | None = None,
         with_score_loss: bool = False,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention over the hidden states, and the loss that teaches the scores if asked for.
+        """Attention of hidden states to each other or, with a cache, to all that came before, too; and the loss that teaches the scores if
+        asked for.
 
         Args:
-            hidden_states: [B, S, E].
-            base: documents and/or padding, see :meth:`IntervalMask.top_k`.
-            window: takes the place of the layer's own for this call; see :class:`WindowSchedule`.
-            with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal.
+            hidden_states: [B, S, E]. With a cache they are the next S tokens of each sequence, S = 1 for a decode step.
+            base: documents and/or padding, see :meth:`IntervalMask.top_k`; not with a cache.
+            cache: what :meth:`new_cache` gives; it takes the tokens in. Only causally, without gradients and dropout.
+            window: takes the place of the layer's own for this call; see :class:`WindowSchedule`. Not with a cache.
+            with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal, and not
+                with a cache.
+            lengths, padding_side: with a cache, which of the S tokens are real, see :meth:`BoundedCache.attend`.
 
         Returns:
             [B, S, E], or (that, the loss).
+
+        Raises:
+            TypeError, ValueError: a wrong type or shape, a cache of other sizes, or arguments that do not go together.
+            RuntimeError: a cache while gradients are on.
         """
         checks.tensor("hidden_states", hidden_states)
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.embed_dim:
             raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(hidden_states)}")
         if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
+        if cache is not None:
+            if base is not None or window is not None or with_score_loss:
+                raise ValueError("base, window, with_score_loss: expected their defaults with a cache")
+            generated: Tensor = self.o_proj(self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2))
+            return generated
+        if lengths is not None:
+            raise ValueError("lengths: expected None without a cache; give base=IntervalMask.padding(S, lengths) instead")
         query, key, value = self.projected(hidden_states)
         ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0
@@ -237,14 +267,42 @@ class DynamicMaskAttention(nn.Module):
         losses = score_loss(query, key, ranks, key_bias=bias, base=base, local=self.local, sink=self.sink, softcap=self.softcap)
         return result, losses[self.local_heads :].mean()
 
-    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated."""
+    def _check_cached(self) -> None:
+        refused = {"taught": self.taught, "recency": self.log_slope is not None, "local_heads": self.local_heads > 0}
+        names = [name for name, is_set in refused.items() if is_set]
+        if names or not self.is_causal:
+            given = ", ".join(names) or "is_causal=False"
+            raise ValueError(f"cache: expected a causal layer without taught, recency and local_heads, got one with {given}")
+
+    def _generate(
+        self, hidden_states: Tensor, cache: BoundedCache, lengths: Tensor | None, padding_side: PaddingSide
+    ) -> Tensor:
+        """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other."""
+        if not isinstance(cache, BoundedCache):
+            raise TypeError(f"cache: expected a dmattn.BoundedCache, got {type(cache).__name__}")
+        self._check_cached()
+        if self.training and self.dropout > 0:
+            raise ValueError(f"cache: expected a layer in eval mode or without dropout, got one that trains with {self.dropout}")
+        sizes, given = (self.sink, self.local, self.window), tuple(cache.sizes[:3])
+        if given != sizes:
+            raise ValueError(f"cache: expected one with (sink, local, window) = {sizes} like the layer, got {given}")
+        batch, length = hidden_states.shape[:2]
+        if batch != cache.key.shape[0]:
+            raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.key.shape[0]} like the cache, got B={batch}")
+        positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
+        query, key, value = self.projected(hidden_states, positions)
+        scores = self.scores(value if self.scores_values else hidden_states)
+        return cache.attend(query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side)
+
+    def projected(self, hidden_states: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B, S], by
+        default 0, 1, ... in every sequence."""
         query, key, value = (
             proj(hidden_states).unflatten(2, (heads, self.head_dim)).transpose(1, 2)
             for proj, heads in ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         )
         if self.rope_theta is not None:
-            query, key = (rotate(x, self.rope_theta) for x in (query, key))
+            query, key = (rotate(x, self.rope_theta, positions) for x in (query, key))
         return query, key, value
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first

@@ -1,0 +1,154 @@
+// Tensors in, params out for the ops that change a bounded cache.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "tensors.h"
+
+namespace dmattn {
+
+// What both ops write, in the order of the schema.
+struct CacheTensors {
+  const Tensor &key, &value, &score, &position, &entered, &steps, &kept;
+};
+
+inline int32_t cache_size(const char* name, int64_t size) {
+  check(size >= 0 && size <= kMaxLength, name, ": expected a number of keys from 0 to ", kMaxLength, ", got ", size);
+  return static_cast<int32_t>(size);
+}
+
+// Checks what is written: it is written in place, so nothing may be copied, and all of it is contiguous.
+inline CacheParams check_cache(const CacheTensors& cache, int64_t window, int64_t local, int64_t sink) {
+  const auto& [key, value, score, position, entered, steps, kept] = cache;
+  CacheParams p;
+  check(key.dim() == 4, "key_cache: expected 4 dimensions [B, Hkv, N, D], got ", shape_text(key));
+  check(value.dim() == 4, "value_cache: expected 4 dimensions [B, Hkv, N, Dv], got ", shape_text(value));
+  check(entered.dim() == 3, "entered: expected 3 dimensions [B, Hkv, rewind], got ", shape_text(entered));
+  for (auto [name, tensor] : {std::pair{"key_cache", &key}, {"value_cache", &value}}) check_extent(name, *tensor);
+  p.batch = key.size(0), p.kv_heads = key.size(1), p.head_dim = key.size(3), p.value_dim = value.size(3);
+  p.window = cache_size("window", window), p.local = cache_size("local", local), p.sink = cache_size("sink", sink);
+  p.rewind = cache_size("entered", entered.size(2));
+  const int64_t slots = window + local + sink + entered.size(2);
+  check(window + local + sink > 0, "window: expected window + local + sink > 0, got 0");
+  p.slots = cache_size("key_cache", slots);
+  p.dtype = to_dtype("key_cache", key.scalar_type());
+  check_dtype("value_cache", value, key.scalar_type());
+  check_dtype("score_cache", score, accumulate_type(key.scalar_type()));
+  for (auto [name, size] : {std::pair{"key_cache", p.head_dim}, {"value_cache", p.value_dim}}) {
+    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
+          kMaxHeadDim, ", got ", size);
+  }
+  check_shape("key_cache", key, {p.batch, p.kv_heads, slots, p.head_dim}, "[B, Hkv, N, D], N = window + local + sink + rewind,");
+  check_shape("value_cache", value, {p.batch, p.kv_heads, slots, p.value_dim}, "[B, Hkv, N, Dv]");
+  check_shape("score_cache", score, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
+  check_shape("position", position, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
+  check_shape("entered", entered, {p.batch, p.kv_heads, p.rewind}, "[B, Hkv, rewind]");
+  check_shape("steps", steps, {p.batch, p.kv_heads}, "[B, Hkv]");
+  check_shape("kept", kept, {p.batch, p.kv_heads}, "[B, Hkv]");
+  for (auto [name, tensor] : {std::pair{"position", &position}, {"entered", &entered}, {"steps", &steps}, {"kept", &kept}}) {
+    check_dtype(name, *tensor, ScalarType::Int);
+  }
+  for (auto [name, tensor] : {std::pair{"key_cache", &key},
+                              {"value_cache", &value},
+                              {"score_cache", &score},
+                              {"position", &position},
+                              {"entered", &entered},
+                              {"steps", &steps},
+                              {"kept", &kept}}) {
+    check_device(name, *tensor, key);
+    check(tensor->is_contiguous(), name, ": expected a contiguous tensor, because it is written in place");
+  }
+  p.key = key.data_ptr(), p.value = value.data_ptr(), p.score = score.data_ptr();
+  p.position = static_cast<int32_t*>(position.data_ptr()), p.entered = static_cast<int32_t*>(entered.data_ptr());
+  p.steps = static_cast<int32_t*>(steps.data_ptr()), p.kept = static_cast<int32_t*>(kept.data_ptr());
+  return p;
+}
+
+// int32 [B] beside a cache.
+inline const int32_t* check_per_sequence(const char* name, Tensor& tensor, const Tensor& key_cache) {
+  check_dtype(name, tensor, ScalarType::Int);
+  check_device(name, tensor, key_cache);
+  check_shape(name, tensor, {key_cache.size(0)}, "[B]");
+  tensor = torch::stable::contiguous(tensor);
+  return static_cast<const int32_t*>(tensor.data_ptr());
+}
+
+struct CheckedUpdate {
+  Tensor key, value;
+  std::optional<Tensor> scores, lengths;
+  CacheParams params;
+};
+
+inline CheckedUpdate check_update(const CacheTensors& cache, const Tensor& key, const Tensor& value, std::optional<Tensor> scores,
+                                  std::optional<Tensor> lengths, int64_t window, int64_t local, int64_t sink) {
+  CheckedUpdate checked{key, value, std::move(scores), std::move(lengths), check_cache(cache, window, local, sink)};
+  CacheParams& p = checked.params;
+  for (auto [name, tensor] : {std::pair{"key", &key}, {"value", &value}}) {
+    check_dtype(name, *tensor, cache.key.scalar_type());
+    check_device(name, *tensor, cache.key);
+  }
+  check_shape("key", key, {p.batch, p.kv_heads, 1, p.head_dim}, "[B, Hkv, 1, D]");
+  check_shape("value", value, {p.batch, p.kv_heads, 1, p.value_dim}, "[B, Hkv, 1, Dv]");
+  checked.key = with_dense_rows(key), checked.value = with_dense_rows(value);
+  p.new_key = view_of(checked.key), p.new_value = view_of(checked.value);
+  check(checked.scores || window == 0, "scores: expected [B, Hkv, 1] with a window of ", window, ", got none");
+  if (checked.scores) {
+    check_device("scores", *checked.scores, cache.key);
+    check_shape("scores", *checked.scores, {p.batch, p.kv_heads, 1}, "[B, Hkv, 1]");
+    p.scores_dtype = to_dtype("scores", checked.scores->scalar_type());
+    check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
+          "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
+    p.new_scores = {checked.scores->data_ptr(), checked.scores->stride(0), checked.scores->stride(1), 1};
+  }
+  if (checked.lengths) p.lengths = check_per_sequence("lengths", *checked.lengths, cache.key);
+  return checked;
+}
+
+struct CheckedExtend {
+  Tensor key, value, scores, position, slot, end;
+  std::optional<Tensor> lengths;
+  CacheParams params;
+};
+
+inline CheckedExtend check_extend(const CacheTensors& cache, const Tensor& key, const Tensor& value, const Tensor& scores,
+                                  const Tensor& position, const Tensor& slot, const Tensor& end, std::optional<Tensor> lengths,
+                                  int64_t window, int64_t local, int64_t sink) {
+  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  CheckedExtend checked{key, value, scores, position, slot, end, std::move(lengths), check_cache(cache, window, local, sink)};
+  CacheParams& p = checked.params;
+  const int64_t visible = window + local + sink;
+  check(key.dim() == 4 && key.size(2) > visible && key.size(2) <= kMaxLength, "key: expected [B, Hkv, S, D] with ", visible,
+        " < S <= ", kMaxLength, ", got ", shape_text(key));
+  const int64_t keys = key.size(2);
+  p.tokens = static_cast<int32_t>(keys - visible);
+  check_shape("key", key, {p.batch, p.kv_heads, keys, p.head_dim}, "[B, Hkv, S, D]");
+  check_shape("value", value, {p.batch, p.kv_heads, keys, p.value_dim}, "[B, Hkv, S, Dv]");
+  check_shape("slot", slot, {p.batch, p.kv_heads, visible}, "[B, Hkv, window + local + sink]");
+  for (auto [name, tensor] : {std::pair{"scores", &scores}, {"key_position", &position}, {"end", &end}}) {
+    check_shape(name, *tensor, {p.batch, p.kv_heads, keys}, "[B, Hkv, S]");
+  }
+  check_dtype("key", key, cache.key.scalar_type()), check_dtype("value", value, cache.key.scalar_type());
+  check_dtype("scores", scores, cache.score.scalar_type());
+  check_dtype("key_position", position, ScalarType::Int), check_dtype("end", end, ScalarType::Int);
+  check_dtype("slot", slot, ScalarType::Long);
+  for (auto [name, tensor] : {std::pair{"key", &key},
+                              {"value", &value},
+                              {"scores", &scores},
+                              {"key_position", &position},
+                              {"slot", &slot},
+                              {"end", &end}}) {
+    check_device(name, *tensor, cache.key);
+  }
+  checked.key = with_dense_rows(key), checked.value = with_dense_rows(value);
+  checked.scores = dense(scores), checked.position = dense(position), checked.slot = dense(slot), checked.end = dense(end);
+  p.all_key = view_of(checked.key), p.all_value = view_of(checked.value);
+  p.all_score = checked.scores.data_ptr();
+  p.all_position = static_cast<const int32_t*>(checked.position.data_ptr());
+  p.all_slot = static_cast<const int64_t*>(checked.slot.data_ptr());
+  p.all_end = static_cast<const int32_t*>(checked.end.data_ptr());
+  if (checked.lengths) p.lengths = check_per_sequence("lengths", *checked.lengths, cache.key);
+  return checked;
+}
+
+}  // namespace dmattn

@@ -1,0 +1,367 @@
+// A bounded cache on CUDA: a block for each key head takes one token in, finds the places of many, or takes tokens back.
+//
+// A thread copies the same 16 bytes of every row, and one thread all scores and positions. So rows that are copied one after
+// another need no barrier between them.
+#include <algorithm>
+
+#include "../../cache_step.h"
+#include "../cache.h"
+#include "dependent_launch.cuh"
+#include "device.cuh"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int kUpdateThreads = 256, kPlaceThreads = 1024, kCopyThreads = 256;
+constexpr int kPerThread = 4, kPiece = kPlaceThreads * kPerThread;  // tokens whose places are found at once
+constexpr int kPieceBytes = 16;
+constexpr int32_t kUnchanged = -1;
+
+using Worst = Competitor<float>;
+
+__device__ __forceinline__ int pieces_of(int64_t width) { return static_cast<int>(width) * 2 / kPieceBytes; }
+
+__device__ __forceinline__ const uint4* row_of_chunk(const TensorView& rows, int batch, int head, int row) {
+  const int64_t at = batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride;
+  return reinterpret_cast<const uint4*>(static_cast<const char*>(rows.data) + at * 2);
+}
+
+__device__ float new_score(const CacheParams& p, int batch, int head) {
+  if (!p.new_scores.data) return 0.0f;
+  const int64_t at = batch * p.new_scores.batch_stride + head * p.new_scores.head_stride;
+  if (p.scores_dtype == DType::kFloat32) return static_cast<const float*>(p.new_scores.data)[at];
+  if (p.scores_dtype == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p.new_scores.data)[at]);
+  return __half2float(static_cast<const __half*>(p.new_scores.data)[at]);
+}
+
+// The slots of one key head.
+struct Slots {
+  const CacheParams& p;
+  int task, batch, head, step, thread, key_pieces, value_pieces;
+  uint4 *key, *value;
+  float* score;
+  int32_t *position, *entered;
+  bool writes_numbers;
+
+  __device__ Slots(const CacheParams& params, int index) : p(params), task(index) {
+    batch = task / static_cast<int>(p.kv_heads), head = task % static_cast<int>(p.kv_heads);
+    thread = static_cast<int>(threadIdx.x);
+    key_pieces = pieces_of(p.head_dim), value_pieces = pieces_of(p.value_dim);
+    const int64_t first = static_cast<int64_t>(task) * p.slots;
+    key = static_cast<uint4*>(p.key) + first * key_pieces, value = static_cast<uint4*>(p.value) + first * value_pieces;
+    score = static_cast<float*>(p.score) + first, position = p.position + first;
+    entered = p.entered + static_cast<int64_t>(task) * p.rewind;
+    step = p.steps[task];
+    writes_numbers = thread == static_cast<int>(blockDim.x) - 1;
+  }
+
+  // All threads know it before one of them writes another.
+  __device__ int32_t entered_of(int32_t row) const {
+    const int32_t slot = entered[row];
+    __syncthreads();
+    return slot;
+  }
+  __device__ void set_entered(int32_t row, int32_t slot) {
+    if (writes_numbers) entered[row] = slot;
+  }
+
+  // A row of this cache, or an empty one.
+  __device__ void copy(int32_t row, int32_t slot) {
+    const bool is_empty = row == kEmptyRow;
+    const int64_t from = is_empty ? 0 : row, to = slot;
+    if (thread < key_pieces) {
+      key[to * key_pieces + thread] = is_empty ? uint4{} : key[from * key_pieces + thread];
+    } else if (thread < key_pieces + value_pieces) {
+      const int piece = thread - key_pieces;
+      value[to * value_pieces + piece] = is_empty ? uint4{} : value[from * value_pieces + piece];
+    }
+    if (writes_numbers) {
+      const float found = is_empty ? negative_infinity() : score[from];
+      const int32_t at = is_empty ? kNoPosition : position[from];
+      score[to] = found, position[to] = at;
+    }
+  }
+};
+
+// The same with a new token, and all that a step asks for read before anything is written.
+struct StepSlots : Slots {
+  const uint4 *new_key, *new_value;
+  float score_of_new, score_of_ring = 0.0f;
+  bool ring_is_empty = true;
+  Worst worst_selected{};
+
+  __device__ StepSlots(const CacheParams& params, int index, Worst* shared) : Slots(params, index) {
+    new_key = row_of_chunk(p.new_key, batch, head, 0), new_value = row_of_chunk(p.new_value, batch, head, 0);
+    score_of_new = new_score(p, batch, head);
+    if (p.local > 0 && step >= p.sink) {
+      const int32_t ring = ring_slot(p, step);
+      ring_is_empty = position[ring] < 0, score_of_ring = score[ring];
+    }
+    // Find the worst selected key: of this thread, of the warp, of the block.
+    Worst found{INFINITY, 0x7fffffff, 0x7fffffff};
+#pragma unroll 4
+    for (int32_t slot = first_selected_slot(p) + thread; slot < first_log_slot(p); slot += kUpdateThreads) {
+      const Worst other{score[slot], position[slot], slot};
+      if (other.is_worse_than(found)) found = other;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const Worst other{__shfl_xor_sync(~0u, found.score, distance), __shfl_xor_sync(~0u, found.position, distance),
+                        __shfl_xor_sync(~0u, found.slot, distance)};
+      if (other.is_worse_than(found)) found = other;
+    }
+    if (thread % 32 == 0) shared[thread / 32] = found;
+    __syncthreads();
+    worst_selected = shared[0];
+#pragma unroll
+    for (int warp = 1; warp < kUpdateThreads / 32; ++warp) {
+      if (shared[warp].is_worse_than(worst_selected)) worst_selected = shared[warp];
+    }
+  }
+
+  __device__ bool is_empty(int32_t) const { return ring_is_empty; }
+  __device__ float score_of(int32_t row) const { return row == kNewRow ? score_of_new : score_of_ring; }
+  __device__ Worst worst() const { return worst_selected; }
+
+  __device__ void copy(int32_t row, int32_t slot) {
+    if (row != kNewRow) return Slots::copy(row, slot);
+    const int64_t to = slot;
+    if (thread < key_pieces) {
+      key[to * key_pieces + thread] = new_key[thread];
+    } else if (thread < key_pieces + value_pieces) {
+      value[to * value_pieces + thread - key_pieces] = new_value[thread - key_pieces];
+    }
+    if (writes_numbers) score[to] = score_of_new, position[to] = step;
+  }
+};
+
+// One new token of each sequence -> the slots of each head.
+__global__ __launch_bounds__(kUpdateThreads) void update_kernel(const __grid_constant__ CacheParams p) {
+  __shared__ Worst shared[kUpdateThreads / 32];
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  const int task = static_cast<int>(blockIdx.x);
+  if (p.lengths && p.lengths[task / static_cast<int>(p.kv_heads)] <= 0) return;
+  StepSlots slots(p, task, shared);
+  if (slots.step < 0 || slots.step == 0x7fffffff) return;
+  take_token<float>(p, slots.step, slots);
+  if (threadIdx.x == 0) {
+    p.steps[task] = slots.step + 1;
+    p.kept[task] = min(p.kept[task] + 1, p.rewind);
+  }
+}
+
+// count [B] -> the slots as they were so many tokens ago, or empty where that is not known.
+__global__ __launch_bounds__(kUpdateThreads) void rewind_kernel(const __grid_constant__ CacheParams p) {
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  const int task = static_cast<int>(blockIdx.x);
+  Slots slots(p, task);
+  const int32_t count = p.count[slots.batch], kept = min(min(p.kept[task], p.rewind), slots.step);
+  __syncthreads();
+  if (count == 0) return;
+  const bool is_known = count > 0 && count <= kept;
+  if (is_known) {
+    for (int32_t i = 0; i < count; ++i) take_back(p, --slots.step, slots);
+  } else {
+    for (int32_t slot = 0; slot < p.slots; ++slot) slots.copy(kEmptyRow, slot);
+    for (int32_t row = 0; row < p.rewind; ++row) slots.set_entered(row, kNoSlot);
+  }
+  if (threadIdx.x == 0) {
+    p.steps[task] = is_known ? slots.step : 0;
+    p.kept[task] = is_known ? kept - count : 0;
+  }
+}
+
+// The keys of a chunk for one head, by their index among cached and new ones, and the scratch for their places.
+struct ChunkKeys {
+  int visible, first, keys, taken;  // `first` competes at the first token
+  const int32_t *position, *end;    // [keys]
+  const int64_t* slot;              // [visible]
+  int32_t* victim;                  // [tokens]: the key that dies at a token, -1 for none
+  int32_t* entered;                 // [tokens]: the slot that the key takes which competes at a token, or kNoSlot
+  int32_t* source;                  // [slots]: the key that a slot takes, kUnchanged or kEmptyRow
+
+  __device__ ChunkKeys(const CacheParams& p, int task, int batch, int32_t* workspace) {
+    visible = first_log_slot(p), first = visible - p.local, keys = visible + p.tokens;
+    taken = p.lengths ? max(0, min(p.lengths[batch], p.tokens)) : p.tokens;
+    const int64_t at = task;
+    position = p.all_position + at * keys, end = p.all_end + at * keys, slot = p.all_slot + at * visible;
+    victim = workspace + at * (2 * static_cast<int64_t>(p.tokens) + p.slots);
+    entered = victim + p.tokens, source = entered + p.tokens;
+  }
+};
+
+// Exclusive sums over the block's threads, and the total.
+__device__ int2 sums_before(int count, int* warp_sums) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  int sum = count;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, distance);
+    if (lane >= distance) sum += other;
+  }
+  __syncthreads();  // the sums of the call before have been read
+  if (lane == 31) warp_sums[warp] = sum;
+  __syncthreads();
+  int before = 0, total = 0;
+  for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) {
+    before += w < warp ? warp_sums[w] : 0;
+    total += warp_sums[w];
+  }
+  return {before + sum - count, total};
+}
+
+// Finds the slots that keys take at tokens base, base + 1, ...: a key takes the slot of the one that dies, who may have taken it
+// from another one since `base`. Such chains are followed in steps of doubled length. Returns the next empty slot.
+__device__ int find_piece(const CacheParams& p, const ChunkKeys& chunk, int base, int next_empty, int* begin, int* before,
+                          int* warp_sums) {
+  const int first_token = static_cast<int>(threadIdx.x) * kPerThread;
+  bool has_entered[kPerThread];
+  int victims[kPerThread], empties = 0;
+#pragma unroll
+  for (int e = 0; e < kPerThread; ++e) {
+    const int token = base + first_token + e;
+    const bool exists = token < chunk.taken;
+    victims[e] = exists ? chunk.victim[token] : -1;
+    has_entered[e] = exists && chunk.position[chunk.first + token] >= p.sink && victims[e] != chunk.first + token;
+    empties += has_entered[e] && victims[e] < 0;
+  }
+  const int2 sums = sums_before(empties, warp_sums);
+  int empty = next_empty + sums.x;
+#pragma unroll
+  for (int e = 0; e < kPerThread; ++e) {
+    const int link = victims[e] - chunk.first;  // the token at which the victim was selected, if it was in this chunk
+    const bool is_linked = has_entered[e] && link >= base;
+    int slot = kNoSlot;
+    if (has_entered[e] && victims[e] < 0) slot = empty++;
+    if (has_entered[e] && victims[e] >= 0 && !is_linked) {
+      slot = link < 0 ? static_cast<int>(chunk.slot[victims[e]]) : chunk.entered[link];
+    }
+    begin[first_token + e] = slot;
+    before[first_token + e] = is_linked ? link - base : first_token + e;
+  }
+  for (bool is_done = false; !is_done;) {
+    __syncthreads();
+    int further[kPerThread];
+    bool moves = false;
+#pragma unroll
+    for (int e = 0; e < kPerThread; ++e) {
+      const int here = before[first_token + e];
+      further[e] = before[here];
+      moves |= further[e] != here;
+    }
+    is_done = !__syncthreads_or(moves);
+#pragma unroll
+    for (int e = 0; e < kPerThread; ++e) before[first_token + e] = further[e];
+  }
+#pragma unroll
+  for (int e = 0; e < kPerThread; ++e) {
+    const int token = base + first_token + e;
+    if (token < chunk.taken) chunk.entered[token] = has_entered[e] ? begin[before[first_token + e]] : kNoSlot;
+  }
+  __syncthreads();
+  return next_empty + sums.y;
+}
+
+// all_position, all_slot, all_end -> what each slot takes (in the workspace), entered, steps, kept.
+__global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_constant__ CacheParams p, int32_t* workspace) {
+  __shared__ int begin[kPiece], before[kPiece], warp_sums[kPlaceThreads / 32];
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  const int task = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const Slots slots(p, task);
+  const ChunkKeys chunk(p, task, slots.batch, workspace);
+  const bool is_wrong = slots.step < 0 || slots.step > 0x7fffffff - chunk.taken;
+  // Note who dies at which token, and count the selected keys.
+  for (int slot = thread; slot < p.slots; slot += kPlaceThreads) chunk.source[slot] = kUnchanged;
+  if (is_wrong) return;
+  for (int token = thread; token < chunk.taken; token += kPlaceThreads) chunk.victim[token] = -1;
+  __syncthreads();
+  int selected = 0;
+  for (int key = thread; key < chunk.keys; key += kPlaceThreads) {
+    const bool exists = chunk.position[key] >= 0;
+    const int token = chunk.end[key] - chunk.visible;
+    if (exists && token >= 0 && token < chunk.taken) chunk.victim[token] = key;
+    selected += exists && key < chunk.visible && chunk.slot[key] >= first_selected_slot(p);
+  }
+  int next_empty = first_selected_slot(p) + sums_before(selected, warp_sums).y;
+  __syncthreads();
+  // Find the slots of newly selected keys.
+  for (int base = 0; base < chunk.taken; base += kPiece) {
+    next_empty = find_piece(p, chunk, base, next_empty, begin, before, warp_sums);
+  }
+  // Say what each slot takes. What lies in its slot already stays there.
+  const int after = slots.step + chunk.taken;
+  for (int key = thread; key < chunk.keys; key += kPlaceThreads) {
+    const int position = chunk.position[key];
+    if (position < 0 || chunk.end[key] != chunk.visible + chunk.taken) continue;
+    const int slot = position < p.sink                 ? position
+                     : position >= after - p.local     ? ring_slot(p, position)
+                     : key < chunk.first               ? static_cast<int>(chunk.slot[key])
+                     : key - chunk.first < chunk.taken ? chunk.entered[key - chunk.first]
+                                                       : kNoSlot;
+    if (slot < 0 || slot >= chunk.visible) continue;
+    if (key >= chunk.first || slots.position[slot] != position) chunk.source[slot] = key;
+  }
+  // Log the last tokens.
+  for (int token = max(0, chunk.taken - p.rewind) + thread; token < chunk.taken; token += kPlaceThreads) {
+    const int row = (slots.step + token) % p.rewind;
+    chunk.source[chunk.visible + row] = chunk.victim[token] < 0 ? kEmptyRow : chunk.victim[token];
+    slots.entered[row] = chunk.entered[token];
+  }
+  if (thread == 0) {
+    p.steps[task] = after;
+    p.kept[task] = min(p.kept[task] + chunk.taken, p.rewind);
+  }
+}
+
+// What places_kernel says -> slots. A warp copies a row.
+__global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constant__ CacheParams p, int32_t* workspace) {
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kCopyThreads / 32) + threadIdx.x / 32;
+  if (row >= p.batch * p.kv_heads * p.slots) return;
+  const int task = static_cast<int>(row / p.slots), slot = static_cast<int>(row % p.slots);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const Slots slots(p, task);
+  const ChunkKeys chunk(p, task, slots.batch, workspace);
+  const int source = chunk.source[slot];
+  if (source == kUnchanged) return;
+  const bool is_empty = source == kEmptyRow;
+  const auto copy_row = [&](const TensorView& rows, uint4* to, int pieces) {
+    const uint4* const from = row_of_chunk(rows, slots.batch, slots.head, is_empty ? 0 : source);
+    for (int piece = lane; piece < pieces; piece += 32) {
+      to[static_cast<int64_t>(slot) * pieces + piece] = is_empty ? uint4{} : from[piece];
+    }
+  };
+  copy_row(p.all_key, slots.key, slots.key_pieces);
+  copy_row(p.all_value, slots.value, slots.value_pieces);
+  if (lane == 0) {
+    const float* const scores = static_cast<const float*>(p.all_score) + static_cast<int64_t>(task) * chunk.keys;
+    slots.score[slot] = is_empty ? negative_infinity() : scores[source];
+    slots.position[slot] = is_empty ? kNoPosition : chunk.position[source];
+  }
+}
+
+dim3 heads_of(const CacheParams& p) { return dim3(static_cast<unsigned>(p.batch * p.kv_heads)); }
+
+}  // namespace
+
+cudaError_t launch_cache_update(const CacheParams& p, cudaStream_t stream) {
+  return launch_dependent(update_kernel, heads_of(p), kUpdateThreads, 0, stream, p);
+}
+
+cudaError_t launch_cache_rewind(const CacheParams& p, cudaStream_t stream) {
+  return launch_dependent(rewind_kernel, heads_of(p), kUpdateThreads, 0, stream, p);
+}
+
+cudaError_t launch_cache_extend(const CacheParams& p, int32_t* workspace, cudaStream_t stream) {
+  const cudaError_t status = launch_dependent(places_kernel, heads_of(p), kPlaceThreads, 0, stream, p, workspace);
+  if (status != cudaSuccess) return status;
+  const int64_t rows = p.batch * p.kv_heads * p.slots, warps = kCopyThreads / 32;
+  return launch_dependent(copy_kernel, dim3(static_cast<unsigned>((rows + warps - 1) / warps)), kCopyThreads, 0, stream, p,
+                          workspace);
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,399 @@
+"""BoundedCache: the keys and values that generation with dynamic-mask attention needs, exactly, in memory of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from dmattn import checks, ops, unsupported
+from dmattn.autograd import refuse_gradients
+from dmattn.cache_chunk import CacheSizes, CacheState, take_chunk
+from dmattn.fake import accumulate_dtype
+
+# Up to so many tokens are taken in one after another: a chunk costs as much as some steps.
+MOST_STEPS = 8
+
+PaddingSide = Literal["left", "right"]
+
+
+class BoundedCache(nn.Module):
+    """Keys and values of a model that generates with dynamic-mask attention: exact, and of a fixed size at every length.
+
+    A query sees the ``window`` best-scored keys, beside the ``local`` latest and the first ``sink`` ones (:meth:`dmattn.IntervalMask.top_k`).
+    A key that falls out of the best ``window`` never comes back, so no later query needs it, and a new key takes its place. :meth:`attend` takes
+    new tokens in and gives what :func:`dmattn.dynamic_mask_attention` gives for them over the whole history: exactly the same keys are
+    visible, and results are equal up to the order of sums.
+
+    This is a module without parameters. Its state lies in buffers, so ``state_dict``, ``to``, ``torch.compile``, ``torch.export`` and CUDA
+    graphs treat it like a model's: the same tensors are written in place, sizes never change, and nothing waits for the device. The state does
+    not depend on how a history was cut into calls, bit for bit, nor on what else is in the batch.
+
+    Args:
+        batch_size: number of sequences B.
+        num_kv_heads: key heads Hkv; each keeps keys of its own.
+        window: number of selected keys; 0 for a streaming head, which has only the latest and the first keys.
+        head_dim: size D of keys, a multiple of 8 up to 256.
+        value_dim: size Dv of values, likewise; default D.
+        local: number of latest keys that are visible whatever their scores.
+        sink: number of first keys that are.
+        rewind: number of latest tokens that :meth:`rewind` can take back.
+        dtype: of keys and values; default torch's. Scores are float32 (float64 beside float64).
+        device: of all tensors.
+
+    Attributes:
+        key, value: [B, Hkv, N, D or Dv] with N = sink + local + window + rewind slots. Position p lies in slot p if p < sink, in slot
+            ``sink + (p - sink) % local`` while it is among the latest ``local``, and afterwards in the slot of the key that it pushed
+            out. The last ``rewind`` slots hold what died in the last ``rewind`` steps. Empty slots hold zeros.
+        score: [B, Hkv, N], -inf in empty slots.
+        position: int32 [B, Hkv, N], the position of each slot's key in its sequence, -1 in empty slots.
+        entered: int32 [B, Hkv, rewind], which slot of selected keys was written at each of the last steps, -1 for none.
+        steps, kept: int32 [B, Hkv], tokens taken in, and how many of them can be taken back; the same for all heads of a sequence.
+
+    Raises:
+        TypeError: a size is no int, or dtype is none that keys can have.
+        ValueError: sizes that are negative, all 0, or beyond 2^20 slots.
+    """
+
+    key: Tensor
+    value: Tensor
+    score: Tensor
+    position: Tensor
+    entered: Tensor
+    steps: Tensor
+    kept: Tensor
+    sizes_saved: Tensor
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        window: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        local: int = 0,
+        sink: int = 0,
+        rewind: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        value_dim = head_dim if value_dim is None else value_dim
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        for name, size in (("batch_size", batch_size), ("num_kv_heads", num_kv_heads)):
+            checks.positive_int(name, size)
+        checks.selection(window, local, sink, True)
+        checks.natural_int("rewind", rewind)
+        for name, size in (("head_dim", head_dim), ("value_dim", value_dim)):
+            checks.positive_int(name, size)
+            if size % 8 or size > checks.MAX_HEAD_DIM:
+                raise ValueError(f"{name}: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
+        self.sizes = CacheSizes(sink, local, window, rewind)
+        slots = self.sizes.visible + rewind
+        if self.sizes.visible == 0 or slots > checks.MAX_LENGTH:
+            raise ValueError(f"window: expected window + local + sink + rewind from 1 to {checks.MAX_LENGTH}, got {slots}")
+        heads = (batch_size, num_kv_heads)
+        key = torch.zeros(*heads, slots, head_dim, dtype=dtype, device=device)
+        checks.dtype("dtype", key, checks.DTYPES.get(key.device.type, checks.DTYPES["cpu"]))
+        counts = torch.zeros(heads, dtype=torch.int32, device=device)
+        self.register_buffer("key", key)
+        self.register_buffer("value", key.new_zeros(*heads, slots, value_dim))
+        self.register_buffer("score", key.new_full((*heads, slots), -torch.inf, dtype=accumulate_dtype(dtype)))
+        self.register_buffer("position", counts.new_full((*heads, slots), -1))
+        self.register_buffer("entered", counts.new_full((*heads, rewind), -1))
+        self.register_buffer("steps", counts)
+        self.register_buffer("kept", torch.zeros_like(counts))
+        self.register_buffer("sizes_saved", torch.tensor(self.sizes, dtype=torch.int64, device=device))
+
+    # Use ------------------------------------------------------------------------------------------------------------------------
+
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Takes the next T tokens of each sequence in, and gives their attention: a prefill, a part of one, or a decode step.
+
+        Token t of sequence b comes to stand at position ``length[b] + t``. It sees what
+        ``dynamic_mask_attention(..., scores, window, local=local, sink=sink)`` over the whole history shows it; scores are added to logits.
+        For inference: there is no gradient.
+
+        Args:
+            query: [B, H, T, D], T >= 1, H % Hkv == 0.
+            key: [B, Hkv, T, D].
+            value: [B, Hkv, T, Dv].
+            scores: [B, Hkv, T]; float32, bfloat16 or float16, beside float64 keys also float64. They select and are added to the logits. None
+                is for ``window=0`` only, and stands for zeros.
+            scale: factor of the products, default D ** -0.5.
+            softcap: if > 0, products become ``softcap * tanh(s / softcap)``.
+            lengths: int32 [B] on the cache's device: how many of the T tokens are real, taken as within 0 and T; default all. The others
+                leave no trace, may hold anything, and get 0 (lse = -inf). So sequences of a batch may be of different lengths, and a row that is
+                idle has 0.
+            padding_side: whether the others stand behind the real tokens ("right") or in front of them ("left").
+            return_lse: also return the log-sum-exp of each query's logits, float32 (float64 for float64).
+
+        Returns:
+            out [B, H, T, Dv] in query's dtype, or (out, lse [B, H, T]).
+
+        Raises:
+            TypeError: a wrong type or dtype.
+            ValueError: a wrong shape, device or value, T = 0, T + window + local + sink beyond 2^20, or no scores with a window.
+            RuntimeError: a tensor requires a gradient, and gradients are on.
+        """
+        checks.flag("return_lse", return_lse)
+        if torch._C._is_any_autocast_enabled():
+            query, key, value = (x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in (query, key, value))
+        self._check(query, key, value, scores)
+        tokens = query.shape[2]
+        if lengths is not None:
+            self._per_sequence("lengths", lengths)
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+        scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
+        softcap = checks.softcap(softcap)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores)):
+            refuse_gradients("BoundedCache.attend")
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            unsupported.refuse_onnx()
+        shift = None
+        if lengths is not None and padding_side == "left" and tokens > 1:
+            shift = tokens - lengths.long().clamp(0, tokens)
+            query, key, value = (_rolled(x, shift) for x in (query, key, value))
+            scores = scores if scores is None else _rolled(scores, shift)
+        if tokens <= MOST_STEPS:
+            out, lse = self._take_steps(query, key, value, scores, lengths, scale, softcap)
+        else:
+            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, scale, softcap)
+        if shift is not None:
+            out, lse = _rolled(out, -shift), _rolled(lse, -shift)
+        return (out, lse) if return_lse else out
+
+    forward = attend
+
+    def rewind(self, n: int | Tensor) -> None:
+        """Takes the last n tokens of each sequence back, as if they had never come: for speculative decoding.
+
+        Args:
+            n: 0 <= n <= ``kept``: at most ``self.sizes.rewind``, at most the sequence's length, and less by what was taken back since the last
+                tokens came. An int for all sequences, or int32 [B] on the cache's device.
+
+        Raises:
+            TypeError: n is neither.
+            ValueError: n is out of range, as far as that is known without asking a device: an int beyond the cache's ``rewind``, and any n
+                beyond ``kept`` where the cache lies on a CPU. Elsewhere a sequence with such an n becomes empty, as after :meth:`reset`.
+        """
+        if isinstance(n, Tensor):
+            count = self._per_sequence("n", n)
+        else:
+            checks.natural_int("n", n)
+            if n > self.sizes.rewind:
+                raise ValueError(
+                    f"n: expected at most {self.sizes.rewind} tokens, got {n}: keys that died earlier are gone; make the cache with rewind={n}"
+                )
+            count = torch.full((self.key.shape[0],), n, dtype=torch.int32, device=self.key.device)
+        if checks.values_are_known(count) and checks.values_are_known(self.kept):
+            least = self.kept[:, 0]
+            wrong = (count < 0) | (count > least)
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0])
+                raise ValueError(
+                    f"n: expected at most {int(least[row])} tokens for sequence {row}, the last whose state is kept, got {int(count[row])}"
+                )
+        ops.cache_rewind(*self._state(), count, self.sizes.window, self.sizes.local, self.sizes.sink)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams.
+
+        Args:
+            index: int32 or int64 [B] on the cache's device, each 0 <= index < B (checked here on a CPU, and by torch's kernel elsewhere).
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape, device or value.
+        """
+        checks.tensor("index", index)
+        checks.dtype("index", index, (torch.int32, torch.int64))
+        self._fits("index", index)
+        batch = self.key.shape[0]
+        if checks.values_are_known(index) and bool(((index < 0) | (index >= batch)).any()):
+            raise ValueError(f"index: expected numbers of sequences from 0 to {batch - 1}, got {index.tolist()}")
+        for tensor in self._state():
+            tensor.copy_(tensor.index_select(0, index))
+
+    def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
+        """Makes sequences empty, so that their next token stands at position 0.
+
+        Args:
+            rows: bool [B] on the cache's device, True = reset; or the numbers of sequences; default all.
+
+        Raises:
+            TypeError, ValueError: neither, or a number that is no sequence's.
+        """
+        batch = self.key.shape[0]
+        if rows is None:
+            chosen = torch.ones(batch, dtype=torch.bool, device=self.key.device)
+        elif isinstance(rows, Tensor):
+            checks.dtype("rows", checks.tensor("rows", rows), (torch.bool,))
+            self._fits("rows", rows)
+            chosen = rows
+        else:
+            numbers = [rows] if isinstance(rows, int) else list(rows)
+            for row in numbers:
+                checks.natural_int("rows", row)
+                if row >= batch:
+                    raise ValueError(f"rows: expected numbers of sequences from 0 to {batch - 1}, got {row}")
+            chosen = torch.tensor([row in numbers for row in range(batch)], device=self.key.device)
+        empty = (0, 0, -torch.inf, -1, -1, 0, 0)
+        for tensor, nothing in zip(self._state(), empty, strict=True):
+            tensor.masked_fill_(chosen.view(-1, *[1] * (tensor.dim() - 1)), nothing)
+
+    @property
+    def length(self) -> Tensor:
+        """int32 [B]: how many tokens of each sequence were taken in, those included whose keys are gone."""
+        return self.steps[:, 0]
+
+    def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
+        """int64 [B, T]: at which positions the next T tokens will stand, for position embeddings. Call it before :meth:`attend`.
+
+        Where lengths says that a token is not real its number means nothing; it is 0 at least.
+        """
+        if lengths is not None:
+            self._per_sequence("lengths", lengths)
+        positions = self.steps[:, :1].long() + torch.arange(tokens, device=self.steps.device)
+        if lengths is not None and padding_side == "left":
+            positions = positions - (tokens - lengths.long().clamp(0, tokens))[:, None]
+        return positions.clamp(min=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; the same at every length."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._state())
+
+    def extra_repr(self) -> str:
+        batch, heads, _, size = self.key.shape
+        sizes = ", ".join(f"{name}={number}" for name, number in self.sizes._asdict().items() if number)
+        return f"batch_size={batch}, num_kv_heads={heads}, head_dim={size}, value_dim={self.value.shape[3]}, {sizes}, dtype={self.key.dtype}"
+
+    # Inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> CacheState:
+        return CacheState(self.key, self.value, self.score, self.position, self.entered, self.steps, self.kept)
+
+    def _take_steps(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor | None,
+        lengths: Tensor | None,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        """One token after another: into the cache, then its attention over all slots. Empty slots have a score of -inf."""
+        state, sizes = self._state(), self.sizes
+        results = []
+        for t in range(query.shape[2]):
+            new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (key, value, scores))
+            remaining = lengths if lengths is None or t == 0 else lengths - t
+            ops.cache_update(*state, *new, remaining, sizes.window, sizes.local, sizes.sink)
+            slots = None if remaining is None else torch.where(remaining > 0, sizes.visible, 0).to(torch.int32)
+            seen = state[:3] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible] for x in state[:3])
+            token = query if query.shape[2] == 1 else query[:, :, t : t + 1]
+            results.append(ops.decode(token, *seen[:2], slots, None, seen[2], None, False, scale, softcap))
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> None:
+        batch, kv_heads, _, head_dim = self.key.shape
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            checks.tensor(name, given)
+            checks.same_device(name, given, self.key, "the cache")
+            if given.dtype != self.key.dtype:
+                raise TypeError(f"{name}: expected dtype {self.key.dtype} like the cache, got {given.dtype}")
+        if query.dim() != 4 or query.shape[0] != batch or query.shape[3] != head_dim or query.shape[1] % kv_heads != 0:
+            raise ValueError(
+                f"query: expected [B, H, T, D] with B={batch}, D={head_dim} and a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}"
+            )
+        tokens = query.shape[2]
+        if tokens < 1 or tokens + self.sizes.visible > checks.MAX_LENGTH:
+            raise ValueError(f"query: expected 1 to {checks.MAX_LENGTH - self.sizes.visible} tokens a call, got T={tokens}")
+        new: list[tuple[str, Tensor | None, str, list[int]]] = [
+            ("key", key, "[B, Hkv, T, D]", [head_dim]),
+            ("value", value, "[B, Hkv, T, Dv]", [self.value.shape[3]]),
+            ("scores", scores, "[B, Hkv, T]", []),
+        ]
+        for name, tensor, layout, last in new:
+            if tensor is None:
+                continue
+            checks.tensor(name, tensor)
+            expected = [batch, kv_heads, tokens, *last]
+            if list(tensor.shape) != expected:
+                raise ValueError(f"{name}: expected {layout} = {expected}, got {checks.shape_of(tensor)}")
+        if scores is not None:
+            checks.dtype("scores", scores, checks.DTYPES["cpu"] if self.key.dtype == torch.float64 else checks.DTYPES["cpu"][1:])
+            checks.same_device("scores", scores, self.key, "the cache")
+        elif self.sizes.window != 0:
+            raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")
+
+    def _per_sequence(self, name: str, given: Tensor) -> Tensor:
+        checks.tensor(name, given)
+        checks.dtype(name, given, (torch.int32,))
+        return self._fits(name, given)
+
+    def _fits(self, name: str, given: Tensor) -> Tensor:
+        checks.same_device(name, given, self.key, "the cache")
+        if list(given.shape) != [self.key.shape[0]]:
+            raise ValueError(f"{name}: expected [B] = {[self.key.shape[0]]}, got {checks.shape_of(given)}")
+        return given
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedCache:
+        """What ``to`` and the like do; scores keep the dtype that belongs to the keys'."""
+        score = self.score
+        super()._apply(fn, recurse)
+        dtype = accumulate_dtype(self.key.dtype)
+        if self.score.dtype != dtype:
+            self.score = score.to(self.score.device, dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        saved = state_dict.get(f"{prefix}sizes_saved")
+        if saved is not None and tuple(saved.tolist()) != self.sizes:
+            theirs = CacheSizes(*saved.tolist())._asdict() if saved.numel() == len(self.sizes) else saved.tolist()
+            raise ValueError(f"{prefix}state_dict: expected that of a cache with {self.sizes._asdict()}, got one with {theirs}")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    __prepare_scriptable__ = unsupported.scripting_refused  # torch.jit.script calls it first
+
+
+def _rolled(given: Tensor, shift: Tensor) -> Tensor:
+    """given [B, heads, T, ..] with row b rolled by shift[b] [B] along T: what was at t + shift comes to t."""
+    tokens = given.shape[2]
+    index = (torch.arange(tokens, device=given.device) + shift[:, None]) % tokens
+    index = index.view(index.shape[0], 1, tokens, *[1] * (given.dim() - 3)).expand_as(given)
+    return given.gather(2, index)

@@ -1,0 +1,637 @@
+"""The bounded cache: after every token its visible keys and its output are those of the whole history, however that was cut into calls."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+import math
+
+import brute_check
+import dmattn
+import pytest
+import torch
+from dmattn import BoundedCache
+from dmattn.testing import AttentionCase, poisoned_memory, strategies, tolerance, top_k_visible
+from hypothesis import given
+from hypothesis import strategies as st
+
+tensor = strategies.random_tensor
+INF = math.inf
+STATE = ("key", "value", "score", "position", "entered", "steps", "kept")
+# window, local, sink
+SIZES = [(5, 0, 0), (5, 3, 0), (5, 3, 2), (0, 3, 2), (1, 1, 1), (100, 3, 2), (4, 0, 2), (0, 0, 3), (3, 40, 4)]
+
+
+class History:
+    """A history of tokens of B sequences, and what the whole of it says."""
+
+    def __init__(self, length, dtype, device, kind="random", bad=(), B=2, H=4, Hkv=2, D=8, Dv=16, seed=0):
+        self.query = tensor((B, H, length, D), seed, dtype, device)
+        self.key, self.value = (
+            tensor((B, Hkv, length, D), seed + 1, dtype, device),
+            tensor((B, Hkv, length, Dv), seed + 2, dtype, device),
+        )
+        self.scores = strategies.make_scores((B, Hkv, length), kind, seed, torch.float32, device)
+        chosen = torch.rand(self.scores.shape, generator=torch.Generator().manual_seed(seed))
+        for number, value in enumerate(bad):
+            self.scores[(chosen > number / 8) & (chosen < (number + 1) / 8)] = value
+        self.length = length
+
+    def cache(self, window, local, sink, rewind=0, batch=None):
+        B, Hkv, _, D = self.key.shape
+        sizes = {"local": local, "sink": sink, "rewind": rewind, "dtype": self.key.dtype, "device": self.key.device}
+        return BoundedCache(B if batch is None else batch, Hkv, window, D, self.value.shape[3], **sizes)
+
+    def tokens(self, first, last, rows=slice(None)):
+        return tuple(x[rows, :, first:last] for x in (self.query, self.key, self.value, self.scores))
+
+    def case(self, visible, scores=None, **options):
+        return AttentionCase(
+            self.query, self.key, self.value, visible=visible, key_bias=self.scores if scores is None else scores, **options
+        )
+
+    def visible(self, cache):
+        """bool [B, Hkv, length, length]: which keys each query sees."""
+        return top_k_visible(self.scores, cache.sizes.window, local=cache.sizes.local, sink=cache.sizes.sink)
+
+
+def seen_by(cache, length):
+    """bool [B, Hkv, length]: the positions that the cache holds for a query to see."""
+    position = cache.position[:, :, : cache.sizes.visible].long()
+    there = torch.zeros(*position.shape[:2], length + 1, dtype=torch.bool, device=position.device)
+    return there.scatter(2, torch.where(position < 0, length, position), True)[..., :length]
+
+
+def feed(cache, history, cuts, **options):
+    """Takes the tokens in, in calls of the given numbers of tokens; checks the visible keys after each call. (out, lse) of all."""
+    visible, results, first = history.visible(cache), [], 0
+    for tokens in cuts:
+        with poisoned_memory(history.query):
+            results.append(cache.attend(*history.tokens(first, first + tokens), return_lse=True, **options))
+        first += tokens
+        assert torch.equal(seen_by(cache, history.length), visible[:, :, first - 1])
+        assert (cache.length == first).all()
+    return tuple(torch.cat(parts, 2) for parts in zip(*results, strict=True))
+
+
+def assert_same_state(a, b, regions="all"):
+    """Bit for bit; regions: "visible" leaves the log out."""
+    for name in STATE if regions == "all" else (*STATE[:4], "steps"):
+        x, y = getattr(a, name), getattr(b, name)
+        if regions == "visible" and name != "steps":
+            x, y = x[:, :, : a.sizes.visible], y[:, :, : b.sizes.visible]
+        assert torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0)), name
+
+
+def assert_alike(results, expected, dtype):
+    """(out, lse) pairs that differ only in the order of sums; what is not finite is the same."""
+    for ours, theirs in zip(results, expected, strict=True):
+        is_finite = torch.isfinite(theirs)
+        assert torch.equal(ours[~is_finite].nan_to_num(9.0), theirs[~is_finite].nan_to_num(9.0))
+        tolerance.assert_same_in_another_order(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
+
+
+def cuts_of(draw, length, longest=40):
+    cuts = []
+    while sum(cuts) < length:
+        cuts.append(draw(st.one_of(st.just(1), st.integers(1, longest))))
+    return [*cuts[:-1], length - sum(cuts[:-1])]
+
+
+@pytest.fixture(scope="module")
+def exact(device):
+    """The dtype in which the device is as exact as it can be."""
+    return torch.bfloat16 if device == "cuda" else torch.float64
+
+
+# Exactness ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "increasing", "decreasing"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_steps_and_chunks_are_the_whole_history(device, exact, sizes, kind):
+    history = History(60, exact, device, kind, bad=(-INF,))
+    caches = []
+    for cuts in ([1] * 60, [60], [9] * 6 + [6], [1, 30, 2, 8, 19]):
+        cache = history.cache(*sizes, rewind=7)
+        out, lse = feed(cache, history, cuts)
+        brute_check.assert_right(history.case(history.visible(cache)), {"out": out, "lse": lse})
+        caches.append(cache)
+    for other in caches[1:]:
+        assert_same_state(caches[0], other)
+
+
+@given(data=st.data(), kind=st.sampled_from(strategies.SCORE_KINDS))
+def test_any_cuts_of_any_history(device, exact, data, kind):
+    length = data.draw(st.integers(1, 90))
+    window, local, sink = data.draw(strategies.selection_sizes(length, True))
+    bad = data.draw(st.sampled_from([(), (-INF,), (math.nan, -INF)]))
+    history = History(
+        length, exact, device, kind, bad, seed=data.draw(strategies.seeds()), H=3, Hkv=data.draw(st.sampled_from([1, 3]))
+    )
+    rewind = data.draw(st.integers(0, 12))
+    first, second = (history.cache(window, local, sink, rewind) for _ in range(2))
+    softcap, scale = data.draw(st.sampled_from([0.0, 3.0])), data.draw(st.sampled_from([None, 0.4]))
+    outs = [feed(cache, history, cuts_of(data.draw, length), softcap=softcap, scale=scale) for cache in (first, second)]
+    assert_same_state(first, second)
+    if not (math.nan in bad and local + sink > 0):  # a NaN that is seen may spread
+        case = history.case(history.visible(first), softcap=softcap, scale=scale)
+        for out, lse in outs:
+            brute_check.assert_right(case, {"out": out, "lse": lse})
+
+
+class Lives:
+    """Which keys of one key head live, token by token, kept in a sorted list: an oracle that knows nothing of intervals or slots."""
+
+    def __init__(self, window, local, sink):
+        self.window, self.local, self.sink = window, local, sink
+        self.best = []  # (score, position), worst first
+
+    def after(self, scores, position):
+        leaver = position - self.local
+        if leaver >= self.sink and scores[leaver] > -INF:
+            bisect.insort(self.best, (scores[leaver], leaver))
+            del self.best[: max(0, len(self.best) - self.window)]
+        latest = range(max(self.sink, position - self.local + 1), position + 1) if self.local else ()
+        return {*range(min(self.sink, position + 1)), *latest, *(key for _, key in self.best)}
+
+
+def test_20000_steps(device, exact):
+    length, sizes = 20_000, (6, 3, 2)
+    history = History(length, exact, device, B=1, H=4, Hkv=4, Dv=8)
+    for head, kind in enumerate(("ties", "random", "increasing", "constant")):
+        history.scores[:, head] = strategies.make_scores((1, length), kind, head, torch.float32, device)
+    history.scores[:, 1, ::5] = torch.nan
+    history.scores[:, 2, 1::3] = -INF
+    history.scores[:, 1] -= torch.arange(length, device=device) / 3000  # else the best keys are soon found
+    cache, lives = history.cache(*sizes), [Lives(*sizes) for _ in range(4)]
+    known = history.scores[0].tolist()
+    samples = {*range(20), *range(0, length, 4001), length - 1}
+    with torch.inference_mode():
+        for p in range(length):
+            out, lse = cache.attend(*history.tokens(p, p + 1), return_lse=True)
+            if device == "cuda" and p not in samples and p % 50:
+                [alive.after(scores, p) for alive, scores in zip(lives, known, strict=True)]
+                continue  # a look at the device takes time
+            for positions, alive, scores in zip(cache.position[0].tolist(), lives, known, strict=True):
+                assert {q for q in positions if q >= 0} == alive.after(scores, p)
+            if p in samples:
+                query, key, value, scores = (
+                    x[:, :, : p + 1] for x in (history.query, history.key, history.value, history.scores)
+                )
+                whole = dmattn.dynamic_mask_attention(query[:, :, p:], key, value, scores, 6, local=3, sink=2, return_lse=True)
+                assert_alike((out, lse), whole, exact)
+
+
+@pytest.mark.parametrize("cuts", [[1] * 40, [40], [13, 27]], ids=len)
+def test_plus_inf_is_selected_first_and_the_later_of_two_wins(device, exact, cuts):
+    history = History(40, exact, device, "random", bad=(INF, -INF))
+    feed(history.cache(3, 2, 1), history, cuts)
+
+
+@pytest.mark.parametrize("local", [0, 2])
+def test_nan_and_minus_inf_never_win_a_slot(device, exact, local):
+    history = History(40, exact, device, "ties", bad=(math.nan, -INF, math.nan, -INF))
+    cache = history.cache(6, local, 0)
+    feed(cache, history, [1] * 20 + [20])
+    selected = cache.score[:, :, local:]
+    assert (selected > -INF).sum() == (cache.position[:, :, local:] >= 0).sum()
+
+
+def test_float64_scores_are_not_rounded():
+    history = History(30, torch.float64, "cpu")
+    scores = 1.0 + 1e-12 * strategies.make_scores((2, 2, 30), "random", 3, torch.float64)
+    cache, history.scores = history.cache(4, 0, 0), scores
+    feed(cache, history, [1] * 15 + [15])
+    narrow = BoundedCache(2, 2, 4, 8, 16)
+    with pytest.raises(TypeError, match="scores: expected dtype float32, bfloat16, float16, got float64"):
+        narrow.attend(*(x[:, :, :1].float() for x in (history.query, history.key, history.value)), scores[:, :, :1])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_a_streaming_head_needs_no_scores(device, exact, tokens):
+    history = History(40, exact, device)
+    cache, same = history.cache(0, 6, 2), history.cache(0, 6, 2)
+    zeros = torch.zeros_like(history.scores)
+    for first in range(0, 40, tokens):
+        last = min(first + tokens, 40)
+        query, key, value, _ = history.tokens(first, last)
+        assert torch.equal(cache.attend(query, key, value), same.attend(query, key, value, zeros[:, :, first:last]))
+    assert_same_state(cache, same)
+    streaming = dmattn.IntervalMask.streaming(40, 2, 6, device=device).to_bool(40, 40)
+    assert torch.equal(seen_by(cache, 40), streaming[:, :, -1].expand(2, 2, 40))
+
+
+# Batches --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("sizes", [(5, 3, 2), (5, 0, 0), (0, 3, 2)], ids=str)
+def test_sequences_of_different_lengths(device, exact, sizes, side):
+    """What is not real leaves no trace, may hold anything, and gets nothing; the others are as if they were alone."""
+    history = History(50, exact, device, "ties", bad=(-INF,), B=3)
+    together, alone = history.cache(*sizes, rewind=4), [history.cache(*sizes, rewind=4, batch=1) for _ in range(3)]
+    at = [0, 0, 0]
+    for tokens, lengths in ((12, [12, 3, 0]), (1, [1, 0, 1]), (5, [2, 5, 9]), (1, [-3, 1, 1]), (20, [0, 20, 11]), (1, [1, 1, 1])):
+        real = [max(0, min(n, tokens)) for n in lengths]
+        padded = []
+        for part in range(4):
+            rows = []
+            for b in range(3):
+                new = history.tokens(at[b], at[b] + real[b], slice(b, b + 1))[part]
+                rubbish = new.new_full((1, new.shape[1], tokens - real[b], *new.shape[3:]), torch.nan)
+                rows.append(torch.cat([new, rubbish] if side == "right" else [rubbish, new], 2))
+            padded.append(torch.cat(rows))
+        given_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        positions = together.next_positions(tokens, given_lengths, side)
+        out, lse = together.attend(*padded, lengths=given_lengths, padding_side=side, return_lse=True)
+        for b in range(3):
+            inside = slice(0, real[b]) if side == "right" else slice(tokens - real[b], tokens)
+            is_real = torch.zeros(tokens, dtype=torch.bool, device=device)
+            is_real[inside] = True
+            assert not out[b][:, ~is_real].any()
+            assert (lse[b][:, ~is_real] == -INF).all()
+            assert positions[b, inside].tolist() == list(range(at[b], at[b] + real[b]))
+            if real[b]:
+                row = alone[b].attend(*history.tokens(at[b], at[b] + real[b], slice(b, b + 1)), return_lse=True)
+                assert_alike([x[b : b + 1, :, inside] for x in (out, lse)], row, exact)
+            at[b] += real[b]
+            assert_same_state(together_row(together, b), alone[b])
+    assert together.length.tolist() == at
+
+
+def together_row(cache, b):
+    """One sequence of a cache as a cache."""
+    _, Hkv, _, D = cache.key.shape
+    sizes = {name: size for name, size in cache.sizes._asdict().items() if name != "window"}
+    row = BoundedCache(
+        1, Hkv, cache.sizes.window, D, cache.value.shape[3], dtype=cache.key.dtype, device=cache.key.device, **sizes
+    )
+    for name in STATE:
+        getattr(row, name).copy_(getattr(cache, name)[b : b + 1])
+    return row
+
+
+@pytest.mark.parametrize("window", [20, 300, 2048])
+def test_a_step_does_not_depend_on_the_batch(device, dtype, window):
+    history = History(400, dtype, device, "ties", B=5, D=64, Dv=64)
+    together, alone = history.cache(window, 16, 4), history.cache(window, 16, 4, batch=1)
+    together.attend(*history.tokens(0, 380))
+    for name in STATE:
+        getattr(alone, name).copy_(getattr(together, name)[2:3])
+    for p in range(380, 400):
+        ours = together.attend(*history.tokens(p, p + 1), return_lse=True)
+        theirs = alone.attend(*history.tokens(p, p + 1, slice(2, 3)), return_lse=True)
+        for x, y in zip(ours, theirs, strict=True):
+            assert torch.equal(x[2:3], y)
+    assert_same_state(together_row(together, 2), alone)
+
+
+def test_steps_in_one_call_are_steps(device, dtype):
+    """Up to eight tokens are taken in one after another, with the same bits."""
+    history = History(48, dtype, device, "ties")
+    one, eight = history.cache(6, 4, 2, rewind=5), history.cache(6, 4, 2, rewind=5)
+    steps = [one.attend(*history.tokens(p, p + 1)) for p in range(48)]
+    calls = [eight.attend(*history.tokens(p, p + 8)) for p in range(0, 48, 8)]
+    assert torch.equal(torch.cat(steps, 2), torch.cat(calls, 2))
+    assert_same_state(one, eight)
+
+
+# Rewind, reorder, reset -----------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), kind=st.sampled_from(["random", "ties", "increasing"]))
+def test_rewind_is_as_if_the_tokens_had_never_come(device, exact, data, kind):
+    window, local, sink = data.draw(st.sampled_from(SIZES))
+    rewind = data.draw(st.integers(1, 20))
+    history = History(80, exact, device, kind, bad=(-INF, math.nan), seed=data.draw(strategies.seeds()))
+    wrong = History(80, exact, device, "random", seed=99)  # tokens that are taken back
+    cache, plain = history.cache(window, local, sink, rewind), history.cache(window, local, sink)
+    at = 0
+    while at < 80:
+        tokens = min(80 - at, data.draw(st.integers(1, 14)))
+        back = data.draw(st.integers(0, min(rewind, tokens)))
+        proposed = [torch.cat([x[:, :, : tokens - back], y[:, :, tokens - back :]], 2) for x, y in
+                    zip(history.tokens(at, at + tokens), wrong.tokens(at, at + tokens), strict=True)]  # fmt: skip
+        cache.attend(*proposed)
+        cache.rewind(back)
+        if tokens > back:
+            plain.attend(*history.tokens(at, at + tokens - back))
+        at += tokens - back if tokens > back else 0
+        assert_same_state(cache, plain, "visible")
+        if tokens == back and data.draw(st.booleans()):
+            break
+
+
+def test_rewind_by_sequence_and_in_parts(device, exact):
+    history = History(40, exact, device, "ties", B=3)
+    cache = history.cache(4, 3, 1, rewind=10)
+    cache.attend(*history.tokens(0, 30))
+    cache.rewind(torch.tensor([0, 4, 10], dtype=torch.int32, device=device))
+    cache.rewind(torch.tensor([3, 1, 0], dtype=torch.int32, device=device))
+    assert cache.kept[:, 0].tolist() == [7, 5, 0]
+    for b, length in enumerate((27, 25, 20)):
+        alone = history.cache(4, 3, 1, rewind=10, batch=1)
+        alone.attend(*history.tokens(0, length, slice(b, b + 1)))
+        assert_same_state(together_row(cache, b), alone, "visible")
+    cache.attend(*history.tokens(0, 2))
+    assert cache.kept[:, 0].tolist() == [9, 7, 2]
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (4, 0, 0), (0, 8, 0)], ids=str)
+def test_rewind_to_the_beginning(device, exact, sizes):
+    history = History(12, exact, device)
+    cache = history.cache(*sizes, rewind=12)
+    cache.attend(*history.tokens(0, 12))
+    cache.rewind(12)
+    assert_same_state(cache, history.cache(*sizes, rewind=12))
+
+
+def test_more_than_is_kept_is_refused_or_empties(device, exact):
+    history = History(30, exact, device)
+    cache = history.cache(4, 3, 0, rewind=6)
+    cache.attend(*history.tokens(0, 20))
+    cache.rewind(4)
+    with pytest.raises(ValueError, match="n: expected at most 6 tokens, got 7: keys that died earlier are gone"):
+        cache.rewind(7)
+    too_many = torch.tensor([3, 1], dtype=torch.int32, device=device)
+    if device == "cpu":
+        with pytest.raises(ValueError, match="n: expected at most 2 tokens for sequence 0, the last whose state is kept, got 3"):
+            cache.rewind(too_many)
+        with pytest.raises(ValueError, match=r"n: expected at most 2 tokens for sequence 1, .* got -1"):
+            cache.rewind(torch.tensor([0, -1], dtype=torch.int32))
+        state = [getattr(cache, name) for name in STATE]
+        torch.ops.dmattn.cache_rewind(*state, too_many, 4, 3, 0)
+    else:
+        cache.rewind(too_many)
+    assert cache.length.tolist() == [0, 15]
+    assert_same_state(together_row(cache, 0), history.cache(4, 3, 0, rewind=6, batch=1))
+
+
+def test_reorder(device, exact):
+    history = History(40, exact, device, B=3)
+    cache = history.cache(4, 3, 1, rewind=2)
+    cache.attend(*history.tokens(0, 30))
+    before = copy.deepcopy(cache)
+    cache.reorder(torch.tensor([2, 2, 0], device=device))
+    for b, source in enumerate((2, 2, 0)):
+        assert_same_state(together_row(cache, b), together_row(before, source))
+    with pytest.raises(ValueError, match="index: expected numbers of sequences from 0 to 2, got"):
+        before.cpu().reorder(torch.tensor([0, 1, 3]))
+
+
+def test_a_reset_sequence_begins_at_0(device, exact):
+    history = History(60, exact, device, B=3)
+    cache, new = history.cache(4, 3, 1, rewind=2), history.cache(4, 3, 1, rewind=2)
+    cache.attend(*history.tokens(0, 30))
+    kept = copy.deepcopy(cache)
+    cache.reset([1])
+    assert_same_state(together_row(cache, 1), together_row(new, 1))
+    for b in (0, 2):
+        assert_same_state(together_row(cache, b), together_row(kept, b))
+    for tokens in ((30, 31), (31, 60)):
+        ours, theirs = cache.attend(*history.tokens(*tokens)), new.attend(*history.tokens(*tokens))
+        assert torch.equal(ours[1], theirs[1])
+    assert cache.length.tolist() == [60, 30, 60]
+    cache.reset(torch.tensor([True, False, True], device=device))
+    assert cache.length.tolist() == [0, 30, 0]
+    cache.reset(1)
+    assert_same_state(cache, history.cache(4, 3, 1, rewind=2))
+    kept.reset()
+    assert_same_state(kept, cache)
+
+
+# As a module ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_state_is_saved_and_loaded(device, exact, tmp_path):
+    history = History(60, exact, device)
+    cache, other = history.cache(4, 3, 1, rewind=2), history.cache(4, 3, 1, rewind=2)
+    cache.attend(*history.tokens(0, 30))
+    torch.save(cache.state_dict(), tmp_path / "cache.pt")
+    other.load_state_dict(torch.load(tmp_path / "cache.pt"))
+    assert_same_state(cache, other)
+    assert torch.equal(cache.attend(*history.tokens(30, 60)), other.attend(*history.tokens(30, 60)))
+    with pytest.raises(ValueError, match=r"expected that of a cache with .*'window': 3.*, got one with .*'window': 4"):
+        history.cache(3, 4, 1, rewind=2).load_state_dict(cache.state_dict())
+
+
+def test_scores_stay_as_exact_as_they_were():
+    history = History(30, torch.float32, "cpu")
+    cache = history.cache(4, 3, 1)
+    cache.attend(*history.tokens(0, 20))
+    score = cache.score.clone()
+    for move in (lambda: cache.to(torch.bfloat16), cache.half, cache.float):
+        move()
+        assert cache.score.dtype == torch.float32
+        assert torch.equal(cache.score, score)
+    assert cache.key.dtype == torch.float32
+    assert cache.double().score.dtype == torch.float64
+    assert cache.to("meta").score.device.type == "meta"
+
+
+def test_memory_does_not_grow(device, exact):
+    history = History(300, exact, device)
+    cache = history.cache(4, 3, 1, rewind=2)
+    places, size = [getattr(cache, name).data_ptr() for name in STATE], cache.nbytes
+    for first, last in itertools.pairwise((0, 100, 101, 102, 110, 300)):
+        cache.attend(*history.tokens(first, last))
+        cache.rewind(0)
+        cache.reorder(torch.tensor([1, 0], device=device))
+    assert [getattr(cache, name).data_ptr() for name in STATE] == places
+    assert cache.nbytes == size
+    assert "window=4" in repr(cache)
+
+
+def test_autocast_brings_tokens_to_the_cache(device):
+    history = History(20, torch.float32, device)
+    cache, narrow = (
+        BoundedCache(2, 2, 4, 8, 16, dtype=torch.bfloat16, device=device),
+        [x.bfloat16() for x in history.tokens(0, 20)[:3]],
+    )
+    with torch.autocast(device, torch.bfloat16):
+        out = cache.attend(*history.tokens(0, 20))
+    cache.reset()
+    assert torch.equal(out, cache.attend(*narrow, history.scores))
+
+
+# In the layer ---------------------------------------------------------------------------------------------------------------------------
+
+
+def layer(**options):
+    torch.manual_seed(3)
+    made = dmattn.nn.DynamicMaskAttention(32, 4, 6, num_kv_heads=2, dtype=torch.float64, **options).eval()
+    torch.nn.init.normal_(made.A)
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"local": 3, "sink": 2}, {"rope_theta": None, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("cuts", [[1] * 40, [40], [12, 1, 1, 26]], ids=len)
+def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
+    made, hidden = layer(**options), tensor((3, 40, 32), 0, torch.float64)
+    cache, first, outs = made.new_cache(3), 0, []
+    with torch.no_grad():
+        for tokens in cuts:
+            outs.append(made(hidden[:, first : first + tokens], cache=cache))
+            first += tokens
+        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden), torch.float64)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_layer_generates_from_prompts_of_different_lengths(side):
+    made, hidden, lengths = layer(local=3), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
+    cache = made.new_cache(3, rewind=2)
+    pad = torch.full((20, 32), torch.nan, dtype=torch.float64)
+    prompts = [
+        (torch.cat([x[:n], pad[n:]]) if side == "right" else torch.cat([pad[n:], x[:n]]))
+        for x, n in zip(hidden, lengths, strict=True)
+    ]
+    with torch.no_grad():
+        out = made(torch.stack(prompts), cache=cache, lengths=torch.tensor(lengths, dtype=torch.int32), padding_side=side)
+        step = made(torch.stack([x[n : n + 1] for x, n in zip(hidden, lengths, strict=True)]), cache=cache)
+        for b, n in enumerate(lengths):
+            ours = torch.cat([out[b, :n] if side == "right" else out[b, 20 - n :], step[b]])
+            tolerance.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
+
+
+def test_the_layer_refuses_what_it_cannot_generate():
+    made, hidden = layer(local=3), torch.zeros(2, 5, 32, dtype=torch.float64)
+    for call, error, message in (
+        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"cache: expected one with \(sink, local, window\) = \(0, 3, 6\) like"),
+        (lambda: made(hidden, cache=made.new_cache(3)), ValueError, r"hidden_states: expected .* with B=3 like the cache, got B=2"),
+        (lambda: made(hidden, cache={}), TypeError, "cache: expected a dmattn.BoundedCache, got dict"),
+        (lambda: made(hidden, dmattn.IntervalMask.padding(5, 3), made.new_cache(2)), ValueError, "base: expected None with a cache"),
+        (lambda: made(hidden, lengths=torch.tensor([1, 2])), ValueError, "lengths: expected None without a cache"),
+        (lambda: layer(is_causal=False)(hidden, cache=layer().new_cache(2)), ValueError, "is_causal=False"),
+        (lambda: layer(dropout=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "a layer in eval mode or without dropout"),
+        (lambda: made.float()(hidden.float(), cache=layer(local=3).new_cache(2)), TypeError, "query: expected dtype torch.float64 like"),
+    ):  # fmt: skip
+        with torch.no_grad(), pytest.raises(error, match=message):
+            call()
+    with pytest.raises(RuntimeError, match=r"BoundedCache.attend has no gradient"):
+        made(hidden.float(), cache=made.new_cache(2))
+
+
+# CUDA graphs ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 60])
+def test_a_cuda_graph_takes_tokens_in(tokens):
+    """The same graph serves every length: nothing in it knows how many tokens came before."""
+    history = History(600, torch.bfloat16, "cuda", "ties", bad=(-INF,), D=64, Dv=64)
+    captured, eager = (history.cache(100, 20, 4, rewind=3) for _ in range(2))
+    given = [x.clone() for x in history.tokens(0, tokens)]
+    captured.attend(*given)  # loads the kernels
+    captured.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.attend(*given)
+    captured.reset()
+    for first in range(0, 600 if tokens > 4 else 100, tokens):
+        for place, new in zip(given, history.tokens(first, first + tokens), strict=True):
+            place.copy_(new)
+        graph.replay()
+        assert torch.equal(out, eager.attend(*history.tokens(first, first + tokens)))
+        assert_same_state(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(2048, 0, 0, 16), (300, 100, 7, 40), (0, 64, 4, 0), (5000, 3, 0, 1)], ids=str)
+def test_the_gpu_keeps_what_the_cpu_keeps(sizes):
+    """Steps, chunks longer than what a block finds places for at once, and rewinds; bit for bit."""
+    window, local, sink, rewind = sizes
+    history = History(12_000, torch.bfloat16, "cpu", "ties", bad=(-INF, math.nan), D=16, Dv=8)
+    cpu = history.cache(window, local, sink, rewind)
+    gpu = history.cache(window, local, sink, rewind).cuda()
+    first = 0
+    for tokens, back in ((3, 1), (700, 0), (1, 0), (9500, 5), (1, 1), (1, 0), (40, 30), (1, 0)):
+        for cache in (cpu, gpu):
+            cache.attend(*(x.to(cache.key.device) for x in history.tokens(first, first + tokens)))
+            cache.rewind(min(back, rewind))
+        first += tokens
+        assert_same_state(cpu, copy.deepcopy(gpu).cpu())
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------------------------
+
+
+def good(**changes):
+    arguments = {
+        "query": torch.zeros(2, 4, 3, 8), "key": torch.zeros(2, 2, 3, 8), "value": torch.zeros(2, 2, 3, 16), "scores": torch.zeros(2, 2, 3),
+    }  # fmt: skip
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 3, 8)}, ValueError, r"query: expected \[B, H, T, D\] with B=2, D=8 and a multiple H of Hkv=2, got \[2, 3,"),
+        ({"query": torch.zeros(1, 4, 3, 8)}, ValueError, "query: expected .* with B=2"),
+        ({"query": torch.zeros(2, 4, 0, 8)}, ValueError, "query: expected 1 to 1048567 tokens a call, got T=0"),
+        ({"query": torch.zeros(()).expand(2, 4, 2**20, 8)}, ValueError, "query: expected 1 to 1048567 tokens a call, got T=1048576"),
+        ({"key": torch.zeros(2, 2, 2, 8)}, ValueError, r"key: expected \[B, Hkv, T, D\] = \[2, 2, 3, 8\], got \[2, 2, 2, 8\]"),
+        ({"value": torch.zeros(2, 2, 3, 8)}, ValueError, r"value: expected \[B, Hkv, T, Dv\] = \[2, 2, 3, 16\], got \[2, 2, 3, 8\]"),
+        ({"value": None}, TypeError, "value: expected a torch.Tensor, got NoneType"),
+        ({"key": torch.zeros(2, 2, 3, 8).half()}, TypeError, "key: expected dtype torch.float32 like the cache, got torch.float16"),
+        ({"key": torch.zeros(2, 2, 3, 8, device="meta")}, ValueError, "key: expected device cpu like the cache, got meta"),
+        ({"scores": None}, ValueError, r"scores: expected \[B, Hkv, T\] with a window of 4, got None"),
+        ({"scores": torch.zeros(2, 2)}, ValueError, r"scores: expected \[B, Hkv, T\] = \[2, 2, 3\], got \[2, 2\]"),
+        ({"scores": torch.zeros(2, 2, 3).int()}, TypeError, "scores: expected dtype float32, bfloat16, float16, got int32"),
+        ({"lengths": torch.tensor([1, 2])}, TypeError, "lengths: expected dtype int32, got int64"),
+        ({"lengths": torch.tensor([1, 2, 3]).int()}, ValueError, r"lengths: expected \[B\] = \[2\], got \[3\]"),
+        ({"lengths": torch.tensor([1, 2], device="meta").int()}, ValueError, "lengths: expected device cpu like the cache, got meta"),
+        ({"lengths": [1, 2]}, TypeError, "lengths: expected a torch.Tensor, got list"),
+        ({"padding_side": "top"}, ValueError, "padding_side: expected 'left' or 'right', got 'top'"),
+        ({"scale": INF}, ValueError, "scale: expected a finite number"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a finite number >= 0"),
+        ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),
+        ({"query": torch.zeros(2, 4, 3, 8, requires_grad=True)}, RuntimeError, "BoundedCache.attend has no gradient"),
+    ],
+)  # fmt: skip
+def test_bad_tokens(changes, error, message):
+    cache = BoundedCache(2, 2, 4, 8, 16, local=3, sink=2)
+    with pytest.raises(error, match=message):
+        cache.attend(**good(**changes))
+    assert_same_state(cache, BoundedCache(2, 2, 4, 8, 16, local=3, sink=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((2, 2, 0, 8), {}, ValueError, "window: expected a positive int, got 0"),
+        ((2, 2, -1, 8), {"local": 3}, ValueError, "window: expected an int >= 0, got -1"),
+        ((2, 2, 0, 8), {"sink": -1}, ValueError, "sink: expected an int >= 0, got -1"),
+        ((0, 2, 4, 8), {}, ValueError, "batch_size: expected a positive int, got 0"),
+        ((2, 2.0, 4, 8), {}, TypeError, "num_kv_heads: expected a positive int, got float"),
+        ((2, 2, 4, 12), {}, ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+        ((2, 2, 4, 8, 264), {}, ValueError, "value_dim: expected a multiple of 8 up to 256, got 264"),
+        ((2, 2, 4, 8), {"rewind": -1}, ValueError, "rewind: expected an int >= 0, got -1"),
+        ((2, 2, 2**20, 8), {"rewind": 1}, ValueError, r"window: expected window \+ local \+ sink \+ rewind from 1 to 1048576, got 1048577"),
+        ((2, 2, 4, 8), {"dtype": torch.int32}, TypeError, "dtype: expected dtype float64, float32, bfloat16, float16, got int32"),
+    ],
+)  # fmt: skip
+def test_bad_sizes(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        BoundedCache(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_bad_rows_and_numbers():
+    cache = BoundedCache(2, 2, 4, 8)
+    for call, error, message in (
+        (lambda: cache.rewind(1), ValueError, "n: expected at most 0 tokens, got 1: .* make the cache with rewind=1"),
+        (lambda: cache.rewind(-1), ValueError, "n: expected an int >= 0, got -1"),
+        (lambda: cache.rewind(1.0), TypeError, "n: expected an int >= 0, got float"),
+        (lambda: cache.rewind(torch.tensor([0, 0])), TypeError, "n: expected dtype int32, got int64"),
+        (lambda: cache.rewind(torch.tensor([0]).int()), ValueError, r"n: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: cache.reorder([0, 1]), TypeError, "index: expected a torch.Tensor, got list"),
+        (lambda: cache.reorder(torch.tensor([0, -1])), ValueError, "index: expected numbers of sequences from 0 to 1"),
+        (lambda: cache.reset([2]), ValueError, "rows: expected numbers of sequences from 0 to 1, got 2"),
+        (lambda: cache.reset(torch.tensor([1])), TypeError, "rows: expected dtype bool, got int64"),
+        (lambda: cache.reset(torch.tensor([True])), ValueError, r"rows: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: torch.jit.script(cache), NotImplementedError, "torch.jit.script is not supported"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
