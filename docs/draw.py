@@ -136,6 +136,63 @@ def composition() -> Drawing:
     return d
 
 
+def slots_over_time(scores: list[float], sink: int, local: int, window: int) -> list[list[tuple[int, bool]]]:
+    """For each token the slots of a bounded cache after it: the key in each, -1 for none, and whether it has just been written."""
+    slots, history = [-1] * (sink + local + window), []
+
+    def badness(slot: int) -> tuple[float, int, int]:
+        return scores[slots[slot]] if slots[slot] >= 0 else -1.0, slots[slot], slot
+
+    for token in range(len(scores)):
+        before = list(slots)
+        if token < sink:
+            slots[token] = token
+        else:
+            ring = sink + (token - sink) % local
+            leaver = slots[ring]
+            if leaver >= 0:
+                worst = min(range(sink + local, len(slots)), key=badness)
+                if slots[worst] < 0 or scores[leaver] >= scores[slots[worst]]:
+                    slots[worst] = leaver
+            slots[ring] = token
+        history.append([(key, key != old) for key, old in zip(slots, before, strict=True)])
+    return history
+
+
+def slots() -> Drawing:
+    d = Drawing(860, 452, "The slots of a bounded cache over time")
+    values = random.Random(8)
+    sink, local, window, count, cell, x, y = 1, 3, 4, 16, 34, 150, 112
+    scores = [values.random() for _ in range(count)]
+    d.text(40, 32, "Eight slots hold all that a query sees, whatever the length", 16, bold=True)
+    for token, score in enumerate(scores):
+        d.rect(x + token * cell + 8, y - 14 - 44 * score, cell - 16, 44 * score, LINE)
+    d.text(x - 12, y - 22, "scores", 12, "end")
+    names = ["sink"] * sink + ["latest"] * local + ["selected"] * window
+    fills = {"sink": GREEN, "latest": BLUE, "selected": ORANGE}
+    for token, column in enumerate(slots_over_time(scores, sink, local, window)):
+        for slot, (key, is_new) in enumerate(column):
+            top = y + slot * cell
+            d.rect(x + token * cell + 1, top + 1, cell - 2, cell - 2, PALE if key < 0 else fills[names[slot]], radius=4)
+            if key >= 0:
+                d.text(x + token * cell + cell / 2, top + 22, str(key), 13, "middle", WHITE, bold=is_new)
+            if is_new:
+                d.rect(x + token * cell + 3, top + 3, cell - 6, cell - 6, "none", WHITE, radius=3)
+        d.text(x + token * cell + cell / 2, y + len(names) * cell + 20, str(token), 12, "middle")
+    for slot, name in enumerate(names):
+        d.text(x - 12, y + slot * cell + 22, f"slot {slot}, {name}", 12, "end")
+    d.text(x - 12, y + len(names) * cell + 20, "after token", 12, "end")
+    below = y + len(names) * cell + 46
+    d.text(
+        40,
+        below,
+        "A framed key was written by that token. A key that leaves the latest takes the slot of the worst selected key,",
+        13,
+    )
+    d.text(40, below + 18, "if its score is no worse; otherwise it is gone for good, and no later query would have seen it.", 13)
+    return d
+
+
 def chunks() -> Drawing:
     d = Drawing(860, 440, "How the keys of a tile become chunks")
     values = random.Random(11)
@@ -313,7 +370,7 @@ def learning() -> Drawing:
     return d
 
 
-FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline, "learning": learning}
+FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline, "learning": learning, "slots": slots}
 
 
 def main() -> None:
