@@ -134,3 +134,23 @@ def test_decode(page_size, heads, queries, sizes):
         softcap=case.softcap, return_lse=True,
     )  # fmt: skip
     decoding.assert_right(case, (out.cpu(), lse.cpu()))
+
+
+@pytest.mark.parametrize("sizes", [(300, 20, 4, 7), (40, 0, 0, 0), (0, 30, 2, 3)], ids=str)
+def test_cache(sizes):
+    """Steps, a chunk of more tokens than places are found for at once, padding and a rewind, beside the same on the CPU."""
+    window, local, sink, rewind = sizes
+    cpu, gpu = (
+        dmattn.BoundedCache(2, 2, window, 64, 40, local=local, sink=sink, rewind=rewind, dtype=torch.bfloat16, device=device)
+        for device in ("cpu", "cuda")
+    )
+    for seed, tokens in enumerate((1, 4500, 1, 20, 1)):
+        shapes = ((2, 4, tokens, 64), (2, 2, tokens, 64), (2, 2, tokens, 40))
+        given = [*(tensor(shape, seed, torch.bfloat16) for shape in shapes), tensor((2, 2, tokens), seed)]
+        lengths = torch.tensor([tokens, tokens // 2], dtype=torch.int32)
+        back = torch.tensor([0, min(rewind, tokens // 2, 2)], dtype=torch.int32)
+        for cache in (cpu, gpu):
+            cache.attend(*(x.to(cache.key.device) for x in given), lengths=lengths.to(cache.key.device))
+            cache.rewind(back.to(cache.key.device))
+    for name, state in cpu.state_dict().items():
+        assert torch.equal(gpu.state_dict()[name].cpu(), state), name

@@ -12,6 +12,7 @@ def in_file(
     return Fault("cpu", f"cpp/{name}", old, new, wrong, tests, objects, environment, harmless)
 
 
+CACHE = "test_cache.py::"
 FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "test_masks.py::", "test_select.py::"
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
@@ -19,6 +20,25 @@ BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=b
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
+    # A bounded cache.
+    in_file("cache_step.h", "wins = score >= worst.score &&", "wins = score > worst.score &&",
+            "of two equal scores the earlier key stays", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("cache_step.h", " && score > -std::numeric_limits<Score>::infinity();", ";",
+            "a score of -inf takes an empty slot", CACHE + "test_nan_and_minus_inf_never_win_a_slot"),
+    in_file("cache_step.h", "return position != other.position ? position < other.position : slot < other.slot;", "return slot < other.slot;",
+            "among equal scores the key of the lowest slot dies", CACHE + "test_steps_and_chunks_are_the_whole_history " + CACHE + "test_any_cuts_of_any_history"),
+    in_file("cache_step.h", "    if (has_entered) slots.copy(log, entered);\n", "",
+            "a key that was taken back stays selected", CACHE + "test_rewind_is_as_if_the_tokens_had_never_come"),
+    in_file("cache_step.h", "slots.copy(has_entered ? entered : log, ring_slot(p, step))", "slots.copy(log, ring_slot(p, step))",
+            "a key that went to the selected ones does not come back to the ring", CACHE + "test_rewind_is_as_if_the_tokens_had_never_come"),
+    in_file("cpu/cache.cpp", "victim >= 0 ? places.slot_of[static_cast<size_t>(victim)] : next_empty++", "next_empty++",
+            "in a chunk keys do not take the slots of those that die", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("cpu/cache.cpp", "next_empty += i < visible &&", "next_empty += false && i < visible &&",
+            "a chunk writes over selected keys", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("cpu/cache.cpp", "count < 0 || count > kept", "count < 0",
+            "more is taken back than was kept", CACHE + "test_more_than_is_kept_is_refused_or_empties"),
+    in_file("cpu/cache.cpp", "if (p.lengths && p.lengths[task / p.kv_heads] <= 0) return;", "",
+            "a sequence that waits takes a token", CACHE + "test_sequences_of_different_lengths"),
     # Gradients of biases.
     in_file("cpu/bias_grad.h", "p.bias.head_divisor == group_size(p) && parts == 1", "p.bias.head_divisor == group_size(p)",
             "parts of a group race for the gradient of their bias", THREADS + "test_bias_gradients_of_shared_heads_are_not_raced_for"),

@@ -10,6 +10,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
 
 
+CACHE = "test_cache.py::"
 FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
     "test_forward.py::",
     "test_backward.py::",
@@ -23,6 +24,17 @@ LISTS, COMPACT = LIVE_KEYS + "test_lists_of_long_problems", LIVE_KEYS + "test_on
 EVERYTHING = "sm80_forward sm80_query_major sm90_forward sm90_backward"
 
 FAULTS = [
+    # A bounded cache.
+    in_file("common/cache.cu", "slot < first_log_slot(p); slot += kUpdateThreads", "slot < first_log_slot(p) - 1; slot += kUpdateThreads",
+            "the last selected key never dies", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("common/cache.cu", "link < 0 ? static_cast<int>(chunk.slot[victims[e]]) : chunk.entered[link]", "static_cast<int>(chunk.slot[victims[e]])",
+            "chains of slots end where a block's tokens do", CACHE + "test_the_gpu_keeps_what_the_cpu_keeps"),
+    in_file("common/cache.cu", "is_done = !__syncthreads_or(moves);", "is_done = __syncthreads_or(moves) >= 0;",
+            "chains of slots are followed for two steps", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("common/cache.cu", "int empty = next_empty + sums.x;", "int empty = next_empty;",
+            "threads take the same empty slots", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("common/cache.cu", "const bool is_known = count > 0 && count <= kept;", "const bool is_known = count > 0;",
+            "more is taken back than was kept", CACHE + "test_more_than_is_kept_is_refused_or_empties"),
     # Live keys.
     in_file("common/live_keys.cu", "(from > 0 ? ended[from - 1] : 0)", "(from > 0 ? ended[from] : 0)",
             "a segment's list is shorter than its keys", THRESHOLDS + " " + LISTS),

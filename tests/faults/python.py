@@ -10,10 +10,26 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
     return Fault("python", f"python/dmattn/{name}", old, new, wrong, tests, harmless=harmless)
 
 
+CACHE = "test_cache.py::"
 FORWARD, BACKWARD, MASKS = "test_forward.py::", "test_backward.py::", "test_masks.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "test_dynamic_mask_attention.py::", "test_autograd.py::", "test_registration.py::"
 
 FAULTS = [
+    # A bounded cache.
+    in_file("cache.py", "remaining = lengths if lengths is None or t == 0 else lengths - t", "remaining = lengths",
+            "a short call takes more tokens than are real", CACHE + "test_sequences_of_different_lengths"),
+    in_file("cache.py", "torch.where(remaining > 0, sizes.visible, 0)", "torch.where(remaining > -1, sizes.visible, 0)",
+            "a sequence that waits gets an output", CACHE + "test_sequences_of_different_lengths"),
+    in_file("cache.py", "out, lse = _rolled(out, -shift), _rolled(lse, -shift)", "out, lse = _rolled(out, shift), _rolled(lse, shift)",
+            "outputs of left-padded tokens lie elsewhere", CACHE + "test_sequences_of_different_lengths"),
+    in_file("cache.py", "self.score = score.to(self.score.device, dtype)", "self.score = self.score.to(dtype)",
+            "scores are rounded when keys change their dtype", CACHE + "test_scores_stay_as_exact_as_they_were"),
+    in_file("cache_chunk.py", "torch.where(position >= 0, taken + visible, 0)", "torch.where(position >= -1, taken + visible, 0)",
+            "empty slots and padding compete and are seen", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("cache_chunk.py", "state.position[:, :, :visible].sort(dim=-1)", "state.position[:, :, :visible].sort(dim=-1, descending=True)",
+            "cached keys stand in the wrong order", CACHE + "test_steps_and_chunks_are_the_whole_history"),
+    in_file("nn.py", "positions = cache.next_positions(query.shape[2], lengths, padding_side)", "positions = cache.next_positions(query.shape[2])",
+            "left-padded prompts have wrong positions", CACHE + "test_the_layer_generates_from_prompts_of_different_lengths"),
     # The public functions.
     in_file("call.py", "torch.where(visible, FOREVER, ALWAYS)", "torch.where(visible, ALWAYS, FOREVER)",
             "a bool mask of keys alone is inverted", FORWARD + "test_what_nobody_sees_has_no_effect"),
