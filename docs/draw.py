@@ -370,7 +370,14 @@ def learning() -> Drawing:
     return d
 
 
-FIGURES = {"lifetime": lifetime, "composition": composition, "chunks": chunks, "pipeline": pipeline, "learning": learning, "slots": slots}
+FIGURES = {
+    "lifetime": lifetime,
+    "composition": composition,
+    "chunks": chunks,
+    "pipeline": pipeline,
+    "learning": learning,
+    "slots": slots,
+}
 
 
 def main() -> None:

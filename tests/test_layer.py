@@ -166,9 +166,8 @@ def test_the_loss_is_its_formula(local, sink, softcap, documents):
         tensor(shape, i, torch.float64) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 2, 24)))
     )
     base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
-    ours = score_loss(
-        query, key, scores, key_bias=bias, base=base, local=local, sink=sink, queries=24, softcap=softcap
-    )  # one query of each of 24 parts: all of them
+    # One query of each of 24 parts: all of them.
+    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=local, sink=sink, queries=24, softcap=softcap)
     torch.testing.assert_close(ours, loss_by_hand(query, key, scores, bias, documents, local, sink, softcap))
 
 

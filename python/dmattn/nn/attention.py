@@ -245,7 +245,9 @@ class DynamicMaskAttention(nn.Module):
         if cache is not None:
             if base is not None or window is not None or with_score_loss:
                 raise ValueError("base, window, with_score_loss: expected their defaults with a cache")
-            generated: Tensor = self.o_proj(self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2))
+            generated: Tensor = self.o_proj(
+                self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2)
+            )
             return generated
         if lengths is not None:
             raise ValueError("lengths: expected None without a cache; give base=IntervalMask.padding(S, lengths) instead")
@@ -274,9 +276,7 @@ class DynamicMaskAttention(nn.Module):
             given = ", ".join(names) or "is_causal=False"
             raise ValueError(f"cache: expected a causal layer without taught, recency and local_heads, got one with {given}")
 
-    def _generate(
-        self, hidden_states: Tensor, cache: BoundedCache, lengths: Tensor | None, padding_side: PaddingSide
-    ) -> Tensor:
+    def _generate(self, hidden_states: Tensor, cache: BoundedCache, lengths: Tensor | None, padding_side: PaddingSide) -> Tensor:
         """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other."""
         if not isinstance(cache, BoundedCache):
             raise TypeError(f"cache: expected a dmattn.BoundedCache, got {type(cache).__name__}")
