@@ -19,7 +19,7 @@ PAGES = (
     HERE.parent / "README.md",
     HERE.parent / "docs/performance.md",
     HERE.parent / "docs/lab/results.md",
-    HERE.parent / "docs/learning.md",
+    HERE.parent / "docs/lab/learning.md",
 )
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 SHORT_TABLES = {  # results, then cases of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -201,6 +202,34 @@ def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
     results = [json.loads(line) for line in options.output.read_text().splitlines()]
     assert [(result["name"], result["settings"]["seed"]) for result in results] == [("sliding", 2)]
     assert "mqar, 128 tokens, 16 visible, 2 st" in capsys.readouterr().out
+
+
+def test_kept_runs_become_tables(quality, tmp_path):
+    """The best first, means and distances over seeds, and one line a mask however often it was run."""
+    import quality_report
+
+    def run(variant, seed, bits, **more):
+        settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))
+        whole = dict.fromkeys(("parameters", "steps", "seconds", "tokens_per_second", "cuda", "torch", "uncommitted_changes"), 0)
+        curve = [{"step": 1, "seconds": 2.0, "held_bits": bits, "train_bits": 9.0, "coverage": [[1.0]]}]
+        return {**whole, "name": variant, "complete": True, "settings": settings, "machine": {"gpu": "none"}, "commit": "abc",
+                "date": "2020-01-01", "curve": curve, "memory_bytes": 3}  # fmt: skip
+
+    runs = [run("dense+recency", 1, 1.5), run("dense+recency", 2, 1.25), run("taught+local4+recency+mixed", 1, 1.75),
+            run("dense", 1, 7.0, seconds=3.0), run("sliding", 1, 1.0), run("sliding", 1, 1.125)]  # fmt: skip
+    kept = [quality_report.kept(one) for one in runs]
+    assert "memory_bytes" not in kept[0]
+    assert kept[0]["curve"] == [{"step": 1, "seconds": 2.0, "held_bits": 1.5}]
+    (tmp_path / "nvidia-h200").mkdir()
+    (tmp_path / quality_report.KEPT).write_text("".join(json.dumps(one) + "\n" for one in kept))
+    lines = [line for line in quality_report.table("quality-text", tmp_path).splitlines() if line.startswith("| ")]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "mask", "sliding window", "dense, recency",
+        "scores that are taught, 128 local, 4 of 8 heads with 128 local keys alone, recency",
+    ]  # fmt: skip
+    assert "| 1.125 | 0 | 1 |" in lines[1]  # the later of two runs with one seed
+    assert "| all | 1.375 ± 0.125 | 0 | 2 |" in lines[2]
+    assert "7.000" in quality_report.table("quality-seconds", tmp_path)
 
 
 @pytest.mark.parametrize("given", [{"steps": "many"}, {"stepz": 3}, {"variant": "dens"}, {"task": "novel"}, {"bias": "none"}])

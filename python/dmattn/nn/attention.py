@@ -104,15 +104,15 @@ class DynamicMaskAttention(nn.Module):
         self.v_proj = linear(embed_dim, kv_dim)
         if isinstance(score, nn.Module):
             self.score_proj = score
-        elif score == "linear":
+        elif isinstance(score, str) and score == "linear":
             self.score_proj = nn.Linear(embed_dim, num_kv_heads, device=device, dtype=dtype)
             nn.init.zeros_(self.score_proj.weight), nn.init.zeros_(self.score_proj.bias)
-        elif score == "exp":
+        elif isinstance(score, str) and score == "exp":
             self.dt_proj = linear(kv_dim, num_kv_heads)
             self.A = nn.Parameter(torch.zeros(num_kv_heads, device=device, dtype=dtype))
         else:
             _refuse_score(score)
-        self.scores_values = score == "exp"
+        self.scores_values = not hasattr(self, "score_proj")
         if recency is None:
             self.log_slope = None
         else:

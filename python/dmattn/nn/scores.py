@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.call import autocast
+from dmattn.call import Options, autocast, options_of
 from dmattn.masks import IntervalMask
-from dmattn.sizes import sizes_of
+from dmattn.sizes import key_bias_rows, sizes_of
 
 STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
 
@@ -58,7 +58,7 @@ def score_loss(
         query: [B, H, S, D], as attention takes it (rotated).
         key: [B, Hkv, S, D].
         scores: [B, Hkv, S], what the selection goes by.
-        key_bias: what attention adds to the logits of each key, [B|1, Hkv|1, S].
+        key_bias: what attention adds to the logits of each key, [B|1, H|Hkv|1, S].
         base, local, sink: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
         scale, softcap: as in :func:`dmattn.attention`.
@@ -70,18 +70,23 @@ def score_loss(
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
     """
     query, key, _ = autocast(query, key, key)
-    sizes_of(query, key, key)
+    sizes = sizes_of(query, key, key)
+    options = options_of(sizes, None, True, scale, softcap)
+    key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
     checks.positive_int("queries", queries)
+    checks.selection(1, local, sink, True)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}")
-    if checks.tensor("scores", scores).shape != key.shape[:3]:
+    checks.dtype("scores", checks.tensor("scores", scores), checks.DTYPES["cpu"])
+    if scores.shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
+    checks.same_device("scores", scores, query)
     length = key.shape[2]
     strata = (torch.arange(queries, device=key.device) + torch.rand(queries, device=key.device)) * (length / queries)
     rows = strata.long().clamp(max=max(length - 1, 0))
     seen, competing = _visibility(scores, rows, base, local, sink)
     with torch.no_grad():
-        paid = _dense_rows(query, key, key_bias, seen, rows, scale, softcap)
+        paid = _dense_rows(query, key, key_bias, seen, rows, options)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, :, None]
     competing = competing & (wide > -math.inf)
     foretold = torch.log_softmax(torch.where(competing, wide, -1e9), dim=3)
@@ -99,17 +104,16 @@ def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: 
     return seen, seen & (rows[:, None] >= certain.end[..., None, :]) if local or sink else seen
 
 
-def _dense_rows(
-    query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, rows: Tensor, scale: float | None, softcap: float
-) -> Tensor:
+def _dense_rows(query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, rows: Tensor, options: Options) -> Tensor:
     """Attention weights [B, Hkv, R, S] that the queries at ``rows`` pay where they see all keys, a mean over each key head's queries."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    drawn = query.index_select(2, rows).unflatten(1, (key.shape[1], -1))  # [B, Hkv, G, R, D]
-    logits = (drawn @ key[:, :, None].transpose(3, 4)).to(wide) * (query.shape[3] ** -0.5 if scale is None else scale)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    grouped = (key.shape[1], -1)  # key heads, query heads of each
+    drawn = query.index_select(2, rows).unflatten(1, grouped)  # [B, Hkv, G, R, D]
+    logits = (drawn @ key[:, :, None].transpose(3, 4)).to(torch.promote_types(query.dtype, torch.float32)) * options.scale
+    if options.softcap:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
     if key_bias is not None:
-        logits = logits + key_bias[:, :, None, None]
+        by_query_head = key_bias.shape[1] == query.shape[1]
+        logits = logits + (key_bias.unflatten(1, grouped) if by_query_head else key_bias[:, :, None])[..., None, :]
     logits = torch.where(seen[:, :, None], logits, -math.inf)
     weights = torch.where(seen[:, :, None], logits.softmax(4), 0.0)  # of queries that see nothing, too
     return weights.mean(2)
