@@ -28,7 +28,7 @@ FAULTS = [
             "empty slots and padding compete and are seen", CACHE + "test_steps_and_chunks_are_the_whole_history"),
     in_file("cache_chunk.py", "state.position[:, :, :visible].sort(dim=-1)", "state.position[:, :, :visible].sort(dim=-1, descending=True)",
             "cached keys stand in the wrong order", CACHE + "test_steps_and_chunks_are_the_whole_history"),
-    in_file("nn.py", "positions = cache.next_positions(query.shape[2], lengths, padding_side)", "positions = cache.next_positions(query.shape[2])",
+    in_file("nn/attention.py", "else cache.next_positions(length, lengths, padding_side)", "else cache.next_positions(length)",
             "left-padded prompts have wrong positions", CACHE + "test_the_layer_generates_from_prompts_of_different_lengths"),
     # The public functions.
     in_file("call.py", "torch.where(visible, FOREVER, ALWAYS)", "torch.where(visible, ALWAYS, FOREVER)",
