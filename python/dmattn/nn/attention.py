@@ -243,8 +243,9 @@ class DynamicMaskAttention(nn.Module):
         if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         if cache is not None:
-            if base is not None or window is not None or with_score_loss:
-                raise ValueError("base, window, with_score_loss: expected their defaults with a cache")
+            given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
+            for name in (name for name, is_given in given.items() if is_given):
+                raise ValueError(f"{name}: expected its default with a cache, whose sequences and window are its own")
             generated: Tensor = self.o_proj(
                 self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2)
             )
