@@ -131,7 +131,7 @@ inline CheckedExtend check_extend(const CacheTensors& cache, const Tensor& key, 
   check_dtype("key", key, cache.key.scalar_type()), check_dtype("value", value, cache.key.scalar_type());
   check_dtype("scores", scores, cache.score.scalar_type());
   check_dtype("key_position", position, ScalarType::Int), check_dtype("end", end, ScalarType::Int);
-  check_dtype("slot", slot, ScalarType::Long);
+  check_dtype("slot", slot, ScalarType::Int);
   for (auto [name, tensor] : {std::pair{"key", &key},
                               {"value", &value},
                               {"scores", &scores},
@@ -145,9 +145,89 @@ inline CheckedExtend check_extend(const CacheTensors& cache, const Tensor& key, 
   p.all_key = view_of(checked.key), p.all_value = view_of(checked.value);
   p.all_score = checked.scores.data_ptr();
   p.all_position = static_cast<const int32_t*>(checked.position.data_ptr());
-  p.all_slot = static_cast<const int64_t*>(checked.slot.data_ptr());
+  p.all_slot = static_cast<const int32_t*>(checked.slot.data_ptr());
   p.all_end = static_cast<const int32_t*>(checked.end.data_ptr());
   if (checked.lengths) p.lengths = check_per_sequence("lengths", *checked.lengths, cache.key);
+  return checked;
+}
+
+struct CheckedJoin {
+  Tensor key_cache, value_cache, score_cache, position, steps, key, value;
+  std::optional<Tensor> scores, lengths;
+  Tensor all_key, all_value, all_scores, key_position, slot, segment_end;
+  JoinParams params;
+};
+
+inline CheckedJoin check_join(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache,
+                              const Tensor& position, const Tensor& steps, const Tensor& key, const Tensor& value,
+                              std::optional<Tensor> scores, std::optional<Tensor> lengths, int64_t visible) {
+  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  CheckedJoin checked;
+  JoinParams& join = checked.params;
+  CacheParams& p = join.cache;
+  check(key_cache.dim() == 4, "key_cache: expected 4 dimensions [B, Hkv, N, D], got ", shape_text(key_cache));
+  check(value_cache.dim() == 4, "value_cache: expected 4 dimensions [B, Hkv, N, Dv], got ", shape_text(value_cache));
+  check(key.dim() == 4, "key: expected 4 dimensions [B, Hkv, T, D], got ", shape_text(key));
+  check_extent("key_cache", key_cache), check_extent("value_cache", value_cache), check_extent("key", key);
+  p.batch = key_cache.size(0), p.kv_heads = key_cache.size(1), p.head_dim = key_cache.size(3), p.value_dim = value_cache.size(3);
+  const int64_t slots = key_cache.size(2), tokens = key.size(2), keys = visible + tokens;
+  p.slots = cache_size("key_cache", slots), p.tokens = cache_size("key", tokens);
+  check(visible > 0 && visible <= slots, "visible: expected 1 to N=", slots, " slots, got ", visible);
+  check(keys <= kMaxLength, "key: expected up to ", kMaxLength - visible, " tokens beside ", visible, " slots, got ", tokens);
+  join.visible = static_cast<int32_t>(visible);
+  p.dtype = to_dtype("key_cache", key_cache.scalar_type());
+  for (auto [name, size] : {std::pair{"key_cache", p.head_dim}, {"value_cache", p.value_dim}}) {
+    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
+          kMaxHeadDim, ", got ", size);
+  }
+  check_shape("value_cache", value_cache, {p.batch, p.kv_heads, slots, p.value_dim}, "[B, Hkv, N, Dv]");
+  check_shape("score_cache", score_cache, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
+  check_shape("position", position, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
+  check_shape("steps", steps, {p.batch, p.kv_heads}, "[B, Hkv]");
+  check_shape("key", key, {p.batch, p.kv_heads, tokens, p.head_dim}, "[B, Hkv, T, D]");
+  check_shape("value", value, {p.batch, p.kv_heads, tokens, p.value_dim}, "[B, Hkv, T, Dv]");
+  check_dtype("score_cache", score_cache, accumulate_type(key_cache.scalar_type()));
+  check_dtype("position", position, ScalarType::Int), check_dtype("steps", steps, ScalarType::Int);
+  for (auto [name, tensor] : {std::pair{"value_cache", &value_cache}, {"key", &key}, {"value", &value}}) {
+    check_dtype(name, *tensor, key_cache.scalar_type());
+  }
+  for (auto [name, tensor] : {std::pair{"value_cache", &value_cache},
+                              {"score_cache", &score_cache},
+                              {"position", &position},
+                              {"steps", &steps},
+                              {"key", &key},
+                              {"value", &value}}) {
+    check_device(name, *tensor, key_cache);
+  }
+  checked.key_cache = dense(key_cache), checked.value_cache = dense(value_cache), checked.score_cache = dense(score_cache);
+  checked.position = dense(position), checked.steps = dense(steps);
+  checked.key = with_dense_rows(key), checked.value = with_dense_rows(value);
+  p.key = checked.key_cache.data_ptr(), p.value = checked.value_cache.data_ptr(), p.score = checked.score_cache.data_ptr();
+  p.position = static_cast<int32_t*>(checked.position.data_ptr()), p.steps = static_cast<int32_t*>(checked.steps.data_ptr());
+  p.new_key = view_of(checked.key), p.new_value = view_of(checked.value);
+  if (scores) {
+    check_device("scores", *scores, key_cache);
+    check_shape("scores", *scores, {p.batch, p.kv_heads, tokens}, "[B, Hkv, T]");
+    p.scores_dtype = to_dtype("scores", scores->scalar_type());
+    check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
+          "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
+    checked.scores = with_dense_rows(*scores);
+    p.new_scores = {checked.scores->data_ptr(), checked.scores->stride(0), checked.scores->stride(1), 1};
+  }
+  if (lengths) {
+    checked.lengths = *lengths;
+    p.lengths = check_per_sequence("lengths", *checked.lengths, key_cache);
+  }
+  checked.all_key = empty_on(key_cache, {p.batch, p.kv_heads, keys, p.head_dim}, key_cache.scalar_type());
+  checked.all_value = empty_on(key_cache, {p.batch, p.kv_heads, keys, p.value_dim}, key_cache.scalar_type());
+  checked.all_scores = empty_on(key_cache, {p.batch, p.kv_heads, keys}, score_cache.scalar_type());
+  checked.key_position = empty_on(key_cache, {p.batch, p.kv_heads, keys}, ScalarType::Int);
+  checked.slot = empty_on(key_cache, {p.batch, p.kv_heads, visible}, ScalarType::Int);
+  checked.segment_end = empty_on(key_cache, {p.batch, p.kv_heads, keys}, ScalarType::Int);
+  join.key = checked.all_key.data_ptr(), join.value = checked.all_value.data_ptr(), join.score = checked.all_scores.data_ptr();
+  join.position = static_cast<int32_t*>(checked.key_position.data_ptr());
+  join.slot = static_cast<int32_t*>(checked.slot.data_ptr());
+  join.segment_end = static_cast<int32_t*>(checked.segment_end.data_ptr());
   return checked;
 }
 

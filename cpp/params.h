@@ -144,10 +144,23 @@ struct CacheParams {
   TensorView all_key, all_value;          // [B, Hkv, visible + tokens, D or Dv], visible = sink + local + window
   const void* all_score = nullptr;        // [B, Hkv, visible + tokens] contiguous, like score
   const int32_t* all_position = nullptr;  // [B, Hkv, visible + tokens] contiguous, kNoPosition where there is no key
-  const int64_t* all_slot = nullptr;      // [B, Hkv, visible] contiguous: where the cached keys lie
+  const int32_t* all_slot = nullptr;      // [B, Hkv, visible] contiguous: where the cached keys lie
   // [B, Hkv, visible + tokens] contiguous: the index of the first query that does not see the key, at most that behind the last
   // token that is taken.
   const int32_t* all_end = nullptr;
+};
+
+// The cached keys of a bounded cache in the order of their positions, empty slots in front, and then `cache.tokens` new ones. Of
+// the cache only key, value, score, position, steps, what is new, and its sizes are given; visible <= slots.
+struct JoinParams {
+  CacheParams cache;
+  int32_t visible = 0;
+  // Outputs, contiguous; S = visible + tokens.
+  void *key = nullptr, *value = nullptr;  // [B, Hkv, S, D or Dv]
+  void* score = nullptr;                  // [B, Hkv, S], like the cache's
+  int32_t* position = nullptr;            // [B, Hkv, S], kNoPosition where there is no key
+  int32_t* slot = nullptr;                // [B, Hkv, visible]
+  int32_t* segment_end = nullptr;         // [B, Hkv, S]: the index behind the last token that is taken, 0 where there is no key
 };
 
 inline constexpr int32_t kNoPosition = -1;

@@ -174,9 +174,11 @@ def test_opcheck_cache(sizes, dtype):
         torch.library.opcheck(ops.cache_update.default, (*state, *token[:2], None, None, *sizes[:3]))
     torch.library.opcheck(ops.cache_rewind.default, (*state, count, *sizes[:3]))
     visible = sum(sizes[:3])
+    torch.library.opcheck(ops.cache_join.default, (*state[:4], state[5], key, value, scores, None, visible))
+    torch.library.opcheck(ops.cache_join.default, (*state[:4], state[5], key, value, None, count, visible))
     chunk = [torch.cat([old[:, :, :visible], new], 2) for old, new in zip(state[:2], (key, value), strict=True)]
     numbers = [torch.zeros(2, 2, visible + 12, dtype=dtype) for dtype in (state[2].dtype, torch.int32, torch.int32)]
-    slot = torch.zeros(2, 2, visible, dtype=torch.int64)
+    slot = torch.zeros(2, 2, visible, dtype=torch.int32)
     arguments = (*state, *chunk, *numbers[:2], slot, numbers[2])
     torch.library.opcheck(ops.cache_extend.default, (*arguments, None, *sizes[:3]))
     torch.library.opcheck(ops.cache_extend.default, (*arguments, count, *sizes[:3]))

@@ -12,10 +12,11 @@ namespace {
 
 int64_t bytes_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
+// The score of a new token.
 template <class Score>
-Score new_score(const CacheParams& p, int64_t batch, int64_t head) {
+Score new_score(const CacheParams& p, int64_t batch, int64_t head, int64_t token = 0) {
   if (!p.new_scores.data) return 0;
-  const int64_t at = p.new_scores.offset(batch, head);
+  const int64_t at = p.new_scores.offset(batch, head) + token;
   switch (p.scores_dtype) {
     case DType::kFloat64: return static_cast<Score>(static_cast<const double*>(p.new_scores.data)[at]);
     case DType::kFloat32: return static_cast<const float*>(p.new_scores.data)[at];
@@ -122,14 +123,14 @@ void find_places(const CacheParams& p, int64_t task, int32_t taken, Places& plac
   const int32_t visible = first_log_slot(p), first = visible - p.local, keys = visible + p.tokens;
   const int32_t* const position = p.all_position + task * keys;
   const int32_t* const end = p.all_end + task * keys;
-  const int64_t* const slot = p.all_slot + task * visible;
+  const int32_t* const slot = p.all_slot + task * visible;
   places.victim.assign(static_cast<size_t>(p.tokens), -1), places.entered.assign(static_cast<size_t>(p.tokens), kNoSlot);
   places.slot_of.assign(static_cast<size_t>(keys), kNoSlot);
   int32_t next_empty = first_selected_slot(p);
   for (int32_t i = 0; i < keys; ++i) {
     const bool dies = position[i] >= 0 && end[i] >= visible && end[i] < visible + taken;
     if (dies) places.victim[static_cast<size_t>(end[i] - visible)] = i;
-    if (i < first) places.slot_of[static_cast<size_t>(i)] = static_cast<int32_t>(slot[i]);
+    if (i < first) places.slot_of[static_cast<size_t>(i)] = slot[i];
     next_empty += i < visible && position[i] >= 0 && slot[i] >= first_selected_slot(p);
   }
   for (int32_t token = 0; token < taken; ++token) {
@@ -190,6 +191,53 @@ void extend(const CacheParams& p) {
   });
 }
 
+template <class Score>
+void join(const JoinParams& join) {
+  const CacheParams& p = join.cache;
+  const int64_t key_bytes = p.head_dim * bytes_of(p.dtype), value_bytes = p.value_dim * bytes_of(p.dtype);
+  const int64_t keys = join.visible + p.tokens;
+  for_each_task(p.batch * p.kv_heads, [&](int64_t task, int64_t) {
+    const int64_t batch = task / p.kv_heads, head = task % p.kv_heads;
+    const int32_t taken = p.lengths ? std::clamp(p.lengths[batch], 0, p.tokens) : p.tokens;
+    const int32_t* const position = p.position + task * p.slots;
+    int32_t* const slot = join.slot + task * join.visible;
+    for (int32_t i = 0; i < join.visible; ++i) slot[i] = i;
+    std::sort(slot, slot + join.visible,
+              [&](int32_t a, int32_t b) { return position[a] != position[b] ? position[a] < position[b] : a < b; });
+    const auto put = [&](int64_t key, const char* from_key, const char* from_value, Score score, int32_t at) {
+      const int64_t to = task * keys + key;
+      std::memcpy(static_cast<char*>(join.key) + to * key_bytes, from_key, static_cast<size_t>(key_bytes));
+      std::memcpy(static_cast<char*>(join.value) + to * value_bytes, from_value, static_cast<size_t>(value_bytes));
+      static_cast<Score*>(join.score)[to] = score, join.position[to] = at;
+      join.segment_end[to] = at >= 0 ? join.visible + taken : 0;
+    };
+    for (int32_t i = 0; i < join.visible; ++i) {
+      const int64_t from = task * p.slots + slot[i];
+      put(i, static_cast<const char*>(p.key) + from * key_bytes, static_cast<const char*>(p.value) + from * value_bytes,
+          static_cast<const Score*>(p.score)[from], position[slot[i]]);
+    }
+    const auto row = [&](const TensorView& rows, int32_t token) {
+      const int64_t at = batch * rows.batch_stride + head * rows.head_stride + token * rows.row_stride;
+      return static_cast<const char*>(rows.data) + at * bytes_of(p.dtype);
+    };
+    for (int32_t token = 0; token < p.tokens; ++token) {
+      put(join.visible + token, row(p.new_key, token), row(p.new_value, token), new_score<Score>(p, batch, head, token),
+          token < taken ? p.steps[task] + token : kNoPosition);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> join_op(const Tensor& key_cache, const Tensor& value_cache,
+                                                                   const Tensor& score_cache, const Tensor& position,
+                                                                   const Tensor& steps, const Tensor& key, const Tensor& value,
+                                                                   std::optional<Tensor> scores, std::optional<Tensor> lengths,
+                                                                   int64_t visible) {
+  const CheckedJoin c = check_join(key_cache, value_cache, score_cache, position, steps, key, value, std::move(scores),
+                                   std::move(lengths), visible);
+  c.params.cache.dtype == DType::kFloat64 ? join<double>(c.params) : join<float>(c.params);
+  return {c.all_key, c.all_value, c.all_scores, c.key_position, c.slot, c.segment_end};
+}
+
 void update_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache, const Tensor& position,
                const Tensor& entered, const Tensor& steps, const Tensor& kept, const Tensor& key, const Tensor& value,
                std::optional<Tensor> scores, std::optional<Tensor> lengths, int64_t window, int64_t local, int64_t sink) {
@@ -222,6 +270,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cpu::update_op));
+  m.impl("cache_join", TORCH_BOX(&dmattn::cpu::join_op));
   m.impl("cache_extend", TORCH_BOX(&dmattn::cpu::extend_op));
   m.impl("cache_rewind", TORCH_BOX(&dmattn::cpu::rewind_op));
 }

@@ -31,6 +31,24 @@ void update_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
   DMATTN_CUDA_CHECK(launch_cache_update(p, device.stream()));
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> join_op(const Tensor& key_cache, const Tensor& value_cache,
+                                                                   const Tensor& score_cache, const Tensor& position,
+                                                                   const Tensor& steps, const Tensor& key, const Tensor& value,
+                                                                   std::optional<Tensor> scores, std::optional<Tensor> lengths,
+                                                                   int64_t visible) {
+  const Device device(key_cache);
+  CheckedJoin c = check_join(key_cache, value_cache, score_cache, position, steps, key, value, std::move(scores),
+                             std::move(lengths), visible);
+  CacheParams& p = c.params.cache;
+  check_cuda_cache(p);
+  check(p.batch * p.kv_heads * (visible + p.tokens) < int64_t{1} << 31, "key: expected B x Hkv x (visible + T) below 2^31, got ",
+        p.batch, " x ", p.kv_heads, " x ", visible + p.tokens);
+  c.key = with_aligned_rows(c.key), p.new_key = view_of(c.key);
+  c.value = with_aligned_rows(c.value), p.new_value = view_of(c.value);
+  if (p.batch * p.kv_heads > 0) DMATTN_CUDA_CHECK(launch_cache_join(c.params, device.stream()));
+  return {c.all_key, c.all_value, c.all_scores, c.key_position, c.slot, c.segment_end};
+}
+
 void extend_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache, const Tensor& position,
                const Tensor& entered, const Tensor& steps, const Tensor& kept, const Tensor& key, const Tensor& value,
                const Tensor& scores, const Tensor& key_position, const Tensor& slot, const Tensor& end,
@@ -65,6 +83,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cuda::update_op));
+  m.impl("cache_join", TORCH_BOX(&dmattn::cuda::join_op));
   m.impl("cache_extend", TORCH_BOX(&dmattn::cuda::extend_op));
   m.impl("cache_rewind", TORCH_BOX(&dmattn::cuda::rewind_op));
 }

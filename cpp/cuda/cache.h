@@ -10,6 +10,8 @@ namespace dmattn::cuda {
 cudaError_t launch_cache_update(const CacheParams& p, cudaStream_t stream);
 cudaError_t launch_cache_rewind(const CacheParams& p, cudaStream_t stream);
 
+cudaError_t launch_cache_join(const JoinParams& join, cudaStream_t stream);
+
 // workspace: int32 [cache_workspace(p)].
 inline int64_t cache_workspace(const CacheParams& p) {
   return p.batch * p.kv_heads * (2 * static_cast<int64_t>(p.tokens) + p.slots);

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dmattn import ops
@@ -50,20 +49,10 @@ def take_chunk(
     Cached keys stand before the new ones in the order of their positions. That of a cached key's place is as good as its position for
     the selection: the keys of the local window follow each other without gaps, and the others are older.
     """
-    visible, tokens = sizes.visible, key.shape[2]
-    token = torch.arange(tokens, device=key.device, dtype=torch.int32)
-    taken = token.new_full((), tokens) if lengths is None else lengths.clamp(0, tokens).view(-1, 1, 1)
     # Put the cached keys in order, empty slots in front, and the new ones behind them.
-    old_position, slot = state.position[:, :, :visible].sort(dim=-1)
-    position = torch.cat([old_position, torch.where(token < taken, state.steps[..., None] + token, -1)], 2)
-    new_score = state.score.new_zeros(key.shape[:3]) if scores is None else scores.to(state.score.dtype)
-    score = torch.cat([state.score[:, :, :visible].gather(2, slot), new_score], 2)
-    all_key, all_value = (
-        torch.cat([cache.gather(2, slot[..., None].expand(-1, -1, -1, cache.shape[3])), new], 2)
-        for cache, new in ((state.key, key), (state.value, value))
-    )
+    old = (state.key, state.value, state.score, state.position, state.steps)
+    all_key, all_value, score, position, slot, segment_end = ops.cache_join(*old, key, value, scores, lengths, sizes.visible)
     # Select, attend, and keep what is alive.
-    segment_end = torch.where(position >= 0, taken + visible, 0).to(torch.int32)
     end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink)
     call = sizes_of(query, all_key, all_value)
     masks = (None, end, None, None, None, None)

@@ -186,6 +186,32 @@ def cache_update(
 
 
 @fake
+def cache_join(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    score_cache: Tensor,
+    position: Tensor,
+    steps: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor | None,
+    lengths: Tensor | None,
+    visible: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tensors = (value_cache, score_cache, position, steps, key, value, scores, lengths)
+    check_one_device("cache_join", "key_cache", key_cache, *tensors)
+    heads, keys = key.shape[:2], visible + key.shape[2]
+    return (
+        key.new_empty((*heads, keys, key.shape[3])),
+        key.new_empty((*heads, keys, value.shape[3])),
+        score_cache.new_empty((*heads, keys)),
+        position.new_empty((*heads, keys)),
+        position.new_empty((*heads, visible)),
+        position.new_empty((*heads, keys)),
+    )
+
+
+@fake
 def cache_extend(
     key_cache: Tensor,
     value_cache: Tensor,

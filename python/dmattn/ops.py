@@ -7,6 +7,7 @@ torch.func transform or forward-mode level), kernels are called directly, or thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,12 @@ def cache_update(*inputs: object) -> None:
     _change(torch.ops.dmattn.cache_update, "BoundedCache.attend", inputs)
 
 
+def cache_join(*inputs: object) -> tuple[Tensor, ...]:
+    """``torch.ops.dmattn.cache_join``, likewise."""
+    joined: tuple[Tensor, ...] = _change(torch.ops.dmattn.cache_join, "BoundedCache.attend", inputs)
+    return joined
+
+
 def cache_extend(*inputs: object) -> None:
     """``torch.ops.dmattn.cache_extend``, likewise: it writes its first seven arguments."""
     _change(torch.ops.dmattn.cache_extend, "BoundedCache.attend", inputs)
@@ -72,14 +79,13 @@ def cache_rewind(*inputs: object) -> None:
     _change(torch.ops.dmattn.cache_rewind, "BoundedCache.rewind", inputs)
 
 
-def _change(op: Callable[..., None], name: str, inputs: tuple[object, ...]) -> None:
+def _change(op: Callable[..., Any], name: str, inputs: tuple[object, ...]) -> Any:
     if _watched(inputs):
-        op(*inputs)
-        return
+        return op(*inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         autograd.refuse_gradients(name)
     with torch._C._AutoDispatchBelowAutograd():
-        op(*inputs)
+        return op(*inputs)
 
 
 def _watched(inputs: tuple[object, ...]) -> bool:

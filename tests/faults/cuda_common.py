@@ -27,8 +27,10 @@ FAULTS = [
     # A bounded cache.
     in_file("common/cache.cu", "slot < first_log_slot(p); slot += kUpdateThreads", "slot < first_log_slot(p) - 1; slot += kUpdateThreads",
             "the last selected key never dies", CACHE + "test_steps_and_chunks_are_the_whole_history"),
-    in_file("common/cache.cu", "link < 0 ? static_cast<int>(chunk.slot[victims[e]]) : chunk.entered[link]", "static_cast<int>(chunk.slot[victims[e]])",
+    in_file("common/cache.cu", "link < 0 ? chunk.slot[victims[e]] : chunk.entered[link]", "chunk.slot[victims[e]]",
             "chains of slots end where a block's tokens do", CACHE + "test_the_gpu_keeps_what_the_cpu_keeps"),
+    in_file("common/cache.cu", "((at == own) & (base + other < row))", "((at == own) & (base + other <= row))",
+            "every cached key stands one place too far", CACHE + "test_steps_and_chunks_are_the_whole_history"),
     in_file("common/cache.cu", "is_done = !__syncthreads_or(moves);", "is_done = __syncthreads_or(moves) >= 0;",
             "chains of slots are followed for two steps", CACHE + "test_steps_and_chunks_are_the_whole_history"),
     in_file("common/cache.cu", "int empty = next_empty + sums.x;", "int empty = next_empty;",

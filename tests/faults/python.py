@@ -24,10 +24,6 @@ FAULTS = [
             "outputs of left-padded tokens lie elsewhere", CACHE + "test_sequences_of_different_lengths"),
     in_file("cache.py", "self.score = score.to(self.score.device, dtype)", "self.score = self.score.to(dtype)",
             "scores are rounded when keys change their dtype", CACHE + "test_scores_stay_as_exact_as_they_were"),
-    in_file("cache_chunk.py", "torch.where(position >= 0, taken + visible, 0)", "torch.where(position >= -1, taken + visible, 0)",
-            "empty slots and padding compete and are seen", CACHE + "test_steps_and_chunks_are_the_whole_history"),
-    in_file("cache_chunk.py", "state.position[:, :, :visible].sort(dim=-1)", "state.position[:, :, :visible].sort(dim=-1, descending=True)",
-            "cached keys stand in the wrong order", CACHE + "test_steps_and_chunks_are_the_whole_history"),
     in_file("nn/attention.py", "else cache.next_positions(length, lengths, padding_side)", "else cache.next_positions(length)",
             "left-padded prompts have wrong positions", CACHE + "test_the_layer_generates_from_prompts_of_different_lengths"),
     # The public functions.

@@ -13,6 +13,7 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr int kUpdateThreads = 256, kPlaceThreads = 1024, kCopyThreads = 256;
+constexpr int kJoinRows = 128;
 constexpr int kPerThread = 4, kPiece = kPlaceThreads * kPerThread;  // tokens whose places are found at once
 constexpr int kPieceBytes = 16;
 constexpr int32_t kUnchanged = -1;
@@ -26,9 +27,10 @@ __device__ __forceinline__ const uint4* row_of_chunk(const TensorView& rows, int
   return reinterpret_cast<const uint4*>(static_cast<const char*>(rows.data) + at * 2);
 }
 
-__device__ float new_score(const CacheParams& p, int batch, int head) {
+// The score of a new token.
+__device__ float new_score(const CacheParams& p, int batch, int head, int token = 0) {
   if (!p.new_scores.data) return 0.0f;
-  const int64_t at = batch * p.new_scores.batch_stride + head * p.new_scores.head_stride;
+  const int64_t at = batch * p.new_scores.batch_stride + head * p.new_scores.head_stride + token;
   if (p.scores_dtype == DType::kFloat32) return static_cast<const float*>(p.new_scores.data)[at];
   if (p.scores_dtype == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p.new_scores.data)[at]);
   return __half2float(static_cast<const __half*>(p.new_scores.data)[at]);
@@ -177,7 +179,7 @@ __global__ __launch_bounds__(kUpdateThreads) void rewind_kernel(const __grid_con
 struct ChunkKeys {
   int visible, first, keys, taken;  // `first` competes at the first token
   const int32_t *position, *end;    // [keys]
-  const int64_t* slot;              // [visible]
+  const int32_t* slot;              // [visible]
   int32_t* victim;                  // [tokens]: the key that dies at a token, -1 for none
   int32_t* entered;                 // [tokens]: the slot that the key takes which competes at a token, or kNoSlot
   int32_t* source;                  // [slots]: the key that a slot takes, kUnchanged or kEmptyRow
@@ -236,7 +238,7 @@ __device__ int find_piece(const CacheParams& p, const ChunkKeys& chunk, int base
     int slot = kNoSlot;
     if (has_entered[e] && victims[e] < 0) slot = empty++;
     if (has_entered[e] && victims[e] >= 0 && !is_linked) {
-      slot = link < 0 ? static_cast<int>(chunk.slot[victims[e]]) : chunk.entered[link];
+      slot = link < 0 ? chunk.slot[victims[e]] : chunk.entered[link];
     }
     begin[first_token + e] = slot;
     before[first_token + e] = is_linked ? link - base : first_token + e;
@@ -298,7 +300,7 @@ __global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_cons
     if (position < 0 || chunk.end[key] != chunk.visible + chunk.taken) continue;
     const int slot = position < p.sink                 ? position
                      : position >= after - p.local     ? ring_slot(p, position)
-                     : key < chunk.first               ? static_cast<int>(chunk.slot[key])
+                     : key < chunk.first               ? chunk.slot[key]
                      : key - chunk.first < chunk.taken ? chunk.entered[key - chunk.first]
                                                        : kNoSlot;
     if (slot < 0 || slot >= chunk.visible) continue;
@@ -344,6 +346,62 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constan
   }
 }
 
+// The slots of each head and its new tokens -> both joined, slot, segment_end. A block takes kJoinRows slots, finds how many keys
+// stand in front of each by comparing it with all others, and copies them; or it copies as many new tokens.
+__global__ __launch_bounds__(kJoinRows) void join_kernel(const __grid_constant__ JoinParams join) {
+  __shared__ int positions[kJoinRows], index[kJoinRows];
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  const CacheParams& p = join.cache;
+  const int thread = static_cast<int>(threadIdx.x), old_blocks = (join.visible + kJoinRows - 1) / kJoinRows;
+  const int blocks = old_blocks + (p.tokens + kJoinRows - 1) / kJoinRows;
+  const int task = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
+  const bool is_new = block >= old_blocks;
+  const int first = (is_new ? block - old_blocks : block) * kJoinRows;
+  const int rows = min(kJoinRows, (is_new ? p.tokens : join.visible) - first), row = first + thread;
+  const Slots slots(p, task);
+  const int taken = p.lengths ? max(0, min(p.lengths[slots.batch], p.tokens)) : p.tokens;
+  const int64_t keys = join.visible + p.tokens, head_first = task * keys;
+  // Find the row's place: new tokens stand behind all slots.
+  int place = join.visible + row;
+  if (!is_new) {
+    const int own = thread < rows ? slots.position[row] : 0;
+    place = 0;
+    for (int base = 0; base < join.visible; base += kJoinRows) {
+      __syncthreads();
+      positions[thread] = base + thread < join.visible ? slots.position[base + thread] : 0x7fffffff;
+      __syncthreads();
+#pragma unroll 8
+      for (int other = 0; other < kJoinRows; ++other) {
+        const int at = positions[other];
+        place += (at < own) | ((at == own) & (base + other < row));
+      }
+    }
+  }
+  index[thread] = place;
+  // Write the numbers of the row.
+  if (thread < rows) {
+    const int at = is_new ? row < taken ? slots.step + row : kNoPosition : slots.position[row];
+    static_cast<float*>(join.score)[head_first + place] = is_new ? new_score(p, slots.batch, slots.head, row) : slots.score[row];
+    join.position[head_first + place] = at;
+    join.segment_end[head_first + place] = at >= 0 ? join.visible + taken : 0;
+    if (!is_new) join.slot[static_cast<int64_t>(task) * join.visible + place] = row;
+  }
+  __syncthreads();
+  // Copy keys and values: neighbouring threads take neighbouring pieces of a row.
+  const auto copy_rows = [&](const uint4* cached, const TensorView& fresh, void* joined, int pieces) {
+    uint4* const to = static_cast<uint4*>(joined) + head_first * pieces;
+    for (int at = thread; at < rows * pieces; at += kJoinRows) {
+      const int from = at / pieces, piece = at % pieces;
+      const uint4* const source = is_new ? row_of_chunk(fresh, slots.batch, slots.head, first + from)
+                                         : cached + static_cast<int64_t>(first + from) * pieces;
+      to[static_cast<int64_t>(index[from]) * pieces + piece] = source[piece];
+    }
+  };
+  copy_rows(slots.key, p.new_key, join.key, slots.key_pieces);
+  copy_rows(slots.value, p.new_value, join.value, slots.value_pieces);
+}
+
 dim3 heads_of(const CacheParams& p) { return dim3(static_cast<unsigned>(p.batch * p.kv_heads)); }
 
 }  // namespace
@@ -354,6 +412,12 @@ cudaError_t launch_cache_update(const CacheParams& p, cudaStream_t stream) {
 
 cudaError_t launch_cache_rewind(const CacheParams& p, cudaStream_t stream) {
   return launch_dependent(rewind_kernel, heads_of(p), kUpdateThreads, 0, stream, p);
+}
+
+cudaError_t launch_cache_join(const JoinParams& join, cudaStream_t stream) {
+  const int blocks = (join.visible + kJoinRows - 1) / kJoinRows + (join.cache.tokens + kJoinRows - 1) / kJoinRows;
+  const dim3 grid(static_cast<unsigned>(join.cache.batch * join.cache.kv_heads * blocks));
+  return launch_dependent(join_kernel, grid, kJoinRows, 0, stream, join);
 }
 
 cudaError_t launch_cache_extend(const CacheParams& p, int32_t* workspace, cudaStream_t stream) {
