@@ -504,7 +504,7 @@ def test_the_layer_refuses_what_it_cannot_generate():
         (lambda: made(hidden, dmattn.IntervalMask.padding(5, 3), made.new_cache(2)), ValueError, "base: expected its default with a cache"),
         (lambda: made(hidden, cache=made.new_cache(2), window=3), ValueError, "window: expected its default with a cache"),
         (lambda: made(hidden, cache=made.new_cache(2), with_score_loss=True), ValueError, "with_score_loss: expected its default with a cache"),
-        (lambda: layer(local=3, recency=0.25).new_cache(2), ValueError, "cache: expected a causal layer without taught, recency and local_heads, got one with recency"),
+        (lambda: layer(local=3, recency=0.25).new_cache(2), ValueError, "without taught, recency and local_heads, got one with recency"),
         (lambda: made(hidden, lengths=torch.tensor([1, 2])), ValueError, "lengths: expected None without a cache"),
         (lambda: layer(is_causal=False)(hidden, cache=layer().new_cache(2)), ValueError, "is_causal=False"),
         (lambda: layer(dropout=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "a layer in eval mode or without dropout"),
