@@ -37,8 +37,9 @@ class Layer(nn.Module):
             local_heads=kv_heads // 2,
             score="linear",
             taught=True,
+            score_queries=16,
             recency=0.25,
-        )
+        )  # fmt: skip
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = SwiGLU(width, 8 * width // 3 // 8 * 8)
 

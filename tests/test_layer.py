@@ -135,6 +135,16 @@ def test_taught_scores_learn_from_their_loss_alone_and_send_nothing_further():
         assert (from_out is None) == name.startswith("score_proj"), name
 
 
+def test_the_loss_of_a_layer_is_that_of_its_selecting_heads():
+    layer = layer_of(**RECOMMENDED, sink=1, score_queries=40)
+    hidden = tensor((2, 40, 64), 0)
+    _, loss = layer(hidden, with_score_loss=True)
+    query, key, value = layer.projected(hidden)
+    ranks, bias = layer.ranked(hidden, value)
+    every_query = score_loss(query, key, ranks, key_bias=bias, local=4, sink=1, queries=40)
+    torch.testing.assert_close(loss, every_query[1])
+
+
 # The loss of scores -----------------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ class DynamicMaskAttention(nn.Module):
         taught: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
             is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
             learn from that, wherever their key is visible.
+        score_queries: number of queries that look at all keys for that loss.
         recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
             Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
             a 2048th of it. Only with is_causal.
@@ -79,6 +80,7 @@ class DynamicMaskAttention(nn.Module):
         local_heads: int = 0,
         score: Literal["exp", "linear"] | nn.Module = "exp",
         taught: bool = False,
+        score_queries: int = 64,
         recency: float | None = None,
         noise: float = 0.0,
         dropout: float = 0.0,
@@ -94,6 +96,8 @@ class DynamicMaskAttention(nn.Module):
         if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.taught = checks.flag("taught", taught)
+        checks.positive_int("score_queries", score_queries)
+        self.score_queries = score_queries
         self.noise = checks.number("noise", noise, low=0.0)
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
         self.softcap = checks.softcap(softcap)
@@ -267,7 +271,17 @@ class DynamicMaskAttention(nn.Module):
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         if not with_score_loss:
             return result
-        losses = score_loss(query, key, ranks, key_bias=bias, base=base, local=self.local, sink=self.sink, softcap=self.softcap)
+        losses = score_loss(
+            query,
+            key,
+            ranks,
+            key_bias=bias,
+            base=base,
+            local=self.local,
+            sink=self.sink,
+            queries=self.score_queries,
+            softcap=self.softcap,
+        )
         return result, losses[self.local_heads :].mean()
 
     def _check_cached(self) -> None:
