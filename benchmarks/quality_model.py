@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
+from dmattn.nn.scores import gumbel_like
 from torch import Tensor, nn
 
 
@@ -201,7 +202,7 @@ class Attention(nn.Module):
                 score = score + recency
             if window is not None:
                 mask = self.selected(
-                    score.detach() + noise * gumbel(score) if s.noise and self.training else score.detach(), window
+                    score.detach() + noise * gumbel_like(score) if s.noise and self.training else score.detach(), window
                 )
         if mask is None and bias is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -311,10 +312,6 @@ def dense_rows(query: Tensor, key: Tensor, bias: Tensor | None, rows: Tensor) ->
     age = rows[:, None] - torch.arange(key.shape[2], device=key.device)
     logits = logits if bias is None else logits + bias[:, :, None]
     return logits.masked_fill(age < 0, -torch.inf).softmax(3), age
-
-
-def gumbel(like: Tensor) -> Tensor:
-    return -torch.log(-torch.log(torch.rand_like(like).clamp(1e-6, 1 - 1e-6)))
 
 
 class Block(nn.Module):

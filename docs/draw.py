@@ -345,7 +345,7 @@ def learning() -> Drawing:
     def lines(fits: Callable[[dict[str, Any]], bool]) -> list[tuple[str, str, bool, list[Run]]]:
         found = []
         for label, colour, dashed, kind in kinds:
-            runs = runs_of(lambda s, kind=kind: fits(s) and kind(s))  # type: ignore[misc]
+            runs = [run for run in runs_of(fits) if kind(run["settings"])]
             same = [run for run in runs if run["name"] == runs[0]["name"]]
             found.append((label, colour, dashed, same))
         return found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dmattn.nn import DynamicMaskAttention
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
@@ -154,6 +155,38 @@ def test_queries_that_explore_compile(quality):
         found.append((out, *torch.autograd.grad(out.square().sum() + loss, [x, attention.qkv.weight, attention.to_score.weight])))
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("name", ["taught+local4+recency+mixed", "linear+local+recency+sink"])
+def test_the_layer_is_what_was_measured(quality, name):
+    """With the same weights and random queries `DynamicMaskAttention` has the benchmark's output and, where it is taught, its loss."""
+    from quality_model import Attention
+
+    settings = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4})
+    measured, s = Attention(settings), settings
+    torch.nn.init.normal_(measured.to_score.weight)
+    layer = DynamicMaskAttention(
+        s.width, s.heads, s.window, local=s.local, sink=s.sink, local_heads=s.plain_heads, score="linear", taught=s.bias == "none",
+        score_queries=s.teach_rows, recency=s.recency,
+    )  # fmt: skip
+    parts = measured.qkv.weight.chunk(3)
+    weights = {
+        "q_proj": parts[0],
+        "k_proj": parts[1],
+        "v_proj": parts[2],
+        "o_proj": measured.out.weight,
+        "score_proj": measured.to_score.weight,
+    }
+    state = {f"{module}.weight": weight for module, weight in weights.items()}
+    layer.load_state_dict(state | {"score_proj.bias": measured.to_score.bias, "log_slope": measured.log_slope})
+    hidden = torch.randn(2, s.length, s.width)
+    torch.manual_seed(0)
+    expected = measured(hidden, s.window, torch.tensor(0.0))
+    torch.manual_seed(0)
+    out, loss = layer(hidden, with_score_loss=True)
+    torch.testing.assert_close(out, expected[0])
+    if s.teach:
+        torch.testing.assert_close(loss, expected[1])
 
 
 def test_recency_without_rotation_and_heads_without_recency(quality):

@@ -260,6 +260,27 @@ def test_positions_that_start_again(name, use_cache):
         assert_close(results(model, "dmattn", use_cache=False, **packed()), results(model, "eager", use_cache=False, **packed()))
 
 
+def test_positions_are_read_anew_where_they_may_have_changed():
+    """Layers share what one of them found: not with another mask, and not under inference mode, where nobody says who wrote."""
+    model, positions = built("llama"), torch.tensor([[0, 0, 0, 0, *range(16)], [*range(20)]])
+    inputs = {"input_ids": tokens(), "use_cache": False}
+    for real in (2, 17, 19):  # the same positions: how many of the first tokens are real decides where a sequence begins
+        mask = torch.ones((2, 20), dtype=torch.int64)
+        mask[0, : 20 - real] = 0
+        shared, anew = (
+            results(model, "dmattn", mask, False, attention_mask=mask, position_ids=given, **inputs)
+            for given in (positions, positions.clone())
+        )
+        assert torch.equal(shared[0], anew[0])
+    expected = results(model, "dmattn", gradients=False, use_cache=False, **packed())[0]
+    with torch.inference_mode():
+        inputs = {name: given.clone() for name, given in packed().items()}
+        assert torch.equal(model(use_cache=False, **inputs).logits, expected)
+        inputs["position_ids"].copy_(torch.arange(sum(LENGTHS)))
+        plain = model(use_cache=False, input_ids=inputs["input_ids"]).logits
+        assert torch.equal(model(use_cache=False, **inputs).logits, plain)
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_the_flattening_collator(use_cache):
     model = built("mistral")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,17 +53,32 @@ def packed_sequences(
     return _sequences_of(position_ids, attention_mask)
 
 
-# The layers of a model get the same tensors, so values are read once a forward pass: for the last position_ids without and with a mask, a
-# reference to the tensor, its version and what it gave.
-_known: dict[bool, tuple[Any, int, IntervalMask | None]] = {}
+class Known(NamedTuple):
+    """What some tensors gave, for as long as they are there and nobody has written to them."""
+
+    given: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    found: IntervalMask | None
+
+    def is_about(self, given: tuple[Tensor, ...]) -> bool:
+        same = len(given) == len(self.given) and all(seen() is x for seen, x in zip(self.given, given, strict=True))
+        return same and self.versions == tuple(x._version for x in given)
+
+
+# All layers of a model get the same tensors, or the same few, so values are read once a forward pass.
+_known: deque[Known] = deque(maxlen=4)
 
 
 def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | None:
     compiling = torch.compiler.is_compiling()
-    if not compiling and (mask is not None) in _known:
-        reference, version, result = _known[mask is not None]
-        if reference() is position_ids and version == position_ids._version:
-            return result
+    given = (position_ids,) if mask is None else (position_ids, mask)
+    remembers = not compiling and not any(
+        x.is_inference() for x in given
+    )  # inference tensors do not say when they are written to
+    if remembers:
+        for known in tuple(_known):
+            if known.is_about(given):
+                return known.found
     real = (
         torch.ones_like(position_ids, dtype=torch.bool)
         if mask is None
@@ -72,6 +88,6 @@ def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | N
     found = None
     if compiling or bool(begins.any()):
         found = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), causal=False)
-    if not compiling:
-        _known[mask is not None] = (weakref.ref(position_ids), position_ids._version, found)
+    if remembers:
+        _known.append(Known(tuple(weakref.ref(x) for x in given), tuple(x._version for x in given), found))
     return found
