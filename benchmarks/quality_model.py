@@ -59,6 +59,8 @@ class Settings:
     anneal_until: float = 0.0  # part of the run until which the window falls, geometrically, from the length to its size
     teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
     teach_rows: int = 64
+    teach_last: float = 0.0  # part of those queries that are drawn from the last sixteenth of the sequence
+    teach_peak: bool = False  # whether a query counts as much as the most it pays to one key that competes
     explore: bool = False  # whether those queries really attend densely in that step, so that queries and keys learn from it too
     # Training
     steps: int = 3000
@@ -147,6 +149,9 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "anneal": {"dense_until": 0.05, "anneal_until": 0.5},
         "noise": {"noise": 1.0, "noise_until": 0.7},
         "explore": {"explore": True},
+        "rows4": {"teach_rows": 256},
+        "peak": {"teach_peak": True},
+        "last": {"teach_last": 0.5},
         "mixed": {"plain_heads": heads // 2},
         "quarter": {"plain_heads": heads // 4},
         "flat": {"flat_heads": heads // 4},  # beside recency: heads that look for content wherever it is
@@ -283,6 +288,9 @@ class Attention(nn.Module):
         rows = (torch.arange(s.teach_rows, device=score.device) + torch.rand(s.teach_rows, device=score.device)) * (
             length / s.teach_rows
         )
+        if s.teach_last:
+            last = round(s.teach_rows * s.teach_last)
+            rows[:last] = length * (1 - torch.rand(last, device=rows.device) / 16)
         rows = rows.long().clamp(max=length - 1)
         with torch.set_grad_enabled(s.explore and torch.is_grad_enabled()):
             chances, age = dense_rows(query, key, bias, rows)
@@ -293,6 +301,8 @@ class Attention(nn.Module):
             out = torch.where(places.any(1)[:, None], dense.to(out.dtype), out)
         competes = (age >= s.local) & (torch.arange(length, device=age.device) >= s.sink)
         target = chances.detach() * competes
+        if s.teach_peak:
+            target = target * target.amax(3, keepdim=True)
         predicted = F.log_softmax(score[:, :, None].masked_fill(~competes, -1e9), 3)
         return out, -(target * predicted).sum(3)[:, s.plain_heads :].mean()
 

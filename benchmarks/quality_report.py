@@ -52,6 +52,9 @@ def described(s: dict[str, Any]) -> str:
     words += ["dense at first"] if s["dense_until"] else []
     words += ["a falling window"] if s["anneal_until"] else []
     words += ["queries that explore"] if s["explore"] else []
+    words += [f"{s['teach_rows']} queries teach"] if s["teach"] and s["teach_rows"] != 64 else []
+    words += ["half of those that teach are among the last"] if s.get("teach_last") else []
+    words += ["sharp queries teach more"] if s.get("teach_peak") else []
     words += ["noise"] if s["noise"] else []
     words += ["scores that look ahead"] if s["lookahead"] else []
     return ", ".join(words)
