@@ -1,7 +1,6 @@
 // What forward and backward have in common: their arguments, checked, as AttentionParams.
 #pragma once
 
-#include <cmath>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -29,33 +28,24 @@ struct CheckedAttention {
 inline void check_sizes(const AttentionArguments& given, AttentionParams& p) {
   const Tensor &query = given.query, &key = given.key, &value = given.value;
   for (auto [name, tensor] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
-    check(tensor->dim() == 4, name, ": expected 4 dimensions [B, heads, S, size], got ", shape_text(*tensor));
-    check_dtype(name, *tensor, query.scalar_type());
-    check_device(name, *tensor, query);
-    check_extent(name, *tensor);
+    check_rows(name, *tensor, query, " [B, heads, S, size]");
   }
   p.batch = query.size(0), p.heads = query.size(1), p.query_length = query.size(2), p.head_dim = query.size(3);
   p.kv_heads = key.size(1), p.key_length = key.size(2), p.value_dim = value.size(3);
   p.dtype = to_dtype("query", query.scalar_type());
   check_shape("key", key, {p.batch, p.kv_heads, p.key_length, p.head_dim}, "[B, Hkv, Sk, D]");
   check_shape("value", value, {p.batch, p.kv_heads, p.key_length, p.value_dim}, "[B, Hkv, Sk, Dv]");
-  check(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0, "key: expected a number of heads that divides H=", p.heads,
-        ", got Hkv=", p.kv_heads);
-  for (auto [name, size] : {std::pair{"query", p.head_dim}, {"value", p.value_dim}}) {
-    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
-          kMaxHeadDim, ", got ", size);
-  }
+  check_head_counts(p.heads, p.kv_heads);
+  check_head_size("query", p.head_dim), check_head_size("value", p.value_dim);
   check(p.query_length <= kMaxLength, "query: expected a length up to ", kMaxLength, ", got ", p.query_length);
   check(p.key_length <= kMaxLength, "key: expected a length up to ", kMaxLength, ", got ", p.key_length);
 }
 
 inline void check_factors(const AttentionArguments& given, AttentionParams& p) {
-  const double scale = given.scale, softcap = given.softcap, dropout_p = given.dropout_p;
-  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
-  check(softcap == 0 || (softcap >= 1 / kMaxFactor && softcap <= kMaxFactor), "softcap: expected 0 or a number from ",
-        1 / kMaxFactor, " to ", kMaxFactor, ", got ", softcap);
+  const double dropout_p = given.dropout_p;
+  check_scale(given.scale), check_softcap(given.softcap);
   check(dropout_p >= 0 && dropout_p < 1, "dropout_p: expected 0 <= dropout_p < 1, got ", dropout_p);
-  p.scale = scale, p.softcap = softcap, p.dropout_p = dropout_p;
+  p.scale = given.scale, p.softcap = given.softcap, p.dropout_p = dropout_p;
 }
 
 // A tensor [B|1, H|Hkv|1, Sk], or null where it is not given.

@@ -1,14 +1,11 @@
 // Tensors in, params out for the ops that change a bounded cache.
 #pragma once
 
-#include <cmath>
-#include <limits>
-
 #include "tensors.h"
 
 namespace dmattn {
 
-// What both ops write, in the order of the schema.
+// What the ops that change a cache write, in the order of the schema.
 struct CacheTensors {
   const Tensor &key, &value, &score, &position, &entered, &steps, &kept;
 };
@@ -18,27 +15,29 @@ inline int32_t cache_size(const char* name, int64_t size) {
   return static_cast<int32_t>(size);
 }
 
+// The sizes that keys [B, Hkv, N, D] and values [B, Hkv, N, Dv] of a cache have, and their dtype, into params.
+inline void fill_sizes(const Tensor& key, const Tensor& value, CacheParams& p) {
+  check(key.dim() == 4, "key_cache: expected 4 dimensions [B, Hkv, N, D], got ", shape_text(key));
+  check(value.dim() == 4, "value_cache: expected 4 dimensions [B, Hkv, N, Dv], got ", shape_text(value));
+  check_extent("key_cache", key), check_extent("value_cache", value);
+  p.batch = key.size(0), p.kv_heads = key.size(1), p.head_dim = key.size(3), p.value_dim = value.size(3);
+  check_head_size("key_cache", p.head_dim), check_head_size("value_cache", p.value_dim);
+  p.dtype = to_dtype("key_cache", key.scalar_type());
+}
+
 // Checks what is written: it is written in place, so nothing may be copied, and all of it is contiguous.
 inline CacheParams check_cache(const CacheTensors& cache, int64_t window, int64_t local, int64_t sink) {
   const auto& [key, value, score, position, entered, steps, kept] = cache;
   CacheParams p;
-  check(key.dim() == 4, "key_cache: expected 4 dimensions [B, Hkv, N, D], got ", shape_text(key));
-  check(value.dim() == 4, "value_cache: expected 4 dimensions [B, Hkv, N, Dv], got ", shape_text(value));
+  fill_sizes(key, value, p);
   check(entered.dim() == 3, "entered: expected 3 dimensions [B, Hkv, rewind], got ", shape_text(entered));
-  for (auto [name, tensor] : {std::pair{"key_cache", &key}, {"value_cache", &value}}) check_extent(name, *tensor);
-  p.batch = key.size(0), p.kv_heads = key.size(1), p.head_dim = key.size(3), p.value_dim = value.size(3);
   p.window = cache_size("window", window), p.local = cache_size("local", local), p.sink = cache_size("sink", sink);
   p.rewind = cache_size("entered", entered.size(2));
   const int64_t slots = window + local + sink + entered.size(2);
   check(window + local + sink > 0, "window: expected window + local + sink > 0, got 0");
   p.slots = cache_size("key_cache", slots);
-  p.dtype = to_dtype("key_cache", key.scalar_type());
   check_dtype("value_cache", value, key.scalar_type());
   check_dtype("score_cache", score, accumulate_type(key.scalar_type()));
-  for (auto [name, size] : {std::pair{"key_cache", p.head_dim}, {"value_cache", p.value_dim}}) {
-    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
-          kMaxHeadDim, ", got ", size);
-  }
   check_shape("key_cache", key, {p.batch, p.kv_heads, slots, p.head_dim}, "[B, Hkv, N, D], N = window + local + sink + rewind,");
   check_shape("value_cache", value, {p.batch, p.kv_heads, slots, p.value_dim}, "[B, Hkv, N, Dv]");
   check_shape("score_cache", score, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
@@ -65,13 +64,16 @@ inline CacheParams check_cache(const CacheTensors& cache, int64_t window, int64_
   return p;
 }
 
-// int32 [B] beside a cache.
-inline const int32_t* check_per_sequence(const char* name, Tensor& tensor, const Tensor& key_cache) {
-  check_dtype(name, tensor, ScalarType::Int);
-  check_device(name, tensor, key_cache);
-  check_shape(name, tensor, {key_cache.size(0)}, "[B]");
-  tensor = torch::stable::contiguous(tensor);
-  return static_cast<const int32_t*>(tensor.data_ptr());
+// The scores [B, Hkv, T] of new tokens, into params; a copy replaces them where kernels cannot walk them. Only a cache of float64
+// keys takes float64 scores.
+inline void fill_new_scores(Tensor& scores, int64_t tokens, const char* meaning, const Tensor& key_cache, CacheParams& p) {
+  check_device("scores", scores, key_cache);
+  check_shape("scores", scores, {p.batch, p.kv_heads, tokens}, meaning);
+  p.scores_dtype = to_dtype("scores", scores.scalar_type());
+  check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
+        "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
+  scores = with_dense_rows(scores);
+  p.new_scores = {scores.data_ptr(), scores.stride(0), scores.stride(1), 1};
 }
 
 struct CheckedUpdate {
@@ -93,15 +95,8 @@ inline CheckedUpdate check_update(const CacheTensors& cache, const Tensor& key, 
   checked.key = with_dense_rows(key), checked.value = with_dense_rows(value);
   p.new_key = view_of(checked.key), p.new_value = view_of(checked.value);
   check(checked.scores || window == 0, "scores: expected [B, Hkv, 1] with a window of ", window, ", got none");
-  if (checked.scores) {
-    check_device("scores", *checked.scores, cache.key);
-    check_shape("scores", *checked.scores, {p.batch, p.kv_heads, 1}, "[B, Hkv, 1]");
-    p.scores_dtype = to_dtype("scores", checked.scores->scalar_type());
-    check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
-          "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
-    p.new_scores = {checked.scores->data_ptr(), checked.scores->stride(0), checked.scores->stride(1), 1};
-  }
-  if (checked.lengths) p.lengths = check_per_sequence("lengths", *checked.lengths, cache.key);
+  if (checked.scores) fill_new_scores(*checked.scores, 1, "[B, Hkv, 1]", cache.key, p);
+  if (checked.lengths) p.lengths = to_per_sequence("lengths", *checked.lengths, cache.key);
   return checked;
 }
 
@@ -147,7 +142,7 @@ inline CheckedExtend check_extend(const CacheTensors& cache, const Tensor& key, 
   p.all_position = static_cast<const int32_t*>(checked.position.data_ptr());
   p.all_slot = static_cast<const int32_t*>(checked.slot.data_ptr());
   p.all_end = static_cast<const int32_t*>(checked.end.data_ptr());
-  if (checked.lengths) p.lengths = check_per_sequence("lengths", *checked.lengths, cache.key);
+  if (checked.lengths) p.lengths = to_per_sequence("lengths", *checked.lengths, cache.key);
   return checked;
 }
 
@@ -165,21 +160,14 @@ inline CheckedJoin check_join(const Tensor& key_cache, const Tensor& value_cache
   CheckedJoin checked;
   JoinParams& join = checked.params;
   CacheParams& p = join.cache;
-  check(key_cache.dim() == 4, "key_cache: expected 4 dimensions [B, Hkv, N, D], got ", shape_text(key_cache));
-  check(value_cache.dim() == 4, "value_cache: expected 4 dimensions [B, Hkv, N, Dv], got ", shape_text(value_cache));
+  fill_sizes(key_cache, value_cache, p);
   check(key.dim() == 4, "key: expected 4 dimensions [B, Hkv, T, D], got ", shape_text(key));
-  check_extent("key_cache", key_cache), check_extent("value_cache", value_cache), check_extent("key", key);
-  p.batch = key_cache.size(0), p.kv_heads = key_cache.size(1), p.head_dim = key_cache.size(3), p.value_dim = value_cache.size(3);
+  check_extent("key", key);
   const int64_t slots = key_cache.size(2), tokens = key.size(2), keys = visible + tokens;
   p.slots = cache_size("key_cache", slots), p.tokens = cache_size("key", tokens);
   check(visible > 0 && visible <= slots, "visible: expected 1 to N=", slots, " slots, got ", visible);
   check(keys <= kMaxLength, "key: expected up to ", kMaxLength - visible, " tokens beside ", visible, " slots, got ", tokens);
   join.visible = static_cast<int32_t>(visible);
-  p.dtype = to_dtype("key_cache", key_cache.scalar_type());
-  for (auto [name, size] : {std::pair{"key_cache", p.head_dim}, {"value_cache", p.value_dim}}) {
-    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
-          kMaxHeadDim, ", got ", size);
-  }
   check_shape("value_cache", value_cache, {p.batch, p.kv_heads, slots, p.value_dim}, "[B, Hkv, N, Dv]");
   check_shape("score_cache", score_cache, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
   check_shape("position", position, {p.batch, p.kv_heads, slots}, "[B, Hkv, N]");
@@ -205,19 +193,9 @@ inline CheckedJoin check_join(const Tensor& key_cache, const Tensor& value_cache
   p.key = checked.key_cache.data_ptr(), p.value = checked.value_cache.data_ptr(), p.score = checked.score_cache.data_ptr();
   p.position = static_cast<int32_t*>(checked.position.data_ptr()), p.steps = static_cast<int32_t*>(checked.steps.data_ptr());
   p.new_key = view_of(checked.key), p.new_value = view_of(checked.value);
-  if (scores) {
-    check_device("scores", *scores, key_cache);
-    check_shape("scores", *scores, {p.batch, p.kv_heads, tokens}, "[B, Hkv, T]");
-    p.scores_dtype = to_dtype("scores", scores->scalar_type());
-    check(p.scores_dtype != DType::kFloat64 || p.dtype == DType::kFloat64,
-          "scores: expected float32, bfloat16 or float16 beside keys that are not float64, got float64");
-    checked.scores = with_dense_rows(*scores);
-    p.new_scores = {checked.scores->data_ptr(), checked.scores->stride(0), checked.scores->stride(1), 1};
-  }
-  if (lengths) {
-    checked.lengths = *lengths;
-    p.lengths = check_per_sequence("lengths", *checked.lengths, key_cache);
-  }
+  checked.scores = std::move(scores), checked.lengths = std::move(lengths);
+  if (checked.scores) fill_new_scores(*checked.scores, tokens, "[B, Hkv, T]", key_cache, p);
+  if (checked.lengths) p.lengths = to_per_sequence("lengths", *checked.lengths, key_cache);
   checked.all_key = empty_on(key_cache, {p.batch, p.kv_heads, keys, p.head_dim}, key_cache.scalar_type());
   checked.all_value = empty_on(key_cache, {p.batch, p.kv_heads, keys, p.value_dim}, key_cache.scalar_type());
   checked.all_scores = empty_on(key_cache, {p.batch, p.kv_heads, keys}, score_cache.scalar_type());

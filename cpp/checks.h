@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cmath>
 #include <initializer_list>
 #include <sstream>
 #include <stdexcept>
@@ -93,6 +94,34 @@ inline void check_extent(const char* name, const Tensor& tensor) {
   int64_t room = int64_t{1} << 54;
   for (int64_t axis = 0; axis < tensor.dim(); ++axis) room /= tensor.size(axis) > 1 ? tensor.size(axis) : 1;
   check(room > 0, name, ": expected sizes whose product is at most 2^54, got ", shape_text(tensor));
+}
+
+// A query, key or value: four dimensions, and query's dtype and device.
+inline void check_rows(const char* name, const Tensor& tensor, const Tensor& query, const char* meaning) {
+  check(tensor.dim() == 4, name, ": expected 4 dimensions", meaning, ", got ", shape_text(tensor));
+  check_dtype(name, tensor, query.scalar_type());
+  check_device(name, tensor, query);
+  check_extent(name, tensor);
+}
+
+// D or Dv.
+inline void check_head_size(const char* name, int64_t size) {
+  check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
+        kMaxHeadDim, ", got ", size);
+}
+
+inline void check_head_counts(int64_t heads, int64_t kv_heads) {
+  check(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, "key: expected a number of heads that divides H=", heads,
+        ", got Hkv=", kv_heads);
+}
+
+inline void check_scale(double scale) {
+  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
+}
+
+inline void check_softcap(double softcap) {
+  check(softcap == 0 || (softcap >= 1 / kMaxFactor && softcap <= kMaxFactor), "softcap: expected 0 or a number from ",
+        1 / kMaxFactor, " to ", kMaxFactor, ", got ", softcap);
 }
 
 }  // namespace dmattn

@@ -53,35 +53,20 @@ inline CheckedDecode check_decode(const Tensor& query, const Tensor& key, const 
       Tensor(), Tensor(), {}};
   DecodeParams& p = checked.params;
   for (auto [name, tensor] : {std::pair{"query", &query}, {"key", &key}, {"value", &value}}) {
-    check(tensor->dim() == 4, name, ": expected 4 dimensions, got ", shape_text(*tensor));
-    check_dtype(name, *tensor, query.scalar_type());
-    check_device(name, *tensor, query);
-    check_extent(name, *tensor);
+    check_rows(name, *tensor, query, "");
   }
   p.batch = query.size(0), p.heads = query.size(1), p.queries = query.size(2), p.head_dim = query.size(3);
   p.value_dim = value.size(3);
   p.dtype = to_dtype("query", query.scalar_type());
   check(p.queries <= kMaxDecodeQueries, "query: expected at most ", kMaxDecodeQueries, " queries a sequence, got ", p.queries);
   check_caches(checked, p);
-  check(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0, "key: expected a number of heads that divides H=", p.heads,
-        ", got Hkv=", p.kv_heads);
-  for (auto [name, size] : {std::pair{"query", p.head_dim}, {"value", p.value_dim}}) {
-    check(size > 0 && size % 8 == 0 && size <= kMaxHeadDim, name, ": expected a last dimension that is a multiple of 8 up to ",
-          kMaxHeadDim, ", got ", size);
-  }
+  check_head_counts(p.heads, p.kv_heads);
+  check_head_size("query", p.head_dim), check_head_size("value", p.value_dim);
   check(p.capacity <= kMaxLength, "key: expected room for up to ", kMaxLength, " keys, got ", p.capacity);
-  check(std::abs(scale) <= kMaxFactor, "scale: expected a number of magnitude up to ", kMaxFactor, ", got ", scale);
-  check(softcap == 0 || (softcap >= 1 / kMaxFactor && softcap <= kMaxFactor), "softcap: expected 0 or a number from ",
-        1 / kMaxFactor, " to ", kMaxFactor, ", got ", softcap);
+  check_scale(scale), check_softcap(softcap);
   p.is_causal = is_causal, p.scale = scale, p.softcap = softcap;
 
-  if (checked.lengths) {
-    check_dtype("lengths", *checked.lengths, ScalarType::Int);
-    check_device("lengths", *checked.lengths, query);
-    check_shape("lengths", *checked.lengths, {p.batch}, "[B]");
-    checked.lengths = torch::stable::contiguous(*checked.lengths);
-    p.lengths = static_cast<const int32_t*>(checked.lengths->data_ptr());
-  }
+  if (checked.lengths) p.lengths = to_per_sequence("lengths", *checked.lengths, query);
   const ScalarType sum_type = accumulate_type(query.scalar_type());
   if (checked.key_bias) {
     check_dtype("key_bias", *checked.key_bias, sum_type);

@@ -32,6 +32,15 @@ inline TensorView view_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.dim() > 3 ? tensor.stride(2) : 0};
 }
 
+// An int32 [B] tensor as kernels read it. A strided one is replaced by a contiguous copy.
+inline const int32_t* to_per_sequence(const char* name, Tensor& tensor, const Tensor& like) {
+  check_dtype(name, tensor, ScalarType::Int);
+  check_device(name, tensor, like);
+  check_shape(name, tensor, {like.size(0)}, "[B]");
+  tensor = torch::stable::contiguous(tensor);
+  return static_cast<const int32_t*>(tensor.data_ptr());
+}
+
 // A [B|1, H|Hkv|1, ...] tensor as a PerHead; `rest` are the sizes after the head. Where kernels cannot walk the given tensor it
 // is replaced by what `make_dense` gives, after its shape is checked.
 inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like, int64_t batch, int64_t heads, int64_t kv_heads,

@@ -260,7 +260,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
                int64_t sink) {
   CacheParams p = check_cache({key_cache, value_cache, score_cache, position, entered, steps, kept}, window, local, sink);
   Tensor counts = count;
-  p.count = check_per_sequence("count", counts, key_cache);
+  p.count = to_per_sequence("count", counts, key_cache);
   p.dtype == DType::kFloat64 ? rewind<double>(p) : rewind<float>(p);
 }
 

@@ -72,7 +72,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
   CacheParams p = check_cache({key_cache, value_cache, score_cache, position, entered, steps, kept}, window, local, sink);
   check_cuda_cache(p);
   Tensor counts = count;
-  p.count = check_per_sequence("count", counts, key_cache);
+  p.count = to_per_sequence("count", counts, key_cache);
   if (p.batch * p.kv_heads == 0) return;
   DMATTN_CUDA_CHECK(launch_cache_rewind(p, device.stream()));
 }

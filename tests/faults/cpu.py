@@ -205,7 +205,7 @@ FAULTS = [
     # Shared host code.
     in_file("tensors.h", "tensor.size(1) == kv_heads ? heads / kv_heads : heads;", "tensor.size(1) == kv_heads ? heads / kv_heads : 1;",
             "a bias for all heads counts as one for each", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast"),
-    in_file("attention_arguments.h", "size % 8 == 0 && size <= kMaxHeadDim", "size % 8 == 0 && size < kMaxHeadDim",
+    in_file("checks.h", "size % 8 == 0 && size <= kMaxHeadDim", "size % 8 == 0 && size < kMaxHeadDim",
             "head size 256 is refused", FORWARD + "test_head_sizes"),
     in_file("tensors.h", "view.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);", "view.batch_stride = tensor.stride(0);",
             "what all batches share is read beyond its end by the second", FORWARD + "test_drawn_cases"),
