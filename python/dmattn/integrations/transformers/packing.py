@@ -72,9 +72,8 @@ _known: deque[Known] = deque(maxlen=4)
 def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | None:
     compiling = torch.compiler.is_compiling()
     given = (position_ids,) if mask is None else (position_ids, mask)
-    remembers = not compiling and not any(
-        x.is_inference() for x in given
-    )  # inference tensors do not say when they are written to
+    # Inference tensors do not say when they are written to.
+    remembers = not compiling and not any(x.is_inference() for x in given)
     if remembers:
         for known in tuple(_known):
             if known.is_about(given):
