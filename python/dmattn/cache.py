@@ -172,7 +172,7 @@ class BoundedCache(nn.Module):
         self._check(query, key, value, scores)
         tokens = query.shape[2]
         if lengths is not None:
-            self._per_sequence("lengths", lengths)
+            checks.per_sequence("lengths", lengths, self.key, "the cache")
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
@@ -209,7 +209,7 @@ class BoundedCache(nn.Module):
                 beyond ``kept`` where the cache lies on a CPU. Elsewhere a sequence with such an n becomes empty, as after :meth:`reset`.
         """
         if isinstance(n, Tensor):
-            count = self._per_sequence("n", n)
+            count = checks.per_sequence("n", n, self.key, "the cache")
         else:
             checks.natural_int("n", n)
             if n > self.sizes.rewind:
@@ -236,9 +236,7 @@ class BoundedCache(nn.Module):
         Raises:
             TypeError, ValueError: a wrong dtype, shape, device or value.
         """
-        checks.tensor("index", index)
-        checks.dtype("index", index, (torch.int32, torch.int64))
-        self._fits("index", index)
+        checks.per_sequence("index", index, self.key, "the cache", (torch.int32, torch.int64))
         batch = self.key.shape[0]
         if checks.values_are_known(index) and bool(((index < 0) | (index >= batch)).any()):
             raise ValueError(f"index: expected numbers of sequences from 0 to {batch - 1}, got {index.tolist()}")
@@ -258,9 +256,7 @@ class BoundedCache(nn.Module):
         if rows is None:
             chosen = torch.ones(batch, dtype=torch.bool, device=self.key.device)
         elif isinstance(rows, Tensor):
-            checks.dtype("rows", checks.tensor("rows", rows), (torch.bool,))
-            self._fits("rows", rows)
-            chosen = rows
+            chosen = checks.per_sequence("rows", rows, self.key, "the cache", (torch.bool,))
         else:
             numbers = [rows] if isinstance(rows, int) else list(rows)
             for row in numbers:
@@ -283,7 +279,7 @@ class BoundedCache(nn.Module):
         Where lengths says that a token is not real its number means nothing; it is 0 at least.
         """
         if lengths is not None:
-            self._per_sequence("lengths", lengths)
+            checks.per_sequence("lengths", lengths, self.key, "the cache")
         positions = self.steps[:, :1].long() + torch.arange(tokens, device=self.steps.device)
         if lengths is not None and padding_side == "left":
             positions = positions - (tokens - lengths.long().clamp(0, tokens))[:, None]
@@ -360,17 +356,6 @@ class BoundedCache(nn.Module):
             checks.same_device("scores", scores, self.key, "the cache")
         elif self.sizes.window != 0:
             raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")
-
-    def _per_sequence(self, name: str, given: Tensor) -> Tensor:
-        checks.tensor(name, given)
-        checks.dtype(name, given, (torch.int32,))
-        return self._fits(name, given)
-
-    def _fits(self, name: str, given: Tensor) -> Tensor:
-        checks.same_device(name, given, self.key, "the cache")
-        if list(given.shape) != [self.key.shape[0]]:
-            raise ValueError(f"{name}: expected [B] = {[self.key.shape[0]]}, got {checks.shape_of(given)}")
-        return given
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BoundedCache:
         """What ``to`` and the like do; scores keep the dtype that belongs to the keys'."""

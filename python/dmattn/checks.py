@@ -54,6 +54,18 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "query"
         raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {value.device}")
 
 
+def per_sequence(
+    name: str, value: object, like: Tensor, like_name: str = "query", dtypes: Sequence[torch.dtype] = (torch.int32,)
+) -> Tensor:
+    """A tensor [B] on the device of ``like``, whose first dimension is B."""
+    given = tensor(name, value)
+    dtype(name, given, dtypes)
+    same_device(name, given, like, like_name)
+    if list(given.shape) != [like.shape[0]]:
+        raise ValueError(f"{name}: expected [B] = {[like.shape[0]]}, got {shape_of(given)}")
+    return given
+
+
 def positive_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name}: expected a positive int, got {type_of(value)}")

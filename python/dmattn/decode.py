@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dmattn import checks, ops, unsupported
 from dmattn.fake import accumulate_dtype
+from dmattn.sinks import sinks_of_heads
+from dmattn.sizes import Sizes, key_bias_rows
 
 MAX_QUERIES = 16
 PAGE_UNIT = 16  # page sizes are multiples of it
@@ -74,19 +76,13 @@ def decode_attention(
     checks.tensor("query", query), checks.tensor("key_cache", key_cache), checks.tensor("value_cache", value_cache)
     if query.dtype != key_cache.dtype and torch._C._is_any_autocast_enabled():
         query = query.to(key_cache.dtype)
-    capacity, kv_heads = _check_caches(query, key_cache, value_cache, page_table)
-    batch, heads, _, head_dim = query.shape
-    _per_sequence("lengths", lengths, query, [batch], "[B]")
+    sizes = _sizes_of(query, key_cache, value_cache, page_table)
+    checks.per_sequence("lengths", lengths, query)
     if key_bias is not None:
-        key_bias = _bias_rows(key_bias, query, kv_heads, capacity)
+        key_bias = key_bias_rows(key_bias, sizes, "[B|1, H|Hkv|1, Sk=Smax]")
     if sinks is not None:
-        checks.tensor("sinks", sinks)
-        checks.dtype("sinks", sinks, checks.DTYPES["cpu"])
-        checks.same_device("sinks", sinks, query)
-        if list(sinks.shape) != [heads]:
-            raise ValueError(f"sinks: expected [H] = {[heads]}, got {checks.shape_of(sinks)}")
-        sinks = sinks.to(accumulate_dtype(query.dtype))
-    scale = head_dim**-0.5 if scale is None else checks.scale(scale)
+        sinks = sinks_of_heads(sinks, sizes.heads, query.device, accumulate_dtype(query.dtype))
+    scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
     softcap = checks.softcap(softcap)
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         unsupported.refuse_onnx()
@@ -94,8 +90,8 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_caches(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | None) -> tuple[int, int]:
-    """(Smax, Hkv), after a look at query, both caches and the table."""
+def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | None) -> Sizes:
+    """Checks query, both caches and the table; T is the sizes' query_length and Smax their key_length."""
     dtypes = checks.DTYPES.get(query.device.type)
     if dtypes is None:
         raise ValueError(f"query: no dmattn kernel for device {query.device}; supported are {', '.join(checks.DTYPES)}")
@@ -125,7 +121,10 @@ def _check_caches(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor 
             raise ValueError(f"key_cache: expected [pages, page_size, Hkv, D] with D={head_dim}, got {checks.shape_of(key)}")
         if page_size % PAGE_UNIT != 0 or page_size <= 0:
             raise ValueError(f"key_cache: expected a page_size that is a multiple of {PAGE_UNIT}, got {page_size}")
-        _per_sequence("page_table", page_table, query, [batch, None], "[B, max_pages]")
+        checks.dtype("page_table", checks.tensor("page_table", page_table), (torch.int32,))
+        checks.same_device("page_table", page_table, query)
+        if page_table.dim() != 2 or page_table.shape[0] != batch:
+            raise ValueError(f"page_table: expected [B, max_pages] with B={batch}, got {checks.shape_of(page_table)}")
         capacity = page_table.shape[1] * page_size
     if value.shape[:3] != key.shape[:3]:
         expected = [*key.shape[:3], "Dv"]
@@ -137,28 +136,4 @@ def _check_caches(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor 
             raise ValueError(f"{name}: expected a last dimension that is a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
     if capacity > checks.MAX_LENGTH:
         raise ValueError(f"key_cache: expected room for up to {checks.MAX_LENGTH} keys, got {capacity}")
-    return capacity, kv_heads
-
-
-def _per_sequence(name: str, given: object, query: Tensor, shape: list[int | None], layout: str) -> None:
-    tensor = checks.tensor(name, given)
-    checks.dtype(name, tensor, (torch.int32,))
-    checks.same_device(name, tensor, query)
-    fits = tensor.dim() == len(shape) and all(
-        wanted is None or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name}: expected {layout} with B={query.shape[0]}, got {checks.shape_of(tensor)}")
-
-
-def _bias_rows(key_bias: Tensor, query: Tensor, kv_heads: int, capacity: int) -> Tensor:
-    checks.tensor("key_bias", key_bias)
-    checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
-    checks.same_device("key_bias", key_bias, query)
-    batch, heads = query.shape[:2]
-    given = key_bias[(None,) * (3 - key_bias.dim())] if 0 < key_bias.dim() < 3 else key_bias
-    fits = given.dim() == 3 and given.shape[0] in (1, batch) and given.shape[1] in (1, heads, kv_heads)
-    if not (fits and given.shape[2] == capacity):
-        sizes = f"B={batch}, H={heads}, Hkv={kv_heads}, Smax={capacity}"
-        raise ValueError(f"key_bias: expected [B|1, H|Hkv|1, Smax] with {sizes}, got {checks.shape_of(key_bias)}")
-    return given.to(accumulate_dtype(query.dtype))
+    return Sizes(batch, heads, kv_heads, queries, capacity, head_dim, query.dtype, query.device)

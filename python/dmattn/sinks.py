@@ -30,23 +30,24 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
     checks.dtype("lse", checks.tensor("lse", lse), (torch.float64, torch.float32))
     if lse.dim() != 3:
         raise ValueError(f"lse: expected 3 dimensions [B, H, Sq], got shape {checks.shape_of(lse)}")
-    column = _column(sinks, lse.shape[1], lse.device, lse.dtype)
+    column = sinks_of_heads(sinks, lse.shape[1], lse.device, lse.dtype)[:, None]
     absent = column == -torch.inf  # or the derivative of -inf beside -inf would be NaN
     return torch.where(absent, lse, torch.logaddexp(lse, torch.where(absent, 0.0, column)))
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
     """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero."""
-    column = _column(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype))
+    column = sinks_of_heads(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype))[:, None]
     share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)  # of the weights, what the keys keep
     return (out * share[..., None]).to(out.dtype)
 
 
-def _column(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def sinks_of_heads(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Checks that sinks has a logit for each of so many heads, and returns it in the dtype things are summed in."""
     given = checks.tensor("sinks", sinks)
     checks.dtype("sinks", given, checks.DTYPES["cpu"])
     if given.dim() != 1 or given.shape[0] != heads:
         raise ValueError(f"sinks: expected [H] with H={heads}, got shape {checks.shape_of(given)}")
     if given.device != device:
         raise ValueError(f"sinks: expected device {device} like query, got {given.device}")
-    return given.to(dtype)[:, None]
+    return given.to(dtype)

@@ -133,14 +133,14 @@ def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
     return block.cut(sizes.query_length, sizes.key_length)
 
 
-def key_bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
-    """key_bias as the op takes it: [B|1, H|Hkv|1, Sk] in the dtype things are summed in."""
+def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, Sk]") -> Tensor:
+    """key_bias as the op takes it: [B|1, H|Hkv|1, Sk] in the dtype things are summed in. layout: what messages say of its shape."""
     checks.tensor("key_bias", key_bias)
     checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
     if key_bias.dim() > 3 or key_bias.dim() < 1:
-        raise ValueError(f"key_bias: expected [B|1, H|Hkv|1, Sk], got shape {checks.shape_of(key_bias)}")
+        raise ValueError(f"key_bias: expected {layout}, got shape {checks.shape_of(key_bias)}")
     key_bias = key_bias[(None,) * (3 - key_bias.dim())] if key_bias.dim() < 3 else key_bias
-    per_head("key_bias", key_bias, sizes, (sizes.key_length,), "[B|1, H|Hkv|1, Sk]")
+    per_head("key_bias", key_bias, sizes, (sizes.key_length,), layout)
     return key_bias.to(accumulate_dtype(sizes.dtype))
 
 

@@ -12,7 +12,7 @@ from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of
 from dmattn.composed import visible_in_blocks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import Mask
-from dmattn.sinks import lse_with_sink
+from dmattn.sinks import lse_with_sink, sinks_of_heads
 from dmattn.sizes import bias_rows, key_bias_rows, sizes_of
 
 
@@ -104,9 +104,7 @@ def attention_weights(
             )
         chosen = lse[:, head][:, :, row]
     if sinks is not None:
-        if checks.tensor("sinks", sinks).shape != (sizes.heads,):
-            raise ValueError(f"sinks: expected [H] with H={sizes.heads}, got shape {checks.shape_of(sinks)}")
-        chosen = lse_with_sink(chosen, sinks[head])
+        chosen = lse_with_sink(chosen, sinks_of_heads(sinks, sizes.heads, query.device, dtype)[head])
     return torch.exp(logits - torch.where(chosen == -torch.inf, 0.0, chosen)[..., None])
 
 
