@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import dmattn
 import torch
 import torch.nn.functional as F
+from measure import graphed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -124,7 +125,7 @@ def measured(case: Case, repeats: int) -> dict[str, object]:
                 error = (peer(backend)(*caches[0]).float() - expected).abs().max().item()
                 if not error <= 0.01:
                     sys.exit(f"refused: {case} differs from {name} by {error}")
-                peer_us[name] = graphed(peer(backend), caches, repeats)
+                peer_us[name] = graphed(steps_over(peer(backend), caches), repeats)
             except RuntimeError as reason:
                 print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
     run = ours
@@ -151,31 +152,17 @@ def measured(case: Case, repeats: int) -> dict[str, object]:
 
         if not torch.equal(run(*caches[0]), expected):
             sys.exit(f"refused: {case} differs from the same keys in one piece")
-    return {"case": name_of(case), **dataclasses.asdict(case), "us": graphed(run, caches, repeats), "peer_us": peer_us}
+    return {
+        "case": name_of(case),
+        **dataclasses.asdict(case),
+        "us": graphed(steps_over(run, caches), repeats),
+        "peer_us": peer_us,
+    }
 
 
-def graphed(run: Callable[[Tensor, Tensor], Tensor], caches: list[tuple[Tensor, ...]], repeats: int) -> float:
-    """Microseconds of one step: the median over replays of a graph with a step over each pair of caches."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.no_grad():
-        for pair in caches[:2]:
-            run(*pair)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for pair in caches:
-                run(*pair)
-        samples = []
-        for turn in range(repeats + 3):
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            if turn >= 3:
-                samples.append(first.elapsed_time(last) * 1e3 / len(caches))
-    return statistics.median(samples)
+def steps_over(run: Callable[[Tensor, Tensor], Tensor], caches: list[tuple[Tensor, ...]]) -> list[Callable[[], object]]:
+    """One step over each pair of caches."""
+    return [functools.partial(run, *pair) for pair in caches]
 
 
 def name_of(case: Case) -> str:

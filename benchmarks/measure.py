@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ GATE_LENGTH = 200  # not a multiple of any tile
 SECONDS_A_CASE = 3.0  # of timed turns; a case that takes longer gets fewer of them, but never less than FEWEST_TURNS
 FEWEST_TURNS = 3
 WARM_UP_SECONDS = 0.2  # at least; and at least one turn
+GRAPH_WARM_UP = 3  # replays
 Runs = Mapping[str, Callable[[], object]]
 
 
@@ -123,6 +124,30 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     finally:
         graph.capture_end()
     return graph.replay
+
+
+def graphed(runs: Sequence[Callable[[], object]], repeats: int) -> float:
+    """Microseconds of one run: the median over replays of a CUDA graph that holds all of them, after replays that are thrown away."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for run in runs[:2]:
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for run in runs:
+                run()
+        samples = []
+        for turn in range(repeats + GRAPH_WARM_UP):
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            graph.replay()
+            last.record()
+            torch.cuda.synchronize()
+            if turn >= GRAPH_WARM_UP:
+                samples.append(first.elapsed_time(last) * 1e3 / len(runs))
+    return statistics.median(samples)
 
 
 def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:

@@ -20,6 +20,7 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn.testing.tolerance import assert_same_by_another_way
+from measure import graphed
 from torch import Tensor
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
@@ -50,30 +51,6 @@ def filled(batch: int, context: int, device: str) -> dmattn.BoundedCache:
         # What queries see does not matter here: one head group's worth of them is the cheapest.
         cache.attend(query[:, :KV_HEADS], key, value, scores)
     return cache
-
-
-def graphed(runs: list[Callable[[], object]], repeats: int) -> float:
-    """Microseconds of one run: the median over replays of a graph that holds all of them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for run in runs[:2]:
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for run in runs:
-                run()
-        samples = []
-        for turn in range(repeats + 3):
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            if turn >= 3:
-                samples.append(first.elapsed_time(last) * 1e3 / len(runs))
-    return statistics.median(samples)
 
 
 def clocked(runs: list[Callable[[], object]], repeats: int) -> float:
