@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import dmattn  # noqa: E402
-import pictures  # noqa: E402
+import dmattn
 
 project = "dmattn"
 author = "the dmattn authors"
@@ -20,7 +13,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "generated/*.md"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "dmattn"
 html_copy_source = False
@@ -31,8 +24,3 @@ autodoc_typehints = "none"  # the docstrings say shapes and dtypes, which say mo
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 nitpicky = False
-
-
-def setup(app: object) -> None:
-    """Draws the pictures that come from code and from measured results, before pages are read."""
-    pictures.draw_all(HERE / "generated")

@@ -1,8 +1,20 @@
-"""Draws the site's other pictures when it is built: each mask constructor, and plots of the committed benchmark results."""
+"""Draws the other pictures of the pages: each mask constructor, and plots of the committed results. ``python docs/pictures.py`` rewrites them.
+
+They lie in docs/generated/ and are committed, so that pages show them wherever they are read. ``--check`` (in ``make docs``) fails when one
+is not what this script draws. Their text depends on matplotlib's version: the docs and test groups of pyproject.toml pin it, and pictures
+of another version are not compared.
+"""
 
 from __future__ import annotations
 
+import argparse
+import base64
+import hashlib
+import io
 import json
+import re
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +22,14 @@ from typing import Any
 import matplotlib
 import torch
 
-matplotlib.use("svg")
+matplotlib.use("Agg")
 from dmattn import BlockMask, IntervalMask
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from torch.nn.attention.flex_attention import create_block_mask
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/cuda.json"
+COMMITTED = Path(__file__).parent / "generated"
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
 LENGTH = 64
 
@@ -193,8 +206,12 @@ def draw_memory(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, metadata={"Date": None})
+    """Writes a figure with coordinates of two decimals, which all machines agree on."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Format": None, "Type": None})
     pyplot.close(figure)
+    rounded = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text.getvalue())
+    path.write_text("".join(f"{line.rstrip()}\n" for line in rounded.splitlines()))
 
 
 PLOTS: dict[str, Callable[[Path], None]] = {
@@ -207,11 +224,50 @@ PLOTS: dict[str, Callable[[Path], None]] = {
 
 def draw_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "dmattn", "font.size": 9}):
+    with matplotlib.rc_context({"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}):
         draw_gallery(folder)
         for name, draw in PLOTS.items():
             draw(folder / f"{name}.svg")
 
 
+def content_of(path: Path) -> str:
+    """A picture's text with the pixels of the images in it, whose compression is not the same everywhere."""
+
+    def pixels(found: re.Match[str]) -> str:
+        image = pyplot.imread(io.BytesIO(base64.b64decode(found[1])))
+        return hashlib.sha256(image.tobytes()).hexdigest() + '"'
+
+    text = re.sub(r'data:image/png;base64,\s*([^"]+)"', pixels, path.read_text())
+    return re.sub(r'id="image\w+"', "", text)
+
+
+def version_of(path: Path) -> str:
+    """The version of matplotlib that drew a picture."""
+    found = re.search(r"Matplotlib v([\w.]+),", path.read_text())
+    return found[1] if found else ""
+
+
+def changed(committed: Path = COMMITTED) -> list[str]:
+    """Names of the pictures that are not what this script draws now: other ones, missing ones, and ones that nothing draws."""
+    with tempfile.TemporaryDirectory() as folder:
+        draw_all(Path(folder))
+        drawn = {path.name: content_of(path) for path in Path(folder).iterdir()}
+    there = {path.name: content_of(path) for path in committed.iterdir()}
+    return sorted(name for name in drawn.keys() | there.keys() if drawn.get(name) != there.get(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the committed pictures instead of writing them")
+    if not parser.parse_args().check:
+        draw_all(COMMITTED)
+        return
+    versions = {version_of(path) for path in COMMITTED.iterdir()}
+    if versions != {matplotlib.__version__}:
+        print(f"docs/generated: drawn by matplotlib {', '.join(versions)}, not compared with {matplotlib.__version__}")
+    elif names := changed():
+        sys.exit(f"docs/generated: {', '.join(names)}: not what docs/pictures.py draws; run it and commit them")
+
+
 if __name__ == "__main__":
-    draw_all(Path(__file__).parent / "generated")
+    main()

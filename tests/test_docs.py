@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_WORDS = {"README.md": 900, "docs/kernels/hopper.md": 800, "docs/kernels/live_keys.md": 800}
 MOST_WORDS_OF_A_PAGE = 1000  # docs/lab/ is the laboratory: as long as it likes
 
@@ -69,7 +69,7 @@ def test_the_readme_has_at_most_900_words_however_they_are_counted():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http") and not target.startswith("generated/"):
+        if not target.startswith("http"):
             assert (page.parent / target).is_file(), target
 
 
@@ -115,6 +115,18 @@ def test_drawings_are_what_the_script_draws(monkeypatch):
 
     drawn = {f"{name}.svg": figure().svg() for name, figure in draw.FIGURES.items()}
     assert drawn == {path.name: path.read_text() for path in (DOCS / "figures").iterdir()}
+
+
+def test_pictures_are_what_the_script_draws(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(DOCS))
+    import matplotlib
+    import pictures
+
+    versions = {pictures.version_of(path) for path in pictures.COMMITTED.iterdir()}
+    if versions != {matplotlib.__version__}:
+        pytest.skip(f"pictures were drawn by matplotlib {versions}, this is {matplotlib.__version__}")
+    assert pictures.changed() == []
 
 
 def test_tables_are_what_the_results_say():
