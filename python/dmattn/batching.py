@@ -18,7 +18,7 @@ from dmattn._library import rules
 from dmattn.composed import in_front, in_one_pool
 
 DROPOUT_P = 3  # its place among is_causal, scale, softcap, dropout_p, deterministic
-FULL = 2  # tiles: 0 empty, 1 full, 2 + slot partial
+FIRST_SLOT = 2  # tiles: 0 empty, 1 full, 2 + slot partial
 
 
 def batch_of(given: Tensor, dim: int | None) -> int:
@@ -120,9 +120,9 @@ def pack_tiles(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], ma
     """mask, lengths, block and tile sizes -> tiles, rows, columns. Slots are numbered from 0 in every sample, as a loop would."""
     size, batch = info.batch_size, batch_of(mask, in_dims[0])
     tiles, rows, columns = (unfold(x, size, batch) for x in call(fold(mask, in_dims[0], size, batch), *options))
-    partial = (tiles >= FULL).flatten(1)
+    partial = (tiles >= FIRST_SLOT).flatten(1)
     slots = (partial.cumsum(1, dtype=torch.int32) - 1).view_as(tiles)
-    return (torch.where(tiles >= FULL, slots + FULL, tiles), rows, columns), (0, 0, 0)
+    return (torch.where(tiles >= FIRST_SLOT, slots + FIRST_SLOT, tiles), rows, columns), (0, 0, 0)
 
 
 def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mask: Tensor, tiles: Tensor, *options: Any) -> Any:
@@ -131,7 +131,9 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
     size, batch = info.batch_size, batch_of(mask, in_dims[0])
     offset = (torch.arange(size, device=tiles.device, dtype=tiles.dtype) * slots).view(-1, 1, 1, 1, 1)
     tiles = in_front(tiles, in_dims[1], size)
-    pooled = torch.where(tiles >= FULL + slots, FULL + size * slots, torch.where(tiles >= FULL, tiles + offset, tiles))
+    pooled = torch.where(
+        tiles >= FIRST_SLOT + slots, FIRST_SLOT + size * slots, torch.where(tiles >= FIRST_SLOT, tiles + offset, tiles)
+    )
     pooled = pooled.flatten(0, 1).contiguous()
     bits = call(fold(mask, in_dims[0], size, batch), pooled, *sizes, size * slots)
     return bits.unflatten(0, (size, slots)), 0
