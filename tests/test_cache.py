@@ -634,6 +634,20 @@ def test_bad_rows_and_numbers():
         (lambda: cache.reset([2]), ValueError, "rows: expected numbers of sequences from 0 to 1, got 2"),
         (lambda: cache.reset(torch.tensor([1])), TypeError, "rows: expected dtype bool, got int64"),
         (lambda: cache.reset(torch.tensor([True])), ValueError, r"rows: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: cache.reset(1.5), TypeError, r"rows: expected bool \[B\], numbers of sequences or None, got float"),
+        (lambda: cache.next_positions(-1), ValueError, "tokens: expected an int >= 0, got -1"),
+        (lambda: cache.next_positions(1.5), TypeError, "tokens: expected an int >= 0, got float"),
+        (lambda: cache.next_positions(2, padding_side="top"), ValueError, "padding_side: expected 'left' or 'right', got 'top'"),
+        (
+            lambda: cache.load_state_dict({**cache.state_dict(), "sizes_saved": torch.tensor(5)}),
+            ValueError,
+            "state_dict: expected .* got one with 5",
+        ),
+        (
+            lambda: cache.load_state_dict({**cache.state_dict(), "sizes_saved": [1]}),
+            ValueError,
+            r"state_dict: expected .* got one with \[1\]",
+        ),
         (lambda: torch.jit.script(cache), NotImplementedError, "torch.jit.script is not supported"),
     ):
         with pytest.raises(error, match=message):

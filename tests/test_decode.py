@@ -267,7 +267,7 @@ def test_a_page_number_out_of_range_among_many_splits(device, dtype, entry):
 # Numbers --------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sink", [-INF, -50.0, 0.0, 80.0, 1e30])
+@pytest.mark.parametrize("sink", [-INF, -50.0, 0.0, 80.0, 1e30, INF])
 def test_sinks(device, dtype, sink):
     case = make(device, dtype, [0, 1, 700], Smax=700, T=2)
     plain, lse = case.call()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
-from dmattn.nn import DynamicMaskAttention, WindowSchedule, score_loss
+from dmattn.nn import DynamicMaskAttention, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
 
 NAN, INF = float("nan"), float("inf")
@@ -103,7 +103,7 @@ PUBLIC = {
     "interval ends of other shape": (lambda: IntervalMask(INTS, INTS[:5]), ValueError, "end: expected a shape that broadcasts with start [1, 1, 12], got [1, 1, 5]"),
     "interval ends elsewhere": (lambda: IntervalMask(INTS, INTS.to("meta")), ValueError, "end: expected device cpu like start, got meta"),
     "block mask for other lengths": (lambda: attend(mask=BlockMask.from_bool(torch.ones(10, 13, dtype=torch.bool))), ValueError, "mask: expected a BlockMask for Sq=10, Sk=12, got one for Sq=10, Sk=13"),
-    "block mask for other heads": (lambda: attend(mask=BlockMask.from_bool(torch.ones(3, 10, 12, dtype=torch.bool))), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk] with B=2, H=4, Hkv=2"),
+    "block mask for other heads": (lambda: attend(mask=BlockMask.from_bool(torch.ones(3, 10, 12, dtype=torch.bool))), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [1, 3, 10, 12]"),
     "block table for other lengths": (lambda: attend(mask=BlockMask.from_blocks(torch.ones(2, 2, dtype=torch.bool), 32)), ValueError, "mask: expected a BlockMask for Sq=10, Sk=12, got one for Sq=64, Sk=64"),
     "from_bool of floats": (lambda: BlockMask.from_bool(torch.ones(4, 4)), TypeError, "mask: expected dtype bool, got float32"),
     "from_bool of rank 1": (lambda: BlockMask.from_bool(torch.ones(4, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape [4]"),
@@ -199,6 +199,7 @@ PUBLIC = {
     "scores elsewhere": (lambda: dma(S.to("meta")), ValueError, "scores: expected device cpu like query, got meta"),
     "base is a tensor": (lambda: dma(base=INTS), TypeError, "base: expected an IntervalMask, got Tensor"),
     "base slides": (lambda: dma(base=IntervalMask.sliding_window(12, 3)), ValueError, "base: expected documents, padding or their intersection"),
+    "base of other heads": (lambda: dma(base=IntervalMask(INTS.expand(1, 3, 12), INTS.expand(1, 3, 12)).as_base("causal")), ValueError, "base: expected a mask for [B, Hkv, Sk] = [2, 2, 12], got one for [1, 3, 12]"),
     "base of other keys": (lambda: dma(base=IntervalMask.padding(11, 4)), ValueError, "base: expected a mask for [B, Hkv, Sk] = [2, 2, 12], got one for [1, 1, 11]"),
     "base elsewhere": (lambda: dma(base=IntervalMask.padding(12, 4, device="meta")), ValueError, "base: expected device cpu like scores, got meta"),
     # biases and options
@@ -248,6 +249,14 @@ PUBLIC = {
     "schedule step": (lambda: WindowSchedule(3, 20)(-1), ValueError, "step: expected an int >= 0, got -1"),
     "layer heads": (lambda: DynamicMaskAttention(64, 4, num_kv_heads=3), ValueError, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
     "layer size": (lambda: DynamicMaskAttention(66, 4), ValueError, "embed_dim: expected a multiple of num_heads=4 when head_dim is not given, got 66"),
+    "layer padding side without a cache": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), padding_side="left"), ValueError, "padding_side: expected its default without a cache, got 'left'"),
+    "layer tiny rope_theta": (lambda: DynamicMaskAttention(64, 4, rope_theta=1e-300), ValueError, "rope_theta: expected None or a number > 0, got 1e-300"),
+    "layer huge recency": (lambda: DynamicMaskAttention(64, 4, recency=1e300), ValueError, "recency: expected 0 <= recency <= 1e+30, got 1e+300"),
+    "rotation of an odd size": (lambda: rotate(rows(1, 2, 5, 7), 1e4), ValueError, "x: expected [B, H, S, D] with an even D, got [1, 2, 5, 7]"),
+    "rotation of rank 3": (lambda: rotate(rows(2, 5, 8), 1e4), ValueError, "x: expected [B, H, S, D] with an even D, got [2, 5, 8]"),
+    "rotation of integers": (lambda: rotate(torch.ones(1, 2, 5, 8, dtype=torch.int64), 1e4), TypeError, "x: expected dtype float64, float32, bfloat16, float16, got int64"),
+    "rotation to positions of another batch": (lambda: rotate(rows(1, 2, 5, 8), 1e4, torch.zeros(4, 5)), ValueError, "positions: expected [B|1, S] with B=1, S=5, got [4, 5]"),
+    "rotation to other positions": (lambda: rotate(rows(1, 2, 5, 8), 1e4, torch.zeros(1, 4)), ValueError, "positions: expected [B|1, S] with B=1, S=5, got [1, 4]"),
     "layer head size": (lambda: DynamicMaskAttention(64, 4, head_dim=12), ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
     "layer input": (lambda: DynamicMaskAttention(64, 4)(rows(3, 64)), ValueError, "hidden_states: expected [B, S, E] with E=64, got [3, 64]"),
     "flag of text": (lambda: attend(is_causal="yes"), TypeError, "is_causal: expected a bool, got str"),

@@ -197,6 +197,14 @@ def test_hidden_keys_and_scores_of_minus_infinity_leave_the_loss_finite():
     assert not gradient[..., 25:].any()
 
 
+@pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 5)])
+def test_the_loss_of_no_query_is_zero(batch, length):
+    query, scores = tensor((batch, 2, length, 8), 0), tensor((batch, 2, length), 1).requires_grad_()
+    loss = score_loss(query, query, scores, local=3)
+    assert loss.tolist() == [0.0, 0.0]
+    assert torch.autograd.grad(loss.sum(), scores)[0].shape == scores.shape
+
+
 def test_scores_learn_which_keys_later_queries_look_for():
     query, key = torch.ones(1, 2, 128, 16), torch.zeros(1, 2, 128, 16)
     key[:, 0, 10], key[:, 1, 20] = 2.0, 2.0

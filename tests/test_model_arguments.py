@@ -146,6 +146,23 @@ def test_query_offset_leaves_block_masks(device, dtype):
         assert torch.equal(out, dmattn.attention(q, k, k, seen & (torch.arange(20, device=device) <= p)))
 
 
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+def test_positions_at_the_ends_of_their_dtype_do_not_wrap(device, dtype, integers):
+    least, most = (
+        torch.tensor(end, dtype=integers, device=device) for end in (torch.iinfo(integers).min, torch.iinfo(integers).max)
+    )
+    q, k = tensor((1, 1, 6, 8), 0, dtype, device), tensor((1, 1, 20, 8), 1, dtype, device)
+    assert not dmattn.attention(q, k, k, is_causal=True, query_offset=least).any()
+    last = dmattn.attention(q, k, k, is_causal=True, query_offset=most)
+    assert torch.equal(last, dmattn.attention(q, k, k, torch.ones(6, 20, dtype=torch.bool, device=device)))
+    causal, near = IntervalMask.causal(20, device=device), IntervalMask.sliding_window(20, 3, device=device)
+    assert causal.alive(most).all()
+    assert not causal.alive(least).any()
+    assert causal.alive(torch.stack((least, most)).clamp(-7, 7)).sum(2).flatten().tolist() == [0, 8]
+    for n, hidden in ((least, near.shift(least).end < 0), (most, near.shift(most).start > 20)):
+        assert hidden.all(), n
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_dynamic_masks_of_a_chunk(causal):
     """The queries of a prompt in chunks, over all keys, give what the whole prompt gives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -173,8 +173,7 @@ class BoundedCache(nn.Module):
         tokens = query.shape[2]
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
-        if padding_side not in ("left", "right"):
-            raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
+        _check_side(padding_side)
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
         softcap = checks.softcap(softcap)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores)):
@@ -253,6 +252,8 @@ class BoundedCache(nn.Module):
             TypeError, ValueError: neither, or a number that is no sequence's.
         """
         batch = self.key.shape[0]
+        if not (rows is None or isinstance(rows, Tensor | Iterable | int)):
+            raise TypeError(f"rows: expected bool [B], numbers of sequences or None, got {checks.type_of(rows)}")
         if rows is None:
             chosen = torch.ones(batch, dtype=torch.bool, device=self.key.device)
         elif isinstance(rows, Tensor):
@@ -277,7 +278,12 @@ class BoundedCache(nn.Module):
         """int64 [B, T]: at which positions the next T tokens will stand, for position embeddings. Call it before :meth:`attend`.
 
         Where lengths says that a token is not real its number means nothing; it is 0 at least.
+
+        Raises:
+            TypeError, ValueError: tokens is not an int >= 0, or lengths or padding_side is not as :meth:`attend` takes it.
         """
+        checks.natural_int("tokens", tokens)
+        _check_side(padding_side)
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
         positions = self.steps[:, :1].long() + torch.arange(tokens, device=self.steps.device)
@@ -368,12 +374,19 @@ class BoundedCache(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         saved = state_dict.get(f"{prefix}sizes_saved")
-        if saved is not None and tuple(saved.tolist()) != self.sizes:
-            theirs = CacheSizes(*saved.tolist())._asdict() if saved.numel() == len(self.sizes) else saved.tolist()
+        theirs = saved.tolist() if isinstance(saved, Tensor) else saved
+        if saved is not None and theirs != [*self.sizes]:
+            if isinstance(theirs, list) and len(theirs) == len(self.sizes):
+                theirs = CacheSizes(*theirs)._asdict()
             raise ValueError(f"{prefix}state_dict: expected that of a cache with {self.sizes._asdict()}, got one with {theirs}")
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     __prepare_scriptable__ = unsupported.scripting_refused  # torch.jit.script calls it first
+
+
+def _check_side(padding_side: object) -> None:
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
 
 
 def _rolled(given: Tensor, shift: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def decode_attention(
         key_bias = key_bias_rows(key_bias, sizes, "[B|1, H|Hkv|1, Sk=Smax]")
     if sinks is not None:
         sinks = sinks_of_heads(sinks, sizes.heads, query.device, accumulate_dtype(query.dtype))
+        sinks = sinks.clamp(max=torch.finfo(sinks.dtype).max)  # an infinite one takes all weight, too
     scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
     softcap = checks.softcap(softcap)
     if torch.compiler.is_compiling() or torch._C._is_tracing():

@@ -88,14 +88,16 @@ def _explain_unlike(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
 
 
-def per_head(name: str, given: Tensor, sizes: Sizes, rest: Sequence[int], layout: str) -> None:
-    """Checks that a mask or bias has the shape [B|1, H|Hkv|1, *rest] and lies on query's device."""
+def per_head(
+    name: str, given: Tensor, sizes: Sizes, rest: Sequence[int], layout: str, shape: Sequence[int] | None = None
+) -> None:
+    """Checks that a mask or bias has the shape [B|1, H|Hkv|1, *rest] and lies on query's device; messages name ``shape``, by default its own."""
     if given.device != sizes.device:
         raise ValueError(f"{name}: expected device {sizes.device} like query, got {given.device}")
     batch, heads, *rest_given = given.shape if given.dim() > 1 else (0, 0)
     fits = rest_given == [*rest] and (batch == 1 or batch == sizes.batch)
     if not (fits and (heads == 1 or heads == sizes.heads or heads == sizes.kv_heads)):
-        raise ValueError(f"{name}: expected {layout} with {sizes}, got {checks.shape_of(given)}")
+        raise ValueError(f"{name}: expected {layout} with {sizes}, got {list(given.shape if shape is None else shape)}")
 
 
 def four_dims(name: str, given: Tensor, sizes: Sizes) -> Tensor:
@@ -129,7 +131,7 @@ def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
             f"got one for Sq={block.query_length}, Sk={block.key_length}"
         )
     tiles = block.tiles
-    per_head("mask", tiles, sizes, tiles.shape[2:], "[B|1, H|Hkv|1, Sq, Sk]")
+    per_head("mask", tiles, sizes, tiles.shape[2:], "[B|1, H|Hkv|1, Sq, Sk]", block.shape)
     return block.cut(sizes.query_length, sizes.key_length)
 
 

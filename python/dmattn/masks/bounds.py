@@ -16,7 +16,9 @@ FOREVER = torch.iinfo(torch.int32).max
 
 
 def position(name: str, given: object, device: torch.device) -> Any:
-    """A position as an int, or as a tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B].
+    """A position as an int, or as an int64 tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B].
+
+    A tensor's numbers beyond int32 count as the first or the last position there is.
 
     Raises:
         TypeError: another type or dtype.
@@ -30,6 +32,7 @@ def position(name: str, given: object, device: torch.device) -> Any:
             raise ValueError(f"{name}: expected an int or a tensor [] or [B], got shape {checks.shape_of(given)}")
         if given.device != device and (given.dim() or given.device.type != "cpu"):
             raise ValueError(f"{name}: expected device {device}, got {given.device}")
+        given = given.long().clamp(ALWAYS + 1, FOREVER - 1)  # int32 would wrap where positions are subtracted or compared
         return given if given.dim() == 0 else given.view(-1, 1, 1)
     if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
         raise TypeError(f"{name}: expected an int or a tensor of integers, got {type(given).__name__}")

@@ -494,7 +494,9 @@ def select_interval(
         segment_end = with_three_dims(base.end)
         checks.same_device("base", segment_end, scores, "scores")
         shape = segment_end.shape
-        if shape[2] != scores.shape[2] or shape[0] not in (1, scores.shape[0]):
+        if shape[2] != scores.shape[2] or any(
+            own not in (1, size) for own, size in zip(shape[:2], scores.shape[:2], strict=True)
+        ):
             raise ValueError(
                 f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(segment_end)}"
             )

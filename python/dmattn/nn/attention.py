@@ -93,7 +93,10 @@ class DynamicMaskAttention(nn.Module):
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self._set_selection(window, local, sink, local_heads, is_causal)
         self.rope_theta = rope_theta
-        if rope_theta is not None and checks.number("rope_theta", rope_theta, low=0.0) == 0:
+        if (
+            rope_theta is not None
+            and checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR) < 1 / checks.MAX_FACTOR
+        ):
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.taught = checks.flag("taught", taught)
         checks.positive_int("score_queries", score_queries)
@@ -120,7 +123,7 @@ class DynamicMaskAttention(nn.Module):
         if recency is None:
             self.log_slope = None
         else:
-            if checks.number("recency", recency, low=0.0) == 0 or not is_causal:
+            if checks.number("recency", recency, low=0.0, high=checks.MAX_FACTOR) == 0 or not is_causal:
                 raise ValueError(
                     f"recency: expected None, or a number > 0 with is_causal, got {recency} with is_causal={is_causal}"
                 )
@@ -256,6 +259,10 @@ class DynamicMaskAttention(nn.Module):
             return generated
         if lengths is not None:
             raise ValueError("lengths: expected None without a cache; give base=IntervalMask.padding(S, lengths) instead")
+        if padding_side != "right":
+            raise ValueError(
+                f"padding_side: expected its default without a cache, got {padding_side!r}; base says where padding is"
+            )
         query, key, value = self.projected(hidden_states)
         ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0

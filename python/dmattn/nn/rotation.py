@@ -5,12 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dmattn import checks
+
 
 def rotate(x: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
     """Rotary position embedding of [B, H, S, D], D even: pairs (d, d + D/2) turn by ``position * theta ** (-2d / D)``.
 
-    positions: [B, S], by default 0, 1, ... in every sequence.
+    positions: [B|1, S], by default 0, 1, ... in every sequence.
+
+    Raises:
+        TypeError: x or positions is no tensor, or x is not of a floating-point dtype.
+        ValueError: x is not of such a shape, or positions do not fit it.
     """
+    checks.dtype("x", checks.tensor("x", x), checks.DTYPES["cpu"])
+    if x.dim() != 4 or x.shape[3] % 2 != 0:
+        raise ValueError(f"x: expected [B, H, S, D] with an even D, got {checks.shape_of(x)}")
+    if positions is not None:
+        shape = checks.tensor("positions", positions).shape
+        if len(shape) != 2 or shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[2]:
+            raise ValueError(f"positions: expected [B|1, S] with B={x.shape[0]}, S={x.shape[2]}, got {list(shape)}")
     half = x.shape[3] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     if positions is None:

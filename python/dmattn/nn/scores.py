@@ -64,7 +64,7 @@ def score_loss(
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
-        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries.
+        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries; 0 where there is no query at all.
 
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
@@ -82,6 +82,8 @@ def score_loss(
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
     length = key.shape[2]
+    if length == 0 or key.shape[0] == 0:
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)).sum((0, 2))
     strata = (torch.arange(queries, device=key.device) + torch.rand(queries, device=key.device)) * (length / queries)
     rows = strata.long().clamp(max=max(length - 1, 0))
     seen, competing = _visibility(scores, rows, base, local, sink)
