@@ -11,6 +11,7 @@ import brute_check
 import dmattn
 import pytest
 import torch
+import torch._dynamo.testing
 from dmattn import BoundedCache
 from dmattn.testing import AttentionCase, poisoned_memory, strategies, tolerance, top_k_visible
 from hypothesis import given
@@ -51,9 +52,11 @@ class History:
             self.query, self.key, self.value, visible=visible, key_bias=self.scores if scores is None else scores, **options
         )
 
-    def visible(self, cache):
-        """bool [B, Hkv, length, length]: which keys each query sees."""
-        return top_k_visible(self.scores, cache.sizes.window, local=cache.sizes.local, sink=cache.sizes.sink)
+    def visible(self, cache, ranks=None):
+        """bool [B, Hkv, length, length]: which keys each query sees; ranks: what selects, by default the scores."""
+        return top_k_visible(
+            self.scores if ranks is None else ranks, cache.sizes.window, local=cache.sizes.local, sink=cache.sizes.sink
+        )
 
 
 def seen_by(cache, length):
@@ -63,9 +66,9 @@ def seen_by(cache, length):
     return there.scatter(2, torch.where(position < 0, length, position), True)[..., :length]
 
 
-def feed(cache, history, cuts, **options):
+def feed(cache, history, cuts, ranks=None, **options):
     """Takes the tokens in, in calls of the given numbers of tokens; checks the visible keys after each call. (out, lse) of all."""
-    visible, results, first = history.visible(cache), [], 0
+    visible, results, first = history.visible(cache, ranks), [], 0
     for tokens in cuts:
         with poisoned_memory(history.query):
             results.append(cache.attend(*history.tokens(first, first + tokens), return_lse=True, **options))
@@ -139,6 +142,48 @@ def test_any_cuts_of_any_history(device, exact, data, kind):
         case = history.case(history.visible(first), softcap=softcap, scale=scale)
         for out, lse in outs:
             brute_check.assert_right(case, {"out": out, "lse": lse})
+
+
+@pytest.mark.parametrize("select_only", [False, True])
+@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 3, 2), (5, 0, 0), (0, 3, 2), (100, 3, 0)], ids=str)
+def test_recency_and_scores_that_select_only(device, exact, sizes, has_slopes, select_only):
+    """Ranks are scores + slope * position, and logits get both, or recency alone; NaN is in scores where logits do not get them."""
+    history = History(60, exact, device, "random", bad=(-INF, math.nan) if select_only else (-INF,))
+    slopes = torch.tensor([0.2, 0.01], device=device) if has_slopes else None
+    recency = torch.zeros(2, 60, device=device)
+    if has_slopes:
+        recency = slopes.to(tolerance.accumulate_dtype(exact))[:, None] * torch.arange(60, device=device)
+    ranks = history.scores + recency
+    bias = recency.expand_as(ranks).to(ranks.dtype) if select_only else ranks
+    caches = []
+    for cuts in ([1] * 60, [60], [9] * 6 + [6], [1, 30, 2, 8, 19]):
+        cache = history.cache(*sizes, rewind=7)
+        out, lse = feed(cache, history, cuts, ranks, slopes=slopes, select_only=select_only)
+        brute_check.assert_right(history.case(history.visible(cache, ranks), bias), {"out": out, "lse": lse})
+        caches.append(cache)
+    for other in caches[1:]:
+        assert_same_state(caches[0], other)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_recency_goes_by_each_sequence_s_own_positions(device, exact, side):
+    history, slopes = History(40, exact, device, B=2), torch.tensor([0.5, 0.02], device=device)
+    together, alone = history.cache(4, 3, 1), [history.cache(4, 3, 1, batch=1) for _ in range(2)]
+    for first, last, short in ((0, 20, 13), (20, 24, 3), (30, 31, 0)):
+        tokens = last - first
+        rows = [history.tokens(first, last, slice(0, 1)), history.tokens(first, first + short, slice(1, 2))]
+        padded = []
+        for whole, part in zip(*rows, strict=True):
+            room = whole.new_full((1, whole.shape[1], tokens - short, *whole.shape[3:]), torch.nan)
+            padded.append(torch.cat([whole, torch.cat([part, room] if side == "right" else [room, part], 2)]))
+        lengths = torch.tensor([tokens, short], dtype=torch.int32, device=device)
+        together.attend(*padded, lengths=lengths, padding_side=side, slopes=slopes, select_only=True)
+        for cache, row in zip(alone, rows, strict=True):
+            if row[0].shape[2]:
+                cache.attend(*row, slopes=slopes, select_only=True)
+    for b in range(2):
+        assert_same_state(together_row(together, b), alone[b])
 
 
 class Lives:
@@ -459,14 +504,37 @@ def test_autocast_brings_tokens_to_the_cache(device):
 # In the layer ---------------------------------------------------------------------------------------------------------------------------
 
 
-def layer(**options):
+LEARNING = {"local": 3, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}  # the recommended settings
+LAYERS = [
+    {},
+    {"local": 3, "sink": 2},
+    {"rope_theta": None, "softcap": 2.0},
+    {"recency": 0.3},
+    {"score": "linear", "local": 3},
+    {"score": torch.nn.Sequential(torch.nn.Linear(32, 2, dtype=torch.float64), torch.nn.Tanh()), "recency": 0.25},
+    {"taught": True},
+    {"taught": True, "local": 3, "sink": 1},
+    {"taught": True, "recency": 0.25},
+    {"local": 3, "local_heads": 1},
+    {"local": 3, "sink": 1, "local_heads": 1, "recency": 0.1},
+    {"local": 3, "sink": 1, "local_heads": 1, "taught": True},
+    LEARNING,
+    {**LEARNING, "sink": 2, "softcap": 5.0, "rope_theta": None},
+    {"window": 0, "local": 4, "recency": 0.25},
+]
+
+
+def layer(dtype=torch.float64, device="cpu", **options):
     torch.manual_seed(3)
-    made = dmattn.nn.DynamicMaskAttention(32, 4, 6, num_kv_heads=2, dtype=torch.float64, **options).eval()
-    torch.nn.init.normal_(made.A)
+    sizes = {"window": 6, "num_kv_heads": 2, "dtype": dtype, "device": device}
+    made = dmattn.nn.DynamicMaskAttention(32, 4, **{**sizes, **options}).eval()
+    for name, parameter in made.named_parameters():
+        if name in ("A", "score_proj.weight"):
+            torch.nn.init.normal_(parameter)
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"local": 3, "sink": 2}, {"rope_theta": None, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("options", LAYERS, ids=lambda options: ",".join(options) or "plain")
 @pytest.mark.parametrize("cuts", [[1] * 40, [40], [12, 1, 1, 26]], ids=len)
 def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
     made, hidden = layer(**options), tensor((3, 40, 32), 0, torch.float64)
@@ -479,8 +547,9 @@ def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_layer_generates_from_prompts_of_different_lengths(side):
-    made, hidden, lengths = layer(local=3), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
+@pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
+def test_the_layer_generates_from_prompts_of_different_lengths(options, side):
+    made, hidden, lengths = layer(**options), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
     cache = made.new_cache(3, rewind=2)
     pad = torch.full((20, 32), torch.nan, dtype=torch.float64)
     prompts = [
@@ -495,25 +564,87 @@ def test_the_layer_generates_from_prompts_of_different_lengths(side):
             tolerance.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
 
 
+@pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
+def test_the_layer_s_cache_is_rewound_reordered_and_reset(options):
+    made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
+    cache, wrong = made.new_cache(2, rewind=4), tensor((2, 4, 32), 9, torch.float64)
+    with torch.no_grad():
+        made(hidden[:, :25], cache=cache)
+        made(wrong, cache=cache)
+        cache.rewind(3)
+        cache.rewind(torch.tensor([1, 1], dtype=torch.int32))
+        cache.reorder(torch.tensor([1, 0]))
+        assert cache.length.tolist() == [25, 25]
+        out = made(hidden.flip(0)[:, 25:], cache=cache)
+        tolerance.assert_same_in_another_order(out, made(hidden).flip(0)[:, 25:], torch.float64)
+        cache.reset([1])
+        assert cache.length.tolist() == [40, 0]
+        out = made(hidden[:, :12], cache=cache)
+        tolerance.assert_same_in_another_order(out[1], made(hidden[:, :12])[1], torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
+def test_the_layer_s_step_compiles_once(options):
+    made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
+    cache, counter = made.new_cache(2), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda token: made(token, cache=cache), fullgraph=True, backend=counter)
+    with torch.no_grad():
+        outs = [step(hidden[:, p : p + 1]) for p in range(20)]
+        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden[:, :20]), torch.float64)
+    assert counter.frame_count == 1
+
+
+class TwoNumbers(torch.nn.Module):
+    """Scores that are numbers of the hidden state as they are: no product rounds them otherwise for one token than for many."""
+
+    def forward(self, hidden):
+        return hidden[..., :2]
+
+
+@pytest.mark.parametrize("options", [{"local": 3}, {**LEARNING, "local_heads": 0}, LEARNING], ids=len)
+def test_the_layer_in_the_device_s_own_dtype(device, dtype, options):
+    made, hidden = layer(dtype, device, **{**options, "score": TwoNumbers()}), tensor((2, 60, 32), 0, dtype, device)
+    caches = [made.new_cache(2) for _ in range(3)]
+    # Kernels for one token and for many round weights to bfloat16 at other places; float32 sums have another order.
+    assert_alike = tolerance.assert_same_in_another_order if dtype == torch.float32 else tolerance.assert_same_by_another_way
+    with torch.no_grad():
+        expected = made(hidden)
+        for cache, tokens in zip(caches, (1, 12, 60), strict=True):
+            outs = [made(hidden[:, p : p + tokens], cache=cache) for p in range(0, 60, tokens)]
+            assert_alike(torch.cat(outs, 1), expected, dtype)
+    for cache in caches[1:]:
+        for name, buffer in cache.named_buffers():
+            if name.endswith(("position", "score", "steps")):
+                assert torch.equal(buffer, caches[0].get_buffer(name)), name
+
+
 def test_the_layer_refuses_what_it_cannot_generate():
     made, hidden = layer(local=3), torch.zeros(2, 5, 32, dtype=torch.float64)
+    mixed = layer(**LEARNING)
     for call, error, message in (
-        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"cache: expected one with \(sink, local, window\) = \(0, 3, 6\) like"),
+        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"\(heads, sink, local, window\) = \[\(2, 0, 3, 6\)\] like"),
+        (lambda: mixed(hidden, cache=made.new_cache(2)), ValueError, r"\(1, 0, 3, 6\)\] like the layer, got \[\(2, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=mixed.new_cache(2)), ValueError, r"like the layer, got \[\(1, 0, 3, 0\), \(1, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=layer(num_kv_heads=4, local=3).new_cache(2)), ValueError, r"like the layer, got \[\(4, 0, 3, 6\)\]"),
         (lambda: made(hidden, cache=made.new_cache(3)), ValueError, r"hidden_states: expected .* with B=3 like the cache, got B=2"),
-        (lambda: made(hidden, cache={}), TypeError, "cache: expected a dmattn.BoundedCache, got dict"),
+        (lambda: made(hidden, cache={}), TypeError, "cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got dict"),
         (lambda: made(hidden, dmattn.IntervalMask.padding(5, 3), made.new_cache(2)), ValueError, "base: expected its default with a cache"),
         (lambda: made(hidden, cache=made.new_cache(2), window=3), ValueError, "window: expected its default with a cache"),
         (lambda: made(hidden, cache=made.new_cache(2), with_score_loss=True), ValueError, "with_score_loss: expected its default with a cache"),
-        (lambda: layer(local=3, recency=0.25).new_cache(2), ValueError, "without taught, recency and local_heads, got one with recency"),
         (lambda: made(hidden, lengths=torch.tensor([1, 2])), ValueError, "lengths: expected None without a cache"),
+        (lambda: made(hidden, cache=made.new_cache(2), lengths=torch.tensor([1, 2])), TypeError, "lengths: expected dtype int32, got int64"),
         (lambda: layer(is_causal=False)(hidden, cache=layer().new_cache(2)), ValueError, "is_causal=False"),
-        (lambda: layer(dropout=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "a layer in eval mode or without dropout"),
+        (lambda: layer(is_causal=False).new_cache(2), ValueError, "is_causal=False"),
+        (lambda: layer(dropout=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "or without dropout, got one .* dropout=0.1"),
+        (lambda: layer(noise=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "or without noise, got one .* noise=0.1"),
         (lambda: made.float()(hidden.float(), cache=layer(local=3).new_cache(2)), TypeError, "query: expected dtype torch.float64 like"),
     ):  # fmt: skip
         with torch.no_grad(), pytest.raises(error, match=message):
             call()
     with pytest.raises(RuntimeError, match=r"BoundedCache.attend has no gradient"):
         made(hidden.float(), cache=made.new_cache(2))
+    for cache in (made.new_cache(2), mixed.new_cache(2)):
+        assert cache.length.tolist() == [0, 0]
 
 
 # CUDA graphs ----------------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dmattn import checks, ops, unsupported
 from dmattn.autograd import refuse_gradients
-from dmattn.cache_chunk import CacheSizes, CacheState, take_chunk
+from dmattn.cache_chunk import AddedToLogits, CacheSizes, CacheState, take_chunk
 from dmattn.fake import accumulate_dtype
 
 # Up to so many tokens are taken in one after another: a chunk costs as much as some steps.
@@ -113,17 +113,20 @@ class BoundedCache(nn.Module):
     @overload
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: Literal[False] = False,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
+        select_only: bool = False, return_lse: Literal[False] = False,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: Literal[True],
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
+        select_only: bool = False, return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", return_lse: bool,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
+        select_only: bool = False, return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def attend(
         self,
@@ -136,6 +139,8 @@ class BoundedCache(nn.Module):
         softcap: float = 0.0,
         lengths: Tensor | None = None,
         padding_side: PaddingSide = "right",
+        slopes: Tensor | None = None,
+        select_only: bool = False,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Takes the next T tokens of each sequence in, and gives their attention: a prefill, a part of one, or a decode step.
@@ -156,6 +161,9 @@ class BoundedCache(nn.Module):
                 leave no trace, may hold anything, and get 0 (lse = -inf). So sequences of a batch may be of different lengths, and a row that is
                 idle has 0.
             padding_side: whether the others stand behind the real tokens ("right") or in front of them ("left").
+            slopes: [Hkv], recency: every key's score and its logits get ``slopes[h] * position`` (ALiBi, arXiv 2108.12409). The product and the
+                sum are of the dtype of the cache's scores, and rounded as over the whole history. Give the same slopes in every call.
+            select_only: scores select and are not added to the logits; what slopes add still is. Give the same in every call.
             return_lse: also return the log-sum-exp of each query's logits, float32 (float64 for float64).
 
         Returns:
@@ -166,29 +174,33 @@ class BoundedCache(nn.Module):
             ValueError: a wrong shape, device or value, T = 0, T + window + local + sink beyond 2^20, or no scores with a window.
             RuntimeError: a tensor requires a gradient, and gradients are on.
         """
-        checks.flag("return_lse", return_lse)
-        if torch._C._is_any_autocast_enabled():
-            query, key, value = (x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in (query, key, value))
-        self._check(query, key, value, scores)
+        checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
+        query, key, value = self._autocast(query, key, value)
+        self._check(query, key, value, scores, slopes)
         tokens = query.shape[2]
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
         _check_side(padding_side)
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
         softcap = checks.softcap(softcap)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores)):
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores, slopes)):
             refuse_gradients("BoundedCache.attend")
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             unsupported.refuse_onnx()
+        if slopes is not None:
+            slopes = slopes.to(self.score.dtype)
+            recency = slopes[:, None] * self.next_positions(tokens, lengths, padding_side)[:, None].to(slopes.dtype)
+            scores = recency if scores is None else scores + recency
+        added = AddedToLogits(not select_only, slopes)
         shift = None
         if lengths is not None and padding_side == "left" and tokens > 1:
             shift = tokens - lengths.long().clamp(0, tokens)
             query, key, value = (_rolled(x, shift) for x in (query, key, value))
             scores = scores if scores is None else _rolled(scores, shift)
         if tokens <= MOST_STEPS:
-            out, lse = self._take_steps(query, key, value, scores, lengths, scale, softcap)
+            out, lse = self._take_steps(query, key, value, scores, lengths, added, scale, softcap)
         else:
-            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, scale, softcap)
+            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, added, scale, softcap)
         if shift is not None:
             out, lse = _rolled(out, -shift), _rolled(lse, -shift)
         return (out, lse) if return_lse else out
@@ -292,6 +304,16 @@ class BoundedCache(nn.Module):
         return positions.clamp(min=0)
 
     @property
+    def batch_size(self) -> int:
+        """Number of sequences B."""
+        return self.key.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key heads Hkv."""
+        return self.key.shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._state())
@@ -313,10 +335,11 @@ class BoundedCache(nn.Module):
         value: Tensor,
         scores: Tensor | None,
         lengths: Tensor | None,
+        added: AddedToLogits,
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        """One token after another: into the cache, then its attention over all slots. Empty slots have a score of -inf."""
+        """One token after another: into the cache, then its attention over all slots. Empty slots have a score and a bias of -inf."""
         state, sizes = self._state(), self.sizes
         results = []
         for t in range(query.shape[2]):
@@ -324,15 +347,26 @@ class BoundedCache(nn.Module):
             remaining = lengths if lengths is None or t == 0 else lengths - t
             ops.cache_update(*state, *new, remaining, sizes.window, sizes.local, sizes.sink)
             slots = None if remaining is None else torch.where(remaining > 0, sizes.visible, 0).to(torch.int32)
-            seen = state[:3] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible] for x in state[:3])
+            seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible] for x in state[:4])
+            bias = seen[2] if added.scores else torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)
             token = query if query.shape[2] == 1 else query[:, :, t : t + 1]
-            results.append(ops.decode(token, *seen[:2], slots, None, seen[2], None, False, scale, softcap))
+            results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, scale, softcap))
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> None:
-        batch, kv_heads, _, head_dim = self.key.shape
+    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Under autocast, tensors in the cache's dtype."""
+        if not torch._C._is_any_autocast_enabled():
+            return tensors
+        return tuple(x.to(self.key.dtype) if isinstance(x, Tensor) else x for x in tensors)
+
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None, kv_heads: int | None = None
+    ) -> None:
+        """Refuses tokens that do not fit this cache, or one of so many key heads that this one is a part of."""
+        batch, own_heads, _, head_dim = self.key.shape
+        kv_heads = own_heads if kv_heads is None else kv_heads
         for name, given in (("query", query), ("key", key), ("value", value)):
             checks.tensor(name, given)
             checks.same_device(name, given, self.key, "the cache")
@@ -357,8 +391,14 @@ class BoundedCache(nn.Module):
             expected = [batch, kv_heads, tokens, *last]
             if list(tensor.shape) != expected:
                 raise ValueError(f"{name}: expected {layout} = {expected}, got {checks.shape_of(tensor)}")
+        dtypes = checks.DTYPES["cpu"] if self.key.dtype == torch.float64 else checks.DTYPES["cpu"][1:]
+        if slopes is not None:
+            checks.dtype("slopes", checks.tensor("slopes", slopes), dtypes)
+            checks.same_device("slopes", slopes, self.key, "the cache")
+            if list(slopes.shape) != [kv_heads]:
+                raise ValueError(f"slopes: expected [Hkv] = {[kv_heads]}, got {checks.shape_of(slopes)}")
         if scores is not None:
-            checks.dtype("scores", scores, checks.DTYPES["cpu"] if self.key.dtype == torch.float64 else checks.DTYPES["cpu"][1:])
+            checks.dtype("scores", scores, dtypes)
             checks.same_device("scores", scores, self.key, "the cache")
         elif self.sizes.window != 0:
             raise ValueError(f"scores: expected [B, Hkv, T] with a window of {self.sizes.window}, got None")

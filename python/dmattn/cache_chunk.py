@@ -40,9 +40,20 @@ class CacheState(NamedTuple):
     kept: Tensor  # int32 [B, Hkv]
 
 
+class AddedToLogits(NamedTuple):
+    """What a key's logits get beside the product."""
+
+    scores: bool  # its score, in which recency is included
+    slopes: Tensor | None  # [Hkv]; without the score recency alone: slopes[h] * position
+
+    def bias(self, position: Tensor, like: Tensor) -> Tensor:
+        """Recency of keys at positions [B, Hkv, S], in the dtype of ``like``; 0 without slopes. It means nothing where there is no key."""
+        return like.new_zeros(()) if self.slopes is None else self.slopes[:, None] * position.to(like.dtype)
+
+
 def take_chunk(
     state: CacheState, sizes: CacheSizes, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, lengths: Tensor | None,
-    scale: float, softcap: float,
+    added: AddedToLogits, scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of T new tokens over cached and new keys, and the state after them: (out, lse).
 
@@ -56,6 +67,7 @@ def take_chunk(
     end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink)
     call = sizes_of(query, all_key, all_value)
     masks = (None, end, None, None, None, None)
-    result = attend(query, all_key, all_value, call, masks, score, None, options_of(call, None, True, scale, softcap))
+    bias = score if added.scores else None if added.slopes is None else added.bias(position, score)
+    result = attend(query, all_key, all_value, call, masks, bias, None, options_of(call, None, True, scale, softcap))
     ops.cache_extend(*state, all_key, all_value, score, position, slot, end, lengths, sizes.window, sizes.local, sizes.sink)
     return result

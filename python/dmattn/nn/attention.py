@@ -14,8 +14,9 @@ from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
+from dmattn.nn.mixed_cache import MixedCache
 from dmattn.nn.rotation import rotate
-from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss
+from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.unsupported import scripting_refused
 
 
@@ -189,28 +190,33 @@ class DynamicMaskAttention(nn.Module):
         window = self.window if window is None else window
         return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink=self.sink)
 
-    def new_cache(self, batch_size: int, *, rewind: int = 0) -> BoundedCache:
-        """An empty cache for generating with this layer, on its device and in its dtype.
+    def new_cache(self, batch_size: int, *, rewind: int = 0) -> BoundedCache | MixedCache:
+        """An empty cache for generating with this layer, on its device and in its dtype; with ``local_heads`` a :class:`MixedCache`.
 
         Raises:
-            ValueError: a layer with taught, recency, local_heads or without is_causal: a cache does not take these.
+            ValueError: a layer without is_causal.
         """
         self._check_cached()
         weight = self.k_proj.weight
-        return BoundedCache(
-            batch_size, self.num_kv_heads, self.window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind,
-            dtype=weight.dtype, device=weight.device,
-        )  # fmt: skip
+
+        def part(heads: int, window: int) -> BoundedCache:
+            return BoundedCache(
+                batch_size, heads, window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind, dtype=weight.dtype,
+                device=weight.device,
+            )  # fmt: skip
+
+        selecting = part(self.num_kv_heads - self.local_heads, self.window)
+        return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
 
     @overload
     def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | None = None, *,
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
         padding_side: PaddingSide = "right",
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
-        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | None = None, *,
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
         padding_side: PaddingSide = "right",
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -218,7 +224,7 @@ class DynamicMaskAttention(nn.Module):
         self,
         hidden_states: Tensor,
         base: IntervalMask | None = None,
-        cache: BoundedCache | None = None,
+        cache: BoundedCache | MixedCache | None = None,
         *,
         window: int | None = None,
         with_score_loss: bool = False,
@@ -231,7 +237,8 @@ class DynamicMaskAttention(nn.Module):
         Args:
             hidden_states: [B, S, E]. With a cache they are the next S tokens of each sequence, S = 1 for a decode step.
             base: documents and/or padding, see :meth:`IntervalMask.top_k`; not with a cache.
-            cache: what :meth:`new_cache` gives; it takes the tokens in. Only causally, without gradients and dropout.
+            cache: what :meth:`new_cache` gives; it takes the tokens in. Only causally, without gradients, dropout
+                and noise, and with a ``score`` module that looks at each token alone.
             window: takes the place of the layer's own for this call; see :class:`WindowSchedule`. Not with a cache.
             with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal, and not
                 with a cache.
@@ -292,29 +299,39 @@ class DynamicMaskAttention(nn.Module):
         return result, losses[self.local_heads :].mean()
 
     def _check_cached(self) -> None:
-        refused = {"taught": self.taught, "recency": self.log_slope is not None, "local_heads": self.local_heads > 0}
-        names = [name for name, is_set in refused.items() if is_set]
-        if names or not self.is_causal:
-            given = ", ".join(names) or "is_causal=False"
-            raise ValueError(f"cache: expected a causal layer without taught, recency and local_heads, got one with {given}")
+        if not self.is_causal:
+            raise ValueError("cache: expected a causal layer, got one with is_causal=False")
 
-    def _generate(self, hidden_states: Tensor, cache: BoundedCache, lengths: Tensor | None, padding_side: PaddingSide) -> Tensor:
+    def _generate(
+        self, hidden_states: Tensor, cache: BoundedCache | MixedCache, lengths: Tensor | None, padding_side: PaddingSide
+    ) -> Tensor:
         """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other."""
-        if not isinstance(cache, BoundedCache):
-            raise TypeError(f"cache: expected a dmattn.BoundedCache, got {type(cache).__name__}")
+        if not isinstance(cache, (BoundedCache, MixedCache)):
+            raise TypeError(f"cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got {type(cache).__name__}")
         self._check_cached()
-        if self.training and self.dropout > 0:
-            raise ValueError(f"cache: expected a layer in eval mode or without dropout, got one that trains with {self.dropout}")
-        sizes, given = (self.sink, self.local, self.window), tuple(cache.sizes[:3])
-        if given != sizes:
-            raise ValueError(f"cache: expected one with (sink, local, window) = {sizes} like the layer, got {given}")
+        for name, size in (("dropout", self.dropout), ("noise", self.noise)):
+            if self.training and size > 0:
+                raise ValueError(
+                    f"cache: expected a layer in eval mode or without {name}, got one that trains with {name}={size}"
+                )
+        parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
+        wanted = [(self.num_kv_heads - self.local_heads, self.sink, self.local, self.window)]
+        if self.local_heads:
+            wanted.insert(0, (self.local_heads, self.sink, self.local, 0))
+        given = [(part.num_kv_heads, *part.sizes[:3]) for part in parts]
+        if given != wanted:
+            raise ValueError(f"cache: expected one with (heads, sink, local, window) = {wanted} like the layer, got {given}")
         batch, length = hidden_states.shape[:2]
-        if batch != cache.key.shape[0]:
-            raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.key.shape[0]} like the cache, got B={batch}")
+        if batch != cache.batch_size:
+            raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={batch}")
         positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
         scores = self.scores(value if self.scores_values else hidden_states)
-        return cache.attend(query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side)
+        slopes = None if self.log_slope is None else slopes_of(self.log_slope)
+        return cache.attend(
+            query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
+            select_only=self.taught,
+        )  # fmt: skip
 
     def projected(self, hidden_states: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B, S], by

@@ -20,9 +20,14 @@ def initial_slopes(steepest: float, heads: int) -> Tensor:
     return torch.linspace(math.log(steepest), math.log(steepest / STEEPEST_TO_FLATTEST), heads)
 
 
+def slopes_of(log_slope: Tensor) -> Tensor:
+    """The slopes of key heads, [Hkv], in float32 or wider."""
+    return log_slope.to(torch.promote_types(log_slope.dtype, torch.float32)).exp()
+
+
 def recency_of(log_slope: Tensor, length: int) -> Tensor:
     """slope * position, [1, Hkv, length], in float32 or wider: to every query later keys of a head rank higher by the same amount."""
-    slope = log_slope.to(torch.promote_types(log_slope.dtype, torch.float32)).exp()
+    slope = slopes_of(log_slope)
     return slope[None, :, None] * torch.arange(length, device=slope.device, dtype=slope.dtype)
 
 

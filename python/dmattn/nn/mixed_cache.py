@@ -1,0 +1,137 @@
+"""MixedCache: the cache of a layer in which some key heads select keys, and the others see the latest and the first ones alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from dmattn import checks
+from dmattn.cache import BoundedCache, PaddingSide
+
+
+class MixedCache(nn.Module):
+    """Two bounded caches as one: that of the first key heads, which stream, and that of the others, which select.
+
+    A streaming head keeps ``sink + local`` keys and none of the ``window`` others, so it needs neither memory nor time for them. This is used
+    like a :class:`dmattn.BoundedCache` of all heads, and what is guaranteed of that holds here, too.
+
+    Args:
+        streaming: cache of the first key heads, made with ``window=0``.
+        selecting: cache of the other key heads, with as many sequences, and with the same head sizes, ``rewind``, dtype and device.
+
+    Raises:
+        TypeError, ValueError: no such caches.
+    """
+
+    streaming: BoundedCache
+    selecting: BoundedCache
+
+    def __init__(self, streaming: BoundedCache, selecting: BoundedCache) -> None:
+        super().__init__()
+        for name, cache in (("streaming", streaming), ("selecting", selecting)):
+            if not isinstance(cache, BoundedCache):
+                raise TypeError(f"{name}: expected a dmattn.BoundedCache, got {type(cache).__name__}")
+        if streaming.sizes.window:
+            raise ValueError(f"streaming: expected a cache with window=0, got {streaming}")
+        common = [
+            (c.key.shape[0], c.key.shape[3], c.value.shape[3], c.sizes.rewind, c.key.dtype, c.key.device)
+            for c in (streaming, selecting)
+        ]
+        if common[0] != common[1]:
+            raise ValueError(f"selecting: expected the batch, sizes, rewind, dtype and device of {streaming}, got {selecting}")
+        self.streaming, self.selecting = streaming, selecting
+
+    # Use ------------------------------------------------------------------------------------------------------------------------
+
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
+        select_only: bool = False, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
+        select_only: bool = False, return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+        slopes: Tensor | None = None,
+        select_only: bool = False,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """:meth:`dmattn.BoundedCache.attend` of all heads: query [B, H, T, D], key, value and scores of all Hkv key heads."""
+        checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
+        query, key, value = self.selecting._autocast(query, key, value)
+        # Refuse what does not fit before one of the caches takes tokens in.
+        self.selecting._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
+        first = self.streaming.key.shape[1]
+        first_queries = query.shape[1] // self.num_kv_heads * first
+        parts = []
+        for cache, kv_heads, heads in (
+            (self.streaming, slice(0, first), slice(0, first_queries)),
+            (self.selecting, slice(first, None), slice(first_queries, None)),
+        ):
+            own_scores, own_slopes = None if scores is None else scores[:, kv_heads], None if slopes is None else slopes[kv_heads]
+            part = cache.attend(
+                query[:, heads], key[:, kv_heads], value[:, kv_heads], own_scores, scale=scale, softcap=softcap, lengths=lengths,
+                padding_side=padding_side, slopes=own_slopes, select_only=select_only, return_lse=True,
+            )  # fmt: skip
+            parts.append(part)
+        (out, lse), (other_out, other_lse) = parts
+        out = torch.cat([out, other_out], 1)
+        return (out, torch.cat([lse, other_lse], 1)) if return_lse else out
+
+    forward = attend
+
+    def rewind(self, n: int | Tensor) -> None:
+        """See :meth:`dmattn.BoundedCache.rewind`."""
+        self.streaming.rewind(n)
+        self.selecting.rewind(n)
+
+    def reorder(self, index: Tensor) -> None:
+        """See :meth:`dmattn.BoundedCache.reorder`."""
+        self.streaming.reorder(index)
+        self.selecting.reorder(index)
+
+    def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
+        """See :meth:`dmattn.BoundedCache.reset`."""
+        self.streaming.reset(rows)
+        self.selecting.reset(rows)
+
+    def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
+        """See :meth:`dmattn.BoundedCache.next_positions`."""
+        return self.selecting.next_positions(tokens, lengths, padding_side)
+
+    @property
+    def length(self) -> Tensor:
+        """int32 [B]: how many tokens of each sequence were taken in."""
+        return self.selecting.length
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences B."""
+        return self.selecting.batch_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key heads Hkv."""
+        return self.streaming.num_kv_heads + self.selecting.num_kv_heads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; the same at every length."""
+        return self.streaming.nbytes + self.selecting.nbytes
