@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
-from dmattn.nn import DynamicMaskAttention
+from dmattn import BoundedCache
+from dmattn.nn import DynamicMaskAttention, MixedCache
+from growing import GrowingCache
 from torch import Tensor, nn
+
+LayerCache = BoundedCache | MixedCache | GrowingCache
 
 BYTES = 256
 
@@ -53,12 +60,23 @@ class Layer(nn.Module):
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), loss
 
+    def generate(self, x: Tensor, cache: LayerCache, lengths: Tensor | None) -> Tensor:
+        """The next layer's input for the next tokens of each sequence."""
+        normed = self.attention_norm(x)
+        if isinstance(cache, GrowingCache):
+            x = x + cache.attend(self.attention, normed)
+        else:
+            x = x + self.attention(normed, cache=cache, lengths=lengths)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
 
 class ByteModel(nn.Module):
     """tokens [B, S] int64 below 256 -> logits [B, S, 256] of the byte that follows each."""
 
     def __init__(self, layers: int, width: int, heads: int, kv_heads: int, window: int, local: int) -> None:
         super().__init__()
+        self.sizes = (layers, width, heads, kv_heads, window, local)
         self.embedding = nn.Embedding(BYTES, width)
         self.layers = nn.ModuleList(Layer(width, heads, kv_heads, window, local) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
@@ -79,6 +97,28 @@ class ByteModel(nn.Module):
             total = total + loss
         return self.head(self.norm(x)), total / len(self.layers)
 
+    def new_caches(self, batch: int) -> nn.ModuleList:
+        """A cache for each layer."""
+        return nn.ModuleList(layer.attention.new_cache(batch) for layer in self.layers)
+
+    def generate(self, tokens: Tensor, caches: Sequence[LayerCache] | nn.ModuleList, lengths: Tensor | None = None) -> Tensor:
+        """Logits [B, T, 256] after the next T tokens of each sequence, of which lengths [B] are real; caches take them in."""
+        x = self.embedding(tokens)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer.generate(x, cache, lengths)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def save(self, path: Path) -> None:
+        torch.save({"sizes": self.sizes, "weights": self.state_dict()}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> ByteModel:
+        saved = torch.load(path, map_location="cpu")
+        model = cls(*saved["sizes"]).to(saved["weights"]["head.weight"].dtype)
+        model.load_state_dict(saved["weights"])
+        return model
+
     def attention_inputs(self, tokens: Tensor, layer: int) -> Tensor:
         """The hidden states [B, S, width] that the attention of one layer receives."""
         x = self.embedding(tokens)
@@ -95,12 +135,13 @@ def loss_of(model: ByteModel, tokens: Tensor, window: int | None = None, teach: 
 
 
 @torch.no_grad()
-def generate(model: ByteModel, prompt: bytes, count: int, context: int, temperature: float, generator: torch.Generator) -> bytes:
-    """Continues the prompt by ``count`` bytes, each drawn after looking at the last ``context`` bytes."""
+def generate(model: ByteModel, prompt: bytes, count: int, temperature: float, generator: torch.Generator) -> bytes:
+    """Continues the prompt by ``count`` bytes, in memory that does not depend on how many there are."""
     device = model.head.weight.device
-    text = list(prompt)
+    caches = model.new_caches(1)
+    text, new = list(prompt), list(prompt)
     for _ in range(count):
-        tokens = torch.tensor([text[-context:]], device=device)
-        chances = torch.softmax(model(tokens)[0, -1].float() / temperature, dim=-1).cpu()
-        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        logits = model.generate(torch.tensor([new], device=device), caches)[0, -1].float()
+        new = [int(torch.multinomial(torch.softmax(logits / temperature, dim=-1).cpu(), 1, generator=generator))]
+        text += new
     return bytes(text)
