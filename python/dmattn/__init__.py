@@ -20,6 +20,7 @@ from dmattn.flops import visible_pairs  # noqa: E402
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 from dmattn.sinks import lse_with_sink  # noqa: E402
+from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
 
 unsupported.refuse_scripting(
@@ -30,6 +31,7 @@ unsupported.refuse_scripting(
     flash_dynamic_mask_attention,
     key_scores,
     scaled_dot_product_attention,
+    varlen_attention,
 )
 
 __all__ = [
@@ -52,5 +54,6 @@ __all__ = [
     "lse_with_sink",
     "nn",
     "scaled_dot_product_attention",
+    "varlen_attention",
     "visible_pairs",
 ]

@@ -39,7 +39,8 @@ def tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type_of(value)}")
     if value.layout is not torch.strided or value.is_nested:
-        raise TypeError(f"{name}: expected a dense tensor, got {'a nested one' if value.is_nested else value.layout}")
+        nested = "a nested one; dmattn.varlen_attention takes packed sequences"
+        raise TypeError(f"{name}: expected a dense tensor, got {nested if value.is_nested else value.layout}")
     return value
 
 
