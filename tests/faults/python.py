@@ -172,7 +172,7 @@ FAULTS = [
             "dynamic mask attention takes sinks for the local window", DYNAMIC + "test_equals_attention_with_a_top_k_mask"),
     in_file("masks/block.py", "._replace(block_size=latest)", "",
             "the intersection of two tables of blocks serves one length only", MASKS + "test_the_intersection_of_tables_of_blocks_serves_what_both_serve"),
-    in_file("compat.py", "scale=softmax_scale", "scale=None",
+    in_file("compat/early.py", "scale=softmax_scale", "scale=None",
             "flash_dma_attention ignores its scale", DYNAMIC + "test_flash_dma_attention"),
     in_file("sizes.py", "query_length > longest or key_length > longest", "query_length >= longest or key_length >= longest",
             "a length of 2^20 itself is refused", "test_silence.py::test_the_largest_length_is_taken"),

@@ -1,0 +1,176 @@
+"""flash-dmattn's helpers that select keys as boolean masks: for small cases and old code. They take memory for every pair that the bias has;
+:meth:`dmattn.IntervalMask.top_k` says the same selection in two integers a key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+
+LAYOUT = "[B|1, H|Hkv|1, Sq|1, Sk]"
+
+
+def topk_indices(attention_bias: Tensor, window_size: int) -> Tensor:
+    """The ``window_size`` largest of each row, in rising order. Equal values: the later key wins.
+
+    Args:
+        attention_bias: floating point [..., Sk], as [B, Hkv, Sk].
+        window_size: > 0; more than Sk means all.
+
+    Returns:
+        int64 [..., min(window_size, Sk)]. NaN and -inf come in only where a row has fewer other values.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    bias = _bias(attention_bias)
+    checks.positive_int("window_size", window_size)
+    return _best(bias, window_size).sort(dim=-1).values
+
+
+def topk_mask(
+    attention_bias: Tensor, attention_mask: Tensor | None, window_size: int, min_dtype: float, block_size: int | None = None
+) -> Tensor:
+    """Which keys are among the ``window_size`` largest of their row. Equal values: the later key wins. No gradient.
+
+    Args:
+        attention_bias: floating point [B|1, H|Hkv|1, Sq|1, Sk].
+        attention_mask: bool, broadcastable to it, True = may be chosen; None for all.
+        window_size: > 0; more than Sk means all.
+        min_dtype: a value that is never chosen, nor is anything below it; nor are NaN and -inf.
+        block_size: None, or :func:`block_smooth` the mask.
+
+    Returns:
+        bool, the shape that bias and mask broadcast to.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    bias = _bias(attention_bias)
+    checks.positive_int("window_size", window_size)
+    least = checks.number("min_dtype", min_dtype)
+    eligible = (bias > least) & (bias > -torch.inf)
+    if attention_mask is not None:
+        eligible = eligible & _mask(attention_mask, bias)
+    bias = torch.where(eligible, bias, -torch.inf)
+    chosen = torch.zeros_like(bias, dtype=torch.bool).scatter(-1, _best(bias, window_size), True) & eligible
+    return chosen if block_size is None else block_smooth(chosen, chosen.shape[-1], block_size)
+
+
+def relu_mask(
+    attention_bias: Tensor, attention_mask: Tensor | None, min_dtype: float = 0.0, block_size: int | None = None
+) -> Tensor:
+    """Which keys have a bias above 0. No gradient.
+
+    Args:
+        attention_bias, attention_mask, block_size: as in :func:`topk_mask`.
+        min_dtype: what hidden keys counted as; has no effect.
+
+    Returns:
+        bool, the shape that bias and mask broadcast to.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    bias = _bias(attention_bias)
+    checks.number("min_dtype", min_dtype)
+    chosen = bias > 0
+    if attention_mask is not None:
+        chosen = chosen & _mask(attention_mask, bias)
+    return chosen if block_size is None else block_smooth(chosen, chosen.shape[-1], block_size)
+
+
+def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tensor:
+    """Each block of keys as most of its keys are: visible if more than half of them are. The argument stays as it is.
+
+    Args:
+        attention_mask: bool [..., key_len].
+        key_len: its last size.
+        block_size: > 0; the last block may be shorter.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    mask = checks.tensor("attention_mask", attention_mask)
+    checks.dtype("attention_mask", mask, (torch.bool,))
+    checks.positive_int("block_size", block_size)
+    checks.natural_int("key_len", key_len)
+    if mask.dim() < 1 or mask.shape[-1] != key_len:
+        raise ValueError(f"attention_mask: expected a last dimension of key_len={key_len}, got shape {checks.shape_of(mask)}")
+    block = torch.arange(key_len, device=mask.device) // block_size
+    counts = torch.zeros((*mask.shape[:-1], -(-key_len // block_size)), dtype=torch.int64, device=mask.device)
+    counts = counts.index_add(-1, block, mask.long())
+    sizes = torch.bincount(block, minlength=counts.shape[-1])
+    return (2 * counts > sizes)[..., block]
+
+
+def create_mask(
+    attention_bias: Tensor,
+    attention_mask: Tensor | None,
+    batch_size: int,
+    query_len: int,
+    key_len: int,
+    window_size: int,
+    min_dtype: float,
+    block_size: int | None = None,
+    type: str = "topk",
+) -> Tensor:
+    """:func:`topk_mask` or :func:`relu_mask`, with a mask of padding as [B, S], too.
+
+    Args:
+        attention_bias: floating point [B|1, H|Hkv|1, Sq|1, Sk].
+        attention_mask: None; bool [B, Sk]; bool [B, Sq], before which keys are visible; or as in :func:`topk_mask`. Selection sees no
+            more than bias and mask say: a causal selection needs a causal mask.
+        batch_size, query_len, key_len: B, Sq and Sk.
+        window_size, min_dtype, block_size: as in :func:`topk_mask`.
+        type: "topk" or "relu".
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    for name, size in (("batch_size", batch_size), ("query_len", query_len), ("key_len", key_len)):
+        checks.natural_int(name, size)
+    if type not in ("topk", "relu"):
+        raise ValueError(f'type: expected "topk" or "relu", got {type!r:.80}')
+    if attention_mask is not None and checks.tensor("attention_mask", attention_mask).dim() == 2:
+        attention_mask = of_padding(attention_mask, batch_size, query_len, key_len)[:, None, None]
+    if type == "relu":
+        return relu_mask(attention_bias, attention_mask, min_dtype, block_size)
+    return topk_mask(attention_bias, attention_mask, window_size, min_dtype, block_size)
+
+
+def of_padding(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """bool [B, Sk] from [B, Sk], or from [B, Sq] with visible keys before the first query's."""
+    checks.dtype("attention_mask", mask, (torch.bool, torch.uint8, torch.int32, torch.int64))
+    if mask.shape[0] != batch or mask.shape[1] not in (keys, queries) or mask.shape[1] > keys:
+        expected = f"[B, Sk] = {[batch, keys]} or [B, Sq] = {[batch, queries]}"
+        raise ValueError(f"attention_mask: expected {expected}, got {checks.shape_of(mask)}")
+    return torch.nn.functional.pad(mask != 0, (keys - mask.shape[1], 0), value=True)
+
+
+def _best(bias: Tensor, window_size: int) -> Tensor:
+    """Indices of the largest of each row, later ones first among equals; NaN last."""
+    flipped = torch.where(bias.isnan(), -torch.inf, bias).flip(-1)
+    order = flipped.sort(dim=-1, descending=True, stable=True).indices[..., :window_size]
+    return bias.shape[-1] - 1 - order
+
+
+def _bias(given: object) -> Tensor:
+    bias = checks.tensor("attention_bias", given).detach()
+    checks.dtype("attention_bias", bias, checks.DTYPES["cpu"])
+    if bias.dim() < 1:
+        raise ValueError(f"attention_bias: expected {LAYOUT}, got shape {checks.shape_of(bias)}")
+    return bias
+
+
+def _mask(given: object, bias: Tensor) -> Tensor:
+    mask = checks.tensor("attention_mask", given)
+    checks.dtype("attention_mask", mask, (torch.bool,))
+    checks.same_device("attention_mask", mask, bias, "attention_bias")
+    sizes = zip(reversed(mask.shape), reversed(bias.shape), strict=False)
+    if not all(m == n or 1 in (m, n) for m, n in sizes):
+        raise ValueError(
+            f"attention_mask: expected a shape that broadcasts with attention_bias {checks.shape_of(bias)}, got {checks.shape_of(mask)}"
+        )
+    return mask

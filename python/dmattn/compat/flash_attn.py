@@ -1,0 +1,275 @@
+"""flash-attn's functions (version 2): the same names, arguments and layouts; docs/coming_from.md lists what differs.
+
+Head sizes up to 256 are padded to multiples of 8. ``window_size``, grouped heads and bottom-right causality are flash-attn's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.compat import layouts
+from dmattn.compat.flash_attn_cache import flash_attn_with_kvcache
+from dmattn.compat.merging import new_seed, run
+from dmattn.compat.padding import pad_input, unpad_input
+from dmattn.composed import dropout_factors
+from dmattn.weights import attention_weights
+
+Results = Tensor | tuple[Tensor, Tensor, Tensor | None]
+NAMES = ("q", "k", "v")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention over [B, S, H, D], by flash-attn's name.
+
+    Args:
+        q: [B, Sq, H, D].
+        k: [B, Sk, Hkv, D] with H % Hkv == 0.
+        v: [B, Sk, Hkv, Dv].
+        dropout_p: probability of dropping a weight.
+        softmax_scale: default D ** -0.5.
+        causal: bottom-right aligned.
+        window_size: (left, right): the query at position p = i + Sk - Sq sees the keys from p - left to p + right; negative is without end.
+        softcap: > 0: ``softcap * tanh(s / softcap)``.
+        alibi_slopes: [H] or [B, H], adds ``-slope * |p - j|``, differentiable; one pass, or two without causality, merged by lse.
+        deterministic: gradients bitwise equal from run to run.
+        return_attn_probs: also return lse and the weights.
+
+    Returns:
+        out [B, Sq, H, Dv], or (out, lse [B, H, Sq], weights). Without dropout weights is None; with dropout it is [B, H, Sq, Sk], the softmax
+        before dropout, negative where a weight was dropped: memory for every pair, for tests.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    q, k, v = layouts.checked(NAMES, q, k, v, layouts.HEADS_LAST)
+    checks.flag("causal", causal), checks.flag("deterministic", deterministic)
+    scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
+    left, right = layouts.of_window(window_size, causal)
+    batch, queries, heads, _ = q.shape
+    slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
+    sequences = layouts.of_batch(queries, k.shape[1], None, q.device)
+    passes = layouts.passes_of(sequences, left, right, slopes, slopes, whole=True)
+    query, key, value = layouts.heads_first(q, k, v)
+    signed = checks.flag("return_attn_probs", return_attn_probs) and checks.number("dropout_p", dropout_p) > 0
+    seed = new_seed(q.device) if signed else None
+    out, lse = run(
+        query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic
+    )
+    out = out.transpose(1, 2)[..., : v.shape[-1]]
+    if not return_attn_probs:
+        return out
+    if seed is None:
+        return out, lse, None
+    bias = None
+    if slopes is not None:
+        behind = sequences.back[..., None] - (sequences.key - (k.shape[1] - 1))[:, :, None]
+        bias = -slopes[..., None] * behind.abs()
+    weights = attention_weights(query, key, sequences.window(left, right), bias=bias, scale=scale, softcap=cap)
+    kept = dropout_factors(seed, dropout_p, batch, heads, ((0, queries), (0, k.shape[1])))
+    return out, lse, torch.where(kept > 0, weights, -weights)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Results:
+    """Attention over packed sequences, by flash-attn's name. Positions are those within each sequence, aligned bottom-right.
+
+    Args:
+        q: [Tq, H, D], sequences one after the other.
+        k: [Tk, Hkv, D], or with block_table [pages, page_size, Hkv, D].
+        v: as k, with Dv.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: 0 and the end of each sequence. Values are checked where they lie on the CPU.
+        max_seqlen_q, max_seqlen_k: the greatest lengths; results do not depend on them.
+        block_table: integers [B, max_pages]: key j of sequence b lies in page ``block_table[b, j // page_size]``; such pages are copied.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in :func:`flash_attn_func`.
+        return_attn_probs: also return lse.
+
+    Returns:
+        out [Tq, H, Dv], zero behind the last sequence, or (out, lse [H, Tq], None): there are no weights of packed sequences.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED if block_table is None else layouts.PAGED)
+    return varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, block_table,
+    )  # fmt: skip
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    block_table: Tensor | None,
+) -> Results:
+    """:func:`flash_attn_varlen_func` for tensors that were checked under their own names."""
+    checks.flag("causal", causal), checks.flag("deterministic", deterministic)
+    layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
+    ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0], q)
+    if ends_k.shape != ends_q.shape:
+        raise ValueError(f"cu_seqlens_k: expected shape {list(ends_q.shape)} like cu_seqlens_q, got {checks.shape_of(ends_k)}")
+    batch, heads = ends_q.shape[0] - 1, q.shape[1]
+    scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
+    left, right = layouts.of_window(window_size, causal)
+    slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
+    value_size = v.shape[-1]
+    room = 0
+    if block_table is not None:
+        table = layouts.check_table("block_table", block_table, batch, q)
+        k, v = (layouts.from_pages(pages, table, batch) for pages in (k, v))
+        room = k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    sequences, of_key, of_query = layouts.packed(ends_q, ends_k, q.shape[0], k.shape[0], room)
+    key_slopes = query_slopes = slopes
+    if slopes is not None and slopes.shape[0] > 1:
+        key_slopes, query_slopes = (slopes[of, :, 0].T[None] for of in (of_key, of_query))
+    passes = layouts.passes_of(sequences, left, right, key_slopes, query_slopes, whole=False)
+    query, key, value = layouts.heads_first(q, k, v)
+    out, lse = run(query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, deterministic=deterministic)
+    out = out[0].transpose(0, 1)[..., :value_size]
+    return (out, lse[0], None) if checks.flag("return_attn_probs", return_attn_probs) else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
+    q, k, v = _parts("qkv", qkv, "[B, S, 3, H, D]", 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """:func:`flash_attn_func` of q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D]."""
+    k, v = _parts("kv", kv, "[B, Sk, 2, Hkv, D]", 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    q, k, v = _parts("qkv", qkv, "[T, 3, H, D]", 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Results:
+    """:func:`flash_attn_varlen_func` of q [Tq, H, D] and kv [Tk, 2, Hkv, D]."""
+    k, v = _parts("kv", kv, "[Tk, 2, Hkv, D]", 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _parts(name: str, given: object, layout: str, number: int) -> tuple[Tensor, ...]:
+    tensor = checks.tensor(name, given)
+    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != number:
+        raise ValueError(f"{name}: expected {layout}, got {checks.shape_of(tensor)}")
+    return tensor.unbind(-3)
+
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "pad_input",
+    "unpad_input",
+]

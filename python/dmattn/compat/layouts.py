@@ -1,0 +1,254 @@
+"""What the functions of flash-attn and its relatives share: tensors with heads behind the sequence, windows, packed sequences and ALiBi."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.compat.merging import Pass
+from dmattn.fake import accumulate_dtype
+from dmattn.masks import IntervalMask
+
+HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
+PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
+PAGED = ("[Tq, H, D]", "[pages, page_size, Hkv, D]", "[pages, page_size, Hkv, Dv]")
+
+
+class Sequences(NamedTuple):
+    """Which sequence each key of a call belongs to, and where it stands in it. Tensors are int32; what fits broadcasts.
+
+    Args:
+        key: [B|1, 1, Sk], the number of each key within its sequence.
+        keys: [B|1, 1, Sk|1] or an int, how many keys its sequence has; keys with other numbers are padding.
+        queries: the same for queries.
+        first: [B|1, 1, Sk|1] or an int, the row of its sequence's first query.
+        offset: the position of row 0, Sk - Sq of the call.
+        back: [B|1, 1, Sq], the number of each query within its sequence, counted back from the last query, which is 0.
+    """
+
+    key: Tensor
+    keys: Tensor | int
+    queries: Tensor | int
+    first: Tensor | int
+    offset: int
+    back: Tensor
+
+    @property
+    def shift(self) -> Tensor | int:
+        """Position of a sequence's first query: its last query stands at its last key."""
+        return self.keys - self.queries
+
+    def mask(self, first: Tensor | int, end: Tensor | int) -> IntervalMask:
+        """Keys that the queries from number ``first`` to number ``end - 1`` of their own sequence see."""
+        zero = torch.zeros_like(self.key)
+        begin = (zero + first).clamp(min=0) + self.first + self.offset
+        behind = torch.minimum(zero + end, zero + self.queries) + self.first + self.offset
+        behind = torch.where(self.key < self.keys, behind, begin)
+        return IntervalMask(*torch.broadcast_tensors(begin, behind))
+
+    def window(self, left: int | None, right: int | None) -> IntervalMask:
+        """Keys from ``left`` before a query's position to ``right`` behind it; None is without end."""
+        first = 0 if right is None else self.key - right - self.shift
+        end = self.queries if left is None else self.key + (left + 1) - self.shift
+        return self.mask(first, end)
+
+
+def of_batch(queries: int, keys: int, lengths: Tensor | None, device: torch.device) -> Sequences:
+    """Sequences that lie in rows of their own, with ``queries`` queries each; lengths: the number of keys of each, [B], None for all."""
+    key = torch.arange(keys, dtype=torch.int32, device=device).view(1, 1, -1)
+    back = torch.arange(1 - queries, 1, dtype=torch.int32, device=device).view(1, 1, -1)
+    length: Tensor | int = keys if lengths is None else lengths.to(torch.int32).view(-1, 1, 1)
+    return Sequences(key, length, queries, 0, keys - queries, back)
+
+
+def packed(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, queries: int, keys: int, room: int = 0
+) -> tuple[Sequences, Tensor, Tensor]:
+    """Sequences that lie one after the other, and the numbers of the sequences of each key [Sk] and of each query [Sq].
+
+    room: 0, or the number of keys that each sequence has room for, whatever its length.
+    """
+    device = cu_seqlens_k.device
+    token = torch.arange(keys, dtype=torch.int32, device=device)
+    of_key = token.long() // room if room else document_of(cu_seqlens_k, keys)
+    of_query = document_of(cu_seqlens_q, queries)
+    key = token % room if room else token - cu_seqlens_k[of_key].int()
+    lengths_k, lengths_q = cu_seqlens_k.diff().int()[of_key], cu_seqlens_q.diff().int()[of_key]
+    back = torch.arange(1, queries + 1, dtype=torch.int32, device=device) - cu_seqlens_q[of_query + 1].int()
+    per_key = (key, lengths_k, lengths_q, cu_seqlens_q[of_key].int())
+    key, lengths_k, lengths_q, first, back = (x.view(1, 1, -1) for x in (*per_key, back))
+    return Sequences(key, lengths_k, lengths_q, first, keys - queries, back), of_key, of_query
+
+
+def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
+    """The sequence of each of ``length`` packed tokens, int64; those behind the last sequence count to it."""
+    tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
+
+
+def passes_of(
+    sequences: Sequences, left: int | None, right: int | None, key_slopes: Tensor | None, query_slopes: Tensor | None, whole: bool
+) -> list[Pass]:
+    """The passes of a window and of ALiBi, ``-slope * |p - j|``.
+
+    Up to the query's position that is a bias of the key, ``slope * (j - c)``, and a lift of the query, ``slope * (c - p)``; behind it the
+    other way round, in a second pass. c is the last key of the sequence, so that late keys have small biases.
+
+    Args:
+        left, right: the window; None is without end.
+        key_slopes, query_slopes: [B|1, H, Sk|1] and [B|1, H, Sq|1], or None: no ALiBi.
+        whole: whether every row has one sequence and no padding, so that causality alone needs no mask.
+    """
+    if key_slopes is None or query_slopes is None:
+        if whole and left is None and right in (None, 0):
+            return [Pass(is_causal=right == 0)]
+        return [Pass(sequences.window(left, right))]
+    near = (sequences.key - (sequences.keys - 1)).to(key_slopes.dtype) * key_slopes
+    lift = sequences.back.to(query_slopes.dtype) * query_slopes
+    passes = [Pass(sequences.window(left, 0), key_bias=near, lift=-lift)]
+    if right != 0:
+        passes.append(Pass(sequences.window(-1, right), key_bias=-near, lift=lift))
+    return passes
+
+
+# Arguments ---------------------------------------------------------------------------------------------------------------------------
+
+
+def of_window(window_size: object, causal: bool) -> tuple[int | None, int | None]:
+    """(left, right) of a window; negative is without end, and causality ends it at the query."""
+    pair = window_size if isinstance(window_size, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(side, int) and not isinstance(side, bool) for side in pair):
+        raise TypeError(f"window_size: expected two ints (left, right), got {window_size!r:.80}")
+    left, right = (None if side < 0 else min(side, checks.MAX_LENGTH) for side in pair)
+    return left, 0 if causal else right
+
+
+def slopes_of(alibi_slopes: object, batch: int, heads: int, like: Tensor) -> Tensor | None:
+    """ALiBi's slopes as [B|1, H, 1] in the dtype logits are summed in."""
+    if alibi_slopes is None:
+        return None
+    slopes = checks.tensor("alibi_slopes", alibi_slopes)
+    checks.dtype("alibi_slopes", slopes, checks.DTYPES["cpu"])
+    checks.same_device("alibi_slopes", slopes, like, "q")
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes: expected [H] or [B, H] with B={batch}, H={heads}, got {checks.shape_of(slopes)}")
+    return slopes.to(accumulate_dtype(like.dtype)).view(-1, heads, 1)
+
+
+def of_softcap(softcap: object) -> float:
+    """0 for None, 0 and less: none."""
+    cap = 0.0 if softcap is None else checks.number("softcap", softcap)
+    return checks.softcap(max(cap, 0.0))
+
+
+def of_scale(scale: object, head_dim: int, name: str = "softmax_scale") -> float:
+    """None is D ** -0.5, of the head size before it is padded."""
+    return head_dim**-0.5 if scale is None else checks.scale(scale, name)
+
+
+def of_flag(name: str, value: object) -> bool:
+    """None is False."""
+    return False if value is None else checks.flag(name, value)
+
+
+def check_lengths(**lengths: object) -> None:
+    """The longest sequences, which the kernels here have no use for."""
+    for name, length in lengths.items():
+        checks.natural_int(name, length)
+
+
+def checked(
+    names: tuple[str, str, str], q: object, k: object, v: object, layouts: tuple[str, str, str]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value whose ranks, sizes, dtypes and devices go together, under the names that a function has for them."""
+    tensors = tuple(checks.tensor(name, given) for name, given in zip(names, (q, k, v), strict=True))
+    query = tensors[0]
+    dtypes = checks.DTYPES.get(query.device.type, checks.DTYPES["cpu"])
+    for name, given, layout in zip(names, tensors, layouts, strict=True):
+        if given.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name}: expected {layout.count(',') + 1} dimensions {layout}, got shape {checks.shape_of(given)}")
+        checks.dtype(name, given, dtypes)
+        checks.same_device(name, given, query, names[0])
+        if given.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
+            raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
+    _, key, value = tensors
+    heads, kv_heads, size = query.shape[-2], key.shape[-2], query.shape[-1]
+    with_batch = layouts is HEADS_LAST
+    if key.shape[-1] != size or (with_batch and key.shape[0] != query.shape[0]):
+        batch = f"B={query.shape[0]}, " if with_batch else ""
+        raise ValueError(f"{names[1]}: expected {layouts[1]} with {batch}D={size}, got {checks.shape_of(key)}")
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(f"{names[2]}: expected {layouts[2]} = {[*key.shape[:-1], 'Dv']}, got {checks.shape_of(value)}")
+    if (heads % kv_heads if kv_heads else heads) != 0:
+        raise ValueError(f"{names[1]}: expected a number of heads that divides H={heads} of {names[0]}, got Hkv={kv_heads}")
+    for name, given in zip(names, tensors, strict=True):
+        if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
+    return tensors[0], tensors[1], tensors[2]
+
+
+def check_cu_seqlens(name: str, given: object, tokens: int | None, like: Tensor) -> Tensor:
+    """cu_seqlens [B + 1]: 0 and the end of each sequence, up to the number of tokens (None: unknown). Values are checked on the CPU."""
+    ends = checks.tensor(name, given)
+    checks.dtype(name, ends, (torch.int32, torch.int64))
+    checks.same_device(name, ends, like, "q")
+    if ends.dim() != 1 or ends.shape[0] < 2:
+        raise ValueError(f"{name}: expected [B + 1] with B >= 1, got shape {checks.shape_of(ends)}")
+    if checks.values_are_known(ends):
+        values: list[Any] = ends.tolist()
+        most = values[-1] if tokens is None else tokens
+        rising = all(a <= b for a, b in itertools.pairwise(values))
+        if values[0] != 0 or not rising or values[-1] > most:
+            raise ValueError(f"{name}: expected 0 and then ends that never decrease, up to {most} tokens, got {values[:8]}")
+    return ends
+
+
+def one_of(name: str, given: Tensor | None, other_name: str, other: Tensor | None) -> Tensor | None:
+    """An argument with two names."""
+    if given is not None and other is not None:
+        raise TypeError(f"{name}, {other_name}: expected one of them at most, got both")
+    return other if given is None else given
+
+
+def per_sequence(name: str, given: object, batch: int, like: Tensor, below: int) -> Tensor:
+    """Integers [B] from 0 to below - 1; values are checked on the CPU."""
+    numbers = checks.tensor(name, given)
+    checks.dtype(name, numbers, (torch.int32, torch.int64))
+    checks.same_device(name, numbers, like, "q")
+    if numbers.shape != (batch,):
+        raise ValueError(f"{name}: expected [B] with B={batch}, got shape {checks.shape_of(numbers)}")
+    if checks.values_are_known(numbers) and bool(((numbers < 0) | (numbers >= below)).any()):
+        raise ValueError(f"{name}: expected numbers from 0 to {below - 1}, got {numbers.tolist()[:8]}")
+    return numbers
+
+
+def check_table(name: str, given: object, batch: int, like: Tensor) -> Tensor:
+    table = checks.tensor(name, given)
+    checks.dtype(name, table, (torch.int32, torch.int64))
+    checks.same_device(name, table, like, "q")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(f"{name}: expected [B, max_pages] with B={batch}, got shape {checks.shape_of(table)}")
+    return table
+
+
+def from_pages(pages: Tensor, table: Tensor, batch: int) -> Tensor:
+    """The rows of pages [pages, page_size, ...] in the order of their sequences, [B, max_pages * page_size, ...]: a copy."""
+    if pages.shape[0] == 0:
+        return pages.new_zeros((batch, 0, *pages.shape[2:]))
+    return pages[table.long().clamp(0, pages.shape[0] - 1)].flatten(1, 2)
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, heads, D] or [T, heads, D] as [B|1, heads, S, D], D padded."""
+    q, k, v = (padded(x).transpose(-3, -2) for x in (q, k, v))
+    return (q, k, v) if q.dim() == 4 else (q[None], k[None], v[None])
+
+
+def padded(x: Tensor) -> Tensor:
+    """The last dimension filled with zeros up to a multiple of 8, which changes no product."""
+    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))
