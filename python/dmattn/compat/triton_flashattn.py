@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.attention import attention
+from dmattn.fake import accumulate_dtype
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -62,8 +63,9 @@ def _forward(
 def _prepare(O: Tensor, DO: Tensor, Delta: Tensor, Z: int, H: int, N: int, HEAD_DIM: int, **_: int) -> None:  # noqa: E741  (its name there)
     """Writes each row's sum of O * DO to Delta [Z * H * N]."""
     o, grad = _heads("O", O, Z, H, N, HEAD_DIM), _heads("DO", DO, Z, H, N, HEAD_DIM)
+    dtype = accumulate_dtype(o.dtype)
     with torch.no_grad():
-        _heads("Delta", Delta, Z, H, N, 1).copy_((o.float() * grad.float()).sum(dim=-1, keepdim=True))
+        _heads("Delta", Delta, Z, H, N, 1).copy_((o.to(dtype) * grad.to(dtype)).sum(dim=-1, keepdim=True))
 
 
 def _backward(
