@@ -247,10 +247,9 @@ def test_kvcache_appends_in_place_and_attends(where, how, room):
     chosen = torch.tensor([4, 0, 2])
     if where == "in a row":
         caches = [torch.full((BATCH, room, 2, 16), math.nan, dtype=TRUTH) for _ in old]
-        rows = [cache.view(BATCH, room, 2, 16) for cache in caches]
         index = torch.arange(BATCH)
     elif where == "in chosen rows":
-        caches = rows = [torch.full((5, room, 2, 16), math.nan, dtype=TRUTH) for _ in old]
+        caches = [torch.full((5, room, 2, 16), math.nan, dtype=TRUTH) for _ in old]
         options["cache_batch_idx"], index = chosen.int(), chosen
     else:
         size = room // 2 if room == 32 else 7

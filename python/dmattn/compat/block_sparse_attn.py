@@ -84,7 +84,7 @@ def block_sparse_attn_func(
     info = None if streaming_info is None else _integers("streaming_info", streaming_info, [2 * heads], "[2 * H]", q)
     if info is None and checks.values_are_known(kinds) and bool((kinds < 0).any()):
         raise ValueError("streaming_info: expected [2 * H] for streaming heads, got None")
-    dropout_p = checks.number("p_dropout", p_dropout, low=0.0, high=1.0, open_high=True)
+    dropout_p = layouts.of_dropout("p_dropout", p_dropout)
     scale = layouts.of_scale(softmax_scale, q.shape[-1])
     tables = _tables(base_blockmask, kinds, [batch, -(-max_seqlen_q_ // BLOCK), -(-max_seqlen_k_ // BLOCK)], q)
     value_size = v.shape[-1]

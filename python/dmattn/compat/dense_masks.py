@@ -95,7 +95,7 @@ def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tenso
     mask = checks.tensor("attention_mask", attention_mask)
     checks.dtype("attention_mask", mask, (torch.bool,))
     checks.positive_int("block_size", block_size)
-    checks.natural_int("key_len", key_len)
+    checks.length("key_len", key_len)
     if mask.dim() < 1 or mask.shape[-1] != key_len:
         raise ValueError(f"attention_mask: expected a last dimension of key_len={key_len}, got shape {checks.shape_of(mask)}")
     block = torch.arange(key_len, device=mask.device) // block_size
@@ -131,7 +131,7 @@ def create_mask(
     """
     for name, size in (("batch_size", batch_size), ("query_len", query_len), ("key_len", key_len)):
         checks.natural_int(name, size)
-    if type not in ("topk", "relu"):
+    if not isinstance(type, str) or type not in ("topk", "relu"):
         raise ValueError(f'type: expected "topk" or "relu", got {type!r:.80}')
     if attention_mask is not None and checks.tensor("attention_mask", attention_mask).dim() == 2:
         attention_mask = of_padding(attention_mask, batch_size, query_len, key_len)[:, None, None]
@@ -159,7 +159,7 @@ def _best(bias: Tensor, window_size: int) -> Tensor:
 def _bias(given: object) -> Tensor:
     bias = checks.tensor("attention_bias", given).detach()
     checks.dtype("attention_bias", bias, checks.DTYPES["cpu"])
-    if bias.dim() < 1:
+    if bias.dim() < 1 or bias.shape[-1] > checks.MAX_LENGTH:
         raise ValueError(f"attention_bias: expected {LAYOUT}, got shape {checks.shape_of(bias)}")
     return bias
 

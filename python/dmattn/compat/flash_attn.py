@@ -57,6 +57,7 @@ def flash_attn_func(
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.HEADS_LAST)
     checks.flag("causal", causal), checks.flag("deterministic", deterministic)
+    dropout_p = layouts.of_dropout("dropout_p", dropout_p)
     scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
     left, right = layouts.of_window(window_size, causal)
     batch, queries, heads, _ = q.shape
@@ -64,7 +65,7 @@ def flash_attn_func(
     sequences = layouts.of_batch(queries, k.shape[1], None, q.device)
     passes = layouts.passes_of(sequences, left, right, slopes, slopes, whole=True)
     query, key, value = layouts.heads_first(q, k, v)
-    signed = checks.flag("return_attn_probs", return_attn_probs) and checks.number("dropout_p", dropout_p) > 0
+    signed = checks.flag("return_attn_probs", return_attn_probs) and dropout_p > 0
     seed = new_seed(q.device) if signed else None
     out, lse = run(
         query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, dropout_seed=seed, deterministic=deterministic
@@ -145,6 +146,7 @@ def varlen(
     block_table: Tensor | None,
 ) -> Results:
     """:func:`flash_attn_varlen_func` for tensors that were checked under their own names."""
+    dropout_p = layouts.of_dropout("dropout_p", dropout_p)
     checks.flag("causal", causal), checks.flag("deterministic", deterministic)
     layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)

@@ -71,14 +71,13 @@ def flash_attn_with_kvcache(
     checks.flag("causal", causal), checks.flag("return_softmax_lse", return_softmax_lse)
     checks.flag("rotary_interleaved", rotary_interleaved)
     checks.natural_int("num_splits", num_splits)
-    for name, given in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.tensor(name, given)
     names, kinds = ("q", "k_cache", "v_cache"), (PAGES if paged else CACHE)
     form = ("[B, T, H, D]", kinds.format("D"), kinds.format("Dv"))
     layouts.checked(names, q, k_cache, v_cache, form)
     if not paged and cache_batch_idx is None and k_cache.shape[0] != q.shape[0]:
         raise ValueError(f"k_cache: expected {form[1]} with B={q.shape[0]}, got {checks.shape_of(k_cache)}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k_cache, v_cache, k, v, alibi_slopes)):
+    others = (x for x in (k, v, alibi_slopes) if isinstance(x, Tensor))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache, *others)):
         raise RuntimeError("flash_attn_with_kvcache has no gradient: call it under torch.no_grad(), or detach what requires one")
     batch, queries, heads, size = q.shape
     scale, cap = layouts.of_scale(softmax_scale, size), layouts.of_softcap(softcap)

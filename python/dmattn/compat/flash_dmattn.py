@@ -152,7 +152,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
     """
     if kwargs:
         raise TypeError(f"{next(iter(kwargs))}: expected no arguments beside backend; the function returned takes them")
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend: expected None, {', '.join(BACKENDS)}, got {backend!r:.80}")
     if backend == "cuda" and not _cuda_available():
         raise RuntimeError('backend: expected another than "cuda": this installation has no CUDA kernels, or there is no GPU')

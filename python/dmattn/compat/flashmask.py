@@ -64,13 +64,13 @@ def flashmask_attention(
         TypeError, ValueError: names the argument, what was expected and what came.
     """
     query, key, value = layouts.checked(NAMES, query, key, value, layouts.HEADS_LAST)
-    for flag, given in (("causal", causal), ("training", training), ("return_softmax_lse", return_softmax_lse)):
-        checks.flag(flag, given)
-    if rng_name != "":
+    checks.flag("causal", causal), checks.flag("training", training)
+    checks.flag("return_softmax_lse", return_softmax_lse), checks.flag("return_seed_offset", return_seed_offset)
+    if not isinstance(rng_name, str) or rng_name:
         raise ValueError(f'rng_name: expected "", torch has no generators by name, got {rng_name!r:.80}')
     batch, queries, heads, size = query.shape
     keys, kv_heads = key.shape[1:3]
-    dropout_p = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True) if training else 0.0
+    dropout_p = layouts.of_dropout("dropout", dropout) * training
     scale = layouts.of_scale(softmax_scale, size)
 
     # Say which rows see each key.
@@ -91,11 +91,7 @@ def flashmask_attention(
         blocks = _blocks(block_mask, query, key)
         passes = [Pass(blocks if each.mask is None else each.mask & blocks, each.is_causal) for each in passes]
 
-    pair = (
-        _seed_offset(fixed_seed_offset, query.device)
-        if dropout_p > 0 or checks.flag("return_seed_offset", return_seed_offset)
-        else None
-    )
+    pair = _seed_offset(fixed_seed_offset, query.device) if dropout_p > 0 or return_seed_offset else None
     seed = None if pair is None or dropout_p == 0 else (pair[:1] * MIX + pair[1:])
     out, lse = run(*layouts.heads_first(query, key, value), passes, scale=scale, dropout_p=dropout_p, dropout_seed=seed)
     out = out.transpose(1, 2)[..., : value.shape[-1]]

@@ -151,6 +151,10 @@ def of_scale(scale: object, head_dim: int, name: str = "softmax_scale") -> float
     return head_dim**-0.5 if scale is None else checks.scale(scale, name)
 
 
+def of_dropout(name: str, value: object) -> float:
+    return checks.number(name, value, low=0.0, high=1.0, open_high=True)
+
+
 def of_flag(name: str, value: object) -> bool:
     """None is False."""
     return False if value is None else checks.flag(name, value)
@@ -176,6 +180,10 @@ def checked(
         checks.same_device(name, given, query, names[0])
         if given.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
             raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
+        if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
+        if given.shape[-3] > checks.MAX_LENGTH:
+            raise ValueError(f"{name}: expected a length up to {checks.MAX_LENGTH}, got {given.shape[-3]}")
     _, key, value = tensors
     heads, kv_heads, size = query.shape[-2], key.shape[-2], query.shape[-1]
     with_batch = layouts is HEADS_LAST
@@ -186,9 +194,6 @@ def checked(
         raise ValueError(f"{names[2]}: expected {layouts[2]} = {[*key.shape[:-1], 'Dv']}, got {checks.shape_of(value)}")
     if (heads % kv_heads if kv_heads else heads) != 0:
         raise ValueError(f"{names[1]}: expected a number of heads that divides H={heads} of {names[0]}, got Hkv={kv_heads}")
-    for name, given in zip(names, tensors, strict=True):
-        if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
     return tensors[0], tensors[1], tensors[2]
 
 

@@ -58,6 +58,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     if indices.dim() != 1 or hidden_states.shape[:1] != indices.shape:
         expected = f"[T] with T = {hidden_states.shape[0] if hidden_states.dim() else 0} like hidden_states"
         raise ValueError(f"indices: expected {expected}, got shape {checks.shape_of(indices)}")
+    if checks.values_are_known(indices) and bool(((indices < 0) | (indices >= batch * seqlen)).any()):
+        raise ValueError(f"indices: expected numbers from 0 to {batch * seqlen - 1}, got {indices.tolist()[:8]}")
     padded: Tensor = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:])).index_copy(
         0, indices.long(), hidden_states
     )

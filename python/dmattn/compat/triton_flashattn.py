@@ -87,6 +87,8 @@ def _backward(
 
 def _heads(name: str, given: object, Z: int, H: int, N: int, size: int) -> Tensor:
     """A buffer as [Z, H, N, size], without a copy."""
+    for size_name, number in (("Z", Z), ("H", H), ("N", N), ("HEAD_DIM", size)):
+        checks.natural_int(size_name, number)
     buffer = checks.tensor(name, given)
     if not buffer.is_contiguous() or buffer.numel() != Z * H * N * size:
         expected = f"{Z * H * N * size} contiguous elements for Z={Z}, H={H}, N={N}"
