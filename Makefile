@@ -8,6 +8,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 FAULT_ARGS ?=
+HUB_ARGS ?=
 # Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
 CUDA ?= AUTO
 # Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
@@ -20,7 +21,7 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format docs wheel bench asan faults build clean
+.PHONY: help demo test gpu lint format docs wheel hub bench asan faults build clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -56,6 +57,9 @@ docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a 
 wheel: $(VENV)/build.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C cmake.define.DMATTN_CUDA=$(CUDA) .
 	@ls -1 dist/*.whl
+
+hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
+	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
 bench: $(VENV)/test.ready build  ## time the ops beside their peers; JSON and a table
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)

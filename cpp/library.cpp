@@ -1,4 +1,4 @@
-// Two C functions that say what this ops library is, and the search for another copy of it in the same process.
+// Three C functions that say what this ops library is, and the search for another copy of it in the same process.
 //
 // torch's stable ABI reads an uninitialised handle when a namespace is defined twice, and lets a second kernel replace the first.
 // An initialiser cannot make dlopen fail either. So a second copy registers nothing, says so, and names the first.
@@ -8,6 +8,7 @@
 #include <link.h>
 
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,12 @@
 namespace {
 const char* ops_file = nullptr;  // where this process has its ops from; null before the first op is registered
 }
+
+namespace dmattn {
+// A mark, and behind it the namespace of the ops. A copy for the kernels hub has another name written over this one in the file
+// (tools that do it look for the mark), so it is neither const nor static: the compiler must read it.
+char namespace_slot[96] = "dmattn-ops-namespace=dmattn";
+}  // namespace dmattn
 
 // Lines "name=value": what this library was built with.
 DMATTN_EXPORT const char* dmattn_build_facts() {
@@ -27,10 +34,15 @@ DMATTN_EXPORT const char* dmattn_build_facts() {
 // The file whose ops this process uses: this one, or another that was loaded before it.
 DMATTN_EXPORT const char* dmattn_ops_file() { return ops_file; }
 
+// The namespace of the ops, torch.ops.<name>.
+DMATTN_EXPORT const char* dmattn_ops_namespace() { return dmattn::ops_namespace(); }
+
 namespace dmattn {
 namespace {
 
 constexpr const char* kOpsFile = "dmattn_ops_file";
+constexpr const char* kOpsNamespace = "dmattn_ops_namespace";
+using Text = const char* (*)();  // a C function that says something
 
 // The names of all files that are loaded.
 std::vector<std::string> loaded_files() {
@@ -50,15 +62,21 @@ Dl_info file_of(const void* address) {
   return file;
 }
 
+// What dmattn_ops_file says in a copy that is loaded and has ops of the same namespace; null for this copy and all other files.
+const char* ops_file_of(void* handle) {
+  void* const found = dlsym(handle, kOpsFile);
+  if (!found || file_of(found).dli_fbase == file_of(&ops_file).dli_fbase) return nullptr;
+  void* const where = dlsym(handle, kOpsNamespace);
+  const char* const its_namespace = where ? reinterpret_cast<Text>(where)() : "dmattn";  // older copies do not say
+  return std::strcmp(its_namespace, ops_namespace()) == 0 ? reinterpret_cast<Text>(found)() : nullptr;
+}
+
 // What another copy's dmattn_ops_file says; null when there is none, or none that has registered its ops.
 const char* ops_file_of_another_copy() {
-  const void* const own_base = file_of(&ops_file).dli_fbase;
   for (const std::string& name : loaded_files()) {
     void* const handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
     if (!handle) continue;
-    void* const found = dlsym(handle, kOpsFile);
-    const char* const file =
-        found && file_of(found).dli_fbase != own_base ? reinterpret_cast<const char* (*)()>(found)() : nullptr;
+    const char* const file = ops_file_of(handle);
     dlclose(handle);
     if (file) return file;
   }
@@ -77,6 +95,8 @@ bool find_ops_file() {
 }
 
 }  // namespace
+
+const char* ops_namespace() { return std::strchr(namespace_slot, '=') + 1; }
 
 bool is_first_copy() {
   static const bool is_first = find_ops_file();

@@ -22,12 +22,10 @@
 //     cache_join gives these, from N >= visible slots and T new tokens, and int32 segment_end [B, Hkv, visible + T] for select
 // Ops are positional and take no list: see docs/semantics.md for what each argument means. They are functional but for three of
 // the bounded cache, which declare what they write.
-#include <torch/csrc/stable/library.h>
-
 #include "library.h"
 
 // A fragment, because a second copy of this library must not claim the namespace again.
-STABLE_TORCH_LIBRARY_FRAGMENT(dmattn, m) {
+DMATTN_OPS(m) {
   if (!dmattn::is_first_copy()) return;
 
   m.def(

@@ -28,7 +28,7 @@ BackwardResults backward_op(BackwardArguments given) {
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cpu::backward_op>));
 }

@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("decode", TORCH_BOX(&dmattn::cpu::decode_op));
 }

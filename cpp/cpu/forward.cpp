@@ -19,7 +19,7 @@ ForwardResults forward_op(AttentionArguments given) {
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cpu::forward_op>));
 }

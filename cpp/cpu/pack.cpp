@@ -111,7 +111,7 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
 }  // namespace
 }  // namespace dmattn::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CPU, m) {
+DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("pack_tiles", TORCH_BOX(&dmattn::cpu::pack_tiles_op));
   m.impl("pack_bits", TORCH_BOX(&dmattn::cpu::pack_bits_op));

@@ -218,7 +218,7 @@ BackwardResults backward_op(BackwardArguments given) {
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+DMATTN_KERNELS(CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cuda::backward_op>));
 }

@@ -80,7 +80,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+DMATTN_KERNELS(CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cuda::update_op));
   m.impl("cache_join", TORCH_BOX(&dmattn::cuda::join_op));

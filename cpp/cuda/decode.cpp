@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+DMATTN_KERNELS(CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("decode", TORCH_BOX(&dmattn::cuda::decode_op));
 }

@@ -102,7 +102,7 @@ ForwardResults forward_op(AttentionArguments given) {
 }  // namespace
 }  // namespace dmattn::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(dmattn, CUDA, m) {
+DMATTN_KERNELS(CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>));
 }

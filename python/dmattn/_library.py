@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 LIBRARY_NAME = "libdmattn_ops.so"
+NAMESPACE = "dmattn"  # of the ops, in the ops library too; a copy for the kernels hub has another
 _RULES = "_python_rules"  # where torch.ops.dmattn, which outlives the package, keeps them
 
 
@@ -25,7 +26,7 @@ def library_path() -> str:
         ImportError: the library was not built or not installed beside the package.
     """
     candidates = [Path(__file__).parent / LIBRARY_NAME]
-    module = importlib.util.find_spec("dmattn._C")  # an editable install keeps binaries elsewhere: beside the module
+    module = importlib.util.find_spec(f"{__package__}._C")  # an editable install keeps binaries elsewhere: beside the module
     if module is not None and module.origin is not None:
         candidates.append(Path(module.origin).parent / LIBRARY_NAME)
     for path in candidates:
@@ -62,7 +63,7 @@ def _renew_rules() -> None:
     namespace = vars(torch.ops.dmattn)
     if _RULES in namespace:
         namespace[_RULES]._destroy()
-    namespace[_RULES] = torch.library.Library("dmattn", "FRAGMENT")
+    namespace[_RULES] = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def build_info() -> dict[str, str]:
