@@ -509,6 +509,7 @@ LAYERS = [
     {},
     {"local": 3, "sink": 2},
     {"rope_theta": None, "softcap": 2.0},
+    {"partial_rotary_factor": 0.25},
     {"recency": 0.3},
     {"score": "linear", "local": 3},
     {"score": torch.nn.Sequential(torch.nn.Linear(32, 2, dtype=torch.float64), torch.nn.Tanh()), "recency": 0.25},

@@ -142,7 +142,15 @@ def test_fresh_scores_are_one():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_kv_heads": 2}, {"head_dim": 24, "bias": True}, {"rope_theta": None}, {"softcap": 3.0}, {"local": 3, "sink": 2}],
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"head_dim": 24, "bias": True},
+        {"rope_theta": None},
+        {"partial_rotary_factor": 0.5},
+        {"softcap": 3.0},
+        {"local": 3, "sink": 2},
+    ],
 )
 def test_layer_is_its_formula(options):
     torch.manual_seed(0)
@@ -154,7 +162,7 @@ def test_layer_is_its_formula(options):
     q, k, v = (proj(hidden).unflatten(2, (-1, size)).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
     scores = torch.exp(layer.A * F.softplus(layer.dt_proj(v.transpose(1, 2).flatten(2)))).transpose(1, 2)
     if layer.rope_theta is not None:
-        q, k = rotate(q, layer.rope_theta), rotate(k, layer.rope_theta)
+        q, k = (rotate(x, layer.rope_theta, factor=layer.partial_rotary_factor) for x in (q, k))
     attended, _ = AttentionCase(
         q, k, v, visible=top_k_visible(scores, 5, local=options.get("local", 0), sink=options.get("sink", 0)), key_bias=scores,
         softcap=options.get("softcap", 0.0),
@@ -302,6 +310,12 @@ def test_rotation_is_its_definition(theta):
     x = tensor((2, 3, 20, 16), 0, torch.float64)
     angles_are_float32 = rotate(x.float(), theta).double()
     torch.testing.assert_close(angles_are_float32.float(), rotated_by_complex_numbers(x, theta).float())
+
+
+def test_a_part_of_the_dimensions_rotates_as_if_it_were_all():
+    x = tensor((2, 3, 5, 24), 0, torch.float64)
+    expected = torch.cat((rotate(x[..., :6], 100.0), x[..., 6:]), 3)
+    assert torch.equal(rotate(x, 100.0, factor=0.3), expected)
 
 
 def test_rotation_turns_counterclockwise():

@@ -278,6 +278,8 @@ PUBLIC = {
     "sdpa of other head size": (
         lambda: dmattn.scaled_dot_product_attention(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 5), torch.randn(1, 1, 4, 8)),
         ValueError, "key: expected a last dimension E=3 like query, got 5"),
+    "rotary factor 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.0), ValueError, "partial_rotary_factor: expected a number in (0, 1]"),
+    "rotary factor 2": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=2), ValueError, "0 <= partial_rotary_factor <= 1"),
     "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
     "projection elsewhere": (
         lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
@@ -650,7 +652,7 @@ ARGUMENTS = {
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "recency": None,
+                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "recency": None,
                            "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
     LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
     score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink": 0, "queries": 4,
@@ -666,7 +668,7 @@ TAKEN = {
     "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, (LAYER, "window"): {"None", "an int"}, "score": {"a module"}, "recency": {"None", "an int", "a float"},
     "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
-    "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
+    "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"}, "partial_rotary_factor": {"an int", "a float"},
 } | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class DynamicMaskAttention(nn.Module):
         head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
         bias: whether the projections have biases.
         rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
+        partial_rotary_factor: part of the dimensions of a head, the first ones, that rotate; in (0, 1].
         is_causal: whether queries select among the keys up to their own position.
         local: latest keys that every query sees whatever their scores; only with is_causal.
         sink: first keys of each document that every query sees whatever their scores; only with is_causal.
@@ -75,6 +76,7 @@ class DynamicMaskAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = False,
         rope_theta: float | None = 10000.0,
+        partial_rotary_factor: float = 1.0,
         is_causal: bool = True,
         local: int = 0,
         sink: int = 0,
@@ -99,6 +101,9 @@ class DynamicMaskAttention(nn.Module):
             and checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR) < 1 / checks.MAX_FACTOR
         ):
             raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
+        self.partial_rotary_factor = checks.number("partial_rotary_factor", partial_rotary_factor, low=0.0, high=1.0)
+        if self.partial_rotary_factor == 0:
+            raise ValueError("partial_rotary_factor: expected a number in (0, 1], got 0; rope_theta=None rotates nothing")
         self.taught = checks.flag("taught", taught)
         checks.positive_int("score_queries", score_queries)
         self.score_queries = score_queries
@@ -341,7 +346,7 @@ class DynamicMaskAttention(nn.Module):
             for proj, heads in ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
         )
         if self.rope_theta is not None:
-            query, key = (rotate(x, self.rope_theta, positions) for x in (query, key))
+            query, key = (rotate(x, self.rope_theta, positions, self.partial_rotary_factor) for x in (query, key))
         return query, key, value
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first

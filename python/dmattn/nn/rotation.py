@@ -8,10 +8,11 @@ from torch import Tensor
 from dmattn import checks
 
 
-def rotate(x: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
+def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """Rotary position embedding of [B, H, S, D], D even: pairs (d, d + D/2) turn by ``position * theta ** (-2d / D)``.
 
-    positions: [B|1, S], by default 0, 1, ... in every sequence.
+    positions: [B|1, S], by default 0, 1, ... in every sequence. factor: the part of the dimensions, the first ones, that turn, as if
+    D were ``D * factor``, rounded down to an even number; the others stay as they are.
 
     Raises:
         TypeError: x or positions is no tensor, or x is not of a floating-point dtype.
@@ -24,7 +25,11 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
         shape = checks.tensor("positions", positions).shape
         if len(shape) != 2 or shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[2]:
             raise ValueError(f"positions: expected [B|1, S] with B={x.shape[0]}, S={x.shape[2]}, got {list(shape)}")
-    half = x.shape[3] // 2
+    half = int(x.shape[3] * factor) // 2
+    if not half:
+        return x
+    if 2 * half < x.shape[3]:
+        return torch.cat((rotate(x[..., : 2 * half], theta, positions), x[..., 2 * half :]), dim=-1)
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     if positions is None:
         angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
