@@ -413,6 +413,20 @@ def test_a_state_dict_holds_what_is_not_in_the_tensors():
         holder.load_state_dict(block.state_dict(), strict=False)
 
 
+@pytest.mark.parametrize("facts", [torch.tensor([0, 3]), torch.tensor([0, -1]), torch.tensor([2, 0]), [0, 3], None], ids=str)
+def test_facts_of_no_interval_mask_are_refused(facts):
+    holder = MaskBuffer(IntervalMask.causal(5))
+    with pytest.raises(ValueError, match="state_dict: expected the state of an IntervalMask"):
+        holder.load_state_dict({**holder.state_dict(), "_extra_state": facts})
+
+
+@pytest.mark.parametrize("facts", [(2000, 40, 1, 1), (50, -40, 1, 1), (50, 40, 0, 1)], ids=str)
+def test_facts_that_do_not_fit_the_tables_are_refused(facts):
+    holder = MaskBuffer(BlockMask.from_bool(bools(50, 40)))
+    with pytest.raises(ValueError, match="state_dict: expected the state of a BlockMask"):
+        holder.load_state_dict({**holder.state_dict(), "_extra_state": torch.tensor(facts)})
+
+
 def test_a_mask_that_is_not_saved(mask):
     module = Windowed(mask, persistent=False)
     assert set(module.state_dict()) == {"proj.weight", "proj.bias"}

@@ -365,6 +365,8 @@ def call(**options):
         ({"block_indices": torch.zeros(1)}, ValueError, "block_indices: expected None"),
         ({"cache": object()}, ValueError, "cache: expected None, got object: paged caches have no kernel here"),
         ({"head_mask": torch.ones(4)}, ValueError, "head_mask: expected None"),
+        ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, ValueError, "s_aux, sinks: expected at most one of them"),
+        ({"sliding_window": 0}, ValueError, "sliding_window: expected None or an int > 0, got 0"),
         ({"attention_mask": IntervalMask.causal(6)}, TypeError, "attention_mask: expected a tensor, got IntervalMask"),
         (
             {"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)},

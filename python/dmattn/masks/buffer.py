@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmattn import checks
+from dmattn.fake import table_size
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.block import GPU_TILE
 
@@ -68,15 +69,28 @@ class MaskBuffer(nn.Module):
         """Takes over what :meth:`get_extra_state` gave.
 
         Raises:
-            ValueError: it is of another type of mask.
+            ValueError: it is of another type of mask, or of a mask whose tables have other sizes.
         """
-        given = state.tolist()
-        if len(given) != self.get_extra_state().numel():
-            raise ValueError(f"state_dict: expected the state of an {self._type.__name__}, got {given}")
+        given = state.tolist() if isinstance(state, Tensor) else state
+        if not self._fits(given):
+            article = "an" if self._type is IntervalMask else "a"
+            raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
         if self._type is IntervalMask:
             self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]]}
         elif given:
             self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
+
+    def _fits(self, state: object) -> bool:
+        """Whether facts can be those of a mask with the tensors that are here."""
+        if not isinstance(state, list) or len(state) != self.get_extra_state().numel():
+            return False
+        if self._type is IntervalMask:
+            return state[0] in (0, 1) and state[1] in range(len(SEGMENTS))
+        if not state:
+            return True
+        _, tile_q, words = self.get_buffer("bits").shape
+        tiles = [table_size(length, size) for length, size in zip(state[:2], (tile_q, words * 32), strict=True)]
+        return tiles == [*self.get_buffer("tiles").shape[2:]] and min(state) >= 0 and min(state[2:]) > 0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._persistent:

@@ -72,6 +72,8 @@ def attention_forward(
     for name, given in options.items():
         if given is not None and name in REFUSED:
             raise ValueError(f"{name}: expected None, got {type(given).__name__}: {REFUSED[name]}")
+    if s_aux is not None and sinks is not None:
+        raise ValueError("s_aux, sinks: expected at most one of them, which are two names for the same, got both")
     _check_dtype(query)
     query_length, value_size, size = query.shape[2], value.shape[3], query.shape[3]
     if query.shape[0] != key.shape[0]:
@@ -156,6 +158,8 @@ def _with_window(
     """A sliding window that no mask has said yet."""
     if window is None or attention_mask is not None or key.shape[2] <= window:
         return mask
+    if window < 1:
+        raise ValueError(f"sliding_window: expected None or an int > 0, got {window}")
     if not is_causal:
         raise ValueError(
             f"sliding_window: expected a mask beside a window of {window} in a layer that is not causal, got none; make masks with "
