@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (one case a line, however long)
 """Bad arguments of the functions of earlier systems: refused with TypeError or ValueError, in the caller's names and layouts."""
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ ARGUMENTS = {
     triton_flashattn._attn_bwd_prep[()]: {"O": FLAT, "DO": FLAT, "Delta": FLAT[:, 0].contiguous(), "Z": 2, "H": 3, "N": 4, "HEAD_DIM": 8},
 }  # fmt: skip
 DENSE = (flash_dmattn.create_mask, flash_dmattn.relu_mask, flash_dmattn.topk_indices)
-NUMBER, WHOLE = {"an int", "a float"}, {"an int"}
+NUMBER, WHOLE, NONE, FLAG = (frozenset(x) for x in (("an int", "a float"), ("an int",), ("None",), ("a bool",)))
 TAKEN = {
-    **dict.fromkeys(("softmax_scale", "scale", "scaling"), {"None"} | NUMBER),
+    **dict.fromkeys(("softmax_scale", "scale", "scaling"), NONE | NUMBER),
     **dict.fromkeys(("causal", "deterministic", "return_attn_probs", "is_causal", "exact_streaming", "rotary_interleaved", "training",
-                     "return_softmax_lse", "return_seed_offset"), {"a bool"}),
+                     "return_softmax_lse", "return_seed_offset"), FLAG),
     **dict.fromkeys(("alibi_slopes", "block_table", "page_table", "unused_mask", "attn_mask", "attn_bias", "attention_mask", "base_blockmask",
                      "startend_row_indices", "fixed_seed_offset", "block_mask", "cache_batch_idx", "cache_leftpad", "rotary_cos",
-                     "rotary_sin", "attention_bias", "s_aux", "backend"), {"None"}),
+                     "rotary_sin", "attention_bias", "s_aux", "backend"), NONE),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen_q_", "max_seqlen_k_", "num_splits", "batch_size", "query_length"), WHOLE),
-    "softcap": {"None"} | NUMBER, "cache_seqlens": WHOLE, "block_size": {"None"} | WHOLE,
-    "window_size": {"None"} | WHOLE, "min_dtype": NUMBER, "module": set(STRANGE), "query_len": WHOLE, "key_len": WHOLE,
+    "softcap": NONE | NUMBER, "cache_seqlens": WHOLE, "block_size": NONE | WHOLE,
+    "window_size": NONE | WHOLE, "min_dtype": NUMBER, "module": set(STRANGE), "query_len": WHOLE, "key_len": WHOLE,
 }  # fmt: skip
 # Where an argument is refused that is taken elsewhere, or another way round.
 EXCEPT = {

@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         if paged:
             raise ValueError("cache_batch_idx: expected None beside block_table, got a tensor")
-        cache_batch_idx = layouts.per_sequence("cache_batch_idx", cache_batch_idx, batch, q, below=k_cache.shape[0])
+        cache_batch_idx = layouts.per_sequence("cache_batch_idx", cache_batch_idx, q, below=k_cache.shape[0])
     if paged:
         layouts.check_table("block_table", block_table, batch, q)
     room = block_table.shape[1] * k_cache.shape[1] if block_table is not None else k_cache.shape[1]
@@ -133,7 +133,7 @@ def flash_attn_with_kvcache(
         keys, values = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
     sequences = layouts.of_batch(queries, room, lengths, q.device)
     if cache_leftpad is not None:
-        pad = layouts.per_sequence("cache_leftpad", cache_leftpad, batch, q, below=room + 1).int().view(-1, 1, 1)
+        pad = layouts.per_sequence("cache_leftpad", cache_leftpad, q, below=room + 1).int().view(-1, 1, 1)
         sequences = sequences._replace(key=torch.where(sequences.key < pad, sequences.keys, sequences.key))
     passes = layouts.passes_of(sequences, left, right, slopes, slopes, whole=False)
     out, lse = run(*layouts.heads_first(q, keys, values), passes, scale=scale, softcap=cap)
@@ -153,7 +153,7 @@ def _lengths(cache_seqlens: object, batch: int, room: int, k: Tensor | None, q: 
             raise ValueError(f"cache_seqlens: expected 0 <= cache_seqlens <= {most}, the cache's room, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     most = room - (k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0)
-    return layouts.per_sequence("cache_seqlens", cache_seqlens, batch, q, below=most + 1).int()
+    return layouts.per_sequence("cache_seqlens", cache_seqlens, q, below=most + 1).int()
 
 
 def _new(k: object, v: object, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:

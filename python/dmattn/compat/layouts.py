@@ -220,13 +220,9 @@ def one_of(name: str, given: Tensor | None, other_name: str, other: Tensor | Non
     return other if given is None else given
 
 
-def per_sequence(name: str, given: object, batch: int, like: Tensor, below: int) -> Tensor:
+def per_sequence(name: str, given: object, q: Tensor, below: int) -> Tensor:
     """Integers [B] from 0 to below - 1; values are checked on the CPU."""
-    numbers = checks.tensor(name, given)
-    checks.dtype(name, numbers, (torch.int32, torch.int64))
-    checks.same_device(name, numbers, like, "q")
-    if numbers.shape != (batch,):
-        raise ValueError(f"{name}: expected [B] with B={batch}, got shape {checks.shape_of(numbers)}")
+    numbers = checks.per_sequence(name, given, q, "q", (torch.int32, torch.int64))
     if checks.values_are_known(numbers) and bool(((numbers < 0) | (numbers >= below)).any()):
         raise ValueError(f"{name}: expected numbers from 0 to {below - 1}, got {numbers.tolist()[:8]}")
     return numbers
