@@ -9,6 +9,7 @@ from dmattn import _library
 _library.load()
 
 from dmattn import autograd, batching, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
+from dmattn import distributed as distributed  # noqa: E402
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
@@ -46,6 +47,7 @@ __all__ = [
     "attention_weights",
     "build_info",
     "decode_attention",
+    "distributed",
     "dynamic_mask_attention",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",

@@ -1,0 +1,341 @@
+"""The public function: attention to a sequence whose chunks lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmattn import checks
+from dmattn.attention import attention
+from dmattn.call import autocast, options_of
+from dmattn.distributed import agreement, exchange, needs  # noqa: F401  (exchange registers its ops)
+from dmattn.distributed.agreement import DTYPES, float_bits
+from dmattn.distributed.chunks import Chunks, group_of
+from dmattn.fake import accumulate_dtype
+from dmattn.masks import ALWAYS, IntervalMask
+from dmattn.masks.heads import same_heads
+from dmattn.masks.interval import select_interval
+from dmattn.sizes import Sizes, key_bias_rows, sizes_of
+
+CAUSAL, MASK, SCORES = range(3)
+
+
+class Arguments(NamedTuple):
+    """What the public function was given, checked as far as one rank can."""
+
+    sizes: Sizes
+    kind: int  # CAUSAL, MASK or SCORES
+    mask: IntervalMask | None  # of the whole sequence
+    scores: Tensor | None
+    bound: int | None  # the most earlier keys that a chunk sees, if the caller or the selection says so
+    selection: tuple[int, int, int]  # window, local, sink
+    base: IntervalMask | None
+    key_bias: Tensor | None  # [B, Hkv, n, 1 or H / Hkv], scores included
+
+    @property
+    def mask_length(self) -> int:
+        """The length that the mask or base says the sequence has; 0 if none does."""
+        given = self.mask if self.base is None else self.base
+        return 0 if given is None or given.key_length is None else given.key_length
+
+
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None = None, *, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
+    key_bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None = None, *, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
+    key_bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: IntervalMask | None = None,
+    *,
+    scores: Tensor | None = None,
+    window: int | None = None,
+    local: int = 0,
+    sink: int = 0,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    base: IntervalMask | None = None,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention to one sequence of which every rank holds a contiguous chunk; the same as one process computes.
+
+    All ranks of the group call it together. Chunks follow each other in rank order, n positions on each rank, N together; they may differ in
+    length. A rank receives the rows of earlier keys that some query of its chunk sees, and no others. With ``scores`` these are at most
+    ``window + local + sink`` rows a key head, however many ranks there are, and the scores; with ``mask`` they are what the mask says: few under
+    a sliding window, a streaming mask or packed documents, every earlier row under plain causality (``mask=None``).
+
+    Args:
+        query: [B, H, n, D], this rank's chunk.
+        key: [B, Hkv, n, D].
+        value: [B, Hkv, n, Dv].
+        mask: an IntervalMask of the whole sequence, [B|1, H|Hkv|1, N], the same on every rank. Causality is added to it. A mask is read once on
+            the host and remembered, so make it once and not in each call.
+        scores: [B, Hkv, n], this rank's chunk: instead of mask, keys are selected by scores, which are added to their logits, as in
+            :func:`dynamic_mask_attention`.
+        window, local, sink: with scores, as in :func:`dynamic_mask_attention`, where window is needed. With mask, their sum may say how many
+            earlier keys a chunk sees at most; then the mask is not read on the host. Compiled calls with a mask need it.
+        mesh: a one-dimensional DeviceMesh, its ranks in ascending order.
+        group: instead of mesh, a ProcessGroup. Default: the world.
+        base: with scores, documents and/or padding of the whole sequence, see :meth:`IntervalMask.top_k`.
+        key_bias: added to every logit of a key, [B|1, H|Hkv|1, n], this rank's chunk, differentiable; with scores, beside these.
+        scale, softcap, deterministic: as in :func:`attention`.
+        dropout_p: as in :func:`attention`. Dropout counts the positions of the whole sequence, so that memory is O(N) with it.
+        dropout_seed: as in :func:`attention`, the same on every rank. Default: the first rank draws one from torch's generator.
+        return_lse: also return the log-sum-exp of each query's logits, differentiable.
+
+    Returns:
+        out [B, H, n, Dv], this rank's chunk, or (out, lse) with lse [B, H, n], as :func:`attention`.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: a wrong shape, device or value; ranks that do not agree, on every rank; compiled, ranks whose chunks differ in length without
+            a mask or base that says N.
+        RuntimeError: torch.distributed's own, where a rank does not answer or is gone; a bound that is too small for the mask.
+    """
+    ranks = group_of(mesh, group)
+    world, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+    compiling = torch.compiler.is_compiling()
+    try:
+        checks.flags(False, deterministic, return_lse)
+        query, key, value = autocast(query, key, value)
+        given = _checked(query, key, value, mask, scores, window, local, sink, base, key_bias)
+        options = options_of(given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic)
+    except (TypeError, ValueError):
+        if not compiling and world > 1:
+            agreement.fail(ranks)
+        raise
+    said = _said(given, (query, key, value, key_bias, scores), options, compiling)
+    if compiling:
+        lengths = _lengths_while_compiling(given, world, rank)
+    else:
+        lengths = agreement.agree(ranks, said) if world > 1 else [given.sizes.query_length]
+        said = []
+    chunks = Chunks(ranks.group_name, rank, lengths)
+    if given.mask_length and not compiling and given.mask_length != chunks.length:
+        name = "mask" if given.base is None else "base"
+        raise ValueError(
+            f"{name}: expected one for {chunks.length} keys, the sum of the chunks {lengths}, got one for {given.mask_length}"
+        )
+    if not compiling and chunks.length > checks.MAX_LENGTH:
+        raise ValueError(f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {chunks.length}")
+
+    # Know the mask of the whole sequence.
+    start, end, said = _whole_mask(given, chunks, said)
+    if world == 1:
+        bias = given.key_bias
+        slots = torch.empty(1, 1, 0, dtype=torch.int32, device=query.device)
+    else:
+        # Say who needs which rows, and fetch them.
+        counts = _slot_counts(given, chunks, start, end)
+        slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
+        key, value, bias, _ = torch.ops.dmattn_distributed.carry(
+            key, value, given.key_bias, start, end, slots, counts, lengths, rank, chunks.group, said
+        )
+        bias = None if given.key_bias is None else bias
+    flat_bias = None if bias is None else bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
+    seed = options.dropout_seed
+    if seed is not None and dropout_seed is None and world > 1:
+        seed = torch.ops.dmattn_distributed.share_seed(seed, chunks.group)
+    common: dict[str, Any] = {
+        "is_causal": True, "scale": options.scale, "softcap": options.softcap, "dropout_p": options.dropout_p, "dropout_seed": seed,
+        "deterministic": options.deterministic,
+    }  # fmt: skip
+    if seed is None:
+        out, lse = attention(
+            query, key, value, needs.local_mask(start, end, slots, chunks), key_bias=flat_bias, return_lse=True, **common
+        )
+    else:
+        out, lse = _at_positions(query, key, value, flat_bias, start, end, slots, chunks, common)
+    return (out, lse) if return_lse else out
+
+
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: object,
+    scores: Tensor | None,
+    window: int | None,
+    local: int,
+    sink: int,
+    base: IntervalMask | None,
+    key_bias: Tensor | None,
+) -> Arguments:
+    sizes = sizes_of(query, key, value)
+    if sizes.key_length != sizes.query_length:
+        raise ValueError(f"key: expected [B, Hkv, n, D] with n={sizes.query_length} like query, got {checks.shape_of(key)}")
+    if mask is not None and scores is not None:
+        raise ValueError("mask, scores: expected at most one of them, got both")
+    if mask is not None and not isinstance(mask, IntervalMask):
+        raise TypeError(f"mask: expected an IntervalMask of the whole sequence, got {checks.type_of(mask)}")
+    if base is not None and scores is None:
+        raise ValueError("base: expected None without scores, got one")
+    kind = SCORES if scores is not None else CAUSAL if mask is None else MASK
+    checks.natural_int("local", local)
+    checks.natural_int("sink", sink)
+    bound = None
+    if scores is not None:
+        checks.tensor("scores", scores)
+        checks.dtype("scores", scores, checks.DTYPES["cpu"])
+        if scores.shape != key.shape[:3]:
+            raise ValueError(f"scores: expected [B, Hkv, n] = {checks.shape_of(key)[:3]}, got {checks.shape_of(scores)}")
+        checks.same_device("scores", scores, query)
+        checks.selection(window, local, sink, True)
+        assert window is not None
+        bound = window + local + sink
+    elif window is not None:
+        checks.natural_int("window", window)
+        bound = window + local + sink
+    elif local or sink:
+        raise ValueError(f"local, sink: expected 0 and 0 without window, got {local} and {sink}")
+    for name, given in (("mask", mask), ("base", base)):
+        if isinstance(given, IntervalMask):
+            _check_mask(name, given, sizes)
+    bias = None if key_bias is None else _bias_rows(key_bias, sizes)
+    if scores is not None:
+        added = scores.to(accumulate_dtype(sizes.dtype))[..., None]
+        bias = added if bias is None else bias + added
+    return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink), base, bias)
+
+
+def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
+    batch, heads, _ = mask.shape
+    if batch not in (1, sizes.batch) or heads not in (1, sizes.heads, sizes.kv_heads):
+        raise ValueError(
+            f"{name}: expected [B|1, H|Hkv|1, N] with B={sizes.batch}, H={sizes.heads}, Hkv={sizes.kv_heads}, got {[*mask.shape]}"
+        )
+    if mask.device != sizes.device:
+        raise ValueError(f"{name}: expected device {sizes.device} like query, got {mask.device}")
+
+
+def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
+    """[B, Hkv, n, 1 or H / Hkv]."""
+    rows = key_bias_rows(key_bias, sizes).expand(sizes.batch, -1, -1)
+    if rows.shape[1] in (1, sizes.kv_heads):
+        return rows.expand(-1, sizes.kv_heads, -1)[..., None]
+    grouped: Tensor = rows.unflatten(1, (sizes.kv_heads, -1))
+    return grouped.transpose(2, 3)
+
+
+def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, compiling: bool) -> list[int]:
+    """This call in numbers, see :data:`agreement.FIELDS`."""
+    query, _, value, key_bias, scores = tensors
+    assert query is not None
+    assert value is not None
+    sizes = given.sizes
+    bias = (
+        0 if key_bias is None else 1 + key_bias.dim() if key_bias.dim() < 3 else 1 + key_bias.shape[0] + (key_bias.shape[1] << 20)
+    )
+    floats = [getattr(options, name) for name in agreement.FLOATS]
+    wanted = [tensor is not None and tensor.requires_grad for tensor in tensors] if torch.is_grad_enabled() else []
+    is_read = given.kind == MASK and given.bound is None and not compiling
+    return [
+        0, sizes.query_length, sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, value.shape[3], DTYPES.index(sizes.dtype),
+        int(sizes.device.type == "cuda"), given.kind, given.mask_length, needs.checksum_of(given.mask) if is_read and given.mask else 0,
+        bias, -1 if scores is None else DTYPES.index(scores.dtype), -1 if given.bound is None else given.selection[0], *given.selection[1:],
+        *(0 if compiling else float_bits(number) for number in floats), sum(wants << place for place, wants in enumerate(wanted)),
+        int(compiling),
+    ]  # fmt: skip
+
+
+def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[int]:
+    """Equal chunks; or, where a mask says N and the ranks' chunks are not equal, equal ones and a shorter last one."""
+    own, whole = given.sizes.query_length, given.mask_length
+    if not whole or whole == own * world or world == 1:
+        return [own] * world
+    if rank < world - 1:
+        return [own] * (world - 1) + [whole - own * (world - 1)]
+    return [(whole - own) // (world - 1)] * (world - 1) + [own]
+
+
+def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
+    """start (None: the key's own position) and end of the whole sequence; ``said`` is empty once ranks have compared it."""
+    if given.scores is not None:
+        scores = given.scores.detach()
+        if len(chunks.lengths) > 1:
+            scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, said)
+            said = []
+        window, local, sink = given.selection
+        start, end = select_interval(scores, window, True, given.base, local, sink)
+        if start is not None:
+            start, end = same_heads(start, end, "base")
+            start = start.expand(-1, -1, chunks.length)
+        return start, end, said
+    mask = IntervalMask.causal(chunks.length, device=given.sizes.device) if given.mask is None else given.mask
+    start, end = same_heads(mask.start, mask.end, "mask")
+    return start.expand(-1, -1, chunks.length), end.expand(-1, -1, chunks.length), said
+
+
+def _slot_counts(given: Arguments, chunks: Chunks, start: Tensor | None, end: Tensor) -> list[int]:
+    """The number of slots of each rank."""
+    if given.kind == CAUSAL:
+        return chunks.firsts[:-1]
+    if given.bound is not None:
+        counts = needs.slots_from_bound(given.bound, chunks)
+        if given.kind == MASK:
+            needs.assert_fits(start, end, chunks, given.sizes.kv_heads, counts)
+        return counts
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "window: expected, with a mask while compiling, the number of earlier keys that a chunk sees at most, got None; "
+            "for a sliding window that is its left side"
+        )
+    assert given.mask is not None
+    return needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads)
+
+
+def _at_positions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_bias: Tensor | None,
+    start: Tensor | None,
+    end: Tensor,
+    slots: Tensor,
+    chunks: Chunks,
+    common: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Attention with every query and key at its index in the whole sequence, which dropout's hash counts by: rows between slots are zeros."""
+    first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
+    count = slots.shape[-1]
+    batch, kv_heads = key.shape[:2]
+    places = torch.where(slots == needs.EMPTY, first, slots).long().expand(batch, kv_heads, count)
+
+    def spread(rows: Tensor) -> Tensor:
+        """[B, Hkv, M + n, *] -> [B, Hkv, first + n, *]; what empty slots hold is dropped."""
+        earlier = rows.new_zeros(batch, kv_heads, first + 1, rows.shape[3])
+        filled = earlier.scatter(2, places[..., None].expand(-1, -1, -1, rows.shape[3]), rows[:, :, :count])
+        return torch.cat((filled[:, :, :first], rows[:, :, count:]), dim=2)
+
+    if key_bias is not None:
+        columns = key_bias.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+        key_bias = spread(columns).transpose(2, 3).flatten(1, 2)
+    # Queries of earlier ranks see nothing.
+    since = end.new_full((1, 1, last), ALWAYS) if start is None else start[..., :last]
+    mask = IntervalMask(since.clamp(min=first), end[..., :last])
+    query = F.pad(query, (0, 0, first, 0))
+    out, lse = attention(query, spread(key), spread(value), mask, key_bias=key_bias, return_lse=True, **common)
+    return out[:, :, first:], lse[:, :, first:]

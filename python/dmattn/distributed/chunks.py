@@ -1,0 +1,84 @@
+"""How a sequence is cut: which group of ranks holds it, and how many positions each rank holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmattn import checks
+
+
+class Chunks(NamedTuple):
+    """Rank r of the group holds positions [first(r), first(r + 1))."""
+
+    group: str  # its name
+    rank: int
+    lengths: Sequence[int]  # of every rank's chunk
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def first(self, rank: int) -> int:
+        """The position of a rank's first query; the length of the sequence for the rank behind the last."""
+        return sum(self.lengths[:rank])
+
+    @property
+    def firsts(self) -> list[int]:
+        """:meth:`first` of every rank and of the one behind the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+
+def group_of(mesh: object, group: object) -> dist.ProcessGroup:
+    """The group that ``mesh`` or ``group`` means; the world without either.
+
+    Raises:
+        TypeError: a mesh that is no DeviceMesh, or a group that is no ProcessGroup.
+        ValueError: both given, a mesh of several dimensions, ranks of a mesh that are not in ascending order, a group without this rank, or no
+            group at all because torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("group: expected torch.distributed to be initialised (torch.distributed.init_process_group), it is not")
+    if mesh is not None and group is not None:
+        raise ValueError("mesh, group: expected at most one of them, got both")
+    if mesh is not None:
+        return _group_of_mesh(mesh)
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this rank is a member of, got one without it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a torch.distributed.ProcessGroup, got {checks.type_of(group)}")
+    if not torch.compiler.is_compiling() and dist.get_rank(group) < 0:
+        raise ValueError("group: expected a group that this rank is a member of, got one without it")
+    return group
+
+
+def _group_of_mesh(mesh: object) -> dist.ProcessGroup:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {checks.type_of(mesh)}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, such as mesh['cp'], got {mesh.ndim}")
+    group = mesh.get_group()
+    if not torch.compiler.is_compiling():
+        ranks = mesh.mesh.tolist()
+        if ranks != sorted(ranks):
+            raise ValueError(f"mesh: expected ranks in ascending order, as chunks follow each other in rank order, got {ranks}")
+        if dist.get_rank() not in ranks:
+            raise ValueError(f"mesh: expected one with this rank {dist.get_rank()}, got one of {ranks}")
+    return group
+
+
+def all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """Everybody's ``sent`` [n] in rank order into ``received`` [ranks * n]; newer releases of torch have another name for it."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, sent, group=group)

@@ -1,0 +1,162 @@
+"""Which rank needs which rows, from the mask of the whole sequence alone: the part of context parallelism without communication.
+
+A rank needs an earlier key if some query of its chunk sees it. Its needed keys get slots, in the order of their positions, in front of its
+own keys, separately for each batch and key head. The number of slots is a bound known on the host; slots that stay empty are hidden from all
+queries.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.distributed.chunks import Chunks
+from dmattn.masks import ALWAYS, IntervalMask
+
+EMPTY = -1  # the position in a slot that holds no key
+FAR = 4 * checks.MAX_LENGTH  # no position is as far from 0, also after a move
+
+
+def seen_by(start: Tensor | None, end: Tensor, first: int | Tensor, last: int | Tensor) -> Tensor:
+    """Which of these keys, all before ``first``, the queries at [first, last) see, as bools; first and last broadcast with end [.., keys]."""
+    seen = end > first if start is None else _later(start, first) < _earlier(end, last)
+    return seen & (first < last)
+
+
+def _later(bound: Tensor, position: int | Tensor) -> Tensor:
+    return torch.maximum(bound, position) if isinstance(position, Tensor) else bound.clamp(min=position)
+
+
+def _earlier(bound: Tensor, position: int | Tensor) -> Tensor:
+    return torch.minimum(bound, position) if isinstance(position, Tensor) else bound.clamp(max=position)
+
+
+def per_key_head(seen: Tensor, kv_heads: int) -> Tensor:
+    """[.., H|Hkv|1, keys] to [.., Hkv|1, keys]: a key head needs what one of its query heads sees."""
+    return seen if seen.shape[-2] in (1, kv_heads) else seen.unflatten(-2, (kv_heads, -1)).any(-2)
+
+
+def places_of(marked: Tensor, count: int) -> Tensor:
+    """The places of the first ``count`` True of each row [.., n], int32 [.., count]; n where there are fewer."""
+    before = marked.cumsum(-1, dtype=torch.int32)
+    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=marked.device)
+    return torch.searchsorted(before, ordinals.expand(*marked.shape[:-1], count).contiguous(), out_int32=True)
+
+
+def slots_of(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: int) -> Tensor:
+    """The position of the key in each of this rank's slots, int32 [B|1, Hkv|1, slots], ascending; EMPTY in slots behind the last key.
+
+    Args:
+        start, end: of the whole sequence, [B|1, H|Hkv|1, N]; start None: each key is visible from its own position on.
+    """
+    first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
+    earlier = None if start is None else start[..., :first]
+    seen = per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)
+    places = places_of(seen, slots)
+    return torch.where(places < first, places, EMPTY)
+
+
+def wanted_by_later(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int) -> Tensor:
+    """Which of this rank's keys each later rank needs, bool [later ranks, B|1, Hkv|1, n]."""
+    firsts = torch.tensor(chunks.firsts[chunks.rank + 1 :], dtype=torch.int32).to(end.device, non_blocking=True)[
+        :, None, None, None
+    ]
+    own = slice(chunks.first(chunks.rank), chunks.first(chunks.rank + 1))
+    return per_key_head(
+        seen_by(None if start is None else start[None, ..., own], end[None, ..., own], firsts[:-1], firsts[1:]), kv_heads
+    )
+
+
+def local_mask(start: Tensor | None, end: Tensor, slots: Tensor, chunks: Chunks) -> IntervalMask:
+    """The mask of this rank's call: keys are its slots and its own keys, queries its own, and causality is the op's.
+
+    Positions move so that the rank's first query stands behind the slots, as bottom-right alignment has it.
+    """
+    count = slots.shape[-1]
+    first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
+    by = count - first
+    if count == 0:
+        own_end = _moved(end[..., first:last], by)
+        return IntervalMask(_always(own_end) if start is None else _moved(start[..., first:last], by), own_end)
+    heads = max(end.shape[1], slots.shape[1], 1 if start is None else start.shape[1])
+    batch = max(end.shape[0], slots.shape[0], 1 if start is None else start.shape[0])
+    if slots.shape[1] not in (1, heads):
+        slots = slots.repeat_interleave(heads // slots.shape[1], dim=1)
+    source = slots.expand(batch, heads, count).clamp(min=0).long()
+
+    def joined(bound: Tensor, empty: int) -> Tensor:
+        if bound.shape[1] not in (1, heads):
+            bound = bound.repeat_interleave(heads // bound.shape[1], dim=1)
+        bound = bound.expand(batch, heads, -1)
+        carried = torch.where(slots == EMPTY, empty, bound.gather(2, source))
+        return _moved(torch.cat((carried, bound[..., first:last]), dim=2), by)
+
+    local_end = joined(end, ALWAYS)
+    return IntervalMask(_always(local_end) if start is None else joined(start, ALWAYS), local_end)
+
+
+def _moved(bound: Tensor, by: int) -> Tensor:
+    """Starts or ends so many positions later. What lies far behind or before all positions may move, too, as long as nothing wraps."""
+    return bound.clamp(-FAR, FAR) + by
+
+
+def _always(like: Tensor) -> Tensor:
+    return torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=like.device)
+
+
+# Bounds --------------------------------------------------------------------------------------------------------------------------------
+
+
+class KnownNeeds:
+    """What has been read from a mask on the host, kept as long as the mask lives: the number of slots each rank needs, and a checksum."""
+
+    def __init__(self) -> None:
+        self.checksum: int | None = None
+        self.slots: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+
+_known: weakref.WeakKeyDictionary[IntervalMask, KnownNeeds] = weakref.WeakKeyDictionary()
+
+
+def checksum_of(mask: IntervalMask) -> int:
+    """A number that two different masks seldom share. Reads the mask once, which on a GPU waits for the device."""
+    known = _known.setdefault(mask, KnownNeeds())
+    if known.checksum is None:
+        start, end = mask.start.long(), mask.end.long()
+        weights = torch.arange(1, max(start.shape[2], end.shape[2]) + 1, device=mask.device) % 65_521
+        rows = start.sum((0, 1)) * 3 + end.sum((0, 1)) * 5
+        known.checksum = int((rows * weights).sum())
+    return known.checksum
+
+
+def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[int]:
+    """For each rank the largest number of earlier keys that a key head of its chunk sees. Reads the mask once."""
+    known = _known.setdefault(mask, KnownNeeds())
+    key = (tuple(chunks.lengths), kv_heads)
+    if key not in known.slots:
+        firsts = chunks.firsts
+        counts = [
+            per_key_head(seen_by(mask.start[..., :first], mask.end[..., :first], first, last), kv_heads).sum(-1).max()
+            for first, last in itertools.pairwise(firsts[1:])
+        ]
+        known.slots[key] = [0, *torch.stack(counts).tolist()]
+    return known.slots[key]
+
+
+def slots_from_bound(bound: int, chunks: Chunks) -> list[int]:
+    """For each rank as many slots as a bound asks for, and no more than there are earlier keys."""
+    return [min(bound, first) for first in chunks.firsts[:-1]]
+
+
+def assert_fits(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: Sequence[int]) -> None:
+    """Stops where a bound given by the caller is too small: at once on a CPU, by a device assertion on a GPU."""
+    first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
+    earlier = None if start is None else start[..., :first]
+    seen = per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)
+    fits = (seen.sum(-1) <= slots[chunks.rank]).all()
+    torch.ops.aten._assert_async.msg(fits, "window: expected at least the number of earlier keys that some query of a chunk sees")
