@@ -12,11 +12,15 @@ import dmattn
 import pytest
 import torch
 from dmattn.testing import (
+    FEATURES,
     AttentionCase,
     assert_close_to_reference,
+    assert_function_matches,
     assert_matches_reference,
     assert_same_bits,
     attention_cases,
+    features_in,
+    features_of,
     masks,
     poisoned_memory,
     run,
@@ -25,7 +29,8 @@ from dmattn.testing import (
     strategies,
     tolerance,
 )
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
+from hypothesis import strategies as st
 
 CASES = {
     dtype: AttentionCase(*(strategies.random_tensor((1, 2, 60, 16), i, dtype) for i in range(3)), is_causal=True)
@@ -181,3 +186,94 @@ def test_longer_cases_reach(length):
         settings=settings(max_examples=2000, database=None),
     )  # fmt: skip
     assert found.B * found.H * found.Sq * found.Sk <= 110_000
+
+
+# Features, and functions with fewer arguments ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(features=st.sets(st.sampled_from(FEATURES)), data=st.data())
+def test_a_case_has_only_the_features_that_are_allowed(features, data):
+    case = data.draw(attention_cases(max_length=20, features=features))
+    assert features_in(case) <= features
+    assert_close_to_reference(case, run_reference(case, differentiated=False))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_is_reached_alone(feature):
+    needed = {"empty_lengths": {"blind_queries"}, "blind_queries": {"interval_mask"}}.get(feature, set())
+    cases = attention_cases(max_length=20, dtype=torch.float32, features={feature} | needed)
+    found = settings(max_examples=500, database=None, phases=[Phase.generate])
+    find(cases, lambda case: feature in features_in(case), settings=found)
+
+
+def test_features_that_are_none_are_refused():
+    with pytest.raises(ValueError, match=r"features: expected names of grouped_heads, .*, got rope, sinks"):
+        strategies.checked({"sinks", "rope", "bias"})
+    with pytest.raises(TypeError, match=r"expected several names .* got the string 'bias'"):
+        strategies.checked("bias")
+    assert strategies.checked(None) == set(FEATURES)
+    assert strategies.checked(()) == set()
+
+
+def torch_attention(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    if is_causal and attn_mask is not None:
+        attn_mask, is_causal = attn_mask & torch.ones(attn_mask.shape[-2:], dtype=torch.bool).tril(), False
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+
+
+SDPA_FEATURES = features_of(torch_attention) - {"blind_queries", "different_lengths"}
+
+
+def test_features_are_those_of_the_arguments():
+    general = {"grouped_heads", "different_lengths", "empty_lengths", "value_size", "strides", "blind_queries"}
+    boolean = {"interval_mask", "block_mask", "combined_mask", "bool_mask"}
+    assert features_of(lambda q, k, v: q) == general
+    assert features_of(lambda q, k, v, attn_mask: q) == general | boolean | {"is_causal"}
+    assert features_of(torch_attention) == general | boolean | {"is_causal", "scale"}
+    assert features_of(dmattn.attention) == set(FEATURES)
+
+
+@settings(max_examples=15)
+@given(case=attention_cases(max_length=60, dtype=torch.float32, features=SDPA_FEATURES - {"scale"}))
+def test_torchs_attention_matches(case):
+    assert_function_matches(case, torch_attention)
+
+
+@settings(max_examples=15)
+@given(case=attention_cases(max_length=60))
+def test_our_attention_matches_as_a_function(case):
+    def attention(query, key, value, mask, key_bias, bias, *, is_causal, scale, softcap, dropout_p, dropout_seed, deterministic):
+        return dmattn.attention(
+            query, key, value, mask, key_bias=key_bias, bias=bias, is_causal=is_causal, scale=scale, softcap=softcap,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+        )  # fmt: skip
+
+    results = assert_function_matches(case, attention)
+    assert set(results) == {"out"} | {f"grad_{name}" for name in case.leaves()}
+
+
+def test_a_causal_mask_comes_with_the_bools_where_a_function_has_no_other_argument_for_it():
+    def attention(query, key, value, attn_mask):
+        return dmattn.attention(query, key, value, attn_mask)
+
+    assert_function_matches(CASES[torch.float32], attention)
+    with pytest.raises(AssertionError, match=r"out\[.*allowed"):
+        assert_function_matches(CASES[torch.float32], lambda query, key, value, attn_mask: dmattn.attention(query, key, value))
+    with pytest.raises(AssertionError, match=r"grad_key\[.*allowed"):
+        assert_function_matches(
+            CASES[torch.float32], lambda query, key, value, attn_mask: attention(query, 2 * key - key.detach(), value, attn_mask)
+        )
+
+
+def test_a_case_that_needs_an_argument_the_function_does_not_take_is_an_error():
+    message = r"fn: expected arguments for is_causal, got a function of \(scale\): draw cases by attention_cases\(features=features_of\(fn\)\)"
+    with pytest.raises(TypeError, match=message):
+        assert_function_matches(CASES[torch.float32], lambda query, key, value, scale: query)
+
+
+def test_an_output_of_another_dtype_is_found():
+    case = AttentionCase(*(strategies.random_tensor((1, 1, 6, 8), i, torch.bfloat16) for i in range(3)))
+    with pytest.raises(AssertionError, match=r"out: expected torch\.bfloat16, got torch\.float32"):
+        assert_function_matches(case, lambda q, k, v: dmattn.attention(q, k, v).float(), gradients=False)

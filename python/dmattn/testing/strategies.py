@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.masks import BlockMask, IntervalMask, Mask
 from dmattn.testing.case import AttentionCase
+from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -572,6 +573,7 @@ def attention_cases(
     max_length: int = 200,
     dtype: torch.dtype | None = None,
     max_pairs: int | None = None,
+    features: Collection[str] | None = None,
 ) -> AttentionCase:
     """Whole problems: everything above at once.
 
@@ -580,9 +582,20 @@ def attention_cases(
         max_length: longest Sq and Sk.
         dtype: one dtype instead of all the device has kernels for.
         max_pairs: as in :func:`shapes`.
+        features: the features, of ``dmattn.testing.FEATURES``, that a case may have; None for all, ``()`` for plain dense attention. Where
+            queries may not be blind and a drawn mask would make them so, the case has no mask, or is not causal.
+
+    Raises:
+        TypeError, ValueError: features that are none.
     """
+    allowed = checked(features)
+
+    def chosen(feature: str, strategy: st.SearchStrategy[Any], otherwise: Any) -> Any:
+        return draw(strategy) if feature in allowed else otherwise
+
     dtype = draw(dtypes(device)) if dtype is None else dtype
-    shape = draw(shapes(max_length, max_pairs=max_pairs))
+    least = 0 if {"empty_lengths", "blind_queries"} <= allowed else 1
+    shape = _without(draw(shapes(max_length, least, max_pairs=max_pairs)), allowed)
     seed, magnitude = draw(seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
     sizes = (
         (shape.B, shape.H, shape.Sq, shape.D),
@@ -590,27 +603,61 @@ def attention_cases(
         (shape.B, shape.Hkv, shape.Sk, shape.Dv),
     )
     query, key, value = (
-        laid_out(magnitude * random_tensor(size, seed + number, dtype, device), draw(st.sampled_from(LAYOUTS)))
-        for number, size in enumerate(sizes)
+        laid_out(
+            magnitude * random_tensor(size, seed + n, dtype, device), chosen("strides", st.sampled_from(LAYOUTS), "contiguous")
+        )
+        for n, size in enumerate(sizes)
     )
-    drawn = draw(masks(shape, device))
-    return AttentionCase(
+    drawn = draw(masks(shape, device) if allowed.issuperset(MASK_TYPES) else some_masks(shape, device, allowed))
+    case = AttentionCase(
         query,
         key,
         value,
         mask=drawn.mask,
         visible=drawn.visible,
-        key_bias=draw(st.none() | key_biases(shape, dtype, device)),
-        bias=draw(st.none() | biases(shape, dtype, device)),
-        is_causal=draw(st.booleans()),
-        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))),
-        softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0))),
-        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.2, 0.9))),
+        key_bias=chosen("key_bias", st.none() | key_biases(shape, dtype, device), None),
+        bias=chosen("bias", st.none() | biases(shape, dtype, device), None),
+        is_causal=chosen("is_causal", st.booleans(), False),
+        scale=chosen("scale", st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0)), None),
+        softcap=chosen("softcap", st.sampled_from((0.0, 0.0, 0.5, 8.0)), 0.0),
+        dropout_p=chosen("dropout", st.sampled_from((0.0, 0.0, 0.2, 0.9)), 0.0),
         dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
-        deterministic=draw(st.booleans()),
+        deterministic=chosen("deterministic", st.booleans(), False),
         grad_seed=seed,
         description=drawn.description,
     )
+    return case if "blind_queries" in allowed else _seeing(case)
+
+
+def some_masks(shape: Shape, device: str, kinds: Collection[str]) -> st.SearchStrategy[DrawnMask]:
+    """None, and masks of the kinds ``interval_mask``, ``block_mask``, ``combined_mask`` and ``bool_mask``."""
+    by_kind = {
+        "interval_mask": interval_masks,
+        "block_mask": block_masks,
+        "combined_mask": combined_masks,
+        "bool_mask": bool_tensor_masks,
+    }
+    return st.one_of(no_masks(shape, device), *(of_kind(shape, device) for kind, of_kind in by_kind.items() if kind in kinds))
+
+
+def _without(shape: Shape, allowed: frozenset[str]) -> Shape:
+    """A shape without the features that are not allowed."""
+    if "grouped_heads" not in allowed:
+        shape = dataclasses.replace(shape, Hkv=shape.H)
+    if "different_lengths" not in allowed:
+        shape = dataclasses.replace(shape, Sq=min(shape.Sq, shape.Sk), Sk=min(shape.Sq, shape.Sk))
+    return shape if "value_size" in allowed else dataclasses.replace(shape, Dv=shape.D)
+
+
+def _seeing(case: AttentionCase) -> AttentionCase:
+    """A case like this in which every query sees a key."""
+    finite = {name: leaf.clamp(min=-4.0) for name, leaf in case.leaves().items() if name in ("key_bias", "bias")}
+    case = case.with_leaves(finite)
+    if not bool(sees_a_key(case).all()):
+        case = dataclasses.replace(case, mask=None, visible=None, description="None")
+    if not bool(sees_a_key(case).all()):
+        case = dataclasses.replace(case, is_causal=False)
+    return case
 
 
 def _either(*sizes: int) -> st.SearchStrategy[int]:
