@@ -127,11 +127,16 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def graphed(runs: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Microseconds of one run: the median over replays of a CUDA graph that holds all of them, after replays that are thrown away."""
+    """Microseconds of one run: the median over replays of a CUDA graph that holds all of them."""
+    return statistics.median(graph_samples(runs, repeats))
+
+
+def graph_samples(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Microseconds of one run, a sample for each replay of a CUDA graph that holds all of them, after replays that are thrown away."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.no_grad():
-        for run in runs[:2]:
+        for run in runs:
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -147,7 +152,7 @@ def graphed(runs: Sequence[Callable[[], object]], repeats: int) -> float:
             torch.cuda.synchronize()
             if turn >= GRAPH_WARM_UP:
                 samples.append(first.elapsed_time(last) * 1e3 / len(runs))
-    return statistics.median(samples)
+    return samples
 
 
 def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:

@@ -1,125 +1,264 @@
-"""Times generation with a bounded cache, its update included: ``python benchmarks/serve.py [--device cuda]``. Writes JSON with --output.
+"""Times generation with a bounded cache, its update included: ``python benchmarks/serve.py [--device cuda]``. JSON in a folder with --output.
 
-A step takes one token of each sequence in and attends. On CUDA steps are timed in a graph that holds several of them, each with a cache of its
-own, so that together they are larger than the L2 cache, as in a model whose layers follow each other. Beside them stand torch's kernels over
-as many keys without any update, and over all keys of the context. Prefill is a whole prompt in chunks, beside one call without a cache.
+A step takes one token of each sequence in and attends. Its time cannot depend on how long the context is, for nothing that a step reads does but
+the numbers in the slots; it is measured after a short and after a long one, which one sequence has taken in token by token, in chunks. The other
+sequences of a batch are copies of it, each in memory of its own. A new key always wins a slot: that is the most a step can have to do.
+
+On CUDA, times are of one step in a graph that holds several of them, each with a cache of its own, so that together they are larger than the L2
+cache, as in a model whose layers follow each other. On a CPU the runs take turns. Beside the steps stand torch's kernels over as many
+keys without any update, and over all keys of a long context, which is what a cache that grows costs; then our own kernel over all keys, in one
+piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results were compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dmattn
 import torch
 import torch.nn.functional as F
-from dmattn.testing.tolerance import assert_same_by_another_way
-from measure import graphed
+from dmattn.testing import tolerance
+from measure import by_turns, graph_samples
+from run import provenance
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
+SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
+CHUNK, FILL = 4096, 16_384
 COLD_BYTES, MOST_STEPS = 400 << 20, 48
-LONG, CHUNK, FILL = 131_072, 4096, 16_384
-Row = dict[str, object]
+SURE_TO_WIN = 1e4  # a score; those of the context are standard normal
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+Row = dict[str, Any]
+Run = Callable[[], object]
+
+
+def assert_alike(result: Tensor, expected: Tensor) -> None:
+    """Kernels round weights to bfloat16 at different places; float32 sums have another order."""
+    rule = tolerance.assert_same_in_another_order if result.dtype == torch.float32 else tolerance.assert_same_by_another_way
+    rule(result, expected, result.dtype)
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 def tokens(batch: int, count: int, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query, key, value and scores of so many tokens."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def draw(heads: int) -> Tensor:
-        return torch.randn(batch, heads, count, HEAD_DIM, generator=generator, device=device, dtype=dtype)
+        return torch.randn(batch, heads, count, HEAD_DIM, generator=generator, device=device, dtype=dtype_of(device))
 
     scores = torch.randn(batch, KV_HEADS, count, generator=generator, device=device)
     return draw(HEADS), draw(KV_HEADS), draw(KV_HEADS), scores
 
 
-def filled(batch: int, context: int, device: str) -> dmattn.BoundedCache:
-    """A cache that has taken so many tokens in."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    cache = dmattn.BoundedCache(batch, KV_HEADS, WINDOW, HEAD_DIM, dtype=dtype, device=device)
-    fill = FILL // batch if device == "cuda" else CHUNK
-    for first in range(0, context, fill):
-        query, key, value, scores = tokens(batch, min(fill, context - first), device, first)
-        # What queries see does not matter here: one head group's worth of them is the cheapest.
-        cache.attend(query[:, :KV_HEADS], key, value, scores)
-    return cache
+def new_cache(batch: int, device: str) -> dmattn.BoundedCache:
+    return dmattn.BoundedCache(batch, KV_HEADS, WINDOW, HEAD_DIM, dtype=dtype_of(device), device=device)
 
 
-def clocked(runs: list[Callable[[], object]], repeats: int) -> float:
-    """Microseconds of one run on a CPU: the median."""
-    samples = []
-    for turn in range(repeats + 3):
-        begin = time.perf_counter()
-        runs[turn % len(runs)]()
-        if turn >= 3:
-            samples.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(samples)
+def copies_of(cache: dmattn.BoundedCache, batch: int, count: int) -> list[dmattn.BoundedCache]:
+    """So many caches of ``batch`` sequences, each of which is a copy of the one sequence of a cache."""
+    copies = []
+    for _ in range(count):
+        copies.append(new_cache(batch, cache.key.device.type))
+        for name, buffer in copies[-1].named_buffers():
+            if name != "sizes_saved":
+                buffer.copy_(cache.get_buffer(name).expand_as(buffer))
+    return copies
 
 
-def step_row(batch: int, context: int, device: str, repeats: int) -> Row:
-    """A step after so many tokens."""
-    timed = graphed if device == "cuda" else clocked
-    cache = filled(batch, context, device)
-    copies = max(1, min(MOST_STEPS, -(-COLD_BYTES // cache.nbytes))) if device == "cuda" else 1
-    caches = [cache]
-    for _ in range(copies - 1):
-        caches.append(dmattn.BoundedCache(batch, KV_HEADS, WINDOW, HEAD_DIM, dtype=cache.key.dtype, device=device))
-        caches[-1].load_state_dict(cache.state_dict())
-    query, key, value, scores = tokens(batch, 1, device, 1)
-
-    def step_of(each: dmattn.BoundedCache) -> Callable[[], object]:
-        return lambda: each.attend(query, key, value, scores)
-
-    def peer_of(each: dmattn.BoundedCache) -> Callable[[], object]:
-        return lambda: F.scaled_dot_product_attention(query, each.key, each.value, enable_gqa=True)
-
-    us = timed([step_of(each) for each in caches], repeats)
-    peer = timed([peer_of(each) for each in caches], repeats)
-    return {
-        "case": f"step, {batch} sequences after {context} tokens",
-        "us": us,
-        "sdpa_over_window_us": peer,
-        "bytes": cache.nbytes,
-    }
+def filled(contexts: list[int], device: str) -> dict[int, dmattn.BoundedCache]:
+    """Caches of one sequence that have taken so many tokens in; refuses where the first of them answers a query wrongly."""
+    cache, at, caches = new_cache(1, device), 0, {}
+    parts = []
+    for context in contexts:
+        while at < context:
+            _, key, value, scores = tokens(1, min(FILL if device == "cuda" else CHUNK, context - at), device, at)
+            # What these queries see is not looked at: as few heads as there can be are the cheapest.
+            cache.attend(key, key, value, scores)
+            at += key.shape[2]
+            if context == contexts[0]:
+                parts.append((key, value, scores))
+        (caches[context],) = copies_of(cache, 1, 1)
+    query, *new = tokens(1, 1, device, LONGEST)
+    key, value, scores = (torch.cat(all_parts, 2) for all_parts in zip(*parts, new, strict=True))
+    (copy,) = copies_of(caches[contexts[0]], 1, 1)
+    assert_alike(
+        copy.attend(query, *new),
+        dmattn.dynamic_mask_attention(query, key, value, scores, WINDOW),
+    )
+    return caches
 
 
-def full_row(batch: int, device: str, repeats: int) -> Row:
-    """torch's kernel over all keys of a long context: what a growing cache costs."""
-    query, one, *_ = tokens(batch, 1, device, 1)
-    key, value = (torch.randn(batch, KV_HEADS, LONG, HEAD_DIM, device=device, dtype=one.dtype) for _ in range(2))
-    timed = graphed if device == "cuda" else clocked
-    us = timed([lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)], repeats)
-    return {"case": f"SDPA, {batch} sequences over {LONG} keys", "us": us}
+# Time ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def row_of(case: str, samples: list[float], peers: dict[str, list[float]] | None = None, **facts: object) -> Row:
+    """A line of the results; times are medians, in microseconds."""
+    peer_us = {name: statistics.median(times) for name, times in (peers or {}).items()}
+    return {"case": case, **facts, "us": statistics.median(samples), "peer_us": peer_us, "samples": samples}
+
+
+def bytes_read(batch: int, keys: int, device: str) -> int:
+    """Bytes of the keys and values that a step over so many keys reads."""
+    return batch * KV_HEADS * keys * HEAD_DIM * 2 * dtype_of(device).itemsize
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None) -> Tensor:
+    if backend is None:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def sdpa_in_groups(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same for one token, with a key head's query heads in the place of tokens: on a CPU torch then copies no keys."""
+    return F.scaled_dot_product_attention(query.view(query.shape[0], KV_HEADS, -1, HEAD_DIM), key, value).view(query.shape)
+
+
+# On CUDA ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def cuda_peers(
+    query: Tensor, caches: list[tuple[Tensor, Tensor]], repeats: int, expected: Tensor | None
+) -> dict[str, list[float]]:
+    """torch's kernels over the same keys; one that cannot, or gives something else, is left out and named on stderr."""
+    peers = {}
+    for name, backend in BACKENDS.items():
+        try:
+            if expected is not None:
+                assert_alike(sdpa(query, *caches[0], backend), expected)
+            runs: list[Run] = [lambda pair=pair, backend=backend: sdpa(query, *pair, backend) for pair in caches]
+            peers[name] = graph_samples(runs, repeats)
+        except (RuntimeError, AssertionError) as reason:
+            print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
+    return peers
+
+
+def cuda_step_rows(batch: int, filled_caches: dict[int, dmattn.BoundedCache], repeats: int) -> list[Row]:
+    rows = []
+    query, key, value, scores = tokens(batch, 1, "cuda", 1)
+    scores.fill_(SURE_TO_WIN)
+    for context, one in filled_caches.items():
+        caches = copies_of(one, batch, max(1, min(MOST_STEPS, -(-COLD_BYTES // (one.nbytes * batch)))))
+        runs: list[Run] = [lambda cache=cache: cache.attend(query, key, value, scores) for cache in caches]
+        peers = {}
+        samples = graph_samples(runs, repeats)
+        if context == min(filled_caches):
+            peers = cuda_peers(query, [(cache.key, cache.value) for cache in caches], repeats, None)
+        facts = {"kind": "step", "batch": batch, "context": context, "keys": WINDOW, "cache_bytes": caches[0].nbytes}
+        rows.append(row_of(f"step, {batch} sequences after {context} tokens", samples, peers,
+                           **facts, bytes=bytes_read(batch, WINDOW, "cuda")))  # fmt: skip
+    return rows
+
+
+def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
+    """decode_attention over all keys of a context, in one piece and in pages, beside torch's kernels."""
+    query, *_ = tokens(batch, 1, "cuda", 1)
+    key, value = (torch.randn(batch, KV_HEADS, keys, HEAD_DIM, device="cuda", dtype=query.dtype) for _ in range(2))
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    facts = {"kind": "full", "batch": batch, "keys": keys, "bytes": bytes_read(batch, keys, "cuda")}
+    expected = dmattn.decode_attention(query, key, value, lengths)
+    samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths)], repeats)
+    peers = cuda_peers(query, [(key, value)], repeats, expected)
+    rows = [row_of(f"decode_attention, {batch} sequences over {keys} keys", samples, peers, **facts)]
+    page = 64
+    table = torch.randperm(batch * keys // page, device="cuda", dtype=torch.int32).view(batch, -1)
+
+    def in_pages(cache: Tensor) -> Tensor:
+        pool = torch.empty(batch * keys // page, page, KV_HEADS, HEAD_DIM, device="cuda", dtype=cache.dtype)
+        pool[table.flatten().long()] = cache.transpose(1, 2).reshape(pool.shape)
+        return pool
+
+    key, value = in_pages(key), in_pages(value)
+    assert_alike(dmattn.decode_attention(query, key, value, lengths, page_table=table), expected)
+    samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths, page_table=table)], repeats)
+    rows.append(row_of(f"decode_attention, {batch} sequences over {keys} keys in pages of {page}", samples, **facts, page=page))
+    return rows
 
 
 def prefill_row(device: str, length: int, chunk: int, repeats: int) -> Row:
-    """A prompt in chunks beside one call; refuses where they differ."""
+    """A prompt in chunks beside one call."""
     query, key, value, scores = tokens(1, length, device, 3)
-    cache = dmattn.BoundedCache(1, KV_HEADS, WINDOW, HEAD_DIM, dtype=query.dtype, device=device)
+    cache = new_cache(1, device)
 
     def in_chunks() -> Tensor:
         cache.reset()
-        parts = range(0, length, CHUNK)
-        return torch.cat(
-            [cache.attend(*(x[:, :, first : first + CHUNK] for x in (query, key, value, scores))) for first in parts], 2
-        )
+        starts = range(0, length, chunk)
+        outs = [cache.attend(*(x[:, :, first : first + chunk] for x in (query, key, value, scores))) for first in starts]
+        return torch.cat(outs, 2)
 
     def at_once() -> Tensor:
         whole: Tensor = dmattn.dynamic_mask_attention(query, key, value, scores, WINDOW)
         return whole
 
-    assert_same_by_another_way(in_chunks(), at_once(), query.dtype)
-    timed = graphed if device == "cuda" else clocked
-    chunked, once = (timed([run], repeats) for run in (in_chunks, at_once))
-    return {"case": f"prefill, {length} tokens in chunks of {chunk}", "us": chunked, "one_call_us": once, "ratio": chunked / once}
+    assert_alike(in_chunks(), at_once())
+    if device == "cuda":
+        chunked, once = graph_samples([in_chunks], repeats), graph_samples([at_once], repeats)
+    else:
+        times = by_turns({"chunks": in_chunks, "once": at_once}, device, repeats)
+        chunked, once = ([each * 1e6 for each in times[name]] for name in ("chunks", "once"))
+    facts = {"kind": "prefill", "batch": 1, "keys": length, "chunk": chunk}
+    return row_of(f"prefill, {length} tokens in chunks of {chunk}", chunked, {"one call": once}, **facts)
+
+
+def cuda_rows(repeats: int, quick: bool) -> list[Row]:
+    caches = filled([SHORT] if quick else [SHORT, LONGEST], "cuda")
+    rows = []
+    for batch in (1,) if quick else (1, 16, 64):
+        rows += cuda_step_rows(batch, caches, repeats)
+        torch.cuda.empty_cache()
+    for batch in (1,) if quick else (1, 16):
+        rows += cuda_full_rows(batch, SHORT if quick else LONG, min(repeats, 10))
+        torch.cuda.empty_cache()
+    return [*rows, prefill_row("cuda", 2 * CHUNK if quick else LONG, CHUNK, min(repeats, 5))]
+
+
+# On a CPU -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def cpu_rows(repeats: int, quick: bool) -> list[Row]:
+    """Steps after both contexts, and torch's kernels over as many and over all keys, by turns, so that all meet the same disturbances."""
+    long = 2 * SHORT if quick else LONG
+    caches = filled([SHORT, long], "cpu")
+    query, key, value, scores = tokens(1, 1, "cpu", 1)
+    scores.fill_(SURE_TO_WIN)
+    all_keys, all_values = (torch.randn(1, KV_HEADS, long, HEAD_DIM) for _ in range(2))
+    assert_alike(
+        sdpa(query, caches[SHORT].key, caches[SHORT].value, None),
+        sdpa_in_groups(query, caches[SHORT].key, caches[SHORT].value),
+    )
+    runs: dict[str, Run] = {}
+    for context, cache in caches.items():
+        runs[f"step {context}"] = lambda cache=cache: cache.attend(query, key, value, scores)
+    for keys, pair in ((WINDOW, (caches[SHORT].key, caches[SHORT].value)), (long, (all_keys, all_values))):
+        runs[f"SDPA {keys}"] = lambda pair=pair: sdpa(query, *pair, None)
+        runs[f"SDPA, heads in groups {keys}"] = lambda pair=pair: sdpa_in_groups(query, *pair)
+    times = {name: [each * 1e6 for each in samples] for name, samples in by_turns(runs, "cpu", repeats).items()}
+
+    def peers(keys: int) -> dict[str, list[float]]:
+        return {name: times[f"{name} {keys}"] for name in ("SDPA", "SDPA, heads in groups")}
+
+    rows = []
+    for context, cache in caches.items():
+        facts = {"kind": "step", "batch": 1, "context": context, "keys": WINDOW, "cache_bytes": cache.nbytes}
+        rows.append(row_of(f"step, 1 sequence after {context} tokens", times[f"step {context}"],
+                           peers(WINDOW) if context == SHORT else {}, **facts, bytes=bytes_read(1, WINDOW, "cpu")))  # fmt: skip
+    lengths = torch.tensor([long], dtype=torch.int32)
+    ours = by_turns({"decode": lambda: dmattn.decode_attention(query, all_keys, all_values, lengths)}, "cpu", repeats)["decode"]
+    facts = {"kind": "full", "batch": 1, "keys": long, "bytes": bytes_read(1, long, "cpu")}
+    rows.append(row_of(f"decode_attention, 1 sequence over {long} keys", [each * 1e6 for each in ours], peers(long), **facts))
+    return [*rows, prefill_row("cpu", 512 if quick else 2 * CHUNK, 256 if quick else CHUNK, min(repeats, 3))]
 
 
 def main() -> None:
@@ -127,32 +266,35 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="short contexts only, to see that it runs")
-    parser.add_argument("--output", type=Path, help="file for the JSON")
+    parser.add_argument("--output", type=Path, help="folder for the JSON, benchmarks/results for those of the documentation")
     options = parser.parse_args()
-    device, repeats, rows = options.device, options.repeats, []
-    contexts = [4096] if options.quick else [4096, LONG] if device == "cpu" else [4096, LONG, 1 << 20]
-    batches = [1] if device == "cpu" or options.quick else [1, 16, 64]
-    with torch.inference_mode():
-        jobs: list[Callable[[], Row]] = [lambda context=context: step_row(1, context, device, repeats) for context in contexts]
-        jobs += [lambda batch=batch: step_row(batch, 4096, device, repeats) for batch in batches[1:]]
-        jobs += [lambda batch=batch: full_row(batch, device, min(repeats, 5)) for batch in batches[:2] if not options.quick]
-        length, chunk = (512, 256) if options.quick else (3 * CHUNK, CHUNK) if device == "cpu" else (LONG, CHUNK)
-        jobs += [lambda: prefill_row(device, length, chunk, min(repeats, 5))]
-        for job in jobs:
-            try:
-                row = job()
-            except AssertionError as reason:
-                sys.exit(f"refused: {reason}")
-            rows.append(row)
-            print("  ".join(f"{name} {x:.2f}" if isinstance(x, float) else f"{x}" for name, x in row.items()), flush=True)
+    family, began = os.environ.get("DMATTN_FAMILY", "auto"), time.perf_counter()
+    load = os.getloadavg()[0]
+    try:
+        with torch.inference_mode():
+            rows = (cuda_rows if options.device == "cuda" else cpu_rows)(options.repeats, options.quick)
+    except AssertionError as reason:
+        sys.exit(f"refused: {reason}")
+    for row in rows:
+        peers = "  ".join(f"{name} {us:.2f}" for name, us in row["peer_us"].items())
+        rate = f"{row['bytes'] / row['us'] / 1e6:6.2f} TB/s" if "bytes" in row else ""
+        print(f"{row['case']:64s} {row['us']:10.2f} us {rate}  {peers}")
+    print(f"{time.perf_counter() - began:.0f} s")
     if options.output:
+        about = {"repeats": options.repeats, "load": load, "family": family, "quick": options.quick}
         facts = {
-            "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-            "dmattn": dmattn.__version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **provenance(options.device),
+            **about,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "window": WINDOW,
         }
-        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        name = "serve" + ("" if family == "auto" else f"-{family}") + "-quick" * options.quick
+        path = options.output / facts["machine"]["name"] / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        print(path)
 
 
 if __name__ == "__main__":
