@@ -38,7 +38,10 @@ int run(const std::filesystem::path& folder) {
   for (int64_t row = 0; row < prompts.size(0); ++row) {
     std::string text;
     const at::Tensor bytes = at::cat({prompts[row], expected[row]});
-    for (int64_t at = 0; at < bytes.size(0); ++at) text += static_cast<char>(bytes[at].item<int64_t>());
+    for (int64_t at = 0; at < bytes.size(0); ++at) {
+      const int64_t byte = bytes[at].item<int64_t>();
+      text += byte >= 32 && byte < 127 ? static_cast<char>(byte) : '.';
+    }
     std::cout << "  " << text << "\n";
   }
   return agrees ? 0 : 1;

@@ -1,0 +1,263 @@
+"""Bad and odd input of the bounded cache: an error that names the argument and changes nothing, or the result that is documented."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import dmattn
+import pytest
+import torch
+from dmattn import BoundedCache
+from dmattn.nn import MixedCache
+from dmattn.testing import tolerance
+from test_cache import STATE, History, assert_same_state, good
+
+INF = math.inf
+SIZES = {"local": 3, "sink": 2, "rewind": 4}
+
+
+def cache_of(window=4, batch=2, heads=2, **options):
+    return BoundedCache(batch, heads, window, 8, 16, **{**SIZES, **options})
+
+
+META = {"device": "meta"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 3, 8, **META)}, ValueError, "query: expected device cpu like the cache, got meta"),
+        ({"query": torch.zeros(2, 4, 3, 16)}, ValueError, r"query: expected \[B, H, T, D\] with B=2, D=8 and a multiple H of Hkv=2"),
+        ({"query": torch.zeros(4, 3, 8)}, ValueError, r"query: expected \[B, H, T, D\] .*, got \[4, 3, 8\]"),
+        ({"query": torch.zeros(0, 4, 3, 8)}, ValueError, r"query: expected .* with B=2, .* got \[0, 4, 3, 8\]"),
+        ({"query": torch.zeros(2, 4, 3, 8).bfloat16()}, TypeError, "query: expected dtype torch.float32 like the cache, got torch.bfloat16"),
+        ({"value": torch.zeros(2, 2, 3, 16).double()}, TypeError, "value: expected dtype torch.float32 like the cache, got torch.float64"),
+        ({"key": torch.zeros(2, 1, 3, 8)}, ValueError, r"key: expected \[B, Hkv, T, D\] = \[2, 2, 3, 8\], got \[2, 1, 3, 8\]"),
+        ({"scores": torch.zeros(2, 2, 3, **META)}, ValueError, "scores: expected device cpu like the cache, got meta"),
+        ({"scores": torch.zeros(2, 2, 3).double()}, TypeError, "scores: expected dtype float32, bfloat16, float16, got float64"),
+        ({"scores": torch.zeros(2, 4, 3)}, ValueError, r"scores: expected \[B, Hkv, T\] = \[2, 2, 3\], got \[2, 4, 3\]"),
+        ({"scores": [0.0]}, TypeError, "scores: expected a torch.Tensor, got list"),
+        ({"scores": torch.zeros(2, 2, 3, requires_grad=True)}, RuntimeError, "BoundedCache.attend has no gradient"),
+        ({"key": torch.zeros(2, 2, 3, 8, requires_grad=True)}, RuntimeError, "BoundedCache.attend has no gradient"),
+        ({"slopes": torch.ones(2, requires_grad=True)}, RuntimeError, "BoundedCache.attend has no gradient"),
+        ({"slopes": torch.ones(4)}, ValueError, r"slopes: expected \[Hkv\] = \[2\], got \[4\]"),
+        ({"slopes": torch.ones(2).int()}, TypeError, "slopes: expected dtype float32, bfloat16, float16, got int32"),
+        ({"slopes": torch.ones(2, **META)}, ValueError, "slopes: expected device cpu like the cache, got meta"),
+        ({"slopes": 0.5}, TypeError, "slopes: expected a torch.Tensor, got float"),
+        ({"select_only": None}, TypeError, "select_only: expected a bool, got NoneType"),
+        ({"lengths": torch.tensor([1.0, 2.0])}, TypeError, "lengths: expected dtype int32, got float32"),
+        ({"lengths": 3}, TypeError, "lengths: expected a torch.Tensor, got int"),
+        ({"lengths": torch.tensor([[1, 2]]).int()}, ValueError, r"lengths: expected \[B\] = \[2\], got \[1, 2\]"),
+        ({"padding_side": None}, ValueError, "padding_side: expected 'left' or 'right', got None"),
+        ({"scale": "1"}, TypeError, "scale: expected"),
+    ],
+)  # fmt: skip
+def test_refused_tokens_change_nothing(changes, error, message):
+    cache = cache_of()
+    cache.attend(**good())
+    before = copy.deepcopy(cache)
+    with pytest.raises(error, match=message):
+        cache.attend(**good(**changes))
+    assert_same_state(cache, before)
+
+
+def test_what_does_not_belong_to_a_sequence_s_tokens():
+    for call, error, message in (
+        (lambda cache: cache.rewind(torch.tensor([1, 1], **META).int()), ValueError, "n: expected device cpu like the cache, got meta"),
+        (lambda cache: cache.rewind(True), TypeError, "n: expected an int >= 0, got bool"),
+        (lambda cache: cache.rewind(4), ValueError, "n: expected at most 3 tokens for sequence 0, the last whose state is kept, got 4"),
+        (lambda cache: cache.reorder(torch.tensor([0.0, 1.0])), TypeError, "index: expected dtype int32, int64, got float32"),
+        (lambda cache: cache.reorder(torch.tensor([0])), ValueError, r"index: expected \[B\] = \[2\], got \[1\]"),
+        (lambda cache: cache.reorder(torch.tensor([0, 1], **META)), ValueError, "index: expected device cpu like the cache, got meta"),
+        (lambda cache: cache.reset(torch.ones(2, **META).bool()), ValueError, "rows: expected device cpu like the cache, got meta"),
+        (lambda cache: cache.reset([-1]), ValueError, "rows: expected an int >= 0, got -1"),
+        (lambda cache: cache.reset(["0"]), TypeError, "rows: expected an int >= 0, got str"),
+        (lambda cache: cache.next_positions(1, torch.tensor([1, 2])), TypeError, "lengths: expected dtype int32, got int64"),
+    ):  # fmt: skip
+        cache = cache_of()
+        cache.attend(**good())
+        before = copy.deepcopy(cache)
+        with pytest.raises(error, match=message):
+            call(cache)
+        assert_same_state(cache, before)
+
+
+def test_nothing_can_be_taken_back_behind_a_reset():
+    cache = cache_of()
+    cache.attend(**good())
+    cache.reset([1])
+    with pytest.raises(ValueError, match="n: expected at most 0 tokens for sequence 1, the last whose state is kept, got 1"):
+        cache.rewind(1)
+    cache.rewind(torch.tensor([3, 0], dtype=torch.int32))
+    assert_same_state(cache, cache_of())
+
+
+def test_an_empty_sequence_sees_nothing():
+    """A row that waits, and all rows after a reset: 0 and -inf, and no trace."""
+    cache, none = cache_of(), torch.zeros(2, dtype=torch.int32)
+    for tokens in (1, 3, 20):
+        given = {name: x[:, :, :1].expand(-1, -1, tokens, *x.shape[3:]) for name, x in good().items()}
+        out, lse = cache.attend(**given, lengths=none, return_lse=True)
+        assert not out.any()
+        assert (lse == -INF).all()
+    assert_same_state(cache, cache_of())
+
+
+def test_lengths_beyond_the_tokens_are_taken_as_within():
+    history = History(40, torch.float32, "cpu")
+    for tokens in (3, 20):
+        cache, same = history.cache(4, 3, 2), history.cache(4, 3, 2)
+        beyond = torch.tensor([1000, -7], dtype=torch.int32)
+        within = torch.tensor([tokens, 0], dtype=torch.int32)
+        given = history.tokens(0, tokens)
+        assert torch.equal(cache.attend(*given, lengths=beyond), same.attend(*given, lengths=within))
+        assert_same_state(cache, same)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 30])
+def test_a_window_of_0_takes_scores_or_none(tokens):
+    """With window=0 scores only bias logits; without a score every logit is the product."""
+    history = History(60, torch.float64, "cpu")
+    scored, plain = history.cache(0, 6, 2), history.cache(0, 6, 2)
+    for first in range(0, 60, tokens):
+        last = first + tokens
+        query, key, value, scores = history.tokens(first, last)
+        outs = scored.attend(query, key, value, scores), plain.attend(query, key, value)
+        seen = history.key[:, :, :last], history.value[:, :, :last], dmattn.IntervalMask.streaming(last, 2, 6)
+        for out, bias in zip(outs, (history.scores[..., :last], None), strict=True):
+            expected = dmattn.attention(query, *seen, key_bias=bias)
+            tolerance.assert_same_in_another_order(out, expected, torch.float64)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 30])
+def test_inputs_need_not_be_contiguous(device, tokens):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    history = History(60, dtype, device, "ties")
+    cache, same = history.cache(4, 3, 2, rewind=2), history.cache(4, 3, 2, rewind=2)
+    lengths = torch.tensor([[tokens, 9], [tokens - 1, 9]], dtype=torch.int32, device=device)[:, 0]
+    slopes = torch.tensor([[0.5, 9], [0.1, 9]], device=device)[:, 0]
+    for first in range(0, 60, tokens):
+        given = history.tokens(first, first + tokens)
+        by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+        outs = [
+            cache.attend(*by_token, lengths=lengths, slopes=slopes),
+            same.attend(*(x.contiguous() for x in given), lengths=lengths.contiguous(), slopes=slopes.contiguous()),
+        ]
+        assert torch.equal(*outs)
+    assert_same_state(cache, same)
+    back = torch.tensor([[1, 9], [0, 9]], dtype=torch.int32, device=device)[:, 0]
+    cache.rewind(back)
+    same.rewind(back.contiguous())
+    assert_same_state(cache, same)
+
+
+def test_one_score_for_all_heads_is_expanded_by_the_caller():
+    """Strides of 0 are fine; a shape of 1 is not taken for all."""
+    history = History(20, torch.float32, "cpu")
+    cache, same = history.cache(4, 3, 2), history.cache(4, 3, 2)
+    query, key, value, scores = history.tokens(0, 20)
+    with pytest.raises(ValueError, match=r"scores: expected \[B, Hkv, T\] = \[2, 2, 20\], got \[2, 1, 20\]"):
+        cache.attend(query, key, value, scores[:, :1])
+    shared = scores[:, :1].expand(-1, 2, -1)
+    assert torch.equal(cache.attend(query, key, value, shared), same.attend(query, key, value, shared.contiguous()))
+    assert_same_state(cache, same)
+
+
+def test_a_saved_state_fits_its_own_kind_alone():
+    for other, error, message in (
+        (cache_of(window=5), ValueError, r"expected that of a cache with .*'window': 5.*, got one with .*'window': 4"),
+        (cache_of(local=4), ValueError, r"expected that of a cache with .*'local': 4"),
+        (cache_of(rewind=0), ValueError, r"expected that of a cache with .*'rewind': 0"),
+        (cache_of(heads=1), RuntimeError, "size mismatch for key"),
+        (cache_of(batch=3), RuntimeError, "size mismatch for key"),
+    ):
+        with pytest.raises(error, match=message):
+            other.load_state_dict(cache_of().state_dict())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        MixedCache(cache_of(window=0), cache_of()).load_state_dict(cache_of().state_dict())
+
+
+def test_decoding_of_no_sequences():
+    lengths = torch.zeros(0, dtype=torch.int32)
+    out, lse = dmattn.decode_attention(
+        torch.zeros(0, 4, 1, 8), torch.zeros(0, 2, 9, 8), torch.zeros(0, 2, 9, 16), lengths, return_lse=True
+    )
+    assert out.shape == (0, 4, 1, 16)
+    assert lse.shape == (0, 4, 1)
+
+
+# Direct calls of the ops ----------------------------------------------------------------------------------------------------------------
+
+
+def state_of(cache, **changes):
+    return [changes.get(name, getattr(cache, name)) for name in STATE]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": torch.zeros(2, 2, 12, 8)}, r"key_cache: expected \[B, Hkv, N, D\], N = window \+ local \+ sink \+ rewind"),
+        ({"key": torch.zeros(2, 2, 13, 8).transpose(2, 3)}, "key_cache: expected"),
+        (
+            {"key": torch.zeros(2, 13, 2, 8).transpose(1, 2)},
+            "key_cache: expected a contiguous tensor, because it is written in place",
+        ),
+        (
+            {"value": torch.zeros(2, 2, 13, 12)},
+            "value_cache: expected a last dimension that is a multiple of 8 up to 256, got 12",
+        ),
+        ({"value": torch.zeros(2, 2, 13, 16).half()}, "value_cache: expected"),
+        ({"score": torch.zeros(2, 2, 13).double()}, "score_cache: expected"),
+        ({"position": torch.zeros(2, 2, 13)}, "position: expected"),
+        ({"entered": torch.zeros(2, 2, 3, dtype=torch.int32)}, "key_cache: expected"),
+        ({"steps": torch.zeros(2, dtype=torch.int32)}, "steps: expected"),
+        ({"kept": torch.zeros(2, 2)}, "kept: expected"),
+    ],
+)
+def test_ops_refuse_a_state_that_is_none(changes, message):
+    cache, tokens = cache_of(), good()
+    token = [tokens[name][:, :, :1] for name in ("key", "value", "scores")]
+    for call in (
+        lambda: torch.ops.dmattn.cache_update(*state_of(cache, **changes), *token, None, 4, 3, 2),
+        lambda: torch.ops.dmattn.cache_rewind(*state_of(cache, **changes), torch.zeros(2, dtype=torch.int32), 4, 3, 2),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    assert_same_state(cache, cache_of())
+
+
+def test_ops_refuse_other_tokens_and_sizes():
+    cache, given = cache_of(), good()
+    state, token = state_of(cache), [given[name][:, :, :1] for name in ("key", "value", "scores")]
+    update, rewind = torch.ops.dmattn.cache_update, torch.ops.dmattn.cache_rewind
+    long = torch.tensor([1, 1])
+    for call, message in (
+        (lambda: update(*state, *token, None, 5, 3, 2), "key_cache: expected"),
+        (lambda: update(*state, *token, None, -4, 3, 10), "window: expected a number of keys from 0"),
+        (lambda: update(*state, *(x[:, :1] for x in token), None, 4, 3, 2), r"key: expected \[B, Hkv, 1, D\]"),
+        (lambda: update(*state, token[0], token[1][..., :8], token[2], None, 4, 3, 2), r"value: expected \[B, Hkv, 1, Dv\]"),
+        (lambda: update(*state, *token[:2], None, None, 4, 3, 2), r"scores: expected \[B, Hkv, 1\] with a window of 4, got none"),
+        (lambda: update(*state, *token[:2], token[2].double(), None, 4, 3, 2), "scores: expected float32, bfloat16 or float16"),
+        (lambda: update(*state, token[0].half(), *token[1:], None, 4, 3, 2), "key: expected"),
+        (lambda: update(*state, *token, long, 4, 3, 2), "lengths: expected"),
+        (lambda: update(*state, *token, long.int()[:1], 4, 3, 2), "lengths: expected"),
+        (lambda: rewind(*state, long, 4, 3, 2), "count: expected"),
+        (lambda: rewind(*state, long.int()[:1], 4, 3, 2), "count: expected"),
+        (lambda: rewind(*state, long.int(), 4, 3, 3), "key_cache: expected"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            call()
+    assert_same_state(cache, cache_of())
+
+
+def test_numbers_out_of_range_in_a_state_are_no_wrong_access():
+    """A state that nobody made by attending: what comes out means nothing, and no other memory is touched."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 3, 20):
+        cache, history = cache_of(dtype=torch.float32), History(20, torch.float32, "cpu")
+        for name in ("position", "entered", "steps", "kept"):
+            tensor = getattr(cache, name)
+            tensor.copy_(torch.randint(-(2**31), 2**31 - 1, tensor.shape, generator=generator, dtype=torch.int64))
+        cache.attend(*history.tokens(0, tokens))
+        torch.ops.dmattn.cache_rewind(*state_of(cache), torch.tensor([2, 4], dtype=torch.int32), 4, 3, 2)
