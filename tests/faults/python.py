@@ -80,9 +80,9 @@ FAULTS = [
             "masks forget the past", "test_transformers.py::test_masks_say_what_those_of_sdpa_say"),
     in_file("integrations/transformers/masks.py", "window >= total else keys.between(None, index + window)", "window >= total else keys.between(None, index + window + 1)",
             "sliding windows are a key too long", "test_transformers.py::test_masks_say_what_those_of_sdpa_say"),
-    in_file("integrations/transformers/doge.py", "base = sequences if base is None else base & sequences", "base = base",
+    in_file("integrations/transformers/layers.py", "base = sequences if base is None else base & sequences", "base = base",
             "Doge forgets packed sequences", "test_transformers_doge.py::test_packed_sequences"),
-    in_file("integrations/transformers/doge.py", "offset = offset.clone() if isinstance(offset, Tensor) else offset", "offset = offset",
+    in_file("integrations/transformers/layers.py", "offset = offset.clone() if isinstance(offset, Tensor) else offset", "offset = offset",
             "a static cache moves the queries on while they are computed", "test_transformers_doge.py::test_generated_tokens_are_those_of_eager"),
     # The gradient rule.
     in_file("autograd.py", "gradients[BIAS] = grad_bias.to(", "gradients[BIAS] = 2 * grad_bias.to(",

@@ -1,15 +1,20 @@
 """dmattn in Hugging Face transformers: ``import dmattn.integrations.transformers``, then ``attn_implementation="dmattn"`` for any model.
 
 Importing registers; :func:`register` does it under another name. Doge models select their keys before the attention function is called:
-:func:`enable_dynamic_mask_attention` gives them dmattn's selection. Needs ``transformers`` 5.17 or newer.
+:func:`enable_dynamic_mask_attention` gives them dmattn's selection, and :func:`convert` gives it to models of the Llama family. Both can
+generate with a cache of fixed size. Needs ``transformers`` 5.17 or newer.
 """
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from dmattn.integrations.transformers.attention import attention_forward
+from dmattn.integrations.transformers.cache import REWIND, BoundedLayer
+from dmattn.integrations.transformers.convert import convert, load_converted, score_loss_of, set_window
 from dmattn.integrations.transformers.doge import enable_dynamic_mask_attention
+from dmattn.integrations.transformers.layers import selecting_layers
 from dmattn.integrations.transformers.masks import make_mask
 
 # transformers does more than look up a name that contains one of these.
@@ -39,6 +44,34 @@ def register(name: str = "dmattn") -> str:
     return name
 
 
+def bounded_cache(model: PreTrainedModel, *, rewind: int = REWIND) -> Cache:
+    """An empty bounded cache for a model with dmattn's selection, to be passed to its calls and to ``generate()`` as ``past_key_values=``.
+
+    Args:
+        model: what :func:`enable_dynamic_mask_attention` or :func:`convert` returned.
+        rewind: how many of the latest tokens ``crop`` can take back, for assisted and prompt-lookup generation.
+
+    Returns:
+        A transformers ``Cache`` of :class:`BoundedLayer`.
+
+    Raises:
+        TypeError: model is no transformers model, or rewind no int.
+        ValueError: no layer selects, one has settings that no bounded cache serves (taught, recency, local_heads), or rewind < 0.
+    """
+    return Cache(layers=[layer.bounded_layer(rewind) for layer in selecting_layers(model)])
+
+
 register()
 
-__all__ = ["attention_forward", "enable_dynamic_mask_attention", "make_mask", "register"]
+__all__ = [
+    "BoundedLayer",
+    "attention_forward",
+    "bounded_cache",
+    "convert",
+    "enable_dynamic_mask_attention",
+    "load_converted",
+    "make_mask",
+    "register",
+    "score_loss_of",
+    "set_window",
+]

@@ -74,7 +74,7 @@ def attention_forward(
             raise ValueError(f"{name}: expected None, got {type(given).__name__}: {REFUSED[name]}")
     if s_aux is not None and sinks is not None:
         raise ValueError("s_aux, sinks: expected at most one of them, which are two names for the same, got both")
-    _check_dtype(query)
+    check_dtype(query)
     query_length, value_size, size = query.shape[2], value.shape[3], query.shape[3]
     if query.shape[0] != key.shape[0]:
         query, key, value = (x.expand(max(query.shape[0], key.shape[0]), -1, -1, -1) for x in (query, key, value))
@@ -107,7 +107,7 @@ def attention_forward(
     return out, weights
 
 
-def _check_dtype(query: Tensor) -> None:
+def check_dtype(query: Tensor) -> None:
     if query.device.type == "cuda" and query.dtype not in checks.DTYPES["cuda"] and not torch.is_autocast_enabled("cuda"):
         raise TypeError(
             f"query: expected dtype bfloat16 or float16 on CUDA, got {query.dtype}; load the model with dtype=torch.bfloat16, or run it under "

@@ -1,0 +1,234 @@
+"""A bounded cache for transformers' ``generate()``: each layer keeps the keys that later queries can see, and no others."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from dmattn import checks
+from dmattn.cache import BoundedCache
+
+REWIND = 32
+"""How many tokens can be taken back unless another number is asked for: more than assisted generation proposes by default."""
+
+
+class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a transformers cache, held in a :class:`dmattn.BoundedCache` of fixed size.
+
+    Only layers with dmattn's selection can use it: which keys are kept is decided by their scores. It counts all tokens it was given,
+    padding and keys that are gone included, so positions go on as with a cache that keeps everything.
+
+    Args:
+        window, local, sink: as the attention layer has them.
+        rewind: how many of the latest tokens :meth:`crop` can take back.
+
+    Attributes:
+        cache: the :class:`dmattn.BoundedCache`; None before the first tokens.
+
+    Raises:
+        TypeError, ValueError: a size is no int or out of range.
+    """
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, window: int, local: int = 0, sink: int = 0, rewind: int = REWIND) -> None:
+        super().__init__()
+        checks.selection(window, local, sink, True)
+        checks.natural_int("rewind", rewind)
+        self.window, self.local, self.sink, self.rewind = window, local, sink, rewind
+        self.cache: BoundedCache | None = None
+        self.length = 0
+        # Of the last calls, which cover the last ``rewind`` tokens: how many tokens came, and which of them were real (None: all).
+        self.latest: deque[tuple[int, Tensor | None]] = deque()
+
+    def __repr__(self) -> str:
+        return f"BoundedLayer(window={self.window}, local={self.local}, sink={self.sink}, rewind={self.rewind}, length={self.length})"
+
+    # Use by attention layers ----------------------------------------------------------------------------------------------------
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, real: Tensor | None, scale: float
+    ) -> Tensor:
+        """Takes T new tokens in, and gives their attention to all that is visible.
+
+        Args:
+            query: [B, H, T, D], D and Dv multiples of 8.
+            key, value: [B, Hkv, T, D], [B, Hkv, T, Dv].
+            scores: [B, Hkv, T].
+            real: bool [B|1, T], False for padding, wherever it stands; None if there is none.
+            scale: as in :func:`dmattn.attention`.
+
+        Returns:
+            [B, H, T, Dv], zeros where a token is padding.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        assert self.cache is not None
+        batch, tokens = key.shape[0], key.shape[2]
+        if real is not None:
+            real = None if checks.values_are_known(real) and bool(real.all()) else real.expand(batch, -1)
+        if real is None:
+            out = self.cache.attend(query, key, value, scores, scale=scale)
+        elif tokens == 1:
+            out = self.cache.attend(query, key, value, scores, scale=scale, lengths=real[:, 0].to(torch.int32))
+        else:
+            # Bring the real tokens to the front, in their order, and the outputs back to where their tokens stood.
+            order = real.logical_not().to(torch.int8).argsort(dim=1, stable=True)
+            query, key, value = (_taken(x, order) for x in (query, key, value))
+            scores = None if scores is None else _taken(scores, order)
+            out = self.cache.attend(query, key, value, scores, scale=scale, lengths=real.sum(1, dtype=torch.int32))
+            out = _taken(out, order.argsort(dim=1))
+        self._count(tokens, real)
+        return out
+
+    def _count(self, tokens: int, real: Tensor | None) -> None:
+        self.length += tokens
+        if self.rewind == 0:
+            return
+        self.latest.append((tokens, real))
+        while sum(count for count, _ in self.latest) - self.latest[0][0] >= self.rewind:
+            self.latest.popleft()
+
+    # What transformers asks of a layer -------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Makes the cache for keys [B, Hkv, any, D] and values [B, Hkv, any, Dv]; head sizes are padded to multiples of 8."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        head_dim, value_dim = (-(-states.shape[3] // 8) * 8 for states in (key_states, value_states))
+        self._set(self._new(key_states.shape[0], key_states.shape[1], head_dim, value_dim))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Refuses: other attention would need all keys.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "past_key_values: expected a cache that keeps all keys, got a BoundedLayer for an attention layer without dmattn's selection; "
+            "see enable_dynamic_mask_attention and convert in dmattn.integrations.transformers"
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are about the new tokens alone: (number of new tokens, number of tokens before)."""
+        return query_length, self.length
+
+    def get_seq_length(self) -> int:
+        """How many tokens were taken in, padding and those included whose keys are gone."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: there is no longest sequence."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.cache is None else self.cache.key.shape[0]
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.rewind > 0
+
+    def activate_past_recording(self) -> None:
+        """Called before tokens are proposed that may be taken back.
+
+        Raises:
+            ValueError: this layer cannot take any back.
+        """
+        if self.rewind == 0:
+            raise ValueError(
+                "rewind: expected more than 0 for assisted or prompt-lookup generation, which takes tokens back, got a cache with rewind=0"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last tokens back, as if they had never come.
+
+        Args:
+            tokens_to_remove: 0, or minus the number of tokens, at most ``rewind``.
+
+        Raises:
+            ValueError: it is positive, or there is more to take back than is kept.
+        """
+        count = -tokens_to_remove
+        if count < 0:
+            raise ValueError(f"tokens_to_remove: expected 0 or minus the number of tokens, got {tokens_to_remove}")
+        if count == 0 or self.cache is None:
+            return
+        if count > self.rewind:
+            raise ValueError(
+                f"tokens_to_remove: expected at most {self.rewind} tokens, got {count}: keys that died earlier are gone; make the cache with "
+                f"rewind={count}"
+            )
+        if count > sum(tokens for tokens, _ in self.latest):
+            raise ValueError(f"tokens_to_remove: expected at most as many tokens as can still be taken back, got {count}")
+        batch = self.cache.key.shape[0]
+        real = torch.zeros(batch, dtype=torch.int32, device=self.cache.key.device)
+        self.length -= count
+        while count > 0:
+            tokens, mask = self.latest.pop()
+            removed = min(count, tokens)
+            real += removed if mask is None else mask[:, tokens - removed :].sum(1, dtype=torch.int32)
+            if removed < tokens:
+                self.latest.append((tokens - removed, None if mask is None else mask[:, : tokens - removed]))
+            count -= removed
+        self.cache.rewind(real)
+
+    def reset(self) -> None:
+        """Makes all sequences empty."""
+        self.length = 0
+        self.latest.clear()
+        if self.cache is not None:
+            self.cache.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes a copy of what sequence ``beam_idx[b]`` was."""
+        if self.cache is not None:
+            self.cache.reorder(beam_idx.to(self.cache.key.device))
+            self._choose_latest(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence comes ``repeats`` times, one after the other."""
+        if self.cache is not None:
+            batch = self.cache.key.shape[0]
+            self.batch_select_indices(torch.arange(batch, device=self.cache.key.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences with these numbers, int [n], or True in this mask, bool [B]."""
+        if self.cache is None:
+            return
+        old = self.cache
+        rows = torch.arange(old.key.shape[0], device=old.key.device)[indices.to(old.key.device)]
+        new = self._new(rows.shape[0], old.key.shape[1], old.key.shape[3], old.value.shape[3])
+        new.load_state_dict({name: state if name == "sizes_saved" else state[rows] for name, state in old.state_dict().items()})
+        self._set(new)
+        self._choose_latest(rows)
+
+    def offload(self) -> None:
+        raise ValueError("offloading: expected False with a bounded cache, which is as small as it will ever be, got True")
+
+    def prefetch(self) -> None:
+        self.offload()
+
+    # Inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _new(self, batch: int, heads: int, head_dim: int, value_dim: int) -> BoundedCache:
+        return BoundedCache(
+            batch, heads, self.window, head_dim, value_dim, local=self.local, sink=self.sink, rewind=self.rewind, dtype=self.dtype,
+            device=self.device,
+        )  # fmt: skip
+
+    def _set(self, cache: BoundedCache) -> None:
+        self.cache, self.keys, self.values, self.is_initialized = cache, cache.key, cache.value, True
+
+    def _choose_latest(self, rows: Tensor) -> None:
+        self.latest = deque((tokens, None if real is None else real[rows.to(real.device)]) for tokens, real in self.latest)
+
+
+def _taken(given: Tensor, order: Tensor) -> Tensor:
+    """given [B, heads, T, ..] with its tokens in the order [B, T] of each sequence."""
+    index = order.view(order.shape[0], 1, order.shape[1], *[1] * (given.dim() - 3))
+    return given.gather(2, index.expand_as(given))

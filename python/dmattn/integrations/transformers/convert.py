@@ -1,0 +1,298 @@
+"""Conversion of models that are trained already: dense attention of the Llama family becomes dynamic-mask attention, to be fine-tuned."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, TypeVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from dmattn import checks
+from dmattn.integrations.transformers.cache import REWIND
+from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers
+from dmattn.nn.scores import initial_slopes
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+FIELD = "dynamic_mask"
+"""The field of a model's config that holds what :func:`convert` was told."""
+
+# What a loader passes on to find the config where it finds the weights.
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+
+class DynamicMaskLlamaAttention(SelectingAttention, LlamaAttention):  # type: ignore[misc]
+    """A converted ``LlamaAttention``."""
+
+
+class DynamicMaskMistralAttention(SelectingAttention, MistralAttention):  # type: ignore[misc]
+    """A converted ``MistralAttention``."""
+
+
+class DynamicMaskQwen2Attention(SelectingAttention, Qwen2Attention):  # type: ignore[misc]
+    """A converted ``Qwen2Attention``."""
+
+
+class DynamicMaskQwen3Attention(SelectingAttention, Qwen3Attention):  # type: ignore[misc]
+    """A converted ``Qwen3Attention``."""
+
+
+CONVERTED: dict[type[nn.Module], type[SelectingAttention]] = {
+    LlamaAttention: DynamicMaskLlamaAttention,
+    MistralAttention: DynamicMaskMistralAttention,
+    Qwen2Attention: DynamicMaskQwen2Attention,
+    Qwen3Attention: DynamicMaskQwen3Attention,
+}
+
+
+def convert(
+    model: M,
+    window: int,
+    *,
+    local: int = 0,
+    sink: int = 0,
+    local_heads: int = 0,
+    recency: float | None = None,
+    score: Literal["exp", "linear"] = "exp",
+    taught: bool = False,
+    score_queries: int = 64,
+    bounded_cache: bool = False,
+    rewind: int = REWIND,
+) -> M:
+    """Makes a trained model's attention dynamic-mask attention, in place: each query then sees the ``window`` best-scored keys.
+
+    The weights stay, and every layer gets a score of its keys' values. At first all scores are equal. So the window slides, and on
+    contexts of up to ``window`` tokens the model computes what it did. Fine-tuning teaches the scores which keys to keep.
+
+    The state dict has, in each layer's ``self_attn``, these more: ``dt_proj.weight`` [Hkv, Hkv * D]; with score="exp" ``A`` [Hkv]; with
+    score="linear" ``dt_proj.bias`` [Hkv]; with recency ``log_slope`` [Hkv]. The config says the rest (``config.dynamic_mask``), so
+    ``save_pretrained`` saves all, and :func:`load_converted` loads it.
+
+    Args:
+        model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
+        window: keys each query selects at most; 0 is allowed with local or sink.
+        local: latest keys that every query sees whatever their scores.
+        sink: first keys of each sequence that every query sees whatever their scores.
+        local_heads: so many key heads, the first ones, fewer than there are, see the local keys and the sinks alone.
+        recency: if given, every key head ranks keys by their score plus ``slope * position``, which favours late ones. This is the first
+            head's slope at first; the others follow geometrically down to a 2048th of it. Other than in
+            :class:`dmattn.nn.DynamicMaskAttention` it is not added to the logits, whose notion of position the model has learned already.
+        score: "exp", the Doge model's ``exp(A * softplus(dt_proj(v)))`` with A = 0 at first; or "linear", ``dt_proj(v)``, zero at first.
+        taught: if True, scores select only: they are not added to the logits, and in training ``model(...).loss`` has the mean of the layers'
+            :func:`dmattn.nn.score_loss` added, which is all that teaches them (and the slopes). If False they are added to the logits
+            and learn from that.
+        score_queries: number of queries that look at all keys for that loss.
+        bounded_cache, rewind: as in :func:`enable_dynamic_mask_attention`; not with taught, recency or local_heads.
+
+    Returns:
+        model.
+
+    Raises:
+        TypeError: model is no transformers model, or an argument of a wrong type.
+        ValueError: no such layers, sliding ones, ones that were converted before, or arguments out of range or that do not go together.
+    """
+    check_model(model)
+    settings = {
+        "window": window, "local": local, "sink": sink, "local_heads": local_heads, "recency": recency, "score": score, "taught": taught,
+        "score_queries": score_queries, "bounded_cache": bounded_cache, "rewind": rewind,
+    }  # fmt: skip
+    _convert_layers(model, settings)
+    _record(model, settings)
+    return model
+
+
+def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """Loads what ``save_pretrained`` of a converted model saved, as the class that the model had.
+
+    Args:
+        path: a folder, or a name on the hub.
+        options: of ``from_pretrained``.
+
+    Returns:
+        The model, converted.
+
+    Raises:
+        ValueError: the config says of no conversion.
+    """
+    config = options.pop("config", None)
+    if config is None:
+        config = AutoConfig.from_pretrained(path, **{name: options[name] for name in HUB_OPTIONS if name in options})
+    if getattr(config, FIELD, None) is None:
+        raise ValueError(f"path: expected a model saved after convert(), got a config without {FIELD!r} at {os.fspath(path)!r}")
+    cls = getattr(transformers, config.architectures[0])
+
+    class Converting(cls):  # type: ignore[misc, valid-type]
+        """The model's class, whose instances are converted before weights are loaded into them."""
+
+        def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            _convert_layers(self, getattr(config, FIELD))
+
+    model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
+    model.__class__ = cls
+    return model
+
+
+def set_window(model: M, window: int) -> M:
+    """Gives all converted layers of a model another window, for a schedule such as :class:`dmattn.nn.WindowSchedule`.
+
+    Raises:
+        TypeError, ValueError: as :func:`convert`.
+    """
+    for layer in selecting_layers(model):
+        if not isinstance(layer, tuple(CONVERTED.values())):
+            raise ValueError(f"model: expected a model converted by convert(), got {type(model).__name__}")
+        checks.selection(window, layer.local, layer.sink, True)
+        layer.window = window
+    _record(model, getattr(model.config, FIELD) | {"window": window})
+    return model
+
+
+# Inside -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _record(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Writes settings into the configs of a model and of the models in it."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            setattr(module.config, FIELD, dict(settings))
+
+
+def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    layers = [module for module in model.modules() if type(module) in CONVERTED]
+    if not layers:
+        if any(isinstance(module, SelectingAttention) for module in model.modules()):
+            raise ValueError(
+                f"model: expected a model with dense attention, got {type(model).__name__} with dmattn's selection already"
+            )
+        known = ", ".join(cls.__name__ for cls in CONVERTED)
+        raise ValueError(f"model: expected layers of type {known}, got none in {type(model).__name__}")
+    for layer in layers:
+        _check_layer(layer)
+    heads = layers[0].config.num_key_value_heads
+    _check_settings(heads, **settings)
+    for layer in layers:
+        _add_scores(layer, settings)
+        layer.__class__ = CONVERTED[type(layer)]
+        if settings["bounded_cache"]:
+            layer.check_bounded()
+    model.set_attn_implementation("dmattn")
+    if settings["taught"]:
+        model.loss_function = LossWithScores(model)
+
+
+def _check_layer(layer: Any) -> None:
+    """Refuses attention that is something else beside, which would no longer be so."""
+    config = layer.config
+    layer_types = getattr(config, "layer_types", None)
+    slides = (
+        layer_types[layer.layer_idx] == "sliding_attention"
+        if layer_types
+        else getattr(config, "sliding_window", None) is not None
+    )
+    if slides:
+        raise ValueError(
+            f"model: expected layers that do not slide, got config.sliding_window={config.sliding_window}: a selection beside a sliding window "
+            "has no interval for each key; set config.sliding_window = None first, and layer_types to 'full_attention' where there are any"
+        )
+    if not getattr(config, "is_causal", True):
+        raise ValueError("model: expected config.is_causal=True, got False: a converted model is causal")
+
+
+def _check_settings(
+    heads: int,
+    window: int,
+    local: int,
+    sink: int,
+    local_heads: int,
+    recency: float | None,
+    score: object,
+    taught: bool,
+    score_queries: int,
+    bounded_cache: bool,
+    rewind: int,
+) -> None:
+    checks.selection(window, local, sink, True)
+    checks.natural_int("local_heads", local_heads)
+    if local_heads and (local_heads >= heads or not local):
+        raise ValueError(
+            f"local_heads: expected fewer than the {heads} key heads, and local > 0, got {local_heads} with local={local}"
+        )
+    if recency is not None and checks.number("recency", recency, low=0.0) == 0:
+        raise ValueError(f"recency: expected None or a number > 0, got {recency}")
+    if score not in ("exp", "linear"):
+        raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
+    for name, value in (("taught", taught), ("bounded_cache", bounded_cache)):
+        checks.flag(name, value)
+    checks.positive_int("score_queries", score_queries)
+    checks.natural_int("rewind", rewind)
+
+
+def _add_scores(layer: Any, settings: dict[str, Any]) -> None:
+    """Puts what scores keys into a layer, in the dtype and on the device of its weights."""
+    weight = layer.v_proj.weight
+    heads = layer.config.num_key_value_heads
+    like = {"device": weight.device, "dtype": weight.dtype if weight.is_floating_point() else torch.get_default_dtype()}
+    linear = settings["score"] == "linear"
+    layer.dt_proj = nn.Linear(heads * layer.head_dim, heads, bias=linear, **like)
+    if linear:
+        nn.init.zeros_(layer.dt_proj.weight), nn.init.zeros_(layer.dt_proj.bias)
+    else:
+        nn.init.normal_(layer.dt_proj.weight, std=layer.config.initializer_range)
+        layer.A = nn.Parameter(torch.zeros(heads, **like))
+    recency = settings["recency"]
+    slopes = None if recency is None else nn.Parameter(initial_slopes(recency, heads).to(**like), settings["taught"])
+    layer.register_parameter("log_slope", slopes)
+    for name in ("window", "local", "sink", "local_heads", "score", "taught", "score_queries"):
+        setattr(layer, name, settings[name])
+    layer.cache_rewind = settings["rewind"] if settings["bounded_cache"] else None
+
+
+class LossWithScores:
+    """A model's loss function, to whose loss the mean of the layers' score losses is added in training.
+
+    A trainer that accumulates gradients divides each part's sum of losses by the number of labels of all parts (``num_items_in_batch``); the
+    score loss of a part then counts by its share of the labels.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.loss = model, model.loss_function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = self.loss(*args, **kwargs)
+        if not self.model.training or not torch.is_grad_enabled():
+            return loss
+        taught = score_loss_of(self.model).to(loss.device)
+        total, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
+        if total is not None and labels is not None:
+            taught = taught * (labels[..., 1:] != -100).sum().to(loss.device) / torch.as_tensor(total, device=loss.device)
+        return loss + taught
+
+
+def score_loss_of(model: PreTrainedModel) -> Tensor:
+    """What teaches the scores in the last forward pass in training, a mean over layers: for a loss of your own, after ``taught=True``.
+
+    Returns:
+        A scalar. It can be had once.
+
+    Raises:
+        ValueError: there is none: the model was not converted with taught=True, is in eval mode, or was called with a cache that held
+            tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
+    """
+    losses: list[Tensor] = []
+    for layer in selecting_layers(model):
+        loss, layer.last_score_loss = layer.last_score_loss, None
+        if loss is None or not loss.requires_grad:
+            raise ValueError(
+                "model: expected a forward pass in training after convert(taught=True), with gradients, and with use_reentrant=False under "
+                f"gradient checkpointing, got {'no score loss' if loss is None else 'one without a gradient'} from layer {layer.layer_idx}"
+            )
+        losses.append(loss.to(losses[0].device) if losses else loss)
+    return torch.stack(losses).mean()

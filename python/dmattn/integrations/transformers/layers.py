@@ -1,0 +1,257 @@
+"""Attention layers of transformers' models whose keys are selected by scores: what Doge's own layers and converted ones share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from dmattn import checks
+from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.call import autocast
+from dmattn.integrations.transformers.attention import check_dtype, padded
+from dmattn.integrations.transformers.cache import BoundedLayer
+from dmattn.integrations.transformers.packing import packed_sequences
+from dmattn.masks import IntervalMask
+from dmattn.nn.scores import recency_of, score_loss
+
+
+class SelectingAttention(nn.Module):
+    """The forward pass of a transformers attention layer in the Llama family, with the keys that its scores select.
+
+    A base beside the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
+
+    Attributes:
+        window, local, sink, local_heads, taught, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
+        score: "exp", ``exp(A * softplus(dt_proj(v)))``; or "linear", ``dt_proj(v)``. Either reads the values, which every cache keeps.
+        log_slope: [Hkv], logarithms of slopes: slope * position is added where keys are ranked. None for none.
+        cache_rewind: of the bounded caches that take the place of the model's own while gradients are off; None to keep the model's own.
+        last_score_loss: what teaches the scores, of the last forward pass in training.
+    """
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    dt_proj: nn.Module
+    A: nn.Parameter
+    window: int
+    local = sink = local_heads = 0
+    score = "exp"
+    taught = False
+    score_queries = 64
+    log_slope: nn.Parameter | None
+    cache_rewind: int | None = None
+    last_score_loss: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        output_attentions: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """As the layer it replaces; attention_mask is None or what dmattn's mask function made."""
+        if output_attentions:
+            raise ValueError(
+                "output_attentions: expected False, since no weights are kept; look at some with dmattn.attention_weights"
+            )
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (proj(hidden_states).view(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        check_dtype(query)
+        packing = (position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        bounded = None if past_key_values is None else self._bounded(past_key_values, query, attention_mask, packing)
+        if bounded is not None:
+            out = self._attend_bounded(bounded, query, key, value, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+        else:
+            out = self._attend(query, key, value, attention_mask, past_key_values, packing)
+        return self.o_proj(out[..., : self.head_dim].transpose(1, 2).flatten(2)), None
+
+    def scores(self, value: Tensor) -> Tensor:
+        """The scores of keys with these values [B, Hkv, S, D]: [B, Hkv, S], without recency."""
+        if self.score == "exp":
+            return key_scores(value, self.dt_proj, self.A)
+        projected: Tensor = self.dt_proj(value.transpose(1, 2).flatten(2))
+        return projected.transpose(1, 2)
+
+    def __getstate__(self) -> dict[str, Any]:  # of copies and pickles: a loss belongs to its graph
+        return {name: value for name, value in self.__dict__.items() if name != "last_score_loss"}
+
+    # With a cache that keeps all keys, or none ------------------------------------------------------------------------------------
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any
+    ) -> Tensor:
+        """[B, H, Sq, D or more]: attention to the selected keys of the cache and of this call."""
+        offset: int | Tensor = 0
+        if past_key_values is not None:
+            offset = past_key_values.get_seq_length(self.layer_idx)
+            offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        base = _base_of(attention_mask, offset, key.shape[2])
+        sequences = packed_sequences(query, key, attention_mask, True, *packing)
+        if sequences is not None:
+            base = sequences if base is None else base & sequences
+
+        # A key's score depends on its value alone, so the keys of the cache keep theirs.
+        scores = self.scores(value.detach() if self.taught else value)
+        added = None if self.taught else scores
+        dropout = self.attention_dropout if self.training else 0.0
+        sizes: dict[str, Any] = {"base": base, "local": self.local, "sink": self.sink}
+        query, key, value = padded(query), padded(key), padded(value)
+        shared: dict[str, Any] = {"scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
+        if added is not None and self.log_slope is None and not self.local_heads:
+            plain: Tensor = dynamic_mask_attention(query, key, value, scores, self.window, **sizes, **shared)
+            return plain
+        ranks = self._ranks(scores, 0)
+        mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
+        out: Tensor = attention(query, key, value, mask, key_bias=added, **shared)
+        if self.taught and self.training and torch.is_grad_enabled() and query.shape[2] == key.shape[2]:
+            losses = score_loss(query, key, ranks, queries=self.score_queries, scale=self.scaling, **sizes)
+            self.last_score_loss = losses[self.local_heads :].mean()
+        return out
+
+    def _ranks(self, scores: Tensor, first: int) -> Tensor:
+        """What keys are selected by; the first of them stands at position ``first``."""
+        if self.log_slope is None:
+            return scores
+        return scores + recency_of(self.log_slope, first + scores.shape[2])[..., first:]
+
+    def _competing(self, ranks: Tensor) -> Tensor:
+        """The ranks, -inf in heads that see local windows and sinks alone."""
+        if not self.local_heads:
+            return ranks
+        return F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
+
+    # With a bounded cache ---------------------------------------------------------------------------------------------------------
+
+    def _bounded(self, cache: Any, query: Tensor, attention_mask: Tensor | None, packing: Any) -> BoundedLayer | None:
+        """This layer's part of a bounded cache, or None where the cache keeps all keys.
+
+        An empty part of a model's own cache becomes a bounded one here if the layer is to make its own: before the first tokens both are
+        the same to everybody else. With gradients, dropout or packed sequences it does not, and keeps all keys.
+        """
+        layers: Any = getattr(cache, "layers", ())
+        held: Any = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        if isinstance(held, BoundedLayer):
+            if getattr(cache, "offloading", False):
+                held.offload()
+            sizes, given = (self.window, self.local, self.sink), (held.window, held.local, held.sink)
+            if sizes != given:
+                raise ValueError(
+                    f"past_key_values: expected (window, local, sink) = {sizes} like the layer, got a cache with {given}"
+                )
+            return held
+        if self.cache_rewind is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if getattr(cache, "offloading", False) or (self.training and self.attention_dropout > 0):
+            return None
+        lazy: Any = getattr(cache, "layer_class_to_replicate", None)
+        if held is None and lazy is DynamicLayer:
+            layers.extend(lazy() for _ in range(self.layer_idx + 1 - len(layers)))
+            held = layers[self.layer_idx]
+        if type(held) is not DynamicLayer or held.is_initialized:
+            return None
+        if packed_sequences(query, query, attention_mask, True, *packing) is not None:
+            return None
+        made = self.bounded_layer(self.cache_rewind)
+        layers[self.layer_idx] = made
+        return made
+
+    def bounded_layer(self, rewind: int) -> BoundedLayer:
+        """An empty part of a bounded cache for this layer."""
+        self.check_bounded()
+        return BoundedLayer(self.window, self.local, self.sink, rewind)
+
+    def check_bounded(self) -> None:
+        """Raises ValueError for settings that no bounded cache serves."""
+        refused = {"taught": self.taught, "recency": self.log_slope is not None, "local_heads": self.local_heads > 0}
+        names = [name for name, is_set in refused.items() if is_set]
+        if names:
+            raise ValueError(
+                f"bounded_cache: expected layers without taught, recency and local_heads, got some with {', '.join(names)}; "
+                "generate with the model's own cache"
+            )
+
+    def _attend_bounded(
+        self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, ends_q: Tensor | None,
+        ends_k: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if self.training and self.attention_dropout > 0:
+            raise ValueError(
+                f"past_key_values: expected eval mode with a bounded cache, got dropout of {self.attention_dropout} in training"
+            )
+        if ends_q is not None or ends_k is not None:
+            raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected None with a bounded cache, which has one sequence a row")
+        real = None
+        if attention_mask is not None:
+            _check_mask(attention_mask)
+            if attention_mask.shape[3] != key.shape[2]:
+                raise ValueError(
+                    f"attention_mask: expected one about the {key.shape[2]} new tokens, got one about {attention_mask.shape[3]} keys"
+                )
+            real = attention_mask[:, 0, 1] > attention_mask[:, 0, 0]
+        scores = self.scores(value)
+        query, key, value = autocast(padded(query), padded(key), padded(value))
+        return cache.attend(query, key, value, scores, real, self.scaling)
+
+
+def _base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
+    """Padding and documents of a causal mask by dmattn's mask function, as what a selection chooses from."""
+    if mask is None:
+        return None
+    _check_mask(mask)
+    bounds = mask[..., :key_length] + torch.as_tensor(offset, dtype=torch.int32, device=mask.device)
+    return IntervalMask.from_tensor(bounds).as_base("causal")
+
+
+def _check_mask(mask: Tensor) -> None:
+    if mask.dtype != torch.int32 or mask.dim() != 4 or mask.shape[2] != 2:
+        raise ValueError(
+            f"attention_mask: expected None or [B, Sk], got {str(mask.dtype).removeprefix('torch.')} {checks.shape_of(mask)} in a layer; "
+            "a selection is among the keys of a document that are no padding, which other masks cannot say"
+        )
+
+
+def selecting_layers(model: PreTrainedModel) -> list[SelectingAttention]:
+    """The model's layers with dmattn's selection, in their order.
+
+    Raises:
+        TypeError: model is no transformers model.
+        ValueError: there is no such layer.
+    """
+    check_model(model)
+    layers = [module for module in model.modules() if isinstance(module, SelectingAttention)]
+    if not layers:
+        raise ValueError(
+            f"model: expected layers with dmattn's selection, got none in {type(model).__name__}; see enable_dynamic_mask_attention and convert"
+        )
+    return layers
+
+
+def check_model(model: object) -> None:
+    """Raises TypeError for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
