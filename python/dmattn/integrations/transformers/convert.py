@@ -82,8 +82,8 @@ def convert(
         sink: first keys of each sequence that every query sees whatever their scores.
         local_heads: so many key heads, the first ones, fewer than there are, see the local keys and the sinks alone.
         recency: if given, every key head ranks keys by their score plus ``slope * position``, which favours late ones. This is the first
-            head's slope at first; the others follow geometrically down to a 2048th of it. Other than in
-            :class:`dmattn.nn.DynamicMaskAttention` it is not added to the logits, whose notion of position the model has learned already.
+            head's slope at first; the others follow geometrically down to a 2048th of it. Only with taught: other than in
+            :class:`dmattn.nn.DynamicMaskAttention` it is not added to the logits, since the model knows positions already.
         score: "exp", the Doge model's ``exp(A * softplus(dt_proj(v)))`` with A = 0 at first; or "linear", ``dt_proj(v)``, zero at first.
         taught: if True, scores select only: they are not added to the logits, and in training ``model(...).loss`` has the mean of the layers'
             :func:`dmattn.nn.score_loss` added, which is all that teaches them (and the slopes). If False they are added to the logits
@@ -225,12 +225,12 @@ def _check_settings(
         raise ValueError(
             f"local_heads: expected fewer than the {heads} key heads, and local > 0, got {local_heads} with local={local}"
         )
-    if recency is not None and checks.number("recency", recency, low=0.0) == 0:
-        raise ValueError(f"recency: expected None or a number > 0, got {recency}")
-    if score not in ("exp", "linear"):
-        raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
     for name, value in (("taught", taught), ("bounded_cache", bounded_cache)):
         checks.flag(name, value)
+    if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not taught):
+        raise ValueError(f"recency: expected None, or a number > 0 with taught=True, got {recency} with taught={taught}")
+    if score not in ("exp", "linear"):
+        raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
     checks.positive_int("score_queries", score_queries)
     checks.natural_int("rewind", rewind)
 
@@ -248,7 +248,7 @@ def _add_scores(layer: Any, settings: dict[str, Any]) -> None:
         nn.init.normal_(layer.dt_proj.weight, std=layer.config.initializer_range)
         layer.A = nn.Parameter(torch.zeros(heads, **like))
     recency = settings["recency"]
-    slopes = None if recency is None else nn.Parameter(initial_slopes(recency, heads).to(**like), settings["taught"])
+    slopes = None if recency is None else nn.Parameter(initial_slopes(recency, heads).to(**like))
     layer.register_parameter("log_slope", slopes)
     for name in ("window", "local", "sink", "local_heads", "score", "taught", "score_queries"):
         setattr(layer, name, settings[name])

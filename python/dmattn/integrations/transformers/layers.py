@@ -30,7 +30,7 @@ class SelectingAttention(nn.Module):
     Attributes:
         window, local, sink, local_heads, taught, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
         score: "exp", ``exp(A * softplus(dt_proj(v)))``; or "linear", ``dt_proj(v)``. Either reads the values, which every cache keeps.
-        log_slope: [Hkv], logarithms of slopes: slope * position is added where keys are ranked. None for none.
+        log_slope: [Hkv], logarithms of slopes: slope * position is added where keys are ranked. Only with taught; None for none.
         cache_rewind: of the bounded caches that take the place of the model's own while gradients are off; None to keep the model's own.
         last_score_loss: what teaches the scores, of the last forward pass in training.
     """
@@ -122,7 +122,7 @@ class SelectingAttention(nn.Module):
         sizes: dict[str, Any] = {"base": base, "local": self.local, "sink": self.sink}
         query, key, value = padded(query), padded(key), padded(value)
         shared: dict[str, Any] = {"scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
-        if added is not None and self.log_slope is None and not self.local_heads:
+        if added is not None and not self.local_heads:
             plain: Tensor = dynamic_mask_attention(query, key, value, scores, self.window, **sizes, **shared)
             return plain
         ranks = self._ranks(scores, 0)

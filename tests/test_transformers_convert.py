@@ -1,0 +1,366 @@
+"""Models of the Llama family converted to dynamic-mask attention: the same at first, fine-tuned like others, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from dmattn import IntervalMask  # noqa: E402
+from dmattn.integrations.transformers import convert, load_converted, score_loss_of, set_window  # noqa: E402
+from dmattn.nn import WindowSchedule  # noqa: E402
+from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+# Parts of transformers, accelerate and Dynamo warn of themselves.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+)
+SIZES = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
+CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+RECOMMENDED = {"local": 4, "sink": 2, "local_heads": 1, "recency": 0.25, "score": "linear", "taught": True}
+ADDED = {"exp": ["A", "dt_proj.weight"], "linear": ["dt_proj.bias", "dt_proj.weight"]}
+
+
+def built(name: str = "llama", **options):
+    torch.manual_seed(0)
+    config = CONFIGS[name](**SIZES | {"sliding_window": None} | options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def scattered(model):
+    """With scores that differ from value to value."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".A", "dt_proj.weight")):
+                parameter.normal_()
+    return model
+
+
+def distinct(batch: int = 2, length: int = 20) -> torch.Tensor:
+    """Tokens none of which comes twice in a sequence."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([3 + torch.randperm(253, generator=generator)[:length] for _ in range(batch)])
+
+
+def padded(side: str | None, length: int = 20) -> torch.Tensor | None:
+    if side is None:
+        return None
+    mask = torch.ones((2, length), dtype=torch.int64)
+    mask[0, slice(0, 6) if side == "left" else slice(length - 6, length)] = 0
+    return mask
+
+
+@torch.no_grad()
+def logits_of(model, tokens, mask=None) -> torch.Tensor:
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    return logits if mask is None else logits[mask.bool()]
+
+
+# What is computed -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama", {}), ("mistral", {"local": 3, "sink": 2}), ("qwen2", {"score": "linear"}), ("qwen3", RECOMMENDED | {"local": 20})],
+)
+def test_at_first_short_contexts_give_what_they_gave(name, options):
+    model = built(name)
+    for side in (None, "left", "right"):
+        expected = logits_of(model, distinct(), padded(side))
+        converted = convert(copy.deepcopy(model), 20, **options)
+        assert_close(logits_of(converted, distinct(), padded(side)), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 6}, {"window": 4, "local": 2}, RECOMMENDED | {"window": 2, "local": 4, "sink": 0, "local_heads": 0}],
+    ids=str,
+)
+def test_at_first_the_window_slides(options):
+    converted = convert(built("mistral"), **options)
+    sliding = built("mistral", sliding_window=6)
+    sliding.load_state_dict(converted.state_dict(), strict=False)
+    tokens = torch.randint(3, 9, (2, 40), generator=torch.Generator().manual_seed(2))  # many equal ones
+    assert_close(logits_of(converted, tokens), logits_of(sliding, tokens))
+
+
+def test_a_converted_layer_is_that_of_doge():
+    converted = scattered(convert(built("qwen3"), 5))
+    layer = converted.model.layers[1].self_attn
+    config = transformers.DogeConfig(**SIZES, keep_window_size=5, attn_implementation="eager")
+    doge = DogeAttention(config, 1)
+    doge.load_state_dict(layer.state_dict())
+    hidden = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
+    positions = converted.model.rotary_emb(hidden, torch.arange(20)[None])
+    hidden_keys = torch.zeros(20, 20).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), torch.finfo(torch.float32).min)
+    expected = doge(hidden, positions, hidden_keys[None, None])[0]
+    assert_close(layer(hidden, positions)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{"local": 3, "sink": 2}, {"local": 3, "local_heads": 1}, RECOMMENDED], ids=str)
+def test_a_layer_attends_to_what_its_settings_say(options):
+    converted = scattered(convert(built(), 4, **options))
+    layer = converted.model.layers[0].self_attn
+    hidden = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(3))
+    angles = converted.model.rotary_emb(hidden, torch.arange(30)[None])
+    with torch.no_grad():
+        query, key, value = (
+            proj(hidden).unflatten(2, (-1, 8)).transpose(1, 2) for proj in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        query, key = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(query, key, *angles)
+        flat = value.transpose(1, 2).flatten(2)
+        projected = layer.dt_proj(flat)
+        scores = projected if layer.score == "linear" else torch.exp(layer.A * torch.nn.functional.softplus(projected))
+        scores = scores.transpose(1, 2)
+        ranks = scores if layer.log_slope is None else scores + layer.log_slope.exp()[:, None] * torch.arange(30.0)
+        seen = IntervalMask.top_k(ranks, 4, local=layer.local, sink=layer.sink).to_bool(30, 30)
+        streaming = IntervalMask.streaming(30, layer.sink, layer.local).to_bool(30, 30)
+        seen = torch.cat([streaming.expand(2, layer.local_heads, -1, -1), seen[:, layer.local_heads :]], 1)
+        bias = torch.zeros_like(scores) if layer.taught else scores
+        mask = torch.where(seen, bias[:, :, None], -torch.inf).repeat_interleave(2, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        assert_close(layer(hidden, angles)[0], layer.o_proj(out.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("options", [{"local": 3, "sink": 2}, RECOMMENDED], ids=str)
+def test_parts_and_packed_sequences_give_what_whole_ones_give(options):
+    model, tokens = scattered(convert(built(), 4, **options)), distinct(1, 30)
+    whole = logits_of(model, tokens)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in tokens.split([14, 1, 1, 14], 1)]
+        assert_close(torch.cat(parts, 1), whole)
+        expected = torch.cat([model(input_ids=part).logits for part in tokens.split([12, 18], 1)], 1)
+        positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
+        assert_close(model(input_ids=tokens, position_ids=positions, use_cache=False).logits, expected)
+
+
+# Fine-tuning ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_that_are_added_to_logits_learn():
+    model = convert(built(), 4, local=3, sink=2).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(3, 40, (4, 40), generator=torch.Generator().manual_seed(4))
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert all(layer.self_attn.A.abs().max() > 0 for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_taught_scores_learn_from_a_loss_of_their_own(checkpointing):
+    model, tokens = convert(built(), 4, **RECOMMENDED, score_queries=8).train(), distinct(2, 40)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own = ("dt_proj.weight", "dt_proj.bias", "log_slope")
+    names = [name for name, _ in model.named_parameters()]
+    torch.manual_seed(5)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    gradients = dict(zip(names, torch.autograd.grad(loss, list(model.parameters()), allow_unused=True), strict=True))
+    assert all(x is not None for x in gradients.values())
+
+    # The same by hand: without labels there is no loss to add to.
+    torch.manual_seed(5)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    taught = score_loss_of(model)
+    plain = model.loss_function.loss(logits=logits, labels=tokens, vocab_size=256)
+    assert_close(loss, plain + taught)
+    for name, gradient in zip(
+        names, torch.autograd.grad(plain, list(model.parameters()), allow_unused=True, retain_graph=True), strict=True
+    ):
+        if name.endswith(own):
+            assert gradient is None
+        else:
+            assert_close(gradient, gradients[name])
+    for name, gradient in zip(names, torch.autograd.grad(taught, list(model.parameters()), allow_unused=True), strict=True):
+        assert (gradient is not None) == name.endswith(own)
+    with torch.no_grad():
+        evaluated = model.eval()(input_ids=tokens, labels=tokens).loss
+    assert_close(evaluated, plain)
+
+
+def test_the_loss_of_accumulated_parts_is_that_of_the_whole():
+    """A trainer divides each part's sum by the number of all labels; the score losses are weighted alike."""
+    model, tokens = convert(built(), 40, **RECOMMENDED, score_queries=64).train(), distinct(2, 33)
+    labels = tokens.clone()
+    labels[0, :17] = -100
+
+    def taught(part, **options):
+        torch.manual_seed(6)
+        loss = model(input_ids=tokens[part], labels=labels[part], **options).loss
+        torch.manual_seed(6)
+        logits = model(input_ids=tokens[part]).logits
+        alone = score_loss_of(model)
+        return loss - model.loss_function.loss(logits=logits, labels=labels[part], vocab_size=256, **options), alone
+
+    for part, share in ((slice(0, 1), 16 / 48), (slice(1, 2), 32 / 48)):
+        added, alone = taught(part, num_items_in_batch=torch.tensor(48))
+        assert_close(added, alone * share)
+
+
+def test_training_compiles_in_one_graph():
+    model = convert(built(), 4, **RECOMMENDED, score_queries=8).train()
+    inputs = {"input_ids": distinct(), "attention_mask": padded("left"), "labels": distinct(), "use_cache": False}
+    torch.manual_seed(7)
+    expected = model(**inputs).loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    loss = torch.compile(model, fullgraph=True, backend="eager")(**inputs).loss
+    loss.backward()
+    assert_close(loss, expected)
+    assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_the_window_follows_a_schedule():
+    model, tokens = convert(built(), 4, local=3), distinct(1, 30)
+    schedule = WindowSchedule(4, 32, dense_steps=1, fall_steps=2, multiple=4)
+    assert [schedule(step) for step in range(4)] == [32, 32, 12, 4]
+    for step in range(1, 4):
+        set_window(model, schedule(step))
+        assert model.config.dynamic_mask["window"] == schedule(step)
+        assert_close(logits_of(model, tokens), logits_of(convert(built(), schedule(step), local=3), tokens))
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    model = convert(built(), 4, **RECOMMENDED, score_queries=8)
+    before = copy.deepcopy(model.state_dict())
+    rows = [{"input_ids": row, "labels": row} for row in distinct(8, 24)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:2])
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(tmp_path / "saved"))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == set(before)
+    assert_close(logits_of(load_converted(tmp_path / "saved").eval(), distinct()), logits_of(model.eval(), distinct()))
+
+
+# Saved and loaded -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {"local": 3, "sink": 2, "bounded_cache": True, "rewind": 5}) for name in CONFIGS] + [("llama", RECOMMENDED)],
+)
+def test_saved_and_loaded(name, options, tmp_path):
+    plain = built(name)
+    model = scattered(convert(copy.deepcopy(plain), 4, **options))
+    score = options.get("score", "exp")
+    added = ADDED[score] + (["log_slope"] if "recency" in options else [])
+    names = {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in added}
+    assert set(model.state_dict()) == set(plain.state_dict()) | names
+    model.save_pretrained(tmp_path)
+    loaded = load_converted(tmp_path).eval()
+    assert type(loaded) is type(model)
+    assert type(loaded.model.layers[1].self_attn) is type(model.model.layers[1].self_attn)
+    assert loaded.config.dynamic_mask == model.config.dynamic_mask
+    assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
+    assert loaded.model.layers[0].self_attn.cache_rewind == options.get("rewind")
+    assert (type(loaded.loss_function).__name__ == "LossWithScores") == options.get("taught", False)
+    lower = load_converted(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in lower.parameters()} == {torch.bfloat16}
+    by_hand = convert(copy.deepcopy(plain), **model.config.dynamic_mask)
+    by_hand.load_state_dict(model.state_dict())
+    assert torch.equal(logits_of(by_hand, distinct()), logits_of(model, distinct()))
+
+
+def test_copied_and_pickled_after_training():
+    model, tokens = convert(built(), 4, **RECOMMENDED).train(), distinct()
+    model(input_ids=tokens).logits.sum().backward()  # the score loss has not been taken
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.loss_function.model is other
+        assert_close(logits_of(other.eval(), tokens), logits_of(model.eval(), tokens))
+        with pytest.raises(ValueError, match="got no score loss from layer 0"):
+            score_loss_of(other)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window: expected"),
+        ({"window": 1.5}, "window: expected a positive int"),
+        ({"local": -1}, "local: expected"),
+        ({"sink": True}, "sink: expected an int"),
+        ({"local_heads": 1}, "local_heads: expected fewer than the 2 key heads, and local > 0, got 1 with local=0"),
+        ({"local_heads": 2, "local": 3}, "local_heads: expected fewer than the 2 key heads"),
+        ({"recency": 0.25}, "recency: expected None, or a number > 0 with taught=True, got 0.25 with taught=False"),
+        ({"recency": 0.0, "taught": True}, "recency: expected"),
+        ({"score": "log"}, "score: expected 'exp' or 'linear', got 'log'"),
+        ({"taught": 1}, "taught: expected a bool"),
+        ({"score_queries": 0}, "score_queries: expected"),
+        ({"bounded_cache": None}, "bounded_cache: expected a bool"),
+        ({"rewind": -1}, "rewind: expected"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_are_refused(options, message):
+    model = built()
+    before = set(model.state_dict())
+    with pytest.raises((TypeError, ValueError), match=message):
+        convert(model, **{"window": 4} | options)
+    assert set(model.state_dict()) == before
+    assert not hasattr(model.config, "dynamic_mask")
+
+
+def test_models_that_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"model: expected layers that do not slide, got config.sliding_window=4: .*sliding_window = None first"
+    ):
+        convert(built("mistral", sliding_window=4), 4)
+    qwen = built("qwen3", sliding_window=4, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(ValueError, match="model: expected layers that do not slide"):
+        convert(qwen, 4)
+    with pytest.raises(
+        ValueError, match="model: expected a model with dense attention, got LlamaForCausalLM with dmattn's selection already"
+    ):
+        convert(convert(built(), 4), 4)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(ValueError, match=r"model: expected layers of type LlamaAttention, .* got none in BertModel"):
+        convert(transformers.BertModel(transformers.BertConfig(vocab_size=64, **sizes)), 4)
+    with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got Linear"):
+        convert(torch.nn.Linear(2, 2), 4)
+    built().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"path: expected a model saved after convert\(\), got a config without 'dynamic_mask'"):
+        load_converted(tmp_path)
+    with pytest.raises(ValueError, match="model: expected layers with dmattn's selection"):
+        set_window(built(), 4)
+    with pytest.raises(ValueError, match="window: expected"):
+        set_window(convert(built(), 4), 0)
+    taught = convert(built(), 4, **RECOMMENDED)
+    with pytest.raises(ValueError, match="got no score loss from layer 0"):
+        score_loss_of(taught)
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        taught(input_ids=distinct(), output_attentions=True)
