@@ -19,7 +19,8 @@ class Case:
     """One workload.
 
     Args:
-        kind: dense; dma: each query sees the ``window`` best of the keys (before it, if causal) by ``scores``, which are added to the logits;
+        kind: dense; dma: each query sees the ``window`` best of the keys (before it, if causal) by ``scores``, which are added to the logits,
+            of which the first ``sink`` and the last ``local`` for certain, so that ``window`` is how many keys are visible in any case;
             sliding: the last ``window`` keys; streaming: the first ``sink`` keys and the last ``window``; documents: ``documents`` packed
             sequences of unequal length; blocks: a random table of blocks of 128, of a given ``density``.
         scores: random: the kept keys lie scattered, the hardest case; recent: scores rise along the sequence, the kept keys are the last
@@ -34,6 +35,7 @@ class Case:
     window: int | None = None
     scores: str = "random"
     sink: int = 0
+    local: int = 0
     documents: int = 0
     density: float = 1.0
     batch: int = 1
@@ -51,7 +53,9 @@ class Case:
         lengths = f"{self.batch} x {self.length}" if self.batch > 1 else f"{self.length}"
         what = {
             "dense": "dense " + ("causal" if self.is_causal else "full"),
-            "dma": f"window {self.window}" + ("" if self.is_causal else " of all"),
+            "dma": f"window {self.window}"
+            + (f" with {self.sink} + {self.local}" if self.sink or self.local else "")
+            + ("" if self.is_causal else " of all"),
             "sliding": f"sliding window {self.window}",
             "streaming": f"streaming {self.sink} + {self.window}",
             "documents": f"{self.documents} documents",
@@ -69,6 +73,7 @@ class Case:
             length=length,
             window=shrink(self.window),
             sink=shrink(self.sink),
+            local=shrink(self.local),
             documents=min(self.documents, max(2, length // 64)) if self.documents else 0,
         )
 
@@ -96,6 +101,13 @@ def _gpu_dma() -> list[Case]:
         more = [{"scores": "recent"}, {"scores": "drifting"}, {"heads": 32, "kv_heads": 8, "in_readme": n == 32768}]
         cases += [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma", **options) for options in more]
     return cases
+
+
+def _gpu_dma_local() -> list[Case]:
+    """A quarter of the visible keys local, and four sinks, beside plain selection of as many keys."""
+    sizes = ((16384, 819), (32768, 1024), (131072, 2048))
+    beside = ({}, {"sink": 4, "local": 256})
+    return [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma-local", **more) for n, w in sizes for more in beside]
 
 
 def _gpu_dma_full() -> list[Case]:
@@ -154,7 +166,9 @@ TABLES = {
         ),
         repeats=5,
     ),
-    "cuda": Table("cuda", (*_gpu_dma(), *_gpu_dma_full(), *_gpu_intervals(), *_gpu_blocks(), *_gpu_dense()), repeats=7),
+    "cuda": Table(
+        "cuda", (*_gpu_dma(), *_gpu_dma_local(), *_gpu_dma_full(), *_gpu_intervals(), *_gpu_blocks(), *_gpu_dense()), repeats=7
+    ),
 }
 QUICK_LENGTHS = {4096: 1024, 16384: 2048, 32768: 2048, 65536: 4096, 131072: 4096}
 
@@ -209,7 +223,10 @@ def workload(case: Case, device: str, with_peers: bool = True) -> Workload:
     def attend() -> Tensor:
         if scores is not None:
             assert case.window is not None
-            out = dmattn.dynamic_mask_attention(query, key, value, scores, case.window, is_causal=causal)
+            window = case.window - case.local - case.sink
+            out = dmattn.dynamic_mask_attention(
+                query, key, value, scores, window, is_causal=causal, local=case.local, sink=case.sink
+            )
         else:
             out = dmattn.attention(query, key, value, mask, is_causal=causal)
         assert isinstance(out, Tensor)
@@ -254,7 +271,8 @@ def _mask_builder(
 ) -> Callable[[], dmattn.IntervalMask | dmattn.BlockMask] | None:
     length, window = case.length, case.window or 0
     if scores is not None:
-        return lambda: dmattn.IntervalMask.top_k(scores, window, causal=case.is_causal)
+        best = window - case.local - case.sink
+        return lambda: dmattn.IntervalMask.top_k(scores, best, causal=case.is_causal, local=case.local, sink=case.sink)
     if table is not None:
         return lambda: dmattn.BlockMask.from_blocks(table, BLOCK)
     if case.kind == "documents":
@@ -270,7 +288,8 @@ def _mask_builder(
 def _visible(case: Case, device: str, scores: Tensor | None, table: Tensor | None) -> Tensor | None:
     if scores is not None:
         assert case.window is not None
-        return reference.top_k_visible(scores.detach(), case.window, case.is_causal)
+        best = case.window - case.local - case.sink
+        return reference.top_k_visible(scores.detach(), best, case.is_causal, local=case.local, sink=case.sink)
     if table is not None:
         return table.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[:, :, : case.length, : case.length]
     query, key = torch.arange(case.length, device=device)[:, None], torch.arange(case.length, device=device)
