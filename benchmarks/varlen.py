@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import inspect
 import itertools
 import json
@@ -68,12 +69,9 @@ def torchs_call(
     query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, longest: int
 ) -> Callable[[], Tensor] | None:
     """torch's packed attention, causal; None where there is none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+    if query.device.type != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
-    if query.device.type != "cuda":
-        return None
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     causal = {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
     return lambda: varlen_attn(query, key, value, ends_q, ends_k, longest, longest, **causal)
 
