@@ -5,9 +5,11 @@ the numbers in the slots; it is measured after a short and after a long one, whi
 sequences of a batch are copies of it, each in memory of its own. A new key always wins a slot: that is the most a step can have to do.
 
 On CUDA, times are of one step in a graph that holds several of them, each with a cache of its own, so that together they are larger than the L2
-cache, as in a model whose layers follow each other. On a CPU the runs take turns. Beside the steps stand torch's kernels over as many
-keys without any update, and over all keys of a long context, which is what a cache that grows costs; then our own kernel over all keys, in one
-piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results were compared.
+cache, as in a model whose layers follow each other. On a CPU the runs take turns, and --patience waits for others to leave it alone.
+
+Beside the steps stand torch's kernels over as many keys without any update, and over all keys of a long context, which is what a growing cache
+costs; then our own kernel over all keys, in one piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results
+were compared.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
 CHUNK, FILL = 4096, 16_384
 COLD_BYTES, MOST_STEPS = 400 << 20, 48
+QUIET = 0.1  # part of a CPU's time that others may use while it is timed
 SURE_TO_WIN = 1e4  # a score; those of the context are standard normal
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 Row = dict[str, Any]
@@ -227,24 +230,60 @@ def cuda_rows(repeats: int, quick: bool) -> list[Row]:
 # On a CPU -----------------------------------------------------------------------------------------------------------------------------------
 
 
-def cpu_rows(repeats: int, quick: bool) -> list[Row]:
-    """Steps after both contexts, and torch's kernels over as many and over all keys, by turns, so that all meet the same disturbances."""
+def processor_seconds() -> tuple[float, float, float]:
+    """Seconds of all processors that passed since they started, that they worked, and that this process had of these."""
+    with open("/proc/stat") as file:
+        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in file.readline().split()[1:9]]
+    own = os.times()
+    return sum(ticks), sum(ticks) - ticks[3] - ticks[4], own.user + own.system
+
+
+def share_of_others(before: tuple[float, float, float]) -> float:
+    """What part of the processors' time others have used since."""
+    passed, worked, own = (now - then for now, then in zip(processor_seconds(), before, strict=True))
+    return max(0.0, worked - own) / max(passed, 1e-9)
+
+
+def at_a_quiet_time(take: Callable[[], dict[str, list[float]]], patience: float) -> tuple[dict[str, list[float]], float]:
+    """What ``take`` gives when others use the processors the least, and how much that is; it is tried again for so many seconds."""
+    best, last = None, time.monotonic() + patience
+    while True:
+        before = processor_seconds()
+        result = take()
+        share = share_of_others(before)
+        if best is None or share < best[1]:
+            best = result, share
+        while share > QUIET and time.monotonic() < last:
+            before = processor_seconds()
+            time.sleep(1.0)
+            if (now := share_of_others(before)) <= QUIET:
+                break
+            share = now
+        if best[1] <= QUIET or time.monotonic() >= last:
+            return best
+
+
+def cpu_rows(repeats: int, quick: bool, patience: float) -> tuple[list[Row], float]:
+    """Steps after both contexts, and torch's kernels over as many and over all keys, by turns, so that all meet the same disturbances; and what
+    part of the processors' time others used meanwhile."""
     long = 2 * SHORT if quick else LONG
     caches = filled([SHORT, long], "cpu")
     query, key, value, scores = tokens(1, 1, "cpu", 1)
     scores.fill_(SURE_TO_WIN)
     all_keys, all_values = (torch.randn(1, KV_HEADS, long, HEAD_DIM) for _ in range(2))
-    assert_alike(
-        sdpa(query, caches[SHORT].key, caches[SHORT].value, None),
-        sdpa_in_groups(query, caches[SHORT].key, caches[SHORT].value),
-    )
-    runs: dict[str, Run] = {}
+    window, everything = (caches[SHORT].key, caches[SHORT].value), (all_keys, all_values)
+    lengths = torch.tensor([long], dtype=torch.int32)
+    expected = dmattn.decode_attention(query, *everything, lengths)
+    for theirs in (sdpa(query, *everything, None), sdpa_in_groups(query, *everything)):
+        assert_alike(theirs, expected)
+    runs: dict[str, Run] = {"decode": lambda: dmattn.decode_attention(query, *everything, lengths)}
     for context, cache in caches.items():
         runs[f"step {context}"] = lambda cache=cache: cache.attend(query, key, value, scores)
-    for keys, pair in ((WINDOW, (caches[SHORT].key, caches[SHORT].value)), (long, (all_keys, all_values))):
+    for keys, pair in ((WINDOW, window), (long, everything)):
         runs[f"SDPA {keys}"] = lambda pair=pair: sdpa(query, *pair, None)
         runs[f"SDPA, heads in groups {keys}"] = lambda pair=pair: sdpa_in_groups(query, *pair)
-    times = {name: [each * 1e6 for each in samples] for name, samples in by_turns(runs, "cpu", repeats).items()}
+    seconds, others = at_a_quiet_time(lambda: by_turns(runs, "cpu", repeats), patience)
+    times = {name: [each * 1e6 for each in samples] for name, samples in seconds.items()}
 
     def peers(keys: int) -> dict[str, list[float]]:
         return {name: times[f"{name} {keys}"] for name in ("SDPA", "SDPA, heads in groups")}
@@ -254,11 +293,9 @@ def cpu_rows(repeats: int, quick: bool) -> list[Row]:
         facts = {"kind": "step", "batch": 1, "context": context, "keys": WINDOW, "cache_bytes": cache.nbytes}
         rows.append(row_of(f"step, 1 sequence after {context} tokens", times[f"step {context}"],
                            peers(WINDOW) if context == SHORT else {}, **facts, bytes=bytes_read(1, WINDOW, "cpu")))  # fmt: skip
-    lengths = torch.tensor([long], dtype=torch.int32)
-    ours = by_turns({"decode": lambda: dmattn.decode_attention(query, all_keys, all_values, lengths)}, "cpu", repeats)["decode"]
     facts = {"kind": "full", "batch": 1, "keys": long, "bytes": bytes_read(1, long, "cpu")}
-    rows.append(row_of(f"decode_attention, 1 sequence over {long} keys", [each * 1e6 for each in ours], peers(long), **facts))
-    return [*rows, prefill_row("cpu", 512 if quick else 2 * CHUNK, 256 if quick else CHUNK, min(repeats, 3))]
+    rows.append(row_of(f"decode_attention, 1 sequence over {long} keys", times["decode"], peers(long), **facts))
+    return rows + ([prefill_row("cpu", 512, 256, 1)] if quick else []), others
 
 
 def main() -> None:
@@ -266,22 +303,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="short contexts only, to see that it runs")
+    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for others to leave a CPU alone")
     parser.add_argument("--output", type=Path, help="folder for the JSON, benchmarks/results for those of the documentation")
     options = parser.parse_args()
     family, began = os.environ.get("DMATTN_FAMILY", "auto"), time.perf_counter()
-    load = os.getloadavg()[0]
+    about = {"repeats": options.repeats, "family": family, "quick": options.quick}
     try:
         with torch.inference_mode():
-            rows = (cuda_rows if options.device == "cuda" else cpu_rows)(options.repeats, options.quick)
+            if options.device == "cuda":
+                rows = cuda_rows(options.repeats, options.quick)
+            else:
+                rows, about["others"] = cpu_rows(options.repeats, options.quick, options.patience)
     except AssertionError as reason:
         sys.exit(f"refused: {reason}")
     for row in rows:
         peers = "  ".join(f"{name} {us:.2f}" for name, us in row["peer_us"].items())
-        rate = f"{row['bytes'] / row['us'] / 1e6:6.2f} TB/s" if "bytes" in row else ""
+        rate = f"{row['bytes'] / row['us'] / 1e3:6.0f} GB/s" if "bytes" in row else ""
         print(f"{row['case']:64s} {row['us']:10.2f} us {rate}  {peers}")
-    print(f"{time.perf_counter() - began:.0f} s")
+    others = f"; others used {about['others']:.0%} of the processors" if "others" in about else ""
+    print(f"{time.perf_counter() - began:.0f} s{others}")
     if options.output:
-        about = {"repeats": options.repeats, "load": load, "family": family, "quick": options.quick}
         facts = {
             **provenance(options.device),
             **about,

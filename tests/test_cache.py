@@ -6,6 +6,7 @@ import bisect
 import copy
 import itertools
 import math
+from random import Random
 
 import brute_check
 import dmattn
@@ -14,7 +15,7 @@ import torch
 import torch._dynamo.testing
 from dmattn import BoundedCache
 from dmattn.testing import AttentionCase, poisoned_memory, strategies, tolerance, top_k_visible
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 tensor = strategies.random_tensor
@@ -202,31 +203,102 @@ class Lives:
         return {*range(min(self.sink, position + 1)), *latest, *(key for _, key in self.best)}
 
 
-def test_20000_steps(device, exact):
-    length, sizes = 20_000, (6, 3, 2)
-    history = History(length, exact, device, B=1, H=4, Hkv=4, Dv=8)
+LONG = 20_000
+
+
+def long_history(device, dtype, B=1, **sizes):
+    """A history of LONG tokens whose four key heads have ties, NaN, -inf, scores that grow, and scores that are all equal."""
+    history = History(LONG, dtype, device, B=B, H=4, Hkv=4, **sizes)
     for head, kind in enumerate(("ties", "random", "increasing", "constant")):
-        history.scores[:, head] = strategies.make_scores((1, length), kind, head, torch.float32, device)
+        history.scores[:, head] = strategies.make_scores((B, LONG), kind, head, torch.float32, device)
     history.scores[:, 1, ::5] = torch.nan
     history.scores[:, 2, 1::3] = -INF
-    history.scores[:, 1] -= torch.arange(length, device=device) / 3000  # else the best keys are soon found
+    history.scores[:, 1] -= torch.arange(LONG, device=device) / 3000  # else the best keys are soon found
+    return history
+
+
+def test_20000_steps(device, exact):
+    """After every step the visible keys are the oracle's, and the output is that of these keys, gathered from the whole history."""
+    sizes = (6, 3, 2)
+    history = long_history(device, exact, Dv=8)
     cache, lives = history.cache(*sizes), [Lives(*sizes) for _ in range(4)]
-    known = history.scores[0].tolist()
-    samples = {*range(20), *range(0, length, 4001), length - 1}
+    known, results, seen = history.scores[0].tolist(), [], []
     with torch.inference_mode():
-        for p in range(length):
-            out, lse = cache.attend(*history.tokens(p, p + 1), return_lse=True)
-            if device == "cuda" and p not in samples and p % 50:
-                [alive.after(scores, p) for alive, scores in zip(lives, known, strict=True)]
+        for p in range(LONG):
+            results.append(cache.attend(*history.tokens(p, p + 1), return_lse=True))
+            expected = [alive.after(scores, p) for alive, scores in zip(lives, known, strict=True)]
+            seen.append([sorted(keys) + [-1] * (sum(sizes) - len(keys)) for keys in expected])
+            if device == "cuda" and p % 50:
                 continue  # a look at the device takes time
-            for positions, alive, scores in zip(cache.position[0].tolist(), lives, known, strict=True):
-                assert {q for q in positions if q >= 0} == alive.after(scores, p)
-            if p in samples:
-                query, key, value, scores = (
-                    x[:, :, : p + 1] for x in (history.query, history.key, history.value, history.scores)
+            for positions, keys in zip(cache.position[0].tolist(), expected, strict=True):
+                assert {q for q in positions if q >= 0} == keys
+    # Gather what every query sees, and attend to it as a problem of LONG sequences of 11 keys.
+    places = torch.tensor(seen, device=device)  # [LONG, 4, 11]
+    heads = torch.arange(4, device=device)[:, None]
+    key, value, scores = (x[0][heads, places.clamp(min=0)] for x in (history.key, history.value, history.scores))
+    bias = torch.where(places < 0, -INF, scores)
+    query = history.query[0].transpose(0, 1)[:, :, None]
+    whole = dmattn.attention(query, key, value, key_bias=bias, return_lse=True)
+    out, lse = (torch.cat(parts, 2)[0].transpose(0, 1) for parts in zip(*results, strict=True))  # [LONG, 4, Dv] and [LONG, 4]
+    assert_alike_on_either_path((out, lse), (whole[0][:, :, 0], whole[1][:, :, 0]), exact)
+
+
+@given(seed=st.integers(0, 2**30))
+@settings(max_examples=max(3, settings.default.max_examples // 100))
+def test_20000_tokens_of_each_sequence_in_any_calls(device, exact, seed):
+    """Calls of 0 to 500 tokens, other numbers for each sequence, padded on either side, some tokens refused and taken back."""
+    random, sizes, rewind, B = Random(seed), (40, 6, 2), 16, 3
+    history, wrong = long_history(device, exact, B, Dv=8), History(500, exact, device, B=B, H=4, Hkv=4, Dv=8, seed=5)
+    cache, lives = history.cache(*sizes, rewind=rewind), [[Lives(*sizes) for _ in range(4)] for _ in range(B)]
+    known, at, expected = history.scores.tolist(), [0] * B, [[set()] * 4 for _ in range(B)]
+    while min(at) < LONG:
+        tokens = random.choice((1, 1, 1, 3, 8, 9, 60, 500, 500, 500))
+        side = random.choice(("left", "right"))
+        real = [min(random.randint(0, tokens), LONG - n) for n in at]
+        refused = [random.randint(0, min(rewind, n)) for n in real]
+        rows = []
+        for b in range(B):
+            kept = real[b] - refused[b]
+            row = [torch.cat([x, y], 2) for x, y in zip(history.tokens(at[b], at[b] + kept, slice(b, b + 1)),
+                                                        wrong.tokens(0, refused[b], slice(b, b + 1)), strict=True)]  # fmt: skip
+            rubbish = [x.new_full((1, x.shape[1], tokens - real[b], *x.shape[3:]), torch.nan) for x in row]
+            rows.append([torch.cat(pair if side == "right" else pair[::-1], 2) for pair in zip(row, rubbish, strict=True)])
+        given = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        lengths, back = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (real, refused))
+        out, lse = cache.attend(*given, lengths=lengths, padding_side=side, return_lse=True)
+        cache.rewind(back)
+        for b in range(B):
+            kept = real[b] - refused[b]
+            for head, alive in enumerate(lives[b]):
+                for p in range(at[b], at[b] + kept):
+                    expected[b][head] = alive.after(known[b][head], p)
+            if kept and random.random() < 0.03:  # what the kept tokens were given is what the whole history gives
+                first = 0 if side == "right" else tokens - real[b]
+                ours = [x[b : b + 1, :, first : first + kept] for x in (out, lse)]
+                query, key, value, scores = history.tokens(0, at[b] + kept, slice(b, b + 1))
+                window, local, sink = sizes
+                whole = dmattn.dynamic_mask_attention(
+                    query[:, :, at[b] :], key, value, scores, window, local=local, sink=sink, return_lse=True
                 )
-                whole = dmattn.dynamic_mask_attention(query[:, :, p:], key, value, scores, 6, local=3, sink=2, return_lse=True)
-                assert_alike((out, lse), whole, exact)
+                assert_alike_on_either_path(ours, whole, exact)
+            at[b] += kept
+        for row, sets in zip(cache.position[:, :, : sum(sizes)].tolist(), expected, strict=True):
+            for positions, keys in zip(row, sets, strict=True):
+                assert {q for q in positions if q >= 0} == keys
+        assert cache.length.tolist() == at
+    at_once = history.cache(*sizes, rewind=rewind)
+    at_once.attend(*history.tokens(0, LONG))
+    assert_same_state(cache, at_once, "visible")
+
+
+def assert_alike_on_either_path(results, expected, dtype):
+    """For (out, lse) of kernels that round weights to bfloat16 at different places."""
+    if dtype == torch.float64:
+        return assert_alike(results, expected, dtype)
+    for ours, theirs in zip(results, expected, strict=True):
+        is_finite = torch.isfinite(theirs)
+        assert torch.equal(torch.isfinite(ours), is_finite)
+        tolerance.assert_same_by_another_way(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
 
 
 @pytest.mark.parametrize("cuts", [[1] * 40, [40], [13, 27]], ids=len)
