@@ -15,8 +15,10 @@ from dmattn.attention import attention, dynamic_mask_attention, key_scores
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache
+from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.rotation import rotate
 from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
+from dmattn.nn.shards import own_part
 from dmattn.unsupported import scripting_refused
 
 
@@ -57,6 +59,8 @@ class DynamicMaskAttention(nn.Module):
         dropout: probability of dropping an attention weight while training.
         softcap: as in :func:`dmattn.attention`.
         device, dtype: of the parameters.
+
+    Head counts in ``forward`` follow the projections' weights, so heads can be dealt out to ranks (tensor parallelism); see :doc:`training`.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].
@@ -167,21 +171,30 @@ class DynamicMaskAttention(nn.Module):
         """The scores of keys, [B, Hkv, S], without recency and noise: of values [B, Hkv, S, D] where ``score`` is "exp", and of hidden states
         [B, S, E] otherwise."""
         if self.scores_values:
-            return key_scores(source, self.dt_proj, self.A)
+            return key_scores(source, self.dt_proj, own_part(self.A))
         scores = checks.tensor("score", self.score_proj(source))
-        if scores.shape != (*source.shape[:2], self.num_kv_heads):
-            raise ValueError(
-                f"score: expected a module that returns [B, S, Hkv] = {[*source.shape[:2], self.num_kv_heads]}, got {checks.shape_of(scores)}"
-            )
+        if scores.dim() != 3:
+            raise ValueError(f"score: expected a module that returns [B, S, Hkv], got {checks.shape_of(scores)}")
         return scores.transpose(1, 2)
+
+    def _scores(self, hidden_states: Tensor, value: Tensor) -> Tensor:
+        """The scores of this rank's key heads, of which value [B, Hkv, S, D] says how many there are."""
+        batch, heads, length = value.shape[:3]
+        if self.local_heads and heads != self.num_kv_heads:
+            raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+        source = value if self.scores_values else hidden_states
+        scores = self.scores(source.detach() if self.taught else source)
+        if scores.shape != (batch, heads, length):
+            got = checks.shape_of(scores.transpose(1, 2))
+            raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
+        return scores
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
-        source = value if self.scores_values else hidden_states
-        ranks = self.scores(source.detach() if self.taught else source)
+        ranks = self._scores(hidden_states, value)
         if self.log_slope is None:
             return ranks, None if self.taught else ranks
-        recency = recency_of(self.log_slope, hidden_states.shape[1])
+        recency = recency_of(own_part(self.log_slope), hidden_states.shape[1])
         ranks = ranks + recency
         return ranks, recency if self.taught else ranks
 
@@ -195,8 +208,12 @@ class DynamicMaskAttention(nn.Module):
         window = self.window if window is None else window
         return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink=self.sink)
 
-    def new_cache(self, batch_size: int, *, rewind: int = 0) -> BoundedCache | MixedCache:
+    def new_cache(self, batch_size: int, *, rewind: int = 0, num_kv_heads: int | None = None) -> BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``local_heads`` a :class:`MixedCache`.
+
+        Args:
+            batch_size, rewind: as of :class:`dmattn.BoundedCache`.
+            num_kv_heads: key heads that this rank holds, where they are dealt out; default all.
 
         Raises:
             ValueError: a layer without is_causal.
@@ -210,20 +227,21 @@ class DynamicMaskAttention(nn.Module):
                 device=weight.device,
             )  # fmt: skip
 
-        selecting = part(self.num_kv_heads - self.local_heads, self.window)
+        heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
+        selecting = part(heads - self.local_heads, self.window)
         return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
 
     @overload
     def forward(
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right",
+        padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right",
+        padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
@@ -235,6 +253,7 @@ class DynamicMaskAttention(nn.Module):
         with_score_loss: bool = False,
         lengths: Tensor | None = None,
         padding_side: PaddingSide = "right",
+        position_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of hidden states to each other or, with a cache, to all that came before, too; and the loss that teaches the scores if
         asked for.
@@ -248,6 +267,9 @@ class DynamicMaskAttention(nn.Module):
             with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal, and not
                 with a cache.
             lengths, padding_side: with a cache, which of the S tokens are real, see :meth:`BoundedCache.attend`.
+            position_ids: integers [B|1, S] or [S], the positions that query and key are rotated to; default 0, 1, ... in every sequence.
+                Without ``base`` a document begins wherever they do not grow: packed documents whose positions restart are kept apart.
+                Not with a cache, which counts by itself.
 
         Returns:
             [B, S, E], or (that, the loss).
@@ -263,8 +285,9 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         if cache is not None:
             given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
+            given["position_ids"] = position_ids is not None
             for name in (name for name, is_given in given.items() if is_given):
-                raise ValueError(f"{name}: expected its default with a cache, whose sequences and window are its own")
+                raise ValueError(f"{name}: expected its default with a cache, whose sequences, positions and window are its own")
             generated: Tensor = self.o_proj(
                 self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2)
             )
@@ -275,7 +298,10 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(
                 f"padding_side: expected its default without a cache, got {padding_side!r}; base says where padding is"
             )
-        query, key, value = self.projected(hidden_states)
+        if position_ids is not None:
+            position_ids = checked_positions(position_ids, hidden_states)
+            base = documents_of(position_ids, self.is_causal) if base is None else base
+        query, key, value = self.projected(hidden_states, position_ids)
         ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
@@ -319,20 +345,20 @@ class DynamicMaskAttention(nn.Module):
                 raise ValueError(
                     f"cache: expected a layer in eval mode or without {name}, got one that trains with {name}={size}"
                 )
-        parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
-        wanted = [(self.num_kv_heads - self.local_heads, self.sink, self.local, self.window)]
-        if self.local_heads:
-            wanted.insert(0, (self.local_heads, self.sink, self.local, 0))
-        given = [(part.num_kv_heads, *part.sizes[:3]) for part in parts]
-        if given != wanted:
-            raise ValueError(f"cache: expected one with (heads, sink, local, window) = {wanted} like the layer, got {given}")
         batch, length = hidden_states.shape[:2]
         if batch != cache.batch_size:
             raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={batch}")
         positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
-        scores = self.scores(value if self.scores_values else hidden_states)
-        slopes = None if self.log_slope is None else slopes_of(self.log_slope)
+        parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
+        wanted = [(key.shape[1] - self.local_heads, self.sink, self.local, self.window)]
+        if self.local_heads:
+            wanted.insert(0, (self.local_heads, self.sink, self.local, 0))
+        given = [(part.num_kv_heads, *part.sizes[:3]) for part in parts]
+        if given != wanted:
+            raise ValueError(f"cache: expected one with (heads, sink, local, window) = {wanted} like the layer, got {given}")
+        scores = self._scores(hidden_states, value)
+        slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope))
         return cache.attend(
             query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
             select_only=self.taught,
@@ -342,8 +368,8 @@ class DynamicMaskAttention(nn.Module):
         """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B, S], by
         default 0, 1, ... in every sequence."""
         query, key, value = (
-            proj(hidden_states).unflatten(2, (heads, self.head_dim)).transpose(1, 2)
-            for proj, heads in ((self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads))
+            proj(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is not None:
             query, key = (rotate(x, self.rope_theta, positions, self.partial_rotary_factor) for x in (query, key))

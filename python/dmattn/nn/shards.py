@@ -1,0 +1,14 @@
+"""Parameters of a layer whose heads are dealt out to several ranks: each rank computes with its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """The rows of a parameter that this rank holds: of a DTensor its local tensor, differentiable; any other tensor whole."""
+    to_local: Any = getattr(parameter, "to_local", None)
+    part: Tensor = parameter if to_local is None else to_local()
+    return part
