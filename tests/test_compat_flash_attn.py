@@ -148,7 +148,7 @@ def seen_when_packed(window, causal, rows=0, columns=0):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (2, 1), (-1, 3)])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (2, 1), (-1, 3), (-1, 0)])
 @pytest.mark.parametrize("slopes", [None, "by head", "by sequence"])
 @pytest.mark.parametrize("behind", [0, 3])
 def test_varlen(window, causal, slopes, behind):

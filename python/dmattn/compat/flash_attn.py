@@ -14,6 +14,7 @@ from dmattn.compat.flash_attn_cache import flash_attn_with_kvcache
 from dmattn.compat.merging import new_seed, run
 from dmattn.compat.padding import pad_input, unpad_input
 from dmattn.composed import dropout_factors
+from dmattn.varlen import varlen_attention
 from dmattn.weights import attention_weights
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -148,6 +149,7 @@ def varlen(
     """:func:`flash_attn_varlen_func` for tensors that were checked under their own names."""
     dropout_p = layouts.of_dropout("dropout_p", dropout_p)
     checks.flag("causal", causal), checks.flag("deterministic", deterministic)
+    checks.flag("return_attn_probs", return_attn_probs)
     layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
     ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0], q)
@@ -158,6 +160,14 @@ def varlen(
     left, right = layouts.of_window(window_size, causal)
     slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
     value_size = v.shape[-1]
+    if slopes is None and block_table is None:
+        query, key, value = layouts.padded(q), layouts.padded(k), layouts.padded(v)
+        window = None if left is None and right in (None, 0) else layouts.packed_window(left, right, k)
+        out, packed_lse = varlen_attention(
+            query, key, value, ends_q, ends_k, is_causal=right == 0, mask=window, scale=scale, softcap=cap, dropout_p=dropout_p,
+            deterministic=deterministic, return_lse=True,
+        )  # fmt: skip
+        return (out[..., :value_size], packed_lse, None) if return_attn_probs else out[..., :value_size]
     room = 0
     if block_table is not None:
         table = layouts.check_table("block_table", block_table, batch, q)
@@ -172,7 +182,7 @@ def varlen(
     query, key, value = layouts.heads_first(q, k, v)
     out, lse = run(query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, deterministic=deterministic)
     out = out[0].transpose(0, 1)[..., :value_size]
-    return (out, lse[0], None) if checks.flag("return_attn_probs", return_attn_probs) else out
+    return (out, lse[0], None) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(

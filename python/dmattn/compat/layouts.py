@@ -12,7 +12,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.compat.merging import Pass
 from dmattn.fake import accumulate_dtype
-from dmattn.masks import IntervalMask
+from dmattn.masks import ALWAYS, FOREVER, IntervalMask
 
 HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
 PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
@@ -83,6 +83,13 @@ def packed(
     per_key = (key, lengths_k, lengths_q, cu_seqlens_q[of_key].int())
     key, lengths_k, lengths_q, first, back = (x.view(1, 1, -1) for x in (*per_key, back))
     return Sequences(key, lengths_k, lengths_q, first, keys - queries, back), of_key, of_query
+
+
+def packed_window(left: int | None, right: int | None, key: Tensor) -> IntervalMask:
+    """The window as :func:`dmattn.varlen_attention` takes it: at the positions of packed keys [Tk, ...]."""
+    token = torch.arange(key.shape[0], dtype=torch.int32, device=key.device)
+    start = torch.full_like(token, ALWAYS) if right is None else token - right
+    return IntervalMask(start, torch.full_like(token, FOREVER) if left is None else token + (left + 1))
 
 
 def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -182,8 +189,8 @@ def checked(
             raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
         if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
-        if given.shape[-3] > checks.MAX_LENGTH:
-            raise ValueError(f"{name}: expected a length up to {checks.MAX_LENGTH}, got {given.shape[-3]}")
+        if layouts is HEADS_LAST and given.shape[1] > checks.MAX_LENGTH:
+            raise ValueError(f"{name}: expected a length up to {checks.MAX_LENGTH}, got {given.shape[1]}")
     _, key, value = tensors
     heads, kv_heads, size = query.shape[-2], key.shape[-2], query.shape[-1]
     with_batch = layouts is HEADS_LAST
