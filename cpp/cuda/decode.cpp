@@ -17,6 +17,18 @@ void align_caches(CheckedDecode& checked) {
   checked.value = with_aligned_rows(checked.value), p.value = view_of_cache(checked.value, p.page_table);
 }
 
+// How many neighbouring splits a block takes: as many as leave the device two rounds of blocks. Grouping changes no bits.
+void group_splits(DecodeCall& call, int splits, int multiprocessors) {
+  constexpr int kBlocksPerMultiprocessor = 2, kRounds = 2;
+  const int64_t heads = call.p.batch * call.p.kv_heads;
+  const auto parts_of = [&](int block_splits) { return ceil_div(splits, block_splits); };
+  while (call.block_splits < kMostBlockSplits && call.block_splits < splits &&
+         heads * parts_of(2 * call.block_splits) >= int64_t{kRounds} * kBlocksPerMultiprocessor * multiprocessors) {
+    call.block_splits *= 2;
+  }
+  call.parts = static_cast<int>(parts_of(call.block_splits));
+}
+
 std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
                                      std::optional<Tensor> page_table, std::optional<Tensor> key_bias,
                                      std::optional<Tensor> sinks, bool is_causal, double scale, double softcap) {
@@ -32,14 +44,15 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
 
   DecodeCall call{p};
   call.scale = static_cast<float>(p.scale);
-  call.rows = static_cast<int>(p.heads / p.kv_heads * p.queries);
-  call.split_keys = split_keys_of(p.capacity);
-  call.splits = static_cast<int>(std::max<int64_t>(1, ceil_div(p.capacity, call.split_keys)));
-  check(all_rows * call.splits < int64_t{1} << 31, "query: expected B x H x T x splits below 2^31, got ", p.batch, " x ", p.heads,
-        " x ", p.queries, " x ", call.splits);
+  call.group = static_cast<int>(p.heads / p.kv_heads), call.rows = static_cast<int>(call.group * p.queries);
+  call.split_keys = split_keys_of(p.capacity, call.rows);
+  const int splits = static_cast<int>(std::max<int64_t>(1, ceil_div(p.capacity, call.split_keys)));
+  check(all_rows * splits < int64_t{1} << 31, "query: expected B x H x T x splits below 2^31, got ", p.batch, " x ", p.heads,
+        " x ", p.queries, " x ", splits);
+  group_splits(call, splits, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
   std::optional<Tensor> parts;
-  if (call.splits > 1) {
-    const int64_t count = all_rows * call.splits;
+  if (call.parts > 1) {
+    const int64_t count = all_rows * call.parts;
     parts = empty_on(query, {count * (p.value_dim + 2)}, ScalarType::Float);
     call.part_out = static_cast<float*>(parts->data_ptr());
     call.part_sums = reinterpret_cast<float2*>(call.part_out + count * p.value_dim);
@@ -48,7 +61,7 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
   check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
         "; compiled: ", sm80::compiled());
   check_cuda(status, "decode kernel");
-  if (call.splits > 1) DMATTN_CUDA_CHECK(launch_merge_splits(call, device.stream()));
+  if (call.part_out) DMATTN_CUDA_CHECK(launch_merge_parts(call, device.stream()));
   return {checked.out, checked.lse};
 }
 

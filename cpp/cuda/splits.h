@@ -1,4 +1,9 @@
-// What decoding kernels get: how the keys of each sequence are split among blocks, and where the splits meet. No torch.
+// What decoding kernels get: how the keys of each sequence are split, which splits a block has, and where blocks leave what they
+// found. No torch.
+//
+// The one surprise is a tree. A split is added up from nothing, and splits are added up in pairs, pairs in pairs, and so on. So
+// the result does not depend on how many neighbouring splits a block takes, as long as that is a power of two, and blocks may
+// follow the batch and the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,13 +15,15 @@
 namespace dmattn::cuda {
 
 inline constexpr int kLeastSplitKeys = 128, kMostSplitKeys = 2048;
-inline constexpr int kMostSplits = (1 << 20) / kMostSplitKeys;
+inline constexpr int kMostBlockSplits = 16;  // of one block
+inline constexpr int kMostParts = (1 << 20) / kMostSplitKeys;
+inline constexpr int kMostClusterParts = 16;
 
-// Keys in a split, by the capacity of the cache alone: what else is in the batch must not change a sequence's sums. Short splits
-// fill the GPU for one sequence; from 32 of them on, splits grow instead.
-inline int split_keys_of(int64_t capacity) {
-  constexpr int kEnoughSplits = 32;
-  int64_t keys = kLeastSplitKeys;
+// Keys in a split, by the capacity of the cache and the rows of a key head alone: what else is in the batch must not change a
+// sequence's sums. From 32 splits on, splits grow instead.
+inline int split_keys_of(int64_t capacity, int rows) {
+  constexpr int kEnoughSplits = 32, kFewRows = 16;
+  int64_t keys = rows <= kFewRows ? kLeastSplitKeys : 2 * kLeastSplitKeys;
   while (keys < kMostSplitKeys && keys * kEnoughSplits < capacity) keys *= 2;
   return static_cast<int>(keys);
 }
@@ -24,15 +31,21 @@ inline int split_keys_of(int64_t capacity) {
 struct DecodeCall {
   DecodeParams p;
   float scale = 0.0f;
-  int rows = 0;  // of a key head: query t of its group's head g is row t * group + g
-  int split_keys = 0, splits = 1;
-  // What splits found, null when there is one: sums of weights with the maximum they are relative to, a negative sum for a page
-  // number that is out of range; and values added up with those weights. Splits that begin behind the length are not written.
-  float2* part_sums = nullptr;  // [B, Hkv, rows, splits]: maximum, sum
-  float* part_out = nullptr;    // [B, Hkv, rows, splits, Dv]
+  int group = 1;  // query heads of a key head
+  int rows = 0;   // of a key head: query t of its group's head g is row t * group + g
+  int split_keys = 0;
+  int block_splits = 1;  // neighbouring splits of a block, a power of two
+  int parts = 1;         // blocks for the keys of a sequence; each finds a part of the sums
+  // The blocks of a sequence are a cluster and add their parts up themselves. Then `parts` is a power of two up to
+  // kMostClusterParts, and there are at most 16 rows.
+  bool is_cluster = false;
+  // What blocks found, null when they need not leave it. A sum is of weights, relative to a maximum. Blocks whose keys begin
+  // behind the length write nothing.
+  float2* part_sums = nullptr;  // [B, Hkv, rows, parts]: maximum, sum
+  float* part_out = nullptr;    // [B, Hkv, rows, parts, Dv]
 };
 
-// Adds up the splits: part_sums, part_out -> out, lse.
-cudaError_t launch_merge_splits(const DecodeCall& call, cudaStream_t stream);
+// Adds up the parts: part_sums, part_out -> out, lse.
+cudaError_t launch_merge_parts(const DecodeCall& call, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

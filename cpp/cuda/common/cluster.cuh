@@ -6,7 +6,7 @@
 
 #include <cooperative_groups.h>
 
-#include <cstdint>
+#include "device.cuh"
 
 namespace dmattn::cuda {
 
@@ -33,6 +33,72 @@ struct Cluster {
   static __device__ __forceinline__ T* of(T* mine, int32_t) {
     return mine;
   }
+#endif
+};
+
+// A barrier in shared memory for what the blocks of a cluster send each other. Every block opens its mailbox, meets the others,
+// sends, and waits for its own mail. Needs compute capability 9.0; elsewhere nothing happens.
+//
+// The one surprise is that nobody needs to meet again: mail leaves from registers, and a block stays until its own has come.
+struct Mailbox {
+  uint64_t barrier;
+
+#if __CUDA_ARCH__ >= 900
+  // By one thread: announces how many bytes will come.
+  __device__ __forceinline__ void open(int bytes) {
+    const uint32_t at = shared_address(&barrier);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  }
+  // By all threads of all blocks: the mailboxes are open. What lies between the two need not wait for others.
+  static __device__ __forceinline__ void arrive() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  }
+  static __device__ __forceinline__ void meet() {
+    __syncwarp();
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+  // Stores values in another block's copy of a variable in shared memory, of which *mine is this block's.
+  __device__ __forceinline__ void send(float4* mine, int rank, float4 x) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+                     address_in(mine, rank)),
+                 "r"(address_in(&barrier, rank)), "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)),
+                 "r"(__float_as_uint(x.w))
+                 : "memory");
+  }
+  __device__ __forceinline__ void send(float2* mine, int rank, float2 x) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2, %3}, [%1];" ::"r"(address_in(mine, rank)),
+        "r"(address_in(&barrier, rank)), "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y))
+        : "memory");
+  }
+  // Waits for all of this block's mail.
+  __device__ __forceinline__ void wait() {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra wait;\n"
+        "}\n" ::"r"(shared_address(&barrier))
+        : "memory");
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t address_in(const void* mine, int rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
+    return address;
+  }
+#else
+  __device__ __forceinline__ void open(int) {}
+  static __device__ __forceinline__ void arrive() {}
+  static __device__ __forceinline__ void meet() {}
+  template <class T>
+  __device__ __forceinline__ void send(T*, int, T) {}
+  __device__ __forceinline__ void wait() {}
 #endif
 };
 

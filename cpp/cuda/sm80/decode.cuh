@@ -1,328 +1,476 @@
-// Decoding for sm80 and later: a block walks one split of a sequence's keys for all query heads that share a key head.
+// Decoding for sm80 and later: a block walks some splits of a sequence's keys for all query heads that share a key head.
 //
-// Nothing here waits for a product: what counts is that enough bytes are on their way. So keys and values come through one ring
-// of units by asynchronous copies, and warps divide the keys of a chunk, because there are too few queries to divide.
+// What counts is that enough bytes are on their way all the time. So each slice of the keys has a team of warps with a ring of
+// its own and meets the other teams at the end of a split alone, and the ring runs on over the splits of a block.
 #pragma once
 
+#include "../common/cluster.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/logits.cuh"
-#include "../common/splits.cuh"
+#include "../common/parts.cuh"
 #include "tile.cuh"
 #include "tiles.h"
 
 namespace dmattn::cuda::sm80 {
 
-inline constexpr int kPlaceKeys = 16;  // neighbouring keys that are surely in one page
+inline constexpr int kPlaceKeys = 16;    // neighbouring keys that are surely in one page
+inline constexpr int kDecodeLevels = 4;  // of the tree of a block's splits
+static_assert(1 << kDecodeLevels >= kMostBlockSplits);
+
+// Sizes that follow from a shape.
+template <int kDim, DecodeRows kRows>
+struct DecodeSizes {
+  static constexpr DecodeShape kShape = kDecodeShape<kDim, kRows>;
+  static constexpr int kKeys = kShape.keys, kStages = kShape.stages, kSlices = kShape.slices, kTeamWarps = kShape.row_warps;
+  static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = kSlices * kTeamThreads;
+  static constexpr int kTileRows = 16 * kTeamWarps, kChunkKeys = kKeys * kSlices;  // of a block
+  static constexpr int kQuads = kDim / 4;                                          // groups of four columns in a row
+  static constexpr int kItems = kTileRows * kQuads / kThreads;                     // of each thread, an item is a quad of a row
+};
 
 template <int kDim, DecodeRows kRows>
 struct alignas(128) DecodeShared {
-  static constexpr DecodeShape kShape = kDecodeShape<kDim, kRows>;
-  static constexpr int kSumWidth = kDim + 8;  // so that eight rows fall on different banks
-  union {
-    uint16_t units[kShape.units][kShape.keys * kDim];
-    float sums[kShape.warps * 16][kSumWidth];  // at the end: of each slice of the keys, each row
+  using Sizes = DecodeSizes<kDim, kRows>;
+  struct alignas(128) Stage {
+    uint16_t keys[Sizes::kKeys * kDim], values[Sizes::kKeys * kDim];
   };
-  int2 places[kMostSplitKeys / kPlaceKeys];  // page, and row in it
-  float key_bias[3][kShape.keys];            // of chunk c in c % 3
-  float2 row_sums[kShape.warps * 16];        // maximum, sum of each slice and row
+  Stage stages[Sizes::kSlices][Sizes::kStages];
+  float key_bias[Sizes::kSlices][Sizes::kStages][Sizes::kKeys];
+  float2 row_sums[Sizes::kSlices][Sizes::kTileRows];  // of one split: maximum, sum
 };
 
-// One split of the keys of one (batch, kv head) for a tile of rows. A row is a query of a head of the group.
+// How the blocks of a cluster add up what they found: each has a share of the items, and the others send it their parts of them.
+// The mail lies behind DecodeShared.
+template <int kDim, DecodeRows kRows>
+struct ClusterShares {
+  using Sizes = DecodeSizes<kDim, kRows>;
+  int parts, items, share;  // share: items of a block, less for the last
+
+  __host__ __device__ __forceinline__ ClusterShares(int parts, int rows)
+      : parts(parts), items(rows * Sizes::kQuads), share((items + parts - 1) / parts) {}
+  __host__ __device__ __forceinline__ int bytes() const { return kHead + parts * share * kItemBytes; }
+  __device__ __forceinline__ int items_of(int part) const { return max(0, min(share, items - part * share)); }
+  __device__ __forceinline__ Mailbox& box(uint8_t* mail) const { return *reinterpret_cast<Mailbox*>(mail); }
+  __device__ __forceinline__ void open(uint8_t* mail, int part) const { box(mail).open(items_of(part) * parts * kItemBytes); }
+  // What `part` found for an item of the share.
+  __device__ __forceinline__ float4* values(uint8_t* mail, int part, int item) const {
+    return reinterpret_cast<float4*>(mail + kHead) + part * share + item;
+  }
+  __device__ __forceinline__ float2* sums(uint8_t* mail, int part, int item) const {
+    return reinterpret_cast<float2*>(mail + kHead + parts * share * sizeof(float4)) + part * share + item;
+  }
+
+ private:
+  static constexpr int kHead = 16, kItemBytes = sizeof(float4) + sizeof(float2);
+  static_assert(sizeof(Mailbox) <= kHead);
+};
+
+// Which keys of which (batch, kv head) a block has, and for which rows. A row is a query of a head of the group.
 template <int kTileRows>
 struct DecodeTile {
-  int batch, kv_head, split, first_row, rows;  // `rows` of them exist
+  int batch, kv_head, first_row, rows;  // `rows` of them exist
+  int part;
   int length, first_key, last_key;
 
   __device__ __forceinline__ explicit DecodeTile(const DecodeCall& call) {
-    const DecodeParams& p = call.p;
     const uint32_t tiles = (static_cast<uint32_t>(call.rows) + kTileRows - 1) / kTileRows;
-    const uint32_t kv_heads = static_cast<uint32_t>(p.kv_heads), splits = static_cast<uint32_t>(call.splits);
+    const uint32_t kv_heads = static_cast<uint32_t>(call.p.kv_heads), parts = static_cast<uint32_t>(call.parts);
     uint32_t index = block_index();
+    part = static_cast<int>(index % parts), index /= parts;
     first_row = static_cast<int>(index % tiles) * kTileRows, index /= tiles;
-    kv_head = static_cast<int>(index % kv_heads), index /= kv_heads;
-    split = static_cast<int>(index % splits), batch = static_cast<int>(index / splits);
+    kv_head = static_cast<int>(index % kv_heads), batch = static_cast<int>(index / kv_heads);
     rows = min(kTileRows, call.rows - first_row);
-    length = length_of(p, batch);
-    first_key = split * call.split_keys;
-    last_key = min(first_key + call.split_keys, length);
+    first_key = part * call.block_splits * call.split_keys;
+  }
+  __device__ __forceinline__ void find_length(const DecodeCall& call) {
+    length = length_of(call.p, batch);
+    last_key = min(first_key + call.block_splits * call.split_keys, length);
   }
 };
 
-// Adds up what the slices of a block found, `softmax` and `out` of each warp, and writes it: a part, or the end result when there
-// is one split. Nothing may be on its way into the ring.
+// Waits for all threads of a team: those of a warp, or of the block where it has one team.
+template <int kTeamWarps>
+__device__ __forceinline__ void sync_team() {
+  if constexpr (kTeamWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Copies chunks of a slice's keys into its ring. A chunk has one place or more, of 16 keys each; lane i of a warp knows where
+// place i begins.
+template <int kDim, DecodeRows kRows>
+struct ChunkCopies {
+  using Sizes = DecodeSizes<kDim, kRows>;
+  using Copy = RowCopy<kDim, Sizes::kTeamThreads>;
+  static constexpr int kPlaces = Sizes::kKeys / kPlaceKeys, kChunksAtOnce = 32 / kPlaces;
+  static constexpr int kStageBytes = sizeof(typename DecodeShared<kDim, kRows>::Stage);
+
+  const DecodeParams& p;
+  int batch, kv_head, slice, first_key, last_key = 0, chunks = 0;
+  int thread = 0;                            // of the team
+  uint32_t stages = 0, key_bias_stages = 0;  // the rings of this slice
+  const float* key_bias = nullptr;           // [Smax], null: nothing to copy
+  const char *keys = nullptr, *values = {};  // where this lane's place begins
+  bool has_bad_page = false;
+
+  __device__ __forceinline__ int first_key_of(int chunk) const {
+    return first_key + (chunk * Sizes::kSlices + slice) * Sizes::kKeys;
+  }
+
+  // Looks up the places from this chunk on. Nothing is read any more when a page number is out of range.
+  __device__ __forceinline__ void find_places(int chunk) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int key = first_key_of(chunk + lane / kPlaces) + lane % kPlaces * kPlaceKeys;
+    int page = batch, row = key;
+    if (p.page_table) {
+      const int page_size = static_cast<int>(p.page_size), entry = key / page_size;
+      page = key < last_key ? p.page_table[batch * p.table_stride + entry] : 0;
+      row = key - entry * page_size;
+      has_bad_page |= __any_sync(0xffffffffu, page < 0 || page >= p.pages) != 0;
+      if (has_bad_page) last_key = first_key;
+    }
+    keys = rows_of_head(p.key, page, kv_head) + row * p.key.row_stride * 2;
+    values = rows_of_head(p.value, page, kv_head) + row * p.value.row_stride * 2;
+  }
+
+  // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
+  __device__ __forceinline__ void start(int chunk) {
+    if (chunk < chunks) {
+      if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
+      const int stage = chunk % Sizes::kStages, first = first_key_of(chunk);
+      uint32_t to = stages + stage * kStageBytes;
+#pragma unroll
+      for (int place = 0; place < kPlaces; ++place) {
+        const int lane = chunk % kChunksAtOnce * kPlaces + place, count = last_key - first - place * kPlaceKeys;
+        start_rows(to, from_lane(keys, lane), p.key.row_stride, p.head_dim, count);
+        start_rows(to + kStageBytes / 2, from_lane(values, lane), p.value.row_stride, p.value_dim, count);
+        to += kPlaceKeys * kDim * 2;
+      }
+      if (key_bias && thread < Sizes::kKeys) {
+        copy_async_4(key_bias_stages + (stage * Sizes::kKeys + thread) * 4, key_bias + first + thread, first + thread < last_key);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ const char* from_lane(const char* mine, int lane) {
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
+  }
+  __device__ __forceinline__ void start_rows(uint32_t tile, const char* from, int64_t row_stride, int64_t width,
+                                             int count) const {
+    const Copy copy(static_cast<int>(width), thread);
+    const int wanted = copy.in_row ? count : 0;
+    from += copy.row * row_stride * 2 + copy.part * 16;
+#pragma unroll
+    for (int r = 0; r < kPlaceKeys; r += Copy::kRows) {
+      copy_async_16(tile + copy.offset(r), from, copy.row + r < wanted);
+      from += Copy::kRows * row_stride * 2;
+    }
+  }
+};
+
+// What makes logits of the products of a warp's rows.
+struct ScoreTerms {
+  float scale;
+  LogitCap cap;
+  const float* row_bias[2];  // [Smax] for each of this thread's rows where heads of the group differ in their key_bias, or null
+  int end[2];                // the first key that each row does not see
+  int whole_until;           // all rows see the keys before
+
+  // Products with keys first, first + 1, .. to logits. This thread has columns lane % 4 * 2 and the one after, of every eight.
+  // shared_bias [keys] is the key_bias of the group, or null; keys from last_key on do not exist.
+  template <int kN>
+  __device__ __forceinline__ void apply(float (&scores)[kN][4], int first, const float* shared_bias, int last_key) const {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+    }
+    if (cap.softcap > 0.0f) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] = cap(scores[n][e]);
+      }
+    }
+    if (shared_bias) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 bias = *reinterpret_cast<const float2*>(shared_bias + 8 * n + column);
+        scores[n][0] += bias.x, scores[n][1] += bias.y, scores[n][2] += bias.x, scores[n][3] += bias.y;
+      }
+    } else if (row_bias[0]) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int key = first + 8 * n + column + e % 2;
+          if (key < last_key) scores[n][e] += row_bias[e / 2][key];
+        }
+      }
+    }
+    if (first + 8 * kN > whole_until) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (first + 8 * n + column + e % 2 >= end[e / 2]) scores[n][e] = negative_infinity();
+        }
+      }
+    }
+  }
+};
+
+// The end of a split: warps leave what they found in their slice's stage, and each thread adds up its items over the slices.
+template <int kDim, DecodeRows kRows>
+struct Exchange {
+  using Sizes = DecodeSizes<kDim, kRows>;
+  DecodeShared<kDim, kRows>& shared;
+  int stage;  // nobody reads it any more, and nothing is on its way into it
+
+  // Four columns of a row in a stage, in a swizzled order: eight rows, or eight neighbouring quads, lie in different banks.
+  __device__ __forceinline__ float* quad_of(int slice, int row, int quad) const {
+    float* const sums = reinterpret_cast<float*>(&shared.stages[slice][stage]);
+    return sums + row * kDim + ((quad ^ (row % 8 * 2)) * 4);
+  }
+
+  // The sums of this warp's rows from tile_row on; those below `rows` exist.
+  __device__ __forceinline__ void leave(int slice, int tile_row, int rows, const OnlineSoftmax<1, true>& softmax,
+                                        const float (&out)[kDim / 8][4], bool has_bad_page) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile_row + 8 * r + lane / 4;
+      const float sum = sum_over_quad(softmax.sum[0][r]);
+      if (row >= rows) continue;
+      if (lane % 4 == 0) shared.row_sums[slice][row] = {softmax.maximum[0][r], has_bad_page ? kBadPage : sum};
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        float* const to = quad_of(slice, row, 2 * n + lane % 4 / 2) + lane % 2 * 2;
+        *reinterpret_cast<float2*>(to) = {out[n][2 * r], out[n][2 * r + 1]};
+      }
+    }
+  }
+
+  // What all slices found for an item.
+  __device__ __forceinline__ Part take(int row, int quad) const {
+    Part parts[Sizes::kSlices];
+#pragma unroll
+    for (int s = 0; s < Sizes::kSlices; ++s) {
+      parts[s] = {shared.row_sums[s][row], *reinterpret_cast<const float4*>(quad_of(s, row, quad))};
+    }
+    return merge_all(parts);
+  }
+};
+
+// Loads the rows of queries into the registers of a team, through the stage of its ring that is filled last.
+template <class T, int kDim, DecodeRows kRows>
+struct QueryRows {
+  using Sizes = DecodeSizes<kDim, kRows>;
+  uint32_t tile;
+
+  __device__ __forceinline__ void start(const DecodeCall& call, const DecodeTile<Sizes::kTileRows>& here, int thread) const {
+    const DecodeParams& p = call.p;
+    const RowCopy<kDim, Sizes::kTeamThreads> copy(static_cast<int>(p.head_dim), thread);
+#pragma unroll 1
+    for (int r = 0; r < Sizes::kTileRows; r += copy.kRows) {
+      const int row = copy.row + r;
+      const bool wanted = row < here.rows;
+      const char* from = static_cast<const char*>(p.query.data);
+      if (wanted) {
+        const RowPlace place(call, here.kv_head, here.first_row + row);
+        from = rows_of_head(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2;
+      }
+      copy.start(tile, r, from, wanted);
+    }
+  }
+  __device__ __forceinline__ void take(uint32_t (&query)[kDim / 16][4], int tile_row) const {
+    const auto fragment = Fragment<kDim>::tall(tile, tile_row, 0);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) load_matrix(query[k], fragment.step(0, 2 * k));
+  }
+};
+
+// Hands on what a block found: writes the end result where it has all keys, otherwise its part.
 template <class T, int kDim, DecodeRows kRows>
 __device__ __forceinline__ void hand_on(const DecodeCall& call, const DecodeTile<16 * kDecodeShape<kDim, kRows>.row_warps>& here,
-                                        DecodeShared<kDim, kRows>& shared, const OnlineSoftmax<1, true>& softmax,
-                                        const float (&out)[kDim / 8][4], bool is_bad) {
-  constexpr DecodeShape kShape = kDecodeShape<kDim, kRows>;
-  constexpr int kThreads = kShape.warps * 32, kTileRows = 16 * kShape.row_warps, kSlices = kShape.warps / kShape.row_warps;
+                                        const Part (*found)[kDecodeLevels]) {
+  using Sizes = DecodeSizes<kDim, kRows>;
   const DecodeParams& p = call.p;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int slice = warp / kShape.row_warps, tile_row = warp % kShape.row_warps * 16;  // of this warp
-
-  // Exchange maxima and sums among the slices.
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = sum_over_quad(softmax.sum[0][r]);
-    if (lane % 4 == 0) shared.row_sums[slice * kTileRows + tile_row + lane / 4 + 8 * r] = {softmax.maximum[0][r], sum};
-  }
-  __syncthreads();
-  const auto maximum_of = [&](int row) {
-    float maximum = negative_infinity();
-#pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
-      const float2 found = shared.row_sums[s * kTileRows + row];
-      if (found.y != 0.0f) maximum = fmaxf(maximum, found.x);
-    }
-    return maximum;
-  };
-  // Leave the values of each slice, relative to the largest maximum.
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = tile_row + lane / 4 + 8 * r;
-    if (row >= here.rows) continue;
-    const float2 own = shared.row_sums[slice * kTileRows + row];
-    const float factor = own.y == 0.0f ? 0.0f : rebase(own.x, maximum_of(row));
-    float* const to = shared.sums[slice * kTileRows + row] + lane % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-      // A slice of which the row sees nothing may have a NaN.
-      const float left = factor == 0.0f ? 0.0f : out[n][2 * r] * factor;
-      const float right = factor == 0.0f ? 0.0f : out[n][2 * r + 1] * factor;
-      *reinterpret_cast<float2*>(to + 8 * n) = {left, right};
-    }
-  }
-  __syncthreads();
-
-  // Add the slices up, and write what the rows' sums are.
-  const auto sums_of = [&](int row) {
-    float2 sums{maximum_of(row), 0.0f};
-#pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
-      const float2 found = shared.row_sums[s * kTileRows + row];
-      if (found.y != 0.0f) sums.y += found.y * rebase(found.x, sums.x);
-    }
-    return sums;
-  };
-  const int quads = static_cast<int>(p.value_dim) / 4;
   const int64_t first_row = (here.batch * p.kv_heads + here.kv_head) * call.rows + here.first_row;
-  for (int at = thread; at < here.rows * quads; at += kThreads) {
-    const int row = at / quads, column = at % quads * 4;
-    float4 total{};
-#pragma unroll
-    for (int s = 0; s < kSlices; ++s) {
-      const float4 x = *reinterpret_cast<const float4*>(shared.sums[s * kTileRows + row] + column);
-      total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
-    }
+  for (int at = static_cast<int>(threadIdx.x); at < here.rows * Sizes::kQuads; at += Sizes::kThreads, ++found) {
+    const int row = at / Sizes::kQuads, column = at % Sizes::kQuads * 4;
+    const Part& part = (*found)[0];
+    if (column >= p.value_dim) continue;
     if (call.part_out) {
-      *reinterpret_cast<float4*>(call.part_out + ((first_row + row) * call.splits + here.split) * p.value_dim + column) = total;
+      const int64_t place = (first_row + row) * call.parts + here.part;
+      *reinterpret_cast<float4*>(call.part_out + place * p.value_dim + column) = part.values;
+      if (column == 0) call.part_sums[place] = part.sums;
     } else {
-      const RowPlace place(p, here.kv_head, here.first_row + row);
-      const float2 sums = sums_of(row);
-      store_out<T>(p, here.batch, place, column, total, end_factor(sums.x, sums.y, sink_of(p, place.head)));
-    }
-  }
-  if (thread < here.rows) {
-    const float2 sums = sums_of(thread);
-    if (call.part_out) {
-      call.part_sums[(first_row + thread) * call.splits + here.split] = is_bad ? float2{0.0f, -1.0f} : sums;
-    } else {
-      store_lse(p, here.batch, RowPlace(p, here.kv_head, here.first_row + thread), end_lse(sums.x, sums.y));
+      finish_row<T>(p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, part);
     }
   }
 }
 
-// query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> part_sums, part_out, or out and lse when one split has all
-// keys. Warps form a grid of `row_warps` rows by slices of the keys: a warp has 16 rows, and scores [16, keys of its slice].
+// The same for the blocks of a cluster: each sends its parts to those who add them up, and writes the end result of its share.
 template <class T, int kDim, DecodeRows kRows>
-__global__ __launch_bounds__(kDecodeShape<kDim, kRows>.warps * 32, kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(
+__device__ __forceinline__ void share_out(const DecodeCall& call,
+                                          const DecodeTile<16 * kDecodeShape<kDim, kRows>.row_warps>& here, uint8_t* mail,
+                                          const Part (*found)[kDecodeLevels]) {
+  using Sizes = DecodeSizes<kDim, kRows>;
+  const ClusterShares<kDim, kRows> shares(call.parts, here.rows);
+  Mailbox& box = shares.box(mail);
+  Mailbox::meet();
+  for (int at = static_cast<int>(threadIdx.x); at < shares.items; at += Sizes::kThreads, ++found) {
+    const int to = at / shares.share, item = at - to * shares.share;
+    box.send(shares.values(mail, here.part, item), to, (*found)[0].values);
+    box.send(shares.sums(mail, here.part, item), to, (*found)[0].sums);
+  }
+  box.wait();
+  for (int item = static_cast<int>(threadIdx.x); item < shares.items_of(here.part); item += Sizes::kThreads) {
+    Part parts[kMostClusterParts];
+#pragma unroll
+    for (int i = 0; i < kMostClusterParts; ++i) {
+      parts[i] = Part::nothing();
+      if (i < call.parts) parts[i] = {*shares.sums(mail, i, item), *shares.values(mail, i, item)};
+    }
+    const int at = here.part * shares.share + item, row = at / Sizes::kQuads, column = at % Sizes::kQuads * 4;
+    if (column >= call.p.value_dim) continue;
+    finish_row<T>(call.p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, merge_all(parts));
+  }
+}
+
+// query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> out, lse, or part_sums, part_out. A warp has 16 rows, and
+// the keys of one slice; its team are the warps of the slice.
+template <class T, int kDim, DecodeRows kRows>
+__global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(
     const __grid_constant__ DecodeCall call) {
   using Shared = DecodeShared<kDim, kRows>;
-  constexpr DecodeShape kShape = kDecodeShape<kDim, kRows>;
-  constexpr int kThreads = kShape.warps * 32, kTileRows = 16 * kShape.row_warps, kSlices = kShape.warps / kShape.row_warps;
-  constexpr int kSliceKeys = kShape.keys / kSlices, kN = kSliceKeys / 8, kUnitBytes = kShape.keys * kDim * 2;
+  using Sizes = DecodeSizes<kDim, kRows>;
+  constexpr int kStages = Sizes::kStages;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const DecodeParams& p = call.p;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int slice = warp / kShape.row_warps, tile_row = warp % kShape.row_warps * 16;  // of this warp
-  const uint32_t ring = shared_address(shared.units);
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, team_thread = thread % Sizes::kTeamThreads;
+  const int slice = thread / Sizes::kTeamThreads, tile_row = team_thread / 32 * 16;
+  DecodeTile<Sizes::kTileRows> here(call);
+  const bool bias_is_shared = static_cast<int>(p.key_bias.head_divisor) % call.group == 0;
+  uint8_t* const mail = shared_bytes + sizeof(Shared);
+  if (call.is_cluster) {
+    if (thread == 0) ClusterShares<kDim, kRows>(call.parts, here.rows).open(mail, here.part);
+    Mailbox::arrive();
+  }
+  ChunkCopies<kDim, kRows> copies{p, here.batch, here.kv_head, slice, here.first_key};
+  copies.thread = team_thread;
+  copies.stages = shared_address(&shared.stages[slice][0]);
+  copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
+  copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, here.kv_head * call.group) : nullptr;
+  if (!p.page_table) copies.find_places(0);
   wait_for_kernel_before();
   let_kernel_after_come();
 
-  const DecodeTile<kTileRows> here(call);
+  here.find_length(call);
   if (here.first_key >= here.last_key && call.part_out) return;
-  const int group = static_cast<int>(p.heads / p.kv_heads);
-  const bool is_paged = p.page_table, has_bias = p.key_bias.data, bias_is_shared = p.key_bias.head_divisor % group == 0;
-  int chunks = (here.last_key - here.first_key + kShape.keys - 1) / kShape.keys;
-
-  // Look up the pages. Where a number is out of range, nothing is read.
-  bool is_bad = false;
-  if (is_paged) {
-    for (int at = thread; at < chunks * (kShape.keys / kPlaceKeys); at += kThreads) {
-      const int key = here.first_key + at * kPlaceKeys, entry = key / static_cast<int>(p.page_size);
-      const int page = key < here.last_key ? p.page_table[here.batch * p.table_stride + entry] : 0;
-      is_bad |= page < 0 || page >= p.pages;
-      shared.places[at] = {page, key - entry * static_cast<int>(p.page_size)};
-    }
-    is_bad = __syncthreads_or(is_bad);
-    if (is_bad) chunks = 0;
-  }
-
-  // Copies a chunk's keys or values into their unit of the ring.
-  const auto start_unit = [&](int chunk, bool is_value) {
-    if (chunk < chunks) {
-      const TensorView& rows = is_value ? p.value : p.key;
-      const RowCopy<kDim, kThreads> copy(static_cast<int>(is_value ? p.value_dim : p.head_dim), thread);
-      const uint32_t to = ring + (2 * chunk + is_value) % kShape.units * kUnitBytes;
-      const char* const from = rows_of_head(rows, is_paged ? 0 : here.batch, here.kv_head);
-      const int first = here.first_key + chunk * kShape.keys;
-#pragma unroll
-      for (int r = 0; r < kShape.keys; r += kPlaceKeys) {
-        int64_t place = (first + r) * rows.row_stride;
-        if (is_paged) {
-          const int2 in_page = shared.places[(chunk * kShape.keys + r) / kPlaceKeys];
-          place = in_page.x * rows.batch_stride + in_page.y * rows.row_stride;
-        }
-#pragma unroll
-        for (int i = 0; i < kPlaceKeys; i += copy.kRows) {
-          const int row = copy.row + i;
-          copy.start(to, r + i, from + (place + row * rows.row_stride) * 2, first + r + row < here.last_key);
-        }
-      }
-      if (!is_value && has_bias && bias_is_shared && thread < kShape.keys) {
-        const float* const bias = row_of<const float>(p.key_bias, here.batch, here.kv_head * group);
-        copy_async_4(shared_address(&shared.key_bias[chunk % 3][thread]), bias + first + thread, first + thread < here.last_key);
-      }
-    }
-    copy_async_commit();
-  };
-
-  // Start the copies: the queries into the unit that the ring reaches last, then all other units.
-  const uint32_t query_tile = ring + (kShape.units - 1) * kUnitBytes;
-  {
-    const RowCopy<kDim, kThreads> copy(static_cast<int>(p.head_dim), thread);
-#pragma unroll
-    for (int r = 0; r < kTileRows; r += copy.kRows) {
-      const int row = copy.row + r;
-      const bool wanted = row < here.rows;
-      const RowPlace place(p, here.kv_head, here.first_row + (wanted ? row : 0));
-      copy.start(query_tile, r, rows_of_head(p.query, here.batch, place.head) + place.query * p.query.row_stride * 2, wanted);
-    }
+  copies.last_key = here.last_key;
+  copies.chunks = (here.last_key - here.first_key + Sizes::kChunkKeys - 1) / Sizes::kChunkKeys;
+  // Start the copies: the first chunk with the queries, and as many chunks as there is room for.
+  const QueryRows<T, kDim, kRows> query_rows{shared_address(&shared.stages[slice][kStages - 1])};
+#pragma unroll 1
+  for (int chunk = 0; chunk + 1 < kStages; ++chunk) {
+    copies.start(chunk);
+    if (chunk == 0) query_rows.start(call, here, team_thread);
     copy_async_commit();
   }
-#pragma unroll
-  for (int unit = 0; unit + 1 < kShape.units; ++unit) start_unit(unit / 2, unit % 2);
 
   // Which keys do this thread's two rows see?
-  const auto place_of = [&](int r) {
-    return RowPlace(p, here.kv_head, here.first_row + min(tile_row + lane / 4 + 8 * r, here.rows - 1));
-  };
-  int end[2];
+  ScoreTerms terms{call.scale, LogitCap(p.softcap)};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place_of(r).query + 1 : here.length;
+    const RowPlace place(call, here.kv_head, here.first_row + min(tile_row + lane / 4 + 8 * r, here.rows - 1));
+    terms.end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place.query + 1 : here.length;
+    terms.row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
   }
-  const int whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);  // all rows see the keys before
+  terms.whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);
   const bool has_rows = tile_row < here.rows;
 
-  // Take the queries into registers.
-  copy_async_wait<kShape.units - 1>();
-  __syncthreads();
+  // Take the queries.
+  copy_async_wait<kStages - 2>();
+  sync_team<Sizes::kTeamWarps>();
   uint32_t query[kDim / 16][4];
-  const auto query_fragment = Fragment<kDim>::tall(query_tile, tile_row, 0, lane);
-#pragma unroll
-  for (int k = 0; k < kDim / 16; ++k) load_matrix(query[k], query_fragment.step(0, 2 * k));
+  query_rows.take(query, tile_row);
 
   float out[1][kDim / 8][4];
   clear(out);
   OnlineSoftmax<1, true> softmax;
-  const LogitCap cap(p.softcap);
+  Part items[Sizes::kItems][kDecodeLevels];  // sums of splits that wait for their neighbours
+#pragma unroll 1
+  for (int i = 0; copies.chunks <= 0 && i < Sizes::kItems; ++i) items[i][0] = Part::nothing();
+  const int split_chunks = call.split_keys / Sizes::kChunkKeys;
+  int splits = 0, until = split_chunks;  // done, and the chunk behind the present one
 
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    // Keys are here, and nobody reads the unit before them any more: start the one that takes its place.
-    copy_async_wait<kShape.units - 2>();
-    __syncthreads();
-    constexpr int kLater = kShape.units - 1;
-    start_unit(chunk + kLater / 2, kLater % 2);
-
-    float scores[1][kN][4];
-    const int first = here.first_key + chunk * kShape.keys + slice * kSliceKeys, column = lane % 4 * 2;
+  for (int chunk = 0; chunk < copies.chunks; ++chunk) {
+    // Wait for the chunk. Nobody reads the one before any more: start one in its place.
+    copy_async_wait<kStages - 2>();
+    sync_team<Sizes::kTeamWarps>();
+    copies.start(chunk + kStages - 1);
+    copy_async_commit();
+    const uint32_t key_tile = copies.stages + chunk % kStages * copies.kStageBytes,
+                   value_tile = key_tile + copies.kStageBytes / 2;
     if (has_rows) {
       // Multiply scores = Q K^T.
+      float scores[1][Sizes::kKeys / 8][4];
       clear(scores);
-      const uint32_t key_tile = ring + (2 * chunk) % kShape.units * kUnitBytes;
-      multiply_held<T>(scores[0], query, Fragment<kDim>::wide(key_tile, slice * kSliceKeys, 0, lane));
-      // Scale and cap them, add key_bias.
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        float2 bias{};
-        if (has_bias && bias_is_shared) {
-          bias = *reinterpret_cast<const float2*>(&shared.key_bias[chunk % 3][slice * kSliceKeys + 8 * n + column]);
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& logit = scores[0][n][e];
-          logit *= call.scale;
-          if (cap.softcap > 0.0f) logit = cap(logit);
-          logit += e % 2 == 0 ? bias.x : bias.y;
-        }
-      }
-      if (has_bias && !bias_is_shared) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* const bias = row_of<const float>(p.key_bias, here.batch, place_of(r).head) + first + column;
-          const int keys = here.last_key - first - column;
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-            if (8 * n < keys) scores[0][n][2 * r] += bias[8 * n];
-            if (8 * n + 1 < keys) scores[0][n][2 * r + 1] += bias[8 * n + 1];
-          }
-        }
-      }
-      // Hide keys behind a row's position, and those that do not exist.
-      if (first + kSliceKeys > whole_until) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (first + 8 * n + column + e % 2 >= end[e / 2]) scores[0][n][e] = negative_infinity();
-          }
-        }
-      }
+      multiply_held<T>(scores[0], query, Fragment<kDim>::wide(key_tile, 0, 0));
+      const float* const bias = copies.key_bias ? shared.key_bias[slice][chunk % kStages] : nullptr;
+      terms.apply(scores[0], copies.first_key_of(chunk), bias, here.last_key);
       // Turn scores into weights, and rescale the sums if a maximum moved.
       softmax.update(scores, 1.0f, out);
+      // Multiply out += weights V.
+      multiply_by_columns<T, Sizes::kKeys / 16>(
+          out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); }, Fragment<kDim>::tall(value_tile, 0, 0));
     }
+    const bool is_last = chunk + 1 == copies.chunks;
+    if (chunk + 1 < until && !is_last) continue;
 
-    // Values are here, and nobody reads the keys any more.
-    copy_async_wait<kShape.units - 2>();
+    // End the split: add up the slices, then add them to the splits before.
+    sync_team<Sizes::kTeamWarps>();
+    const Exchange<kDim, kRows> exchange{shared, chunk % kStages};
+    if (has_rows) exchange.leave(slice, tile_row, here.rows, softmax, out[0], copies.has_bad_page);
     __syncthreads();
-    start_unit(chunk + (kLater + 1) / 2, (kLater + 1) % 2);
-    // Multiply out += weights V.
-    if (has_rows) {
-      const uint32_t value_tile = ring + (2 * chunk + 1) % kShape.units * kUnitBytes;
-      multiply_by_columns<T, kSliceKeys / 16>(
-          out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },
-          Fragment<kDim>::tall(value_tile, slice * kSliceKeys, 0, lane));
+    for (int i = 0, at = thread; at < here.rows * Sizes::kQuads; at += Sizes::kThreads, ++i) {
+      add_part(items[i], splits, is_last, exchange.take(at / Sizes::kQuads, at % Sizes::kQuads));
     }
+    __syncthreads();
+    clear(out);
+    softmax = {};
+    ++splits, until += split_chunks;
   }
-
   copy_async_wait<0>();
-  hand_on<T, kDim, kRows>(call, here, shared, softmax, out[0], is_bad);
+  if constexpr (kRows == DecodeRows::kFew) {
+    if (call.is_cluster) return share_out<T, kDim, kRows>(call, here, mail, items);
+  }
+  hand_on<T, kDim, kRows>(call, here, items);
 }
 
 template <class T, int kDim, DecodeRows kRows>
 cudaError_t launch_decode(const DecodeCall& call, cudaStream_t stream) {
-  constexpr DecodeShape kShape = kDecodeShape<kDim, kRows>;
-  constexpr int kBytes = sizeof(DecodeShared<kDim, kRows>), kTileRows = 16 * kShape.row_warps;
+  using Sizes = DecodeSizes<kDim, kRows>;
+  constexpr int kBytes = sizeof(DecodeShared<kDim, kRows>);
   static_assert(kBytes <= 99 * 1024);
-  static_assert(kTileRows <= kShape.warps * 32);
+  const int bytes = kBytes + (call.is_cluster ? ClusterShares<kDim, kRows>(call.parts, call.rows).bytes() : 0);
   const auto kernel = decode_kernel<T, kDim, kRows>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const unsigned cluster = call.is_cluster ? static_cast<unsigned>(call.parts) : 1;
+  if (status == cudaSuccess && cluster > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   if (status != cudaSuccess) return status;
-  const int64_t tiles = (call.rows + kTileRows - 1) / kTileRows;
-  const int64_t blocks = call.p.batch * call.p.kv_heads * call.splits * tiles;
-  return launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), kShape.warps * 32, kBytes, stream, call);
+  const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
+  const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
+  return launch_dependent_clusters(kernel, cluster, dim3(static_cast<unsigned>(blocks)), Sizes::kThreads, bytes, stream, call);
 }
 
 }  // namespace dmattn::cuda::sm80

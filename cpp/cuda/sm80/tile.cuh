@@ -50,11 +50,14 @@ struct RowCopy {
   __device__ __forceinline__ explicit RowCopy(int width) : RowCopy(width, static_cast<int>(thread_index())) {}
   __device__ __forceinline__ RowCopy(int width, int thread)
       : row(thread / kChunks), part(thread % kChunks), in_row(part * 8 < width) {}
-  // Row `row + r` of the tile, r a multiple of kRows, from the global row at `from`, which is not read unless wanted.
+  // This thread's 16 bytes of row `row + r` of a tile, r a multiple of kRows.
+  __device__ __forceinline__ uint32_t offset(int r) const {
+    static_assert((kRows & (kRows - 1)) == 0);
+    return (Tile<kWidth>::offset(row, part) ^ ((r & 7) << 4)) + r * Tile<kWidth>::kRowBytes;
+  }
+  // Copies to row `row + r` of the tile from the global row at `from`, which is not read unless wanted.
   __device__ __forceinline__ void start(uint32_t tile, int r, const char* from, bool wanted) const {
-    const uint32_t to =
-        kRows % 8 == 0 ? Tile<kWidth>::offset(row, part) + r * Tile<kWidth>::kRowBytes : Tile<kWidth>::offset(row + r, part);
-    start_at(tile + to, from, wanted);
+    start_at(tile + offset(r), from, wanted);
   }
   // The same for any row of the tile.
   __device__ __forceinline__ void start_row(uint32_t tile, int any_row, const char* from, bool wanted) const {

@@ -114,38 +114,46 @@ constexpr bool are_valid(const Row (&rows)[kCount]) {
 }
 static_assert(are_valid(kForwardRows) && are_valid(kQueryMajorRows) && are_valid(kKeyMajorRows));
 
-// Decode: a block has 16 rows of queries and heads, or (kMany) as many as `row_warps` warps of 16 rows have, and walks one split
-// of the keys. `keys` of them are a chunk; a unit is a chunk's keys or its values, and `units` of them are on their way or in
-// use.
+// Decode: a block has 16 rows of queries and heads, or (kMany) as many as `row_warps` warps of 16 rows have. Its warps form a
+// grid of row_warps by slices. The slices take chunks of `keys` by turns; each has a ring of its own with room for as many chunks
+// as there are stages.
 enum class DecodeRows : int32_t { kFew, kMany };
 
 struct DecodeShape {
-  int keys, units, warps, row_warps, blocks_per_sm;
+  int keys, stages, slices, row_warps, blocks_per_sm;
 };
 
-// keys, units, warps, row_warps, blocks_per_sm
+struct DecodeRow {
+  int dim;
+  DecodeRows rows;
+  DecodeShape shape;
+};
+// clang-format off
+inline constexpr DecodeRow kDecodeRows[] = {
+    //dim rows                 keys  stages  slices  row_warps  blocks_per_sm
+    { 64, DecodeRows::kFew,  {   16,      3,      4,         1,             4}},
+    { 64, DecodeRows::kMany, {   64,      3,      1,         4,             4}},
+    {128, DecodeRows::kFew,  {   16,      3,      4,         1,             2}},
+    {128, DecodeRows::kMany, {   64,      3,      1,         4,             2}},
+    {256, DecodeRows::kFew,  {   16,      3,      2,         1,             2}},
+    {256, DecodeRows::kMany, {   32,      3,      1,         2,             2}},
+};
+// clang-format on
+
+constexpr DecodeShape find_decode_shape(int dim, DecodeRows rows) {
+  for (const DecodeRow& row : kDecodeRows) {
+    if (row.dim == dim && row.rows == rows) return row.shape;
+  }
+  return {};  // no kernel compiles with it
+}
 template <int kDim, DecodeRows kRows>
-inline constexpr DecodeShape kDecodeShape = {};
-template <>
-inline constexpr DecodeShape kDecodeShape<64, DecodeRows::kFew> = {64, 6, 4, 1, 4};
-template <>
-inline constexpr DecodeShape kDecodeShape<64, DecodeRows::kMany> = {64, 6, 4, 4, 3};
-template <>
-inline constexpr DecodeShape kDecodeShape<128, DecodeRows::kFew> = {64, 6, 4, 1, 2};
-template <>
-inline constexpr DecodeShape kDecodeShape<128, DecodeRows::kMany> = {64, 6, 4, 4, 2};
-template <>
-inline constexpr DecodeShape kDecodeShape<256, DecodeRows::kFew> = {64, 3, 4, 1, 2};
-template <>
-inline constexpr DecodeShape kDecodeShape<256, DecodeRows::kMany> = {64, 3, 4, 2, 2};
+inline constexpr DecodeShape kDecodeShape = find_decode_shape(kDim, kRows);
 
 constexpr bool is_valid(DecodeShape s) {
-  return s.warps % s.row_warps == 0 && s.keys % (16 * (s.warps / s.row_warps)) == 0 && s.keys <= s.warps * 32 && s.units >= 3 &&
-         16 * s.row_warps <= s.keys;  // a unit has room for the rows of queries
+  return s.keys >= 16 * s.row_warps &&  // a stage has room for the sums of its rows
+         s.keys % 16 == 0 && 32 % (s.keys / 16) == 0 && s.keys <= 32 * s.row_warps && 128 % (s.keys * s.slices) == 0 &&
+         s.stages >= 2;
 }
-template <int kDim>
-inline constexpr bool kDecodeIsValid =
-    is_valid(kDecodeShape<kDim, DecodeRows::kFew>) && is_valid(kDecodeShape<kDim, DecodeRows::kMany>);
-static_assert(kDecodeIsValid<64> && kDecodeIsValid<128> && kDecodeIsValid<256>);
+static_assert(are_valid(kDecodeRows));
 
 }  // namespace dmattn::cuda::sm80
