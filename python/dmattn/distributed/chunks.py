@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dmattn import checks
 
@@ -62,8 +63,6 @@ def group_of(mesh: object, group: object) -> dist.ProcessGroup:
 
 
 def _group_of_mesh(mesh: object) -> dist.ProcessGroup:
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a torch.distributed.device_mesh.DeviceMesh, got {checks.type_of(mesh)}")
     if mesh.ndim != 1:
