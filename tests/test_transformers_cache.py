@@ -31,7 +31,7 @@ def scattered(model) -> torch.nn.Module:
     """The model with scores that differ from value to value, so that no two keys of distinct tokens tie."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".A"):
+            if name.endswith((".A", "dt_proj.weight")):
                 parameter.normal_()
     return model
 
@@ -41,12 +41,13 @@ def built(kind: str) -> torch.nn.Module:
     if kind == "doge":
         model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, keep_window_size=5))
         return scattered(enable_dynamic_mask_attention(model.eval()))
-    config = transformers.LlamaConfig(**SIZES, head_dim=12)  # no multiple of 8
-    model = convert(transformers.LlamaForCausalLM(config), 4, local=3, sink=2)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, head_dim=12))  # no multiple of 8
+    options = {"local_heads": 1, "recency": 0.25, "score": "linear", "taught": True} if kind == "as recommended" else {}
+    model = convert(plain, 4, local=3, sink=2, **options)
     return scattered(model.eval())
 
 
-@pytest.fixture(scope="module", params=["doge", "converted"])
+@pytest.fixture(scope="module", params=["doge", "converted", "as recommended"])
 def model(request):
     """It is shared: leave it as it was."""
     return built(request.param)
@@ -71,24 +72,29 @@ def prompt(side: str | None = None, batch: int = 2, length: int = 20) -> dict[st
 
 
 def sizes_of(cache) -> list[int]:
-    return [layer.cache.key.shape[2] for layer in cache.layers]
+    parts = [(layer.cache.selecting, layer.cache.streaming) if layer.local_heads else (layer.cache,) for layer in cache.layers]
+    return [part.key.shape[2] for both in parts for part in both]
 
 
 # Tokens -------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2, "num_return_sequences": 2}, {"prefill_chunk_size": 7}], ids=str)
-@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize(
+    ("side", "options"),
+    [(None, {}), ("left", {}), ("left", {"num_beams": 2, "num_return_sequences": 2}), ("left", {"prefill_chunk_size": 7})],
+)
 def test_generated_tokens_are_those_of_the_full_cache(model, side, options):
     given = prompt(side) | GREEDY | options
     expected = model.generate(**given)
-    own = model.generate(**given, past_key_values=bounded_cache(model))
-    assert torch.equal(own, expected)
-    made = automatic(model).generate(**given, return_dict_in_generate=True)
-    assert torch.equal(made.sequences, expected)
-    cache = made.past_key_values
-    assert all(isinstance(layer, BoundedLayer) for layer in cache.layers)
+    cache = bounded_cache(model)
+    assert torch.equal(model.generate(**given, past_key_values=cache), expected)
     assert cache.get_seq_length() == expected.shape[1] - 1  # the last token has not been taken in
+
+
+def test_a_model_makes_its_own_cache(model):
+    made = automatic(model).generate(**prompt("left"), **GREEDY, return_dict_in_generate=True)
+    assert torch.equal(made.sequences, model.generate(**prompt("left"), **GREEDY))
+    assert all(isinstance(layer, BoundedLayer) for layer in made.past_key_values.layers)
 
 
 @pytest.mark.parametrize("proposed", ["looked up", "by a model"])
@@ -271,7 +277,9 @@ def test_what_cannot_be_honoured_is_refused(model):
     with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got Linear"):
         bounded_cache(torch.nn.Linear(2, 2))
     wrong = transformers.Cache(layers=[BoundedLayer(9), BoundedLayer(9)])
-    with pytest.raises(ValueError, match=r"past_key_values: expected \(window, local, sink\) = .* got a cache with \(9, 0, 0\)"):
+    with pytest.raises(
+        ValueError, match=r"past_key_values: expected \(window, local, sink, local_heads\) = .* got a cache with \(9, 0, 0, 0\)"
+    ):
         logits_after(model, wrong, tokens)
     offloaded = bounded_cache(model)
     offloaded.offloading = True

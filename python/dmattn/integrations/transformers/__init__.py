@@ -56,7 +56,7 @@ def bounded_cache(model: PreTrainedModel, *, rewind: int = REWIND) -> Cache:
 
     Raises:
         TypeError: model is no transformers model, or rewind no int.
-        ValueError: no layer selects, one has settings that no bounded cache serves (taught, recency, local_heads), or rewind < 0.
+        ValueError: no layer selects, or rewind < 0.
     """
     return Cache(layers=[layer.bounded_layer(rewind) for layer in selecting_layers(model)])
 

@@ -11,23 +11,24 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import checks
 from dmattn.cache import BoundedCache
+from dmattn.nn.mixed_cache import MixedCache
 
 REWIND = 32
 """How many tokens can be taken back unless another number is asked for: more than assisted generation proposes by default."""
 
 
 class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a transformers cache, held in a :class:`dmattn.BoundedCache` of fixed size.
+    """One layer of a transformers cache, held in a :class:`dmattn.BoundedCache` of fixed size (or, with local heads, a ``MixedCache``).
 
     Only layers with dmattn's selection can use it: which keys are kept is decided by their scores. It counts all tokens it was given,
     padding and keys that are gone included, so positions go on as with a cache that keeps everything.
 
     Args:
-        window, local, sink: as the attention layer has them.
+        window, local, sink, local_heads: as the attention layer has them.
         rewind: how many of the latest tokens :meth:`crop` can take back.
 
     Attributes:
-        cache: the :class:`dmattn.BoundedCache`; None before the first tokens.
+        cache: what holds the keys; None before the first tokens. transformers' ``keys`` and ``values`` stay None.
 
     Raises:
         TypeError, ValueError: a size is no int or out of range.
@@ -36,23 +37,34 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, window: int, local: int = 0, sink: int = 0, rewind: int = REWIND) -> None:
+    def __init__(self, window: int, local: int = 0, sink: int = 0, local_heads: int = 0, rewind: int = REWIND) -> None:
         super().__init__()
         checks.selection(window, local, sink, True)
+        checks.natural_int("local_heads", local_heads)
         checks.natural_int("rewind", rewind)
-        self.window, self.local, self.sink, self.rewind = window, local, sink, rewind
-        self.cache: BoundedCache | None = None
+        self.window, self.local, self.sink, self.local_heads, self.rewind = window, local, sink, local_heads, rewind
+        self.cache: BoundedCache | MixedCache | None = None
         self.length = 0
         # Of the last calls, which cover the last ``rewind`` tokens: how many tokens came, and which of them were real (None: all).
         self.latest: deque[tuple[int, Tensor | None]] = deque()
 
     def __repr__(self) -> str:
-        return f"BoundedLayer(window={self.window}, local={self.local}, sink={self.sink}, rewind={self.rewind}, length={self.length})"
+        return (
+            f"BoundedLayer(window={self.window}, local={self.local}, sink={self.sink}, local_heads={self.local_heads}, rewind={self.rewind}, "
+            f"length={self.length})"
+        )
 
     # Use by attention layers ----------------------------------------------------------------------------------------------------
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, real: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        real: Tensor | None,
+        scale: float,
+        select_only: bool = False,
     ) -> Tensor:
         """Takes T new tokens in, and gives their attention to all that is visible.
 
@@ -61,7 +73,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
             key, value: [B, Hkv, T, D], [B, Hkv, T, Dv].
             scores: [B, Hkv, T].
             real: bool [B|1, T], False for padding, wherever it stands; None if there is none.
-            scale: as in :func:`dmattn.attention`.
+            scale, select_only: as in :meth:`dmattn.BoundedCache.attend`.
 
         Returns:
             [B, H, T, Dv], zeros where a token is padding.
@@ -73,15 +85,16 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         if real is not None:
             real = None if checks.values_are_known(real) and bool(real.all()) else real.expand(batch, -1)
         if real is None:
-            out = self.cache.attend(query, key, value, scores, scale=scale)
+            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only)
         elif tokens == 1:
-            out = self.cache.attend(query, key, value, scores, scale=scale, lengths=real[:, 0].to(torch.int32))
+            lengths = real[:, 0].to(torch.int32)
+            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only, lengths=lengths)
         else:
             # Bring the real tokens to the front, in their order, and the outputs back to where their tokens stood.
             order = real.logical_not().to(torch.int8).argsort(dim=1, stable=True)
-            query, key, value = (_taken(x, order) for x in (query, key, value))
-            scores = None if scores is None else _taken(scores, order)
-            out = self.cache.attend(query, key, value, scores, scale=scale, lengths=real.sum(1, dtype=torch.int32))
+            query, key, value, scores = (_taken(x, order) for x in (query, key, value, scores))
+            lengths = real.sum(1, dtype=torch.int32)
+            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only, lengths=lengths)
             out = _taken(out, order.argsort(dim=1))
         self._count(tokens, real)
         return out
@@ -98,9 +111,9 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes the cache for keys [B, Hkv, any, D] and values [B, Hkv, any, Dv]; head sizes are padded to multiples of 8."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        head_dim, value_dim = (-(-states.shape[3] // 8) * 8 for states in (key_states, value_states))
-        self._set(self._new(key_states.shape[0], key_states.shape[1], head_dim, value_dim))
+        self.dtype, self.device, self.heads = key_states.dtype, key_states.device, key_states.shape[1]
+        self.head_dims = [-(-states.shape[3] // 8) * 8 for states in (key_states, value_states)]
+        self.cache, self.is_initialized = self._new(key_states.shape[0]), True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Refuses: other attention would need all keys.
@@ -127,7 +140,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.cache is None else self.cache.key.shape[0]
+        return -1 if self.cache is None else self.cache.batch_size
 
     @property
     def is_croppable(self) -> bool:
@@ -165,8 +178,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         if count > sum(tokens for tokens, _ in self.latest):
             raise ValueError(f"tokens_to_remove: expected at most as many tokens as can still be taken back, got {count}")
-        batch = self.cache.key.shape[0]
-        real = torch.zeros(batch, dtype=torch.int32, device=self.cache.key.device)
+        real = torch.zeros(self.cache.batch_size, dtype=torch.int32, device=self.device)
         self.length -= count
         while count > 0:
             tokens, mask = self.latest.pop()
@@ -187,24 +199,22 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes a copy of what sequence ``beam_idx[b]`` was."""
         if self.cache is not None:
-            self.cache.reorder(beam_idx.to(self.cache.key.device))
+            self.cache.reorder(beam_idx.to(self.device))
             self._choose_latest(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence comes ``repeats`` times, one after the other."""
         if self.cache is not None:
-            batch = self.cache.key.shape[0]
-            self.batch_select_indices(torch.arange(batch, device=self.cache.key.device).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.cache.batch_size, device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences with these numbers, int [n], or True in this mask, bool [B]."""
         if self.cache is None:
             return
-        old = self.cache
-        rows = torch.arange(old.key.shape[0], device=old.key.device)[indices.to(old.key.device)]
-        new = self._new(rows.shape[0], old.key.shape[1], old.key.shape[3], old.value.shape[3])
-        new.load_state_dict({name: state if name == "sizes_saved" else state[rows] for name, state in old.state_dict().items()})
-        self._set(new)
+        rows = torch.arange(self.cache.batch_size, device=self.device)[indices.to(self.device)]
+        state = self.cache.state_dict()
+        self.cache = self._new(rows.shape[0])
+        self.cache.load_state_dict({name: x if name.endswith("sizes_saved") else x[rows] for name, x in state.items()})
         self._choose_latest(rows)
 
     def offload(self) -> None:
@@ -215,14 +225,15 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # Inside ---------------------------------------------------------------------------------------------------------------------
 
-    def _new(self, batch: int, heads: int, head_dim: int, value_dim: int) -> BoundedCache:
-        return BoundedCache(
-            batch, heads, self.window, head_dim, value_dim, local=self.local, sink=self.sink, rewind=self.rewind, dtype=self.dtype,
-            device=self.device,
-        )  # fmt: skip
+    def _new(self, batch: int) -> BoundedCache | MixedCache:
+        def part(heads: int, window: int) -> BoundedCache:
+            return BoundedCache(
+                batch, heads, window, *self.head_dims, local=self.local, sink=self.sink, rewind=self.rewind, dtype=self.dtype,
+                device=self.device,
+            )  # fmt: skip
 
-    def _set(self, cache: BoundedCache) -> None:
-        self.cache, self.keys, self.values, self.is_initialized = cache, cache.key, cache.value, True
+        selecting = part(self.heads - self.local_heads, self.window)
+        return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
 
     def _choose_latest(self, rows: Tensor) -> None:
         self.latest = deque((tokens, None if real is None else real[rows.to(real.device)]) for tokens, real in self.latest)

@@ -89,7 +89,7 @@ def convert(
             :func:`dmattn.nn.score_loss` added, which is all that teaches them (and the slopes). If False they are added to the logits
             and learn from that.
         score_queries: number of queries that look at all keys for that loss.
-        bounded_cache, rewind: as in :func:`enable_dynamic_mask_attention`; not with taught, recency or local_heads.
+        bounded_cache, rewind: as in :func:`enable_dynamic_mask_attention`.
 
     Returns:
         model.
@@ -181,8 +181,6 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     for layer in layers:
         _add_scores(layer, settings)
         layer.__class__ = CONVERTED[type(layer)]
-        if settings["bounded_cache"]:
-            layer.check_bounded()
     model.set_attn_implementation("dmattn")
     if settings["taught"]:
         model.loss_function = LossWithScores(model)

@@ -19,7 +19,7 @@ from dmattn.integrations.transformers.attention import check_dtype, padded
 from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
-from dmattn.nn.scores import recency_of, score_loss
+from dmattn.nn.scores import score_loss, slopes_of
 
 
 class SelectingAttention(nn.Module):
@@ -137,7 +137,8 @@ class SelectingAttention(nn.Module):
         """What keys are selected by; the first of them stands at position ``first``."""
         if self.log_slope is None:
             return scores
-        return scores + recency_of(self.log_slope, first + scores.shape[2])[..., first:]
+        slopes = slopes_of(self.log_slope)
+        return scores + slopes[:, None] * torch.arange(first, first + scores.shape[2], device=slopes.device, dtype=slopes.dtype)
 
     def _competing(self, ranks: Tensor) -> Tensor:
         """The ranks, -inf in heads that see local windows and sinks alone."""
@@ -158,10 +159,10 @@ class SelectingAttention(nn.Module):
         if isinstance(held, BoundedLayer):
             if getattr(cache, "offloading", False):
                 held.offload()
-            sizes, given = (self.window, self.local, self.sink), (held.window, held.local, held.sink)
+            sizes, given = ((x.window, x.local, x.sink, x.local_heads) for x in (self, held))
             if sizes != given:
                 raise ValueError(
-                    f"past_key_values: expected (window, local, sink) = {sizes} like the layer, got a cache with {given}"
+                    f"past_key_values: expected (window, local, sink, local_heads) = {sizes} like the layer, got a cache with {given}"
                 )
             return held
         if self.cache_rewind is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -182,18 +183,7 @@ class SelectingAttention(nn.Module):
 
     def bounded_layer(self, rewind: int) -> BoundedLayer:
         """An empty part of a bounded cache for this layer."""
-        self.check_bounded()
-        return BoundedLayer(self.window, self.local, self.sink, rewind)
-
-    def check_bounded(self) -> None:
-        """Raises ValueError for settings that no bounded cache serves."""
-        refused = {"taught": self.taught, "recency": self.log_slope is not None, "local_heads": self.local_heads > 0}
-        names = [name for name, is_set in refused.items() if is_set]
-        if names:
-            raise ValueError(
-                f"bounded_cache: expected layers without taught, recency and local_heads, got some with {', '.join(names)}; "
-                "generate with the model's own cache"
-            )
+        return BoundedLayer(self.window, self.local, self.sink, self.local_heads, rewind)
 
     def _attend_bounded(
         self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, ends_q: Tensor | None,
@@ -213,9 +203,9 @@ class SelectingAttention(nn.Module):
                     f"attention_mask: expected one about the {key.shape[2]} new tokens, got one about {attention_mask.shape[3]} keys"
                 )
             real = attention_mask[:, 0, 1] > attention_mask[:, 0, 0]
-        scores = self.scores(value)
+        ranks = self._ranks(self.scores(value), cache.length)
         query, key, value = autocast(padded(query), padded(key), padded(value))
-        return cache.attend(query, key, value, scores, real, self.scaling)
+        return cache.attend(query, key, value, ranks, real, self.scaling, self.taught)
 
 
 def _base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
