@@ -332,6 +332,43 @@ def test_an_encoder_made_of_it(monkeypatch):
     torch.testing.assert_close(got, model(source, target, tgt_is_causal=True, tgt_mask=mask))
 
 
+TORCHS_INPUTS = """
+import warnings
+warnings.simplefilter("ignore")
+import torch, dmattn
+try:
+    from torch.testing._internal.common_modules import module_db
+except ImportError as reason:
+    print("skipped:", reason), exit()
+count = 0
+for info in module_db:
+    if info.module_cls is not torch.nn.MultiheadAttention:
+        continue
+    for training in (True, False):
+        inputs = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=False, training=training)
+        for given in inputs:
+            results = []
+            for module_cls in (torch.nn.MultiheadAttention, dmattn.nn.MultiheadAttention):
+                torch.manual_seed(0)
+                made = given.constructor_input
+                module = module_cls(*made.args, **{**made.kwargs, "dtype": torch.float64}).train(training)
+                results.append(module(*given.forward_input.args, **given.forward_input.kwargs))
+            torch.testing.assert_close(*results)
+            count += 1
+print("inputs:", count)
+"""
+
+
+@pytest.mark.slow
+def test_inputs_of_torchs_own_tests(run_python):
+    """In a process of its own: importing torch's test code changes global flags."""
+    finished = run_python("-c", TORCHS_INPUTS)
+    assert finished.returncode == 0, finished.stderr
+    if finished.stdout.startswith("skipped"):
+        pytest.skip(finished.stdout)
+    assert int(finished.stdout.split()[-1]) > 50
+
+
 def test_compile_and_export(device):
     """One graph for all lengths, with and without masks."""
     torch._dynamo.reset()
