@@ -48,19 +48,24 @@ class Ranks:
             RankError: some of them raised.
         """
         for rank, arguments in enumerate(given):
-            self._pipes[rank].send_bytes(pickle.dumps((function, len(given), arguments)))
-        answers, errors = [], {}
-        for rank in range(len(given)):
-            try:
-                answer, error = pickle.loads(self._pipes[rank].recv_bytes())
-            except EOFError:
-                answer, error = None, "the process is gone"
-            answers.append(answer)
-            if error is not None:
-                errors[rank] = error
+            self.ask(rank, function, len(given), arguments)
+        answers = [self.answer(rank) for rank in range(len(given))]
+        errors = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
         if errors:
             raise RankError(errors)
-        return answers
+        return [answer for answer, _ in answers]
+
+    def ask(self, rank: int, function: str, world: int, arguments: Any) -> None:
+        """Has one rank call ``module:function(group of the first world ranks, *arguments)``."""
+        self._pipes[rank].send_bytes(pickle.dumps((function, world, arguments)))
+
+    def answer(self, rank: int) -> tuple[Any, str | None]:
+        """What a rank's call returned, and what it raised."""
+        try:
+            answer: tuple[Any, str | None] = pickle.loads(self._pipes[rank].recv_bytes())
+        except EOFError:
+            return None, "the process is gone"
+        return answer
 
     def close(self) -> None:
         for pipe in self._pipes:

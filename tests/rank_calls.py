@@ -1,0 +1,83 @@
+"""What tests have ranks do: functions of a process group and this rank's arguments."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dmattn import IntervalMask
+from dmattn.distributed import context_parallel_attention, record_traffic
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def attend(
+    group: dist.ProcessGroup, leaves: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """out, lse, the gradients of all leaves by their names, and the bytes received."""
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    with record_traffic() as traffic:
+        out, lse = context_parallel_attention(**leaves, **options, group=group, return_lse=True)
+        gradients = torch.autograd.grad((out, lse), list(leaves.values()), (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return results, vars(traffic)
+
+
+def call(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    return context_parallel_attention(**arguments, group=group).detach()
+
+
+def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int]]) -> tuple[list[bool], int]:
+    """Whether compiled results and gradients are the eager ones, for several lengths of the ranks' chunks, and the number of graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds to import
+
+    rank = dist.get_rank(group)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: IntervalMask) -> Tensor:
+        if kind == "scores":
+            return context_parallel_attention(query, key, value, scores=bias, window=5, local=2, sink=1, group=group)
+        if kind == "mask":
+            return context_parallel_attention(query, key, value, mask, window=7, key_bias=bias, group=group)
+        return context_parallel_attention(query, key, value, key_bias=bias, group=group)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    same = []
+    for chunks in lengths:
+        generator = torch.Generator().manual_seed(rank)
+        shapes = [(2, heads, chunks[rank], 8) for heads in (4, 2, 2)] + [(2, 2, chunks[rank])]
+        leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+        mask = IntervalMask.sliding_window(sum(chunks), 7)
+        results = []
+        for function in (compiled, run):
+            out = function(*leaves, mask)
+            results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+        same.append(all(torch.equal(*pair) for pair in zip(*results, strict=True)))
+    return same, counter.frame_count
+
+
+def on_meshes(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    """One call on each row of a 2 x 2 mesh; the other dimension, both at once and another order of ranks are refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    out = context_parallel_attention(**arguments, mesh=mesh["cp"])
+    turned = DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]), mesh_dim_names=("dp", "cp"))
+    for given, message in ((mesh, "mesh: expected one dimension"), (turned["cp"], "mesh: expected ranks in ascending order")):
+        refused = ""
+        try:
+            context_parallel_attention(**arguments, mesh=given)
+        except ValueError as error:
+            refused = str(error)
+        assert message in refused, refused
+    return out.detach()
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    os._exit(3)
+
+
+def stay_away(group: dist.ProcessGroup) -> None:
+    """Takes no part."""

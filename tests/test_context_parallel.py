@@ -1,0 +1,352 @@
+"""Context parallelism: chunks on several ranks give what one process gives, move few bytes, and a rank that differs is an error everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import dmattn
+import pytest
+import torch
+from dmattn import IntervalMask
+from dmattn.distributed import context_parallel_attention
+from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_pool import RankError, Ranks
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="ranks talk over gloo")
+tensor = strategies.random_tensor
+SEED = torch.tensor([11])
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks(4)
+    yield pool
+    pool.close()
+
+
+def cut(whole, cuts):
+    """Each rank's part of [B, H, N, *] or [B, H, N] tensors; other values go to all ranks."""
+    return [
+        {name: x[:, :, first:last].clone() if isinstance(x, torch.Tensor) and x.dim() > 2 else x for name, x in whole.items()}
+        for first, last in itertools.pairwise(cuts)
+    ]
+
+
+def even_cuts(length, world):
+    return [length * rank // world for rank in range(world + 1)]
+
+
+def run(ranks, case, cuts, options, bias_name):
+    """Runs a case of the whole sequence on ranks and puts their results together."""
+    named = {bias_name if name == "key_bias" else name: leaf for name, leaf in case.leaves().items()}
+    grads = dict(zip(("grad_out", "grad_lse"), case.incoming_gradients(), strict=True))
+    parts = zip(cut(named, cuts), cut(grads, cuts), strict=True)
+    answers = ranks.run("rank_calls:attend", [(leaf, grad["grad_out"], grad["grad_lse"], options) for leaf, grad in parts])
+    results = {name: torch.cat([answer[0][name] for answer in answers], dim=2) for name in answers[0][0]}
+    if bias_name == "scores":
+        results["grad_key_bias"] = results.pop("grad_scores")
+    return results, [answer[1] for answer in answers]
+
+
+@st.composite
+def problems(draw):
+    """A case of the whole sequence, where to cut it, and how ranks are called."""
+    length = draw(st.integers(4, 70))
+    world = draw(st.integers(2, 4))
+    inner = draw(st.lists(st.integers(0, length), min_size=world - 1, max_size=world - 1)) if draw(st.booleans()) else None
+    cuts = even_cuts(length, world) if inner is None else [0, *sorted(inner), length]
+    batch, kv_heads, group = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 3)]))
+    D, Dv = draw(st.sampled_from([(8, 8), (16, 8)]))
+    dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16]))
+    seed = draw(st.integers(0, 1000))
+    query, key, value = (
+        tensor((batch, heads, length, size), seed + place, dtype, "cpu")
+        for place, (heads, size) in enumerate([(kv_heads * group, D), (kv_heads, D), (kv_heads, Dv)])
+    )
+    ends = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+    documents = IntervalMask.documents(length, torch.tensor([0, *ends, length]))
+    padding = IntervalMask.padding(length, torch.tensor([draw(st.integers(0, length)) for _ in range(batch)]))
+    window, local, sink = (draw(st.integers(*bounds)) for bounds in ((1, 12), (0, 6), (0, 3)))
+    options, key_bias, bias_name = {}, None, "key_bias"
+    kind = draw(st.sampled_from(["scores", "scores", "causal", "mask"]))
+    if kind == "scores":
+        bias_name = "scores"
+        key_bias = strategies.make_scores((batch, kv_heads, length), draw(st.sampled_from(["random", "ties", "constant"])), seed,
+                                          torch.float64 if dtype == torch.float64 else torch.float32, "cpu")  # fmt: skip
+        base = draw(st.sampled_from([None, documents, padding, documents & padding]))
+        options |= {"window": window, "local": local, "sink": sink, "base": base}
+        seen = None if base is None else base.to_bool(length, length)
+        visible = top_k_visible(key_bias, window, base=seen, local=local, sink=sink) if seen is None else _within_documents(
+            key_bias, window, documents if base is not padding else None, padding if base is not documents else None, local, sink)  # fmt: skip
+    else:
+        mask = None
+        if kind == "mask":
+            masks = [IntervalMask.sliding_window(length, window), IntervalMask.streaming(length, sink, local), documents, padding,
+                     IntervalMask.prefix(length, window), IntervalMask.sliding_window(length, window) & documents & padding,
+                     IntervalMask.top_k(tensor((batch, kv_heads * group, length), seed, torch.float32, "cpu"), window)]  # fmt: skip
+            mask = draw(st.sampled_from(masks))
+        options["mask"] = mask
+        visible = None if mask is None else mask.to_bool(length, length)
+        heads = draw(st.sampled_from([None, kv_heads, kv_heads * group]))
+        key_bias = None if heads is None else tensor((batch, heads, length), seed + 9, torch.float64, "cpu")
+    shared = {"softcap": draw(st.sampled_from([0.0, 2.0])), "scale": draw(st.sampled_from([None, 0.3]))}
+    if draw(st.booleans()):
+        shared |= {"dropout_p": 0.5}  # 1 / (1 - p) is a number of every dtype
+        options["dropout_seed"] = SEED
+    case = AttentionCase(query, key, value, visible=visible, key_bias=key_bias, is_causal=True, dropout_seed=int(SEED), grad_seed=seed,
+                         description=f"{kind} {options} cut at {cuts}", **shared)  # fmt: skip
+    return case, cuts, options | shared, bias_name
+
+
+def _within_documents(scores, window, documents, padding, local, sink):
+    """What top_k_visible says of documents with padding, whose sinks and local window count positions."""
+    mask = documents if padding is None else padding if documents is None else documents & padding
+    length = scores.shape[2]
+    return IntervalMask.top_k(scores, window, base=mask, local=local, sink=sink).to_bool(length, length)
+
+
+@settings(max_examples=60)
+@given(problem=problems())
+def test_ranks_compute_what_one_process_computes(ranks, problem):
+    case, cuts, options, bias_name = problem
+    results, _ = run(ranks, case, cuts, options, bias_name)
+    tolerance.assert_close_to_reference(case, results)
+
+
+def dynamic_case(length, kv_heads=2, dtype=torch.float64, D=8, seed=0):
+    query, key, value = (
+        tensor((2, heads, length, D), seed + place, dtype, "cpu") for place, heads in enumerate((4, kv_heads, kv_heads))
+    )
+    return query, key, value, tensor((2, kv_heads, length), seed + 3, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_at_most_window_rows_a_key_head_come_in(ranks, world):
+    """The bytes of rows stay the same, however many ranks there are; scores are those of the other ranks."""
+    length, window, local, sink = 240, 9, 4, 2
+    query, key, value, scores = dynamic_case(length, dtype=torch.float32)
+    for options in ({"window": window}, {"window": window, "local": local, "sink": sink}):
+        case = AttentionCase(query, key, value, key_bias=scores, is_causal=True)
+        _, traffic = run(ranks, case, even_cuts(length, world), options, "scores")
+        groups, row = 2 * 2, (8 + 8) * 4 + 4
+        most = sum(options.values())
+        assert [0 < one["rows"] <= groups * most * row for one in traffic] == [False] + [True] * (world - 1)
+        assert [one["scores"] for one in traffic] == [groups * 4 * (length - length // world)] * world
+        # Gradients go back the way that rows came.
+        assert sum(one["gradients"] for one in traffic) == sum(one["rows"] for one in traffic)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sliding_window_brings_in_its_left_side(ranks, world):
+    length, left = 64, 5
+    query, key, value, _ = dynamic_case(length, dtype=torch.float32)
+    case = AttentionCase(query, key, value, is_causal=True)
+    for options in ({}, {"window": left}):
+        _, traffic = run(
+            ranks, case, even_cuts(length, world), {"mask": IntervalMask.sliding_window(length, left), **options}, ""
+        )
+        assert [one["rows"] for one in traffic] == [0] + [2 * 2 * left * (8 + 8) * 4] * (world - 1)
+
+
+def test_scores_and_key_bias_together(ranks):
+    length = 50
+    query, key, value, scores = dynamic_case(length)
+    bias = tensor((2, 4, length), 5, torch.float64, "cpu")
+    leaves = {"query": query, "key": key, "value": value, "scores": scores, "key_bias": bias}
+    grad_out = tensor(query.shape, 7, torch.float64, "cpu")
+    parts = zip(cut(leaves, [0, 20, 21, 50]), cut({"out": grad_out, "lse": grad_out[..., 0]}, [0, 20, 21, 50]), strict=True)
+    answers = ranks.run("rank_calls:attend", [(leaf, grad["out"], grad["lse"], {"window": 6}) for leaf, grad in parts])
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    both = scores.double().repeat_interleave(2, dim=1) + bias
+    mask = IntervalMask.top_k(scores.detach(), 6)
+    out, lse = dmattn.attention(query, key, value, mask, key_bias=both, is_causal=True, return_lse=True)
+    wanted = [out, *torch.autograd.grad((out, lse), list(leaves.values()), (grad_out, grad_out[..., 0]))]
+    for name, expected in zip(("out", *(f"grad_{name}" for name in leaves)), wanted, strict=True):
+        got = torch.cat([answer[0][name] for answer in answers], dim=2)
+        tolerance.assert_same_in_another_order(got, expected, expected.dtype)
+
+
+def test_dropout_without_a_seed_is_the_first_ranks(ranks):
+    """Every rank has a generator of its own; values that are all ones tell which weights were kept."""
+    query, key, value, scores = dynamic_case(40)
+    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 8, "dropout_p": 0.5}
+    answers = ranks.run("rank_calls:call", [(part,) for part in cut(whole, [0, 20, 40])])
+    got = torch.cat(answers, dim=2)
+    assert not torch.equal(got, dmattn.dynamic_mask_attention(query, key, value, scores, 8))
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        ("scores", [[16, 16], [24, 24], [40, 40]]),
+        ("mask", [[16, 16, 10], [24, 24, 20], [20, 20, 20]]),
+        ("causal", [[16] * 4, [24] * 4]),
+    ],
+)
+def test_compiled_in_one_graph(ranks, kind, lengths):
+    for same, graphs in ranks.run("rank_calls:compare_compiled", [(kind, lengths)] * len(lengths[0])):
+        assert all(same)
+        assert graphs == 1
+
+
+def test_on_one_dimension_of_a_mesh(ranks):
+    query, key, value, scores = dynamic_case(30)
+    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7}
+    parts = cut(whole, [0, 10, 30])
+    answers = ranks.run("rank_calls:on_meshes", [(parts[rank % 2],) for rank in range(4)])
+    expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7)
+    for first in (0, 2):
+        tolerance.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
+
+
+def test_a_group_of_one(ranks):
+    query, key, value, scores = dynamic_case(30)
+    whole = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "scores": scores,
+        "window": 7,
+        "local": 2,
+        "dropout_p": 0.2,
+        "dropout_seed": SEED,
+    }
+    (got,) = ranks.run("rank_calls:call", [(whole,)])
+    assert torch.equal(
+        got, dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2, dropout_p=0.2, dropout_seed=SEED)
+    )
+
+
+# Faults --------------------------------------------------------------------------------------------------------------------------------
+
+
+def arguments():
+    query, key, value, scores = dynamic_case(8)
+    return {"query": query, "key": key, "value": value, "scores": scores, "window": 4}
+
+
+def every_rank_says(ranks, given, message):
+    with pytest.raises(RankError) as raised:
+        ranks.run("rank_calls:call", [(one,) for one in given])
+    assert sorted(raised.value.errors) == list(range(len(given)))
+    for error in raised.value.errors.values():
+        assert re.match(message, error), error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 5}, r"ValueError: window: expected the same on every rank, got 4 on rank 0 and 5 on rank 1"),
+        ({"local": 1}, r"ValueError: local: expected the same on every rank, got 0 on rank 0 and 1 on rank 1"),
+        ({"softcap": 2.0}, r"ValueError: softcap: expected the same on every rank, got 0.0 on rank 0 and 2.0 on rank 1"),
+        ({"dtype": torch.float32}, r"ValueError: dtype: expected the same on every rank, got float64 on rank 0 and float32 on rank 1"),
+        ({"batch": 1}, r"ValueError: batch size: expected the same on every rank, got 2 on rank 0 and 1 on rank 1"),
+        ({"scores": None, "window": None}, r"ValueError: kind of mask .*: expected the same on every rank, got 2 on rank 0 and 0 on rank 1"),
+        ({"requires_grad": True}, r"ValueError: tensors that require gradients .*, got 0 on rank 0 and 7 on rank 1"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_was_called_differently_is_an_error_on_every_rank(ranks, changes, message):
+    differing = arguments()
+    tensors = ("query", "key", "value")
+    if "dtype" in changes:
+        differing |= {name: differing[name].to(changes["dtype"]) for name in tensors}
+    elif "batch" in changes:
+        differing |= {name: differing[name][:1] for name in (*tensors, "scores")}
+    elif "requires_grad" in changes:
+        differing |= {name: differing[name].requires_grad_() for name in tensors}
+    else:
+        differing |= changes
+    for world in (2, 3):
+        every_rank_says(ranks, [arguments(), differing] + [arguments()] * (world - 2), message)
+
+
+def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks):
+    wrong = {**arguments(), "window": 0}
+    every_rank_says(
+        ranks, [arguments(), wrong, arguments()], r"ValueError: (rank 1 refused|window: expected a positive int, got 0)"
+    )
+
+
+def test_masks_of_another_length_or_content(ranks):
+    whole = {name: x for name, x in arguments().items() if name not in ("scores", "window")}
+
+    def given(*lengths):
+        return [{**whole, "mask": IntervalMask.causal(length)} for length in lengths]
+
+    every_rank_says(
+        ranks, given(17, 17), r"ValueError: mask: expected one for 16 keys, the sum of the chunks \[8, 8\], got one for 17"
+    )
+    every_rank_says(
+        ranks, given(16, 17), r"ValueError: length of the mask: expected the same on every rank, got 16 on rank 0 and 17"
+    )
+    other = {**whole, "mask": IntervalMask.sliding_window(16, 3)}
+    every_rank_says(ranks, [*given(16), other], r"ValueError: mask: expected the same on every rank")
+
+
+def test_a_bound_that_is_too_small(ranks):
+    whole = {name: x for name, x in arguments().items() if name != "scores"}
+    given = [{**whole, "mask": IntervalMask.sliding_window(16, 5)}] * 2
+    every_rank_says(ranks, given, r"RuntimeError: .*window: expected at least the number of earlier keys")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mask": IntervalMask.causal(16)}, ValueError, "mask, scores: expected at most one"),
+        (
+            {"scores": None, "mask": torch.ones(16, dtype=torch.bool)},
+            TypeError,
+            "mask: expected an IntervalMask of the whole sequence",
+        ),
+        ({"scores": None, "base": IntervalMask.causal(16)}, ValueError, "base: expected None without scores"),
+        ({"scores": None, "window": None, "local": 2}, ValueError, "local, sink: expected 0 and 0 without window"),
+        ({"scores": torch.ones(2, 2, 9)}, ValueError, r"scores: expected \[B, Hkv, n\] = \[2, 2, 8\], got \[2, 2, 9\]"),
+        ({"window": None}, TypeError, "window: expected a positive int, got NoneType"),
+        ({"group": 3}, TypeError, r"group: expected a torch\.distributed\.ProcessGroup, got int"),
+        ({"mesh": 3}, TypeError, r"mesh: expected a torch\.distributed\.device_mesh\.DeviceMesh, got int"),
+        ({"query": torch.ones(2, 4, 9, 8)}, ValueError, r"key: expected \[B, Hkv, n, D\] with n=9 like query"),
+        (
+            {"scores": None, "mask": IntervalMask.top_k(torch.ones(3, 1, 16), 2)},
+            ValueError,
+            r"mask: expected \[B|1, H|Hkv|1, N\]",
+        ),
+    ],
+)
+def test_arguments_that_one_rank_can_refuse(alone, changes, error, message):
+    given = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in arguments().items()}
+    with pytest.raises(error, match=message):
+        context_parallel_attention(**{**given, **changes})
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match=r"group: expected torch\.distributed to be initialised"):
+        context_parallel_attention(**arguments())
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """This process as a world of one rank."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_rank_that_is_missing_or_gone_is_torchs_own_error():
+    """Nothing hangs longer than the group's timeout."""
+    pool = Ranks(2, timeout=3.0)
+    try:
+        pool.run("rank_calls:stay_away", [()] * 2)
+        for absent in ("stay_away", "leave"):
+            pool.ask(1, f"rank_calls:{absent}", 2, ())
+            pool.ask(0, "rank_calls:call", 2, (arguments(),))
+            _, error = pool.answer(0)
+            assert error.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), error
+            if absent == "stay_away":
+                assert pool.answer(1) == (None, None)
+    finally:
+        pool.close()
