@@ -285,12 +285,12 @@ class Attention(nn.Module):
         the attention that later queries pay to it, and the best `window` keys then hold the most attention.
         """
         s, length = self.settings, score.shape[2]
-        rows = (torch.arange(s.teach_rows, device=score.device) + torch.rand(s.teach_rows, device=score.device)) * (
-            length / s.teach_rows
-        )
-        if s.teach_last:
-            last = round(s.teach_rows * s.teach_last)
-            rows[:last] = length * (1 - torch.rand(last, device=rows.device) / 16)
+        late = round(s.teach_rows * s.teach_last)
+        spread = s.teach_rows - late
+        rows = torch.cat((
+            (torch.arange(spread, device=score.device) + torch.rand(spread, device=score.device)) * (length / max(spread, 1)),
+            length * (1 - torch.rand(late, device=score.device) / 16),
+        ))  # fmt: skip
         rows = rows.long().clamp(max=length - 1)
         with torch.set_grad_enabled(s.explore and torch.is_grad_enabled()):
             chances, age = dense_rows(query, key, bias, rows)

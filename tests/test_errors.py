@@ -244,6 +244,10 @@ PUBLIC = {
     "layer score loss without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False)(rows(1, 5, 64), with_score_loss=True), ValueError, "with_score_loss: expected False with is_causal=False"),
     "layer window of a call": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), window=0), ValueError, "window: expected a positive int, got 0"),
     "score loss lengths": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 6, 8), rows(1, 2, 6)), ValueError, "key: expected as many keys as queries, 5, got 6"),
+    "score loss last": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), last=1.5), ValueError, "last: expected 0 <= last <= 1, got 1.5"),
+    "recommended odd": (lambda: DynamicMaskAttention.recommended(64, 4, 30), ValueError, "visible: expected a multiple of 4, got 30"),
+    "recommended one key head": (lambda: DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=1), ValueError, "num_kv_heads: expected at least 2"),
+    "recommended no number": (lambda: DynamicMaskAttention.recommended(64, 4, None), TypeError, "visible: expected a positive int, got NoneType"),
     "score loss scores": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 6)), ValueError, "scores: expected [B, Hkv, S] = [1, 2, 5], got [1, 2, 6]"),
     "schedule length": (lambda: WindowSchedule(30, 20), ValueError, "length: expected at least window=30, got 20"),
     "schedule step": (lambda: WindowSchedule(3, 20)(-1), ValueError, "step: expected an int >= 0, got -1"),
@@ -652,11 +656,11 @@ ARGUMENTS = {
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "recency": None,
+                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
                            "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
     LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
     score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink": 0, "queries": 4,
-                 "scale": None, "softcap": 0.0},
+                 "last": 0.0, "sharp": False, "scale": None, "softcap": 0.0},
     WindowSchedule: {"window": 2, "length": 20, "dense_steps": 0, "fall_steps": 0, "multiple": 64},
 }  # fmt: skip
 # What each argument takes of the strange things.
@@ -668,8 +672,8 @@ TAKEN = {
     "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, (LAYER, "window"): {"None", "an int"}, "score": {"a module"}, "recency": {"None", "an int", "a float"},
     "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
-    "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"}, "partial_rotary_factor": {"an int", "a float"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
+    "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
+} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_the_loss_of_a_layer_is_that_of_its_selecting_heads():
 # The loss of scores -----------------------------------------------------------------------------------------------------------------
 
 
-def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap):
+def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap, sharp=False):
     """Every query in turn, in float64."""
     B, H, S, D = query.shape
     kv_heads = key.shape[1]
@@ -165,7 +165,8 @@ def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap):
                 competing = [j for j in seen if p - j >= local and j - first[j] >= sink]
                 if competing:
                     foretold = scores[b, kv, competing].log_softmax(0)
-                    losses[kv] -= sum(paid[j] * foretold[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
+                    weight = max(paid[j] for j in competing) if sharp else 1.0
+                    losses[kv] -= weight * sum(paid[j] * foretold[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
     return losses
 
 
@@ -183,6 +184,61 @@ def test_the_loss_is_its_formula(local, sink, softcap, documents):
         query, key, scores, key_bias=bias.repeat_interleave(2, 1), base=base, local=local, sink=sink, queries=24, softcap=softcap
     )
     torch.testing.assert_close(by_query_head, ours)
+
+
+def test_the_loss_of_sharp_queries_is_its_formula():
+    query, key, scores = (tensor((2, 2, 24, *size), i, torch.float64) for i, size in enumerate(((8,), (8,), ())))
+    ours = score_loss(query, key, scores, local=4, sink=2, queries=24, sharp=True)
+    torch.testing.assert_close(
+        ours, loss_by_hand(query, key, scores, torch.zeros(1, 2, 24, dtype=torch.float64), (0,), 4, 2, 0.0, sharp=True)
+    )
+
+
+@pytest.mark.parametrize(("last", "late"), [(0.0, 4), (0.5, 34), (1.0, 64)])
+def test_a_part_of_the_queries_is_drawn_from_the_last_sixteenth(last, late):
+    torch.manual_seed(0)
+    rows = dmattn.nn.scores._drawn(1600, 64, last, torch.device("cpu"))
+    assert rows.shape == (64,)
+    assert (rows >= 1500).sum() == late
+    assert 0 <= rows.min()
+    assert rows.max() < 1600
+
+
+def test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window():
+    """At the drawn queries the output is that of dense attention, elsewhere the window's, and early keys have gradients."""
+    layer = layer_of(**RECOMMENDED, score_queries=8, explore=True)
+    hidden = tensor((2, 64, 64), 0)
+    windowed = layer(hidden)
+    torch.manual_seed(3)
+    rows = dmattn.nn.scores._drawn(64, 8, 0.0, torch.device("cpu"))
+    torch.manual_seed(3)
+    out, _ = layer(hidden, with_score_loss=True)
+    query, key, value = layer.projected(hidden)
+    dense = dmattn.attention(query, key, value, is_causal=True, key_bias=layer.ranked(hidden, value)[1])
+    dense = layer.o_proj(dense.transpose(1, 2).flatten(2))
+    drawn = (torch.arange(64)[:, None] == rows).any(1)
+    assert 0 < drawn.sum() < 64
+    torch.testing.assert_close(out[:, drawn], dense[:, drawn])
+    torch.testing.assert_close(out[:, ~drawn], windowed[:, ~drawn])
+    (far,) = torch.autograd.grad(out[:, drawn][:, -1].square().sum(), layer.k_proj.weight, retain_graph=True)
+    assert far.any()
+    assert torch.equal(layer.eval()(hidden, with_score_loss=True)[0], windowed)
+
+
+def test_exploring_beside_padding_has_finite_gradients():
+    layer = layer_of(**RECOMMENDED, explore=True, score_queries=64)
+    hidden = tensor((2, 64, 64), 0).requires_grad_()
+    out, loss = layer(hidden, IntervalMask.padding(64, torch.tensor([40, 0])), with_score_loss=True)
+    gradients = torch.autograd.grad(out[0, :40].square().sum() + loss, [hidden, *layer.parameters()])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_the_recommended_layer_shows_so_many_keys_on_average():
+    layer = DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=4, dropout=0.5, explore=False)
+    assert (layer.dropout, layer.explore, layer.local, layer.local_heads, layer.window) == (0.5, False, 8, 2, 48)
+    mask = layer.mask(tensor((1, 4, 400), 0))
+    alive = (mask.start <= 399) & (mask.end > 399)
+    assert alive.expand(1, 4, 400).sum() == 4 * 32
 
 
 def test_hidden_keys_and_scores_of_minus_infinity_leave_the_loss_finite():

@@ -157,7 +157,14 @@ def test_queries_that_explore_compile(quality):
         torch.testing.assert_close(ours, eager)
 
 
-@pytest.mark.parametrize("name", ["taught+local4+recency+mixed+barely", "linear+local+recency+sink"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "taught+local4+recency+mixed",
+        "taught+local4+recency+mixed+barely+rows4+peak+explore+last",
+        "linear+local+recency+sink",
+    ],
+)
 def test_the_layer_is_what_was_measured(quality, name):
     """With the same weights and random queries `DynamicMaskAttention` has the benchmark's output and, where it is taught, its loss."""
     from quality_model import Attention
@@ -167,7 +174,8 @@ def test_the_layer_is_what_was_measured(quality, name):
     torch.nn.init.normal_(measured.to_score.weight)
     layer = DynamicMaskAttention(
         s.width, s.heads, s.window, local=s.local, sink=s.sink, local_heads=s.plain_heads, score="linear", taught=s.bias == "none",
-        score_queries=s.teach_rows, recency=s.recency, partial_rotary_factor=s.rope_share,
+        score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
+        partial_rotary_factor=s.rope_share,
     )  # fmt: skip
     parts = measured.qkv.weight.chunk(3)
     weights = {
@@ -187,6 +195,9 @@ def test_the_layer_is_what_was_measured(quality, name):
     torch.testing.assert_close(out, expected[0])
     if s.teach:
         torch.testing.assert_close(loss, expected[1])
+    ours, theirs = layer.q_proj.weight, measured.qkv.weight
+    grad, expected_grad = torch.autograd.grad(out.square().sum(), ours), torch.autograd.grad(expected[0].square().sum(), theirs)
+    torch.testing.assert_close(grad[0], expected_grad[0][: s.width])
 
 
 def test_recency_without_rotation_and_heads_without_recency(quality):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.rotation import rotate
-from dmattn.nn.scores import gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
+from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.nn.shards import own_part
 from dmattn.unsupported import scripting_refused
 
@@ -51,7 +51,10 @@ class DynamicMaskAttention(nn.Module):
         taught: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
             is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
             learn from that, wherever their key is visible.
-        score_queries: number of queries that look at all keys for that loss.
+        score_queries, last_queries, sharp_queries: which queries look at all keys for that loss and how they count: ``queries``, ``last``
+            and ``sharp`` of :func:`score_loss`.
+        explore: if True, these queries, in training and where the loss is asked for, really attend to all keys in all heads, without
+            dropout, so that queries and keys learn from what lies beyond the window, too.
         recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
             Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
             a 2048th of it. Only with is_causal.
@@ -88,6 +91,9 @@ class DynamicMaskAttention(nn.Module):
         score: Literal["exp", "linear"] | nn.Module = "exp",
         taught: bool = False,
         score_queries: int = 64,
+        last_queries: float = 0.0,
+        sharp_queries: bool = False,
+        explore: bool = False,
         recency: float | None = None,
         noise: float = 0.0,
         dropout: float = 0.0,
@@ -111,6 +117,9 @@ class DynamicMaskAttention(nn.Module):
         self.taught = checks.flag("taught", taught)
         checks.positive_int("score_queries", score_queries)
         self.score_queries = score_queries
+        self.last_queries = checks.number("last_queries", last_queries, low=0.0, high=1.0)
+        self.sharp_queries = checks.flag("sharp_queries", sharp_queries)
+        self.explore = checks.flag("explore", explore)
         self.noise = checks.number("noise", noise, low=0.0)
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
         self.softcap = checks.softcap(softcap)
@@ -139,6 +148,38 @@ class DynamicMaskAttention(nn.Module):
                 )
             self.log_slope = nn.Parameter(initial_slopes(recency, num_kv_heads).to(device, dtype))
         self.o_proj = linear(num_heads * head_dim, embed_dim)
+
+    @classmethod
+    def recommended(
+        cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
+    ) -> DynamicMaskAttention:
+        """The settings that learned best, for ``visible`` keys that a head sees on average; see the page "Does it learn?".
+
+        Half of the key heads see the last ``visible / 4`` keys alone, the others these and the best ``3 / 2 * visible`` by a linear score
+        that is taught; with recency, and a quarter of each head's dimensions rotated. Train it with ``with_score_loss=True``.
+
+        Args:
+            embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
+            visible: a multiple of 4.
+            options: any others of the constructor; they take the place of what is recommended.
+
+        Raises:
+            TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
+        """
+        heads = num_heads if num_kv_heads is None else num_kv_heads
+        checks.positive_int("visible", visible)
+        checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
+        if visible % 4:
+            raise ValueError(f"visible: expected a multiple of 4, got {visible}")
+        if heads < 2:
+            raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
+        local, streaming = visible // 4, heads // 2
+        chosen: dict[str, Any] = {
+            "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
+            "taught": True, "recency": 0.25, "partial_rotary_factor": 0.25, "score_queries": 256, "last_queries": 0.5,
+            "sharp_queries": True, "explore": True,
+        }  # fmt: skip
+        return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
         """Checks them, and gives the head size."""
@@ -313,21 +354,18 @@ class DynamicMaskAttention(nn.Module):
             out = attention(
                 query, key, value, self.mask(ranks, base, window=window), key_bias=bias, softcap=self.softcap, dropout_p=dropout
             )
-        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         if not with_score_loss:
+            result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
-        losses = score_loss(
-            query,
-            key,
-            ranks,
-            key_bias=bias,
-            base=base,
-            local=self.local,
-            sink=self.sink,
-            queries=self.score_queries,
-            softcap=self.softcap,
-        )
-        return result, losses[self.local_heads :].mean()
+        options: dict[str, Any] = {
+            "key_bias": bias, "base": base, "local": self.local, "sink": self.sink, "queries": self.score_queries,
+            "last": self.last_queries, "sharp": self.sharp_queries, "softcap": self.softcap,
+        }  # fmt: skip
+        if self.explore and self.training:
+            out, losses = explored(query, key, value, out, ranks, **options)
+        else:
+            losses = score_loss(query, key, ranks, **options)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), losses[self.local_heads :].mean()
 
     def _check_cached(self) -> None:
         if not self.is_causal:

@@ -47,6 +47,8 @@ def score_loss(
     local: int = 0,
     sink: int = 0,
     queries: int = 64,
+    last: float = 0.0,
+    sharp: bool = False,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
@@ -66,6 +68,9 @@ def score_loss(
         key_bias: what attention adds to the logits of each key, [B|1, H|Hkv|1, S].
         base, local, sink: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
+        last: this part of them is drawn from the last sixteenth of the sequence, where what is asked about a text stands.
+        sharp: whether a query counts, beside, as much as the most it pays to one key that competes: a query that looks for one key alone
+            needs that key, one that looks at many is served by others, too.
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
@@ -74,11 +79,64 @@ def score_loss(
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
     """
-    query, key, _ = autocast(query, key, key)
-    sizes = sizes_of(query, key, key)
+    return _taught(query, key, None, scores, key_bias, base, local, sink, queries, last, sharp, scale, softcap)[1]
+
+
+def explored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    scores: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    base: IntervalMask | None = None,
+    local: int = 0,
+    sink: int = 0,
+    queries: int = 64,
+    last: float = 0.0,
+    sharp: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Lets the queries that :func:`score_loss` draws really attend to all keys, so that queries and keys learn from what lies beyond windows.
+
+    Args:
+        query, key, scores and the others: as in :func:`score_loss`.
+        value: [B, Hkv, S, Dv].
+        out: [B, H, S, Dv], what attention with the windows gives.
+
+    Returns:
+        (out with the rows of the drawn queries in place of its own, with all gradients; the loss [Hkv] of :func:`score_loss`).
+
+    Raises:
+        TypeError, ValueError: as :func:`score_loss`, or value or out does not fit.
+    """
+    checks.tensor("out", out)
+    if out.shape != (*query.shape[:3], checks.tensor("value", value).shape[-1]):
+        raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[-1]]}, got {checks.shape_of(out)}")
+    dense, loss, rows = _taught(query, key, value, scores, key_bias, base, local, sink, queries, last, sharp, scale, softcap)
+    if dense is None:
+        return out, loss
+    # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11.
+    places = rows == torch.arange(out.shape[2], device=rows.device)[:, None]  # [S, R]
+    spread = places / places.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(places.any(1)[:, None], spread.to(dense.dtype) @ dense, out), loss
+
+
+def _taught(
+    query: Tensor, key: Tensor, value: Tensor | None, scores: Tensor, key_bias: Tensor | None, base: IntervalMask | None, local: int,
+    sink: int, queries: int, last: float, sharp: bool, scale: float | None, softcap: float,
+) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """(what the drawn queries come to with all keys [B, H, R, Dv] if value is given, the loss [Hkv], which queries were drawn [R])."""
+    query, key, values = autocast(query, key, key if value is None else value)
+    value = None if value is None else values
+    sizes = sizes_of(query, key, values)
     options = options_of(sizes, None, True, scale, softcap)
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
     checks.positive_int("queries", queries)
+    checks.number("last", last, low=0.0, high=1.0)
+    checks.flag("sharp", sharp)
     checks.selection(1, local, sink, True)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}")
@@ -86,18 +144,34 @@ def score_loss(
     if scores.shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
-    length = key.shape[2]
-    if length == 0 or key.shape[0] == 0:
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)).sum((0, 2))
-    strata = (torch.arange(queries, device=key.device) + torch.rand(queries, device=key.device)) * (length / queries)
-    rows = strata.long().clamp(max=max(length - 1, 0))
+    rows = _drawn(key.shape[2], queries, last, key.device)
+    if key.shape[2] == 0 or key.shape[0] == 0:
+        return None, scores.to(torch.promote_types(scores.dtype, torch.float32)).sum((0, 2)), rows
     seen, competing = _visibility(scores, rows, base, local, sink)
-    with torch.no_grad():
-        paid = _dense_rows(query, key, key_bias, seen, rows, options)
+    if value is not None:  # a hidden key may hold anything, NaN too, and 0 times NaN is NaN in a gradient
+        anyone = seen.any(2)[..., None]
+        key, value = torch.where(anyone, key, 0.0), torch.where(anyone, value, 0.0)
+    with torch.set_grad_enabled(value is not None and torch.is_grad_enabled()):
+        weights = _dense_rows(query, key, key_bias, seen, rows, options)
+        dense = None if value is None else (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, :, None]
     competing = competing & (wide > -math.inf)
     foretold = torch.log_softmax(torch.where(competing, wide, -1e9), dim=3)
-    return -(paid * competing * foretold).sum(3).mean((0, 2))
+    paid = weights.detach().mean(2) * competing
+    if sharp:
+        paid = paid * paid.amax(3, keepdim=True)
+    return dense, -(paid * foretold).sum(3).mean((0, 2)), rows
+
+
+def _drawn(length: int, queries: int, last: float, device: torch.device) -> Tensor:
+    """Positions of queries, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth."""
+    late = round(queries * last)
+    spread = queries - late
+    drawn = torch.cat((
+        (torch.arange(spread, device=device) + torch.rand(spread, device=device)) * (length / max(spread, 1)),
+        length * (1 - torch.rand(late, device=device) / 16),
+    ))  # fmt: skip
+    return drawn.long().clamp(max=max(length - 1, 0))
 
 
 def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: int, sink: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +186,7 @@ def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: 
 
 
 def _dense_rows(query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, rows: Tensor, options: Options) -> Tensor:
-    """Attention weights [B, Hkv, R, S] that the queries at ``rows`` pay where they see all keys, a mean over each key head's queries."""
+    """Attention weights [B, Hkv, H / Hkv, R, S] that the queries at ``rows`` pay where they see all keys."""
     grouped = (key.shape[1], -1)  # key heads, query heads of each
     drawn = query.index_select(2, rows).unflatten(1, grouped)  # [B, Hkv, G, R, D]
     logits = (drawn @ key[:, :, None].transpose(3, 4)).to(torch.promote_types(query.dtype, torch.float32)) * options.scale
@@ -121,6 +195,5 @@ def _dense_rows(query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tenso
     if key_bias is not None:
         by_query_head = key_bias.shape[1] == query.shape[1]
         logits = logits + (key_bias.unflatten(1, grouped) if by_query_head else key_bias[:, :, None])[..., None, :]
-    logits = torch.where(seen[:, :, None], logits, -math.inf)
-    weights = torch.where(seen[:, :, None], logits.softmax(4), 0.0)  # of queries that see nothing, too
-    return weights.mean(2)
+    logits = torch.where(seen[:, :, None], logits, -1e30)  # finite, or a query that sees nothing has a gradient of NaN
+    return torch.where(seen[:, :, None], logits.softmax(4), 0.0)  # of queries that see nothing, too
