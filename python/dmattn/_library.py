@@ -49,7 +49,7 @@ def load() -> None:
             f"dmattn: expected to load the ops of {path}, but this process already has the ops of another copy, {in_use}: "
             "use one installation of dmattn in a process"
         )
-    _renew_rules()
+    renewed(NAMESPACE)
 
 
 def rules() -> torch.library.Library:
@@ -58,12 +58,15 @@ def rules() -> torch.library.Library:
     return own
 
 
-def _renew_rules() -> None:
-    """Takes out the rules of an earlier import: dmattn may be imported again after it was removed from ``sys.modules``."""
-    namespace = vars(torch.ops.dmattn)
+def renewed(name: str) -> torch.library.Library:
+    """A library of rules and ops in a namespace, without those of an earlier import: dmattn may be imported again after it was removed from
+    ``sys.modules``."""
+    namespace = vars(getattr(torch.ops, name))
     if _RULES in namespace:
         namespace[_RULES]._destroy()
-    namespace[_RULES] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    own: torch.library.Library = torch.library.Library(name, "FRAGMENT")
+    namespace[_RULES] = own
+    return own
 
 
 def build_info() -> dict[str, str]:

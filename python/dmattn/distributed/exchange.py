@@ -17,17 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from dmattn._library import renewed
 from dmattn.distributed import agreement, needs, traffic
 from dmattn.distributed.chunks import Chunks, all_gather_flat
 
-_library = torch.library.Library("dmattn_distributed", "DEF")
-_library.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] said) -> Tensor")
-_library.define("share_seed(Tensor seed, str group) -> Tensor")
-_library.define(
+_ops = renewed("dmattn_distributed")
+_ops.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] said) -> Tensor")
+_ops.define("share_seed(Tensor seed, str group) -> Tensor")
+_ops.define(
     "carry(Tensor key, Tensor value, Tensor? key_bias, Tensor? start, Tensor end, Tensor slots, SymInt[] counts, SymInt[] lengths, int rank, "
     "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define(
+_ops.define(
     "carry_back(Tensor grad_key, Tensor grad_value, Tensor? grad_key_bias, Tensor? start, Tensor end, Tensor slots, Tensor splits, "
     "SymInt[] counts, SymInt[] lengths, int rank, str group) -> (Tensor, Tensor, Tensor)"
 )
@@ -248,23 +249,23 @@ def _add_rows(total: Tensor, places: Tensor, rows: Tensor, counts: Sequence[int]
 
 # Registration --------------------------------------------------------------------------------------------------------------------------
 
-_library.impl("gather_scores", _gather_scores, "CompositeExplicitAutograd")
-_library.impl("share_seed", _share_seed, "CompositeExplicitAutograd")
-_library.impl("carry", _carry, "CompositeExplicitAutograd")
-_library.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
+_ops.impl("gather_scores", _gather_scores, "CompositeExplicitAutograd")
+_ops.impl("share_seed", _share_seed, "CompositeExplicitAutograd")
+_ops.impl("carry", _carry, "CompositeExplicitAutograd")
+_ops.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("dmattn_distributed::gather_scores", lib=_library)
+@torch.library.register_fake("dmattn_distributed::gather_scores", lib=_ops)
 def _(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
     return scores.new_empty(*scores.shape[:2], sum(lengths))
 
 
-@torch.library.register_fake("dmattn_distributed::share_seed", lib=_library)
+@torch.library.register_fake("dmattn_distributed::share_seed", lib=_ops)
 def _(seed: Tensor, group: str) -> Tensor:
     return torch.empty_like(seed)
 
 
-@torch.library.register_fake("dmattn_distributed::carry", lib=_library)
+@torch.library.register_fake("dmattn_distributed::carry", lib=_ops)
 def _(
     key: Tensor, value: Tensor, key_bias: Tensor | None, start: Any, end: Any, slots: Tensor, counts: Any, lengths: Any, *_: Any
 ) -> Any:
@@ -276,7 +277,7 @@ def _(
     return *joined, torch.empty(2, len(lengths), dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("dmattn_distributed::carry_back", lib=_library)
+@torch.library.register_fake("dmattn_distributed::carry_back", lib=_ops)
 def _(grad_key: Tensor, grad_value: Tensor, grad_key_bias: Tensor | None, start: Any, end: Any, slots: Tensor, *_: Any) -> Any:
     own = grad_key.shape[2] - slots.shape[-1]
     return tuple(
@@ -299,4 +300,4 @@ def _backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, grad_key_bias: Ten
     return grads[0], grads[1], grads[2] if ctx.has_bias else None, *(None for _ in range(8))
 
 
-torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=_ops)
