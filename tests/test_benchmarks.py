@@ -152,3 +152,37 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
         == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
     )
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
+
+
+def test_a_quick_run_of_serving_becomes_json_and_a_table(tmp_path):
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "serve.py"),
+        "--device",
+        "cpu",
+        "--quick",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*/serve-quick.json")
+    result = json.loads(path.read_text())
+    assert [row["kind"] for row in result["rows"]] == ["step", "step", "full", "prefill"]
+    assert all(row["us"] > 0 for row in result["rows"])
+    assert 0 <= result["others"] <= 1
+
+    path.rename(path.with_name("serve.json"))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:serve -->\n<!-- /bench:serve -->")
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import report; from pathlib import Path; "
+    program += "print(report.rewritten(Path(sys.argv[2]).read_text(), Path(sys.argv[3])))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(BENCHMARKS), str(page), str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "after 4,096 tokens" in done.stdout
+    assert "torch over 8,192 keys" in done.stdout
+    assert "A prompt of 512 tokens in chunks of 256 takes" in done.stdout
