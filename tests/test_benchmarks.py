@@ -183,6 +183,6 @@ def test_a_quick_run_of_serving_becomes_json_and_a_table(tmp_path):
         [sys.executable, "-c", program, str(BENCHMARKS), str(page), str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "after 4,096 tokens" in done.stdout
-    assert "torch over 8,192 keys" in done.stdout
-    assert "A prompt of 512 tokens in chunks of 256 takes" in done.stdout
+    assert "contexts 4,096 and 8,192, all keys 8,192" in done.stdout
+    assert "512 tokens in chunks of 256 take" in done.stdout
+    assert done.stdout.count("CPU threads | 1 |") == 1
