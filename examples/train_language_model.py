@@ -94,6 +94,9 @@ def main() -> None:
         print(f"  {name:28}{one.held_out[-1][1]:6.3f}   {len(one.losses):4d} steps")
     plot_loss(options.output / "loss.png", trained.losses, trained.held_out, {name: one.held_out for name, one in peers.items()})
 
+    if device.type == "cuda":
+        model = model.to(torch.bfloat16)  # kernels there take half precision; training had it from autocast
+
     heading(4, "What it writes")
     generator = torch.Generator().manual_seed(SEED)
     for prompt in PROMPTS:
@@ -171,16 +174,19 @@ def train(
     def rate(step: int, progress: float) -> float:
         return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
+    def precision() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
     def losses_on(data: Tensor) -> tuple[Tensor, Tensor]:
         tokens = sample(data, size.batch, size.length + 1, generator).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with precision():
             losses: tuple[Tensor, Tensor] = COMPILED(model, tokens, window, teach)
         return losses
 
     held_batches = [sample(held_data, size.batch, size.length + 1, torch.Generator().manual_seed(i)).to(device) for i in range(4)]
 
     def held_out() -> float:
-        with torch.no_grad():
+        with torch.no_grad(), precision():
             return sum(loss_of(model, tokens, window)[0].item() for tokens in held_batches) / len(held_batches) / math.log(2)
 
     clock = time.perf_counter if device.type == "cuda" else time.process_time

@@ -745,6 +745,23 @@ def test_a_cuda_graph_takes_tokens_in(tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
+def test_a_cuda_graph_holds_the_layer_s_step(options):
+    made, hidden = layer(torch.bfloat16, "cuda", **options), tensor((2, 60, 32), 0, torch.bfloat16, "cuda")
+    captured, eager, token = made.new_cache(2), made.new_cache(2), hidden[:, :1].clone()
+    with torch.no_grad():
+        made(token, cache=captured)  # loads the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = made(token, cache=captured)
+        captured.reset()
+        for p in range(60):
+            token.copy_(hidden[:, p : p + 1])
+            graph.replay()
+            assert torch.equal(out, made(hidden[:, p : p + 1], cache=eager))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(2048, 0, 0, 16), (300, 100, 7, 40), (0, 64, 4, 0), (5000, 3, 0, 1)], ids=str)
 def test_the_gpu_keeps_what_the_cpu_keeps(sizes):
     """Steps, chunks longer than what a block finds places for at once, and rewinds; bit for bit."""
