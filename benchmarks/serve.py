@@ -231,7 +231,9 @@ def cuda_rows(repeats: int, quick: bool) -> list[Row]:
 
 
 def processor_seconds() -> tuple[float, float, float]:
-    """Seconds of all processors that passed since they started, that they worked, and that this process had of these."""
+    """Seconds of all processors that passed since they started, that they worked, and that this process had of these; 0 outside Linux."""
+    if not Path("/proc/stat").exists():
+        return 0.0, 0.0, 0.0
     with open("/proc/stat") as file:
         ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in file.readline().split()[1:9]]
     own = os.times()
