@@ -287,6 +287,7 @@ def test_saved_and_loaded(name, options, tmp_path):
     assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
     assert loaded.model.layers[0].self_attn.cache_rewind == options.get("rewind")
     assert (type(loaded.loss_function).__name__ == "LossWithScores") == options.get("taught", False)
+    assert loaded.loss_type == model.loss_type == "ForCausalLM"
     lower = load_converted(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in lower.parameters()} == {torch.bfloat16}
     by_hand = convert(copy.deepcopy(plain), **model.config.dynamic_mask)

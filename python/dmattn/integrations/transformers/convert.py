@@ -135,6 +135,7 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
             super().__init__(config, *args, **kwargs)
             _convert_layers(self, getattr(config, FIELD))
 
+    Converting.__name__ = cls.__name__  # transformers chooses a loss by it
     model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
     model.__class__ = cls
     return model
