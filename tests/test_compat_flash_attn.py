@@ -397,3 +397,23 @@ def test_matches_itself_under_the_strategies_of_the_library():
         return out.transpose(1, 2), lse
 
     assert_matches_reference(case, fn)
+
+
+def test_calls_compile_in_one_graph():
+    ends_q, ends_k = torch.tensor([0, 5, 20], dtype=torch.int32), torch.tensor([0, 6, 24], dtype=torch.int32)
+    slopes = torch.tensor([0.5, 0.25, 1.0, 2.0])
+
+    def calls(q, k):
+        packed = (q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), ends_q, ends_k, 15, 18)
+        return (
+            flash_attn.flash_attn_func(q, k, k, causal=True, window_size=(3, 0)),
+            flash_attn.flash_attn_func(q, k, k, alibi_slopes=slopes),
+            flash_attn.flash_attn_varlen_func(*packed, window_size=(3, 1)),
+            flash_attn.flash_attn_varlen_func(*packed, causal=True, alibi_slopes=slopes),
+            flash_dmattn.flash_dmattn_func(q, k, k, is_causal=True),
+        )
+
+    compiled = torch.compile(calls, fullgraph=True, dynamic=True, backend="eager")
+    for queries, keys in ((10, 12), (10, 13)):
+        q, k = tensor((2, queries, 4, 16), 0), tensor((2, keys, 2, 16), 1)
+        torch.testing.assert_close(compiled(q, k), calls(q, k))

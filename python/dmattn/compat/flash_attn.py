@@ -63,8 +63,7 @@ def flash_attn_func(
     left, right = layouts.of_window(window_size, causal)
     batch, queries, heads, _ = q.shape
     slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
-    sequences = layouts.of_batch(queries, k.shape[1], None, q.device)
-    passes = layouts.passes_of(sequences, left, right, slopes, slopes, whole=True)
+    passes = layouts.passes_of_batch(queries, k.shape[1], left, right, slopes, q.device)
     query, key, value = layouts.heads_first(q, k, v)
     signed = checks.flag("return_attn_probs", return_attn_probs) and dropout_p > 0
     seed = new_seed(q.device) if signed else None
@@ -76,7 +75,7 @@ def flash_attn_func(
         return out
     if seed is None:
         return out, lse, None
-    bias = None
+    bias, sequences = None, layouts.of_batch(queries, k.shape[1], None, q.device)
     if slopes is not None:
         behind = sequences.back[..., None] - (sequences.key - (k.shape[1] - 1))[:, :, None]
         bias = -slopes[..., None] * behind.abs()
@@ -178,7 +177,7 @@ def varlen(
     key_slopes = query_slopes = slopes
     if slopes is not None and slopes.shape[0] > 1:
         key_slopes, query_slopes = (slopes[of, :, 0].T[None] for of in (of_key, of_query))
-    passes = layouts.passes_of(sequences, left, right, key_slopes, query_slopes, whole=False)
+    passes = layouts.passes_of(sequences, left, right, key_slopes, query_slopes)
     query, key, value = layouts.heads_first(q, k, v)
     out, lse = run(query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, deterministic=deterministic)
     out = out[0].transpose(0, 1)[..., :value_size]

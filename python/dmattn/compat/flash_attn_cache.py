@@ -135,7 +135,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         pad = layouts.per_sequence("cache_leftpad", cache_leftpad, q, below=room + 1).int().view(-1, 1, 1)
         sequences = sequences._replace(key=torch.where(sequences.key < pad, sequences.keys, sequences.key))
-    passes = layouts.passes_of(sequences, left, right, slopes, slopes, whole=False)
+    passes = layouts.passes_of(sequences, left, right, slopes, slopes)
     out, lse = run(*layouts.heads_first(q, keys, values), passes, scale=scale, softcap=cap)
     out = out.transpose(1, 2)[..., : v_cache.shape[3]]
     return (out, lse) if return_softmax_lse else out

@@ -76,7 +76,7 @@ def flashmask_attention(
     # Say which rows see each key.
     if startend_row_indices is None:
         left, right = _window(window_size, causal)
-        passes = layouts.passes_of(layouts.of_batch(queries, keys, None, query.device), left, right, None, None, whole=True)
+        passes = layouts.passes_of_batch(queries, keys, left, right, None, query.device)
     else:
         if window_size is not None:
             raise ValueError("window_size: expected None beside startend_row_indices, got a window")

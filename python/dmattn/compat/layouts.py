@@ -99,7 +99,7 @@ def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def passes_of(
-    sequences: Sequences, left: int | None, right: int | None, key_slopes: Tensor | None, query_slopes: Tensor | None, whole: bool
+    sequences: Sequences, left: int | None, right: int | None, key_slopes: Tensor | None, query_slopes: Tensor | None
 ) -> list[Pass]:
     """The passes of a window and of ALiBi, ``-slope * |p - j|``.
 
@@ -109,11 +109,8 @@ def passes_of(
     Args:
         left, right: the window; None is without end.
         key_slopes, query_slopes: [B|1, H, Sk|1] and [B|1, H, Sq|1], or None: no ALiBi.
-        whole: whether every row has one sequence and no padding, so that causality alone needs no mask.
     """
     if key_slopes is None or query_slopes is None:
-        if whole and left is None and right in (None, 0):
-            return [Pass(is_causal=right == 0)]
         return [Pass(sequences.window(left, right))]
     near = (sequences.key - (sequences.keys - 1)).to(key_slopes.dtype) * key_slopes
     lift = sequences.back.to(query_slopes.dtype) * query_slopes
@@ -121,6 +118,15 @@ def passes_of(
     if right != 0:
         passes.append(Pass(sequences.window(-1, right), key_bias=-near, lift=lift))
     return passes
+
+
+def passes_of_batch(
+    queries: int, keys: int, left: int | None, right: int | None, slopes: Tensor | None, device: torch.device
+) -> list[Pass]:
+    """:func:`passes_of` for a batch without padding, where causality alone needs no mask."""
+    if slopes is None and left is None and right in (None, 0):
+        return [Pass(is_causal=right == 0)]
+    return passes_of(of_batch(queries, keys, None, device), left, right, slopes, slopes)
 
 
 # Arguments ---------------------------------------------------------------------------------------------------------------------------
@@ -142,7 +148,8 @@ def slopes_of(alibi_slopes: object, batch: int, heads: int, like: Tensor) -> Ten
     slopes = checks.tensor("alibi_slopes", alibi_slopes)
     checks.dtype("alibi_slopes", slopes, checks.DTYPES["cpu"])
     checks.same_device("alibi_slopes", slopes, like, "q")
-    if slopes.shape not in ((heads,), (batch, heads)):
+    shape = list(slopes.shape)  # `in` would not do: Dynamo finds no equal symbolic sizes with it
+    if shape != [heads] and shape != [batch, heads]:
         raise ValueError(f"alibi_slopes: expected [H] or [B, H] with B={batch}, H={heads}, got {checks.shape_of(slopes)}")
     return slopes.to(accumulate_dtype(like.dtype)).view(-1, heads, 1)
 
