@@ -51,8 +51,8 @@ def block_sparse_attn_func(
         streaming_info: integers [2 * H]: the number of sinks and of local keys of each head, in blocks or, with exact_streaming, in keys. A
             query sees its sequence's first blocks and the last ones up to its own block's last key; without causality the sequence's last
             ones. None: no head streams (a streaming head would see nothing).
-        base_blockmask: bool [B, tables, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)], True = visible, or None without such heads.
-        max_seqlen_q_, max_seqlen_k_: the greatest lengths.
+        base_blockmask: bool ``[B, tables, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)]``, True = visible, or None without such heads.
+        ``max_seqlen_q_``, ``max_seqlen_k_``: the greatest lengths.
         p_dropout: probability of dropping a weight.
         deterministic: gradients bitwise equal from run to run.
         softmax_scale: default D ** -0.5.
@@ -61,7 +61,7 @@ def block_sparse_attn_func(
         return_attn_probs: also return lse.
 
     Returns:
-        out [Tq, H, Dv], or (out, lse [B, H, max_seqlen_q_], None); lse is -inf behind a sequence's end.
+        out [Tq, H, Dv], or (out, lse [B, H, ``max_seqlen_q_``], None); lse is -inf behind a sequence's end.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
