@@ -8,7 +8,7 @@ from dmattn import _library
 
 _library.load()
 
-from dmattn import autograd, batching, fake, flops, unsupported  # noqa: E402, F401  (each registers rules for the ops just loaded)
+from dmattn import autograd, batching, fake, flops, profiling, unsupported  # noqa: E402, F401  (they register rules for the ops)
 from dmattn import distributed as distributed  # noqa: E402
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
@@ -21,9 +21,11 @@ from dmattn.flops import visible_pairs  # noqa: E402
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 from dmattn.sinks import lse_with_sink  # noqa: E402
+from dmattn.stats import Stats, stats  # noqa: E402
 from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
 
+profiling.install()
 unsupported.refuse_scripting(
     attention,
     decode_attention,
@@ -42,6 +44,7 @@ __all__ = [
     "BoundedCache",
     "CombinedMask",
     "IntervalMask",
+    "Stats",
     "__version__",
     "attention",
     "attention_weights",
@@ -56,6 +59,7 @@ __all__ = [
     "lse_with_sink",
     "nn",
     "scaled_dot_product_attention",
+    "stats",
     "varlen_attention",
     "visible_pairs",
 ]

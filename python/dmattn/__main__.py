@@ -10,6 +10,7 @@ import platform
 import torch
 
 import dmattn
+from dmattn import profiling
 
 
 def report() -> str:
@@ -27,7 +28,9 @@ def report() -> str:
         ("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("cuda here", cuda_state()),
     ]
-    lines += [(name, os.environ[name]) for name in ("DMATTN_CPU_LEVEL", "DMATTN_FAMILY") if name in os.environ]
+    lines += [
+        (name, os.environ[name]) for name in ("DMATTN_CPU_LEVEL", "DMATTN_FAMILY", *profiling.VARIABLES) if name in os.environ
+    ]
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}} : {value}" for name, value in lines)
 
