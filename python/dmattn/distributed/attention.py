@@ -115,7 +115,8 @@ def context_parallel_attention(
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape, device or value; ranks that do not agree, on every rank; compiled, ranks whose chunks differ in length without
             a mask or base that says N.
-        RuntimeError: torch.distributed's own, where a rank does not answer or is gone; a bound that is too small for the mask.
+        RuntimeError: torch.distributed's own, where a rank does not answer or is gone; on a GPU or compiled, a bound that is too small for the
+            mask.
     """
     ranks = group_of(mesh, group)
     world, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
@@ -297,7 +298,11 @@ def _slot_counts(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
         return chunks.firsts[:-1]
     if given.bound is not None:
         counts = needs.slots_from_bound(given.bound, chunks)
-        if given.kind == MASK:
+        if given.mask is not None and checks.values_are_known(end):
+            seen = max(needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads))
+            if seen > given.bound:
+                raise ValueError(f"window: expected at least {seen}, the most earlier keys that a chunk sees, got {given.bound}")
+        elif given.mask is not None:
             needs.assert_fits(start, end, chunks, given.sizes.kv_heads, counts)
         return counts
     if torch.compiler.is_compiling():

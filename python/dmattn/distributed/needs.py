@@ -17,6 +17,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.distributed.chunks import Chunks
 from dmattn.masks import ALWAYS, IntervalMask
+from dmattn.masks.heads import same_heads
 
 EMPTY = -1  # the position in a slot that holds no key
 FAR = 4 * checks.MAX_LENGTH  # no position is as far from 0, also after a move
@@ -140,8 +141,9 @@ def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[i
     key = (tuple(chunks.lengths), kv_heads)
     if key not in known.slots:
         firsts = chunks.firsts
+        start, end = (bound.expand(-1, -1, chunks.length) for bound in same_heads(mask.start, mask.end, "mask"))
         counts = [
-            per_key_head(seen_by(mask.start[..., :first], mask.end[..., :first], first, last), kv_heads).sum(-1).max()
+            per_key_head(seen_by(start[..., :first], end[..., :first], first, last), kv_heads).sum(-1).max()
             for first, last in itertools.pairwise(firsts[1:])
         ]
         known.slots[key] = [0, *torch.stack(counts).tolist()]
@@ -154,7 +156,7 @@ def slots_from_bound(bound: int, chunks: Chunks) -> list[int]:
 
 
 def assert_fits(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: Sequence[int]) -> None:
-    """Stops where a bound given by the caller is too small: at once on a CPU, by a device assertion on a GPU."""
+    """Stops, when the graph or the device gets there, where a bound given by the caller is too small for this rank."""
     first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
     earlier = None if start is None else start[..., :first]
     seen = per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)

@@ -1,0 +1,188 @@
+"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python benchmarks/training_step.py``.
+
+Both models are the same but for attention, bfloat16, and compiled layer by layer; each query sees length / 64 keys, but at least 1,024.
+Started by ``torchrun``, ranks share the sequence: ours with ``dmattn.distributed``, the peer with torch's ``context_parallel``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import dmattn
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dmattn.distributed import context_parallel_attention
+from dmattn.nn import DynamicMaskAttention
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+VOCABULARY = 512
+
+
+class Layer(nn.Module):
+    """One layer for this rank's chunk; ``window`` None means that queries see all earlier keys, by torch's attention."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, window: int | None, world: int) -> None:
+        super().__init__()
+        self.window, self.world = window, world
+        self.attention = DynamicMaskAttention(width, heads, window or 1, num_kv_heads=kv_heads)
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.up, self.gate = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def attend(self, x: Tensor, positions: Tensor) -> Tensor:
+        attention = self.attention
+        query, key, value = attention.projected(x, positions)
+        if self.window is None:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
+        scores = attention.scores(value)
+        if self.world == 1:
+            return dmattn.dynamic_mask_attention(query, key, value, scores, self.window)
+        return context_parallel_attention(query, key, value, scores=scores, window=self.window)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention.o_proj(self.attend(self.attention_norm(x), positions).transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return result
+
+
+class Model(nn.Module):
+    """tokens [1, n] at positions [1, n], the byte that follows each -> mean cross-entropy of this rank's chunk."""
+
+    def __init__(self, options: argparse.Namespace, window: int | None, world: int) -> None:
+        super().__init__()
+        width = options.width
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Layer(width, options.heads, options.kv_heads, window, world) for _ in range(options.layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, following: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.loss(x, following)
+
+    def loss(self, x: Tensor, following: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), following.flatten())
+
+
+def peer_context(world: int, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """torch's context_parallel for the peer on several ranks, and cuDNN's attention."""
+    stack = contextlib.ExitStack()
+    if world > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        mesh = init_device_mesh(device.type, (world,))
+        stack.enter_context(context_parallel(mesh, buffers=[], buffer_seq_dims=[]))
+    if device.type == "cuda":
+        stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+    return stack
+
+
+def measured(name: str, length: int, options: argparse.Namespace, device: torch.device, world: int, rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    window = None if name == "causal" else max(options.least_window, length // 64)
+    model = Model(options, window, world).to(device, torch.bfloat16)
+    context = peer_context(world, device) if window is None else contextlib.nullcontext()
+    # torch's context_parallel replaces attention while it runs, which compiled layers would not see.
+    is_compiled = not options.eager and (window is not None or world == 1)
+    if is_compiled:
+        for layer in model.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+        model.loss = torch.compile(model.loss, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    own = length // world
+    tokens, following = (torch.randint(0, VOCABULARY, (1, own), device=device) for _ in range(2))
+    positions = torch.arange(rank * own, (rank + 1) * own, device=device)[None]
+
+    def step() -> None:
+        model(tokens, positions, following).backward()
+        if world > 1:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            flat = torch.cat([g.flatten() for g in gradients])
+            dist.all_reduce(flat)
+            for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient) / world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    with context:
+        began = clock()
+        step()
+        first = clock() - began
+        for _ in range(2):
+            step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = clock()
+        for _ in range(options.repeats):
+            step()
+        seconds = (clock() - began) / options.repeats
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return {
+        "name": name, "length": length, "ranks": world, "window": window, "milliseconds": seconds * 1e3, "tokens_per_second": length / seconds,
+        "peak_gib": peak, "first_step_seconds": first, "compiled": is_compiled,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: 32768 131072 on one rank, 262144 on several")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--least-window", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
+    options = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if world > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rows: list[dict[str, Any]] = []
+    for length in options.lengths or ([32_768, 131_072] if world == 1 else [262_144]):
+        pair = []
+        for name in ("dynamic", "causal"):
+            pair.append(measured(name, length, options, device, world, rank))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if rank == 0:
+                print("  ".join(f"{key} {x:.1f}" if isinstance(x, float) else f"{x}" for key, x in pair[-1].items()), flush=True)
+        rows += pair
+        if rank == 0:
+            print(f"  dynamic is {pair[1]['milliseconds'] / pair[0]['milliseconds']:.2f}x faster", flush=True)
+            if options.output:
+                facts = {
+                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+                    "torch": torch.__version__,
+                    "dmattn": dmattn.__version__,
+                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                }
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
