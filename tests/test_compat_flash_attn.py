@@ -116,6 +116,26 @@ def test_packed_tensors_are_their_parts():
     torch.testing.assert_close(packed, expected.flatten(0, 1))
 
 
+def test_autocast_casts_first():
+    q, k, v = (tensor((1, 9, 4, 16), i) for i in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_attn.flash_attn_func(q, k.bfloat16(), v, window_size=(3, 3))
+    expected = flash_attn.flash_attn_func(q.bfloat16(), k.bfloat16(), v.bfloat16(), window_size=(3, 3))
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_no_tokens(queries, keys):
+    q, k = torch.ones(2, queries, 4, 16), torch.ones(2, keys, 2, 16)
+    for options in ({}, {"window_size": (2, 1)}, {"alibi_slopes": torch.ones(4)}):
+        out, lse, _ = flash_attn.flash_attn_func(q, k, k, return_attn_probs=True, **options)
+        assert torch.equal(out, torch.zeros(2, queries, 4, 16))
+        assert torch.equal(lse, torch.full((2, 4, queries), -torch.inf))
+        ends = torch.tensor([0, 0, queries * 2]), torch.tensor([0, keys, keys * 2])
+        packed = flash_attn.flash_attn_varlen_func(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1), *ends, 10, 5, **options)
+        assert torch.equal(packed, torch.zeros(2 * queries, 4, 16))
+
+
 @pytest.mark.parametrize("alibi", [False, True])
 def test_weights_say_what_was_dropped(alibi):
     """Signed weights give the output, and a fraction of them near dropout_p is negative."""

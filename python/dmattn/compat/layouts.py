@@ -186,13 +186,14 @@ def checked(
     """Query, key and value whose ranks, sizes, dtypes and devices go together, under the names that a function has for them."""
     tensors = tuple(checks.tensor(name, given) for name, given in zip(names, (q, k, v), strict=True))
     query = tensors[0]
-    dtypes = checks.DTYPES.get(query.device.type, checks.DTYPES["cpu"])
+    cast = torch._C._is_any_autocast_enabled()  # and then attention gives all of them the dtype that it needs
+    dtypes = checks.DTYPES["cpu"] if cast else checks.DTYPES.get(query.device.type, checks.DTYPES["cpu"])
     for name, given, layout in zip(names, tensors, layouts, strict=True):
         if given.dim() != layout.count(",") + 1:
             raise ValueError(f"{name}: expected {layout.count(',') + 1} dimensions {layout}, got shape {checks.shape_of(given)}")
         checks.dtype(name, given, dtypes)
         checks.same_device(name, given, query, names[0])
-        if given.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
+        if given.dtype != query.dtype and not cast:
             raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
         if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
