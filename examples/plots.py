@@ -64,9 +64,10 @@ def plot_cost(path: Path, rows: list[Cost]) -> None:
         for axes, (title, bounded, growing) in zip(both, panels, strict=True):
             axes.plot(contexts, growing, color="#6b7280", marker="o", markersize=4, linestyle="--", label="all keys kept, SDPA")
             axes.plot(contexts, bounded, color="#c2410c", marker="o", markersize=4, linewidth=1.8, label="bounded cache")
-            axes.set(xscale="log", yscale="log", xlabel="bytes read before", title=title)
+            axes.set(xscale="log", xlabel="bytes read before", title=title)
             axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
             axes.minorticks_off()
+            axes.set_ylim(0, None)
         both[0].legend(frameon=False)
         figure.savefig(path, dpi=150)
         plt.close(figure)

@@ -40,7 +40,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(4, 192, 4, 2, 192, 32, 512, 8, 240, 160, (2048, 8192), (1024, 4096, 16384, 65536), 5)
-SHORT = Size(2, 128, 4, 2, 96, 16, 256, 8, 40, 40, (1024, 2048), (512, 2048, 8192), 5)
+SHORT = Size(2, 128, 4, 2, 96, 16, 256, 8, 40, 40, (1024, 2048), (1024, 8192, 32768), 5)
 PROMPTS = (b"The statement ", b"If the object is ", b"A function can ")
 TEMPERATURE = 0.6
 PEAK_RATE = 3e-3
