@@ -54,8 +54,11 @@ docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a 
 	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/build.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found
-	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir dist -C cmake.define.DMATTN_CUDA=$(CUDA) .
+wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found, under the oldest system's tag that is true, and audited
+	rm -rf build/wheel
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/wheel -C cmake.define.DMATTN_CUDA=$(CUDA) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/wheel/*.whl
+	$(BIN)/abi3audit --strict --summary build/wheel/*.whl
 	@ls -1 dist/*.whl
 
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)

@@ -167,10 +167,12 @@ def test_names_are_changed_where_they_name_the_package():
     source = (
         "from dmattn import ops, sizes\n    from dmattn.masks.block import BlockMask\n"
         'torch.ops.dmattn.forward(x); NAME = "dmattn"; f"dmattn::{name}"; f"dmattn.{cls}"; raise ValueError("dmattn: bad")\n'
+        'torch.ops.dmattn_distributed.carry(x); Library("dmattn_distributed"); "dmattn_distributed::carry"; "dmattn_ops_file"\n'
     )
     expected = (
         "from .. import ops, sizes\n    from ..masks.block import BlockMask\n"
         'torch.ops._new.forward(x); NAME = "_new"; f"_new::{name}"; f"_new.{cls}"; raise ValueError("dmattn: bad")\n'
+        'torch.ops._new_distributed.carry(x); Library("_new_distributed"); "_new_distributed::carry"; "dmattn_ops_file"\n'
     )
     assert layout.renamed(source, "masks/interval.py", "_new") == expected
 

@@ -154,3 +154,22 @@ def test_a_device_is_usable_when_the_library_has_kernels_for_it(monkeypatch, has
 def test_the_path_is_absolute_and_a_file():
     assert os.path.isabs(dmattn.library_path())
     assert os.path.isfile(dmattn.library_path())
+
+
+# Importing --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_takes_little_beside_torch(run_python):
+    """Processor time, because a busy machine makes anything wait."""
+    program = "import time, torch; began = time.process_time(); import dmattn; print(time.process_time() - began)"
+    finished = run_python("-c", program)
+    assert finished.returncode == 0, finished.stderr
+    assert float(finished.stdout) < 0.3
+
+
+def test_importing_loads_no_optional_package(run_python):
+    optional = {"transformers", "matplotlib", "hypothesis", "accelerate", "triton", "numpy.testing", "torch._dynamo", "torch._inductor"}
+    program = f"import sys, torch; had = set(sys.modules); import dmattn; print(sorted({optional!r} & (set(sys.modules) - had)))"
+    finished = run_python("-c", program)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "[]\n"

@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 PACKAGE = Path(dmattn.__file__).parent
 # What a kernel may not import or does not need: it gets the standard library, torch and its own files.
 LEFT_OUT = {"__main__.py", "_C.pyi", "integrations", "testing", "__pycache__"}
+OTHER_NAMESPACES = ("_distributed",)  # of ops beside torch.ops.dmattn, what follows in their names
 MARK = b"dmattn-ops-namespace="  # in the ops library, before the namespace of its ops; cpp/library.cpp
 SLOT_BYTES = 96  # of the mark, the namespace and the zeros behind it
 # The newest symbol versions that manylinux_2_28 has.
@@ -64,9 +65,10 @@ name = json.loads((variant / "metadata.json").read_text())["id"]
 spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
 kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(kernel)
-ops = {op for op in torch._C._dispatch_get_all_op_names() if op.partition("::")[0] in (name, "dmattn")}
-assert ops and all(op.startswith(name + "::") for op in ops), ops
-assert all(torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU") for op in ops), ops
+named = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith((name, "dmattn"))}
+assert not any(op.startswith("dmattn") for op in named), named
+ops = {op for op in named if op.startswith(name + "::")}
+assert ops and all(torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU") for op in ops), ops
 q, k, v = (torch.randn(1, 2, 50, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
 scores = torch.rand(1, 2, 50, dtype=torch.float64, requires_grad=True)
 out = kernel.dynamic_mask_attention(q, k, v, scores, 8)
@@ -92,8 +94,9 @@ def renamed(source: str, path: str, name: str) -> str:
     """A file's Python as part of a package that may have any name: relative imports, and ops and registered names under ``name``."""
     dots = "." * (path.count("/") + 1)
     source = re.sub(r"^(\s*)from dmattn(?:\.([\w.]+))? import", rf"\1from {dots}\2 import", source, flags=re.M)
-    source = re.sub(r"\btorch\.ops\.dmattn\b", f"torch.ops.{name}", source)
-    return re.sub(r"""(?<=["'])dmattn(?=["'.]|::)""", name, source)  # what is registered by name: ops, types of masks
+    source = re.sub(r"\btorch\.ops\.dmattn(?=_|\b)", f"torch.ops.{name}", source)
+    # What is registered by name: ops, types of masks. Names of C functions also begin with dmattn_, and stay.
+    return re.sub(rf"""(?<=["'])dmattn(?=(?:{"|".join(OTHER_NAMESPACES)})?(?:["'.]|::))""", name, source)
 
 
 def renamed_library(library: bytes, name: str) -> bytes:
