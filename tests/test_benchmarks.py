@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dmattn
 import pytest
 import torch
 
@@ -186,3 +187,20 @@ def test_a_quick_run_of_serving_becomes_json_and_a_table(tmp_path):
     assert "contexts 4,096 and 8,192, all keys 8,192" in done.stdout
     assert "512 tokens in chunks of 256 take" in done.stdout
     assert done.stdout.count("CPU threads | 1 |") == 1
+
+
+def test_packs_are_timed_and_a_wrong_one_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import varlen
+
+    rates = varlen.dense_rate("cpu", torch.float32, 64, 1)
+    for case in (varlen.Case(4, 2), varlen.Case(4, 2, queries=0.5), varlen.Case(4, 2, window=5)):
+        row = varlen.row_of(case, 20, "cpu", 1, rates)
+        assert row["forward_over_proportional"] > 0
+        assert row["backward_ms"] > 0
+    assert varlen.visible_pairs(torch.tensor([2, 3]), torch.tensor([4, 3]), 0) == 3 + 4 + 1 + 2 + 3
+    assert varlen.visible_pairs(torch.tensor([2, 3]), torch.tensor([4, 3]), 2) == 2 + 2 + 1 + 2 + 2
+    ours = dmattn.varlen_attention
+    monkeypatch.setattr(dmattn, "varlen_attention", lambda *given, **options: ours(*given, **{**options, "is_causal": False}))
+    with pytest.raises(AssertionError):
+        varlen.row_of(varlen.Case(4, 2), 20, "cpu", 1, rates)

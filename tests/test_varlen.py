@@ -13,7 +13,6 @@ from dmattn.testing import (
     AttentionCase,
     assert_close_to_reference,
     assert_matches_reference,
-    reference_attention,
     strategies,
     top_k_visible,
 )
@@ -392,10 +391,3 @@ BAD = {
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_reference_attention_is_what_torch_computes():
-    """The document's part of the specification, once, by torch."""
-    query, key, value = (given.double() for given in tokens(6, 6, "cpu", torch.float64, H=2, Hkv=2))
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-    torch.testing.assert_close(reference_attention(query, key, value, is_causal=True)[0], expected)

@@ -10,7 +10,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
     return Fault("python", f"python/dmattn/{name}", old, new, wrong, tests, harmless=harmless)
 
 
-CACHE = "test_cache.py::"
+CACHE, VARLEN = "test_cache.py::", "test_varlen.py::"
 FORWARD, BACKWARD, MASKS = "test_forward.py::", "test_backward.py::", "test_masks.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "test_dynamic_mask_attention.py::", "test_autograd.py::", "test_registration.py::"
 
@@ -223,6 +223,35 @@ FAULTS = [
             "padding takes places of a selection", "test_compat_flash_dmattn.py::test_a_model_selects_by_bias"),
     in_file("compat/flash_dmattn.py", "sinks=s_aux", "sinks=None",
             "a model's sinks are dropped", "test_compat_flash_dmattn.py::test_a_model_has_sinks_dropout_and_windows_longer_than_the_text"),
+    # Packed sequences, positions, shards, and torch's module.
+    in_file("varlen.py", "torch.maximum(first_query, keys + shift)", "torch.maximum(first_query, keys + offset)",
+            "queries of a document stand where the same place among all keys is", VARLEN + "test_every_document_by_itself"),
+    in_file("varlen.py", "torch.maximum(first_query, keys + shift)", "keys + shift",
+            "a key is visible to queries of an earlier document", VARLEN + "test_every_document_by_itself"),
+    in_file("varlen.py", "torch.where(keys < last_key, last_query, ALWAYS)", "last_query",
+            "tokens behind the last document see each other", VARLEN + "test_every_document_by_itself"),
+    in_file("varlen.py", "bound if shift is None else bounds.moved(bound, shift)", "bound",
+            "a mask counts packed queries, not the places of keys", VARLEN + "test_selection_and_masks_are_those_of_each_document"),
+    in_file("varlen.py", "end = selected if shift is None else selected + shift", "end = selected",
+            "selected keys end at places of keys", VARLEN + "test_selection_and_masks_are_those_of_each_document"),
+    in_file("varlen.py", "rules.dropout_seed + number", "rules.dropout_seed",
+            "all parts of a large pack drop the same weights", VARLEN + "test_parts_draw_different_dropout"),
+    in_file("varlen.py", "if max(tokens) > longest and document - 1 > cuts[-1]:", "if max(tokens) >= longest and document - 1 > cuts[-1]:",
+            "a large pack is cut before a part is full", VARLEN + "test_cuts_are_as_few_as_can_be"),
+    in_file("nn/positions.py", "positions <= before", "positions < before",
+            "documents of one token are joined", "test_shards.py::test_documents_whose_positions_restart_are_kept_apart"),
+    in_file("nn/attention.py", "documents_of(position_ids, self.is_causal) if base is None else base", "documents_of(position_ids, self.is_causal)",
+            "positions override a base", "test_shards.py::test_positions_turn_heads_and_a_base_says_where_documents_are"),
+    in_file("nn/multihead.py", "        self._qkv_same_embed_dim = False\n", "",
+            "torch's encoder goes past the module", "test_multihead.py::test_torchs_encoder_calls_it"),
+    in_file("nn/multihead.py", ".shift(keys - length))", ")",
+            "causality is aligned at the bottom right", "test_multihead.py::test_window_causality_and_masks"),
+    in_file("nn/multihead.py", "whole.shift(extra).to_tensor(keys)", "whole.to_tensor(keys)",
+            "more keys move the window", "test_multihead.py::test_window_causality_and_masks"),
+    in_file("nn/multihead.py", "F.pad(~pairs, (0, extra), value=True)", "F.pad(~pairs, (0, extra), value=False)",
+            "a mask hides the keys that all queries see", "test_multihead.py::test_equals_torchs"),
+    in_file("nn/multihead.py", "seen_by_none = ~visible.any(2)[..., None]", "seen_by_none = ~visible.any(2)[..., None] & False",
+            "NaN in hidden keys spreads where weights are asked for", "test_multihead.py::test_queries_that_see_nothing_give_the_bias_and_hidden_keys_hold_anything"),
     # What tests compare with.
     in_file("testing/tolerance.py", "        2 * eager_error\n", "        200 * eager_error\n",
             "the tolerance is loosened", "test_testing.py::test_the_rule_accepts_the_op_and_rejects_a_slightly_wrong_one"),
