@@ -58,7 +58,8 @@ def test_positions_turn_heads_and_a_base_says_where_documents_are():
     plain, ascending = layer(hidden), torch.arange(20)
     torch.testing.assert_close(layer(hidden, position_ids=ascending), plain)
     torch.testing.assert_close(layer(hidden, position_ids=2 * ascending + 5), by_hand(2 * ascending[None] + 5))
-    assert not torch.allclose(by_hand(2 * ascending[None] + 5), plain)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(by_hand(2 * ascending[None] + 5), plain)
     restarting, whole = ascending % 10, IntervalMask.documents(20, torch.tensor([0, 20]))
     torch.testing.assert_close(layer(hidden, whole, position_ids=restarting), by_hand(restarting[None]))
     halves = IntervalMask.documents(20, torch.tensor([0, 10, 20]))
