@@ -262,7 +262,7 @@ def test_compile_without_recompiling(device, dtype):
         return own.sum() + dmattn.varlen_attention(query, key, value, ends_q, ends_k, is_causal=True).square().sum()
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count, (lengths_q, lengths_k) in enumerate((([5, 9, 6], [9, 9, 8]), ([30, 2], [11, 22]), ([4, 4, 4, 60], [9, 8, 7, 40]))):
+    for count, (lengths_q, lengths_k) in enumerate((([5, 9, 6], [9, 9, 8]), ([4, 4, 4, 60], [9, 8, 7, 40]))):
         query, key, value = (
             given[0].transpose(0, 1).requires_grad_()
             for given in tokens(sum(lengths_q), sum(lengths_k), device, dtype, H=2, Hkv=2, Dv=16)
