@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 INK, PALE, LINE = "#1f2933", "#e4e9f0", "#9aa5b1"
 BLUE, ORANGE, GREEN = "#2f6fb0", "#e08e45", "#4d9a6a"
 WHITE = "#ffffff"
+TRAFFIC = Path(__file__).parent.parent / "benchmarks/results/amd-epyc-2-threads/context_parallel_bytes.json"
 QUALITY = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/quality.jsonl"
 
 
@@ -370,13 +372,93 @@ def learning() -> Drawing:
     return d
 
 
+def ranks() -> Drawing:
+    d = Drawing(860, 440, "Which keys travel to a rank")
+    values = random.Random(11)
+    world, own, window, cell, x, y = 4, 5, 3, 17, 96, 56
+    count = world * own
+    spans = lifetimes([values.random() for _ in range(count)], window)
+    third = 2 * own
+    carried = [key for key in range(third) if spans[key][1] > third]
+    d.text(x, 32, f"20 keys on 4 ranks, window {window}: what rank 2 receives", 16, bold=True)
+    picture(d, x, y, cell, spans, BLUE)
+    for key in carried:
+        start, end = spans[key]
+        d.rect(x + key * cell + 1, y + start * cell + 1, cell - 2, (end - start) * cell - 2, ORANGE, radius=3)
+    for rank in range(world):
+        d.text(x - 10, y + (rank + 0.5) * own * cell + 4, f"queries of {rank}", 12, "end")
+        d.text(x + (rank + 0.5) * own * cell, y + count * cell + 18, f"keys of {rank}", 12, "middle")
+        if rank:
+            at = rank * own * cell
+            d.line(x, y + at, x + count * cell, y + at, INK, dashed=True)
+            d.line(x + at, y, x + at, y + count * cell, LINE, dashed=True)
+    side = x + count * cell + 36
+    d.line(x + count * cell, y + third * cell, side - 8, y + third * cell, ORANGE, dashed=True)
+    d.text(side, y + third * cell - 62, "At the first query of rank 2", 14, bold=True)
+    d.text(side, y + third * cell - 42, f"{len(carried)} of the {third} earlier keys are still alive,", 14)
+    d.text(side, y + third * cell - 22, "as at every query: the window.", 14)
+    d.text(side, y + third * cell + 6, "Their rows of key and value come in.", 14, bold=True, fill=ORANGE)
+    d.text(side, y + third * cell + 26, "All others are dead and never come back,", 14)
+    d.text(side, y + third * cell + 46, "so no query of rank 2 or later needs them.", 14)
+    d.text(side, y + third * cell + 86, "Every later rank receives as much,", 14)
+    d.text(side, y + third * cell + 106, "however long the sequence is.", 14)
+    return d
+
+
+def traffic() -> Drawing:
+    """Bytes in per rank and key head against the number of ranks, both axes logarithmic; points were counted."""
+    d = Drawing(860, 440, "Bytes that a rank receives, by the number of ranks")
+    x, y, width, height = 96, 60, 520, 310
+    measured = json.loads(TRAFFIC.read_text())["rows"]
+    first = measured[0]
+    length, window, row = first["length"], first["window"], 2 * first["head_dim"] * 2
+    least, most = 5e5, 1e9
+
+    def at(world: float, received: float) -> tuple[float, float]:
+        across = (math.log2(world) - 1) / 9
+        up = (math.log10(received) - math.log10(least)) / (math.log10(most) - math.log10(least))
+        return x + across * width, y + (1 - up) * height
+
+    d.text(x, 32, f"{length:,} tokens, window {window:,}, a key head of {first['head_dim']} in bfloat16, forward", 16, bold=True)
+    d.rect(x, y, width, height, "#f6f8fa", PALE)
+    for received, name in ((1e6, "1 MB"), (1e7, "10 MB"), (1e8, "100 MB"), (1e9, "1 GB")):
+        d.line(x, at(2, received)[1], x + width, at(2, received)[1], PALE)
+        d.text(x - 10, at(2, received)[1] + 4, name, 12, "end")
+    worlds = [2**n for n in range(1, 11)]
+    for world in worlds:
+        d.text(at(world, least)[0], y + height + 20, str(world), 12, "middle")
+    d.text(x + width / 2, y + height + 44, "ranks", 13, "middle")
+
+    def others(world: int) -> float:
+        return length * (world - 1) / world
+
+    lines: list[tuple[str, str, Callable[[int], float]]] = [
+        ("ring or all-gather: all rows", INK, lambda world: others(world) * row),
+        ("ours: rows and scores", ORANGE, lambda world: window * (row + 4) + others(world) * 4),
+        ("of these, rows", BLUE, lambda world: window * (row + 4)),
+    ]
+    for name, color, received in lines:
+        d.curve([at(world, received(world)) for world in worlds], color)
+        d.text(x + width + 12, at(1024, received(1024))[1] + 4, name, 13, fill=color)
+    for each in measured:
+        given = each["bytes_in"]
+        for color, received in ((ORANGE, given["rows"] + given["scores"]), (BLUE, given["rows"])):
+            across, up = at(each["ranks"], received)
+            d.rect(across - 4, up - 4, 8, 8, color, radius=4)
+    d.text(x + width + 12, y + height - 6, "Points: counted on ranks.", 12)
+    d.text(x + width + 12, y + height + 12, "Lines: the model.", 12)
+    return d
+
+
 FIGURES = {
     "lifetime": lifetime,
     "composition": composition,
     "chunks": chunks,
     "pipeline": pipeline,
     "learning": learning,
+    "ranks": ranks,
     "slots": slots,
+    "traffic": traffic,
 }
 
 

@@ -80,8 +80,9 @@ class Ranks:
 def _serve(rank: int, size: int, folder: str, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
-    groups = {world: dist.new_group(list(range(world)), backend="gloo") for world in range(1, size + 1)}
+    wait = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    groups = {world: dist.new_group(list(range(world)), timeout=wait, backend="gloo") for world in range(1, size + 1)}
     while True:
         try:
             name, world, arguments = pickle.loads(pipe.recv_bytes())

@@ -363,7 +363,23 @@ def test_a_rank_that_is_missing_or_gone_is_torchs_own_error():
 def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
     """One process, two that share each sequence, and two pairs with sequences of their own; weights sharded over all of them."""
     script = str(Path(__file__).parent.parent / "examples" / "train_distributed.py")
-    sizes = "--steps 3 --length 64 --width 32 --layers 2 --window 12 --local 4 --dtype float64 --cp".split()
+    sizes = [
+        "--steps",
+        "3",
+        "--length",
+        "64",
+        "--width",
+        "32",
+        "--layers",
+        "2",
+        "--window",
+        "12",
+        "--local",
+        "4",
+        "--dtype",
+        "float64",
+        "--cp",
+    ]
     runs = []
     for world, cp in ((1, 1), (2, 2), (4, 2)):
         output = str(tmp_path / f"{world}.json")

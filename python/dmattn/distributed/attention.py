@@ -13,7 +13,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.call import autocast, options_of
-from dmattn.distributed import agreement, exchange, needs  # noqa: F401  (exchange registers its ops)
+from dmattn.distributed import agreement, exchange, needs
 from dmattn.distributed.agreement import DTYPES, float_bits
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
@@ -145,19 +145,24 @@ def context_parallel_attention(
     if not compiling and chunks.length > checks.MAX_LENGTH:
         raise ValueError(f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {chunks.length}")
 
+    # Begin to copy this rank's rows behind its slots.
+    counts = _slot_counts(given, chunks)
+    carried = [key, value] if given.key_bias is None else [key, value, given.key_bias]
+    room = exchange.make_room(carried, counts[rank]) if world > 1 and not compiling else None
+
     # Know the mask of the whole sequence.
     start, end, said = _whole_mask(given, chunks, said)
-    if world == 1:
-        bias = given.key_bias
-        slots = torch.empty(1, 1, 0, dtype=torch.int32, device=query.device)
-    else:
-        # Say who needs which rows, and fetch them.
-        counts = _slot_counts(given, chunks, start, end)
-        slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
-        key, value, bias, _ = torch.ops.dmattn_distributed.carry(
-            key, value, given.key_bias, start, end, slots, counts, lengths, rank, chunks.group, said
-        )
-        bias = None if given.key_bias is None else bias
+    if given.mask is not None and given.bound is not None:
+        _check_bound(given, chunks, start, end, counts)
+
+    # Say who needs which rows, and fetch them.
+    slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
+    bias = given.key_bias
+    if world > 1:
+        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, said
+        carry = torch.ops.dmattn_distributed.carry if room is None else exchange.Carry.apply
+        key, value, joined_bias, _ = carry(*exchanged) if room is None else carry(*exchanged, room)
+        bias = None if bias is None else joined_bias
     flat_bias = None if bias is None else bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
     seed = options.dropout_seed
     if seed is not None and dropout_seed is None and world > 1:
@@ -292,19 +297,14 @@ def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tens
     return start.expand(-1, -1, chunks.length), end.expand(-1, -1, chunks.length), said
 
 
-def _slot_counts(given: Arguments, chunks: Chunks, start: Tensor | None, end: Tensor) -> list[int]:
+def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
     """The number of slots of each rank."""
+    if len(chunks.lengths) == 1:
+        return [0]
     if given.kind == CAUSAL:
         return chunks.firsts[:-1]
     if given.bound is not None:
-        counts = needs.slots_from_bound(given.bound, chunks)
-        if given.mask is not None and checks.values_are_known(end):
-            seen = max(needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads))
-            if seen > given.bound:
-                raise ValueError(f"window: expected at least {seen}, the most earlier keys that a chunk sees, got {given.bound}")
-        elif given.mask is not None:
-            needs.assert_fits(start, end, chunks, given.sizes.kv_heads, counts)
-        return counts
+        return needs.slots_from_bound(given.bound, chunks)
     if torch.compiler.is_compiling():
         raise ValueError(
             "window: expected, with a mask while compiling, the number of earlier keys that a chunk sees at most, got None; "
@@ -312,6 +312,17 @@ def _slot_counts(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
         )
     assert given.mask is not None
     return needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads)
+
+
+def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Tensor, counts: list[int]) -> None:
+    """Refuses a bound given with a mask that is too small for it: on every rank where the mask's values are known."""
+    assert given.mask is not None
+    if not checks.values_are_known(end):
+        needs.assert_fits(start, end, chunks, given.sizes.kv_heads, counts)
+    elif len(chunks.lengths) > 1:
+        seen = max(needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads))
+        if seen > (given.bound or 0):
+            raise ValueError(f"window: expected at least {seen}, the most earlier keys that a chunk sees, got {given.bound}")
 
 
 def _at_positions(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import distributed_c10d
 
 from dmattn._library import renewed
@@ -78,6 +79,35 @@ def _share_seed(seed: Tensor, group: str) -> Tensor:
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Room(NamedTuple):
+    """Tensors [B, Hkv, slots + n, *] whose slots are still to be filled; on a GPU ``done`` says when the rank's own rows have been copied."""
+
+    joined: list[Tensor]
+    done: torch.cuda.Event | None
+
+
+_copying: dict[torch.device, torch.cuda.Stream] = {}  # the stream for copies on each GPU
+
+
+@torch.no_grad()
+def make_room(tensors: Sequence[Tensor], slots: int) -> Room:
+    """Copies a rank's own rows [B, Hkv, n, *] behind ``slots`` empty ones; on a GPU beside whatever runs in the current stream."""
+    joined = [tensor.new_empty(*tensor.shape[:2], slots + tensor.shape[2], tensor.shape[3]) for tensor in tensors]
+    device = tensors[0].device
+    if device.type != "cuda":
+        for whole, tensor in zip(joined, tensors, strict=True):
+            whole[:, :, slots:] = tensor
+        return Room(joined, None)
+    stream = _copying.get(device)
+    if stream is None:
+        stream = _copying[device] = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for whole, tensor in zip(joined, tensors, strict=True):
+            whole[:, :, slots:] = tensor
+        return Room(joined, stream.record_event())
 
 
 class Routes(NamedTuple):
@@ -179,6 +209,7 @@ def _carry(
     rank: int,
     group: str,
     said: Sequence[int],
+    room: Room | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """key, value and key_bias [B, Hkv, n, *] with the rows in this rank's M slots in front, [B, Hkv, M + n, *], and the numbers of rows sent and
     received, int64 [2, ranks] on the CPU."""
@@ -187,18 +218,18 @@ def _carry(
     batch, heads, own, _ = key.shape
     count = slots.shape[-1]
     tensors = [key, value] if key_bias is None else [key, value, key_bias]
-    joined = [tensor.new_empty(batch, heads, count + own, tensor.shape[-1]) for tensor in tensors]
-    for whole, tensor in zip(joined, tensors, strict=True):
-        whole[:, :, count:] = tensor
-
+    room = make_room(tensors, count) if room is None else room
     wanted = needs.wanted_by_later(start, end, chunks, heads)
     splits = _splits(wanted, slots, (batch, heads), counts, chunks)
     routes = _routes(wanted, slots, splits, (batch, heads, own), counts, chunks)
     received = _exchanged(_packed(tensors, routes.sent), *splits, chunks, "rows")
     if count:
         head, slot = routes.filled // count, routes.filled % count
-        for whole, rows in zip(joined, _unpacked(received, tensors), strict=True):
+        for whole, rows in zip(room.joined, _unpacked(received, tensors), strict=True):
             whole[head // heads, head % heads, slot] = rows
+    if room.done is not None:
+        room.done.wait()
+    joined = room.joined
     return joined[0], joined[1], key.new_empty(0) if key_bias is None else joined[2], torch.tensor(splits)
 
 
@@ -298,6 +329,21 @@ def _backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, grad_key_bias: Ten
         grad_key, grad_value, grad_key_bias if ctx.has_bias else None, *ctx.saved_tensors, *ctx.rest
     )
     return grads[0], grads[1], grads[2] if ctx.has_bias else None, *(None for _ in range(8))
+
+
+class Carry(torch.autograd.Function):
+    """The op ``carry`` for eager calls, which begin to copy a rank's own rows before the mask is known: ``said`` empty, and a :class:`Room`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _carry(*inputs)
+        _keep(ctx, inputs[:-1], output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return *_backward(ctx, *gradients), None
 
 
 torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=_ops)
