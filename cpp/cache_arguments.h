@@ -1,7 +1,7 @@
 // Tensors in, params out for the ops that change a bounded cache.
 #pragma once
 
-#include "tensors.h"
+#include "decode_arguments.h"
 
 namespace dmattn {
 
@@ -97,6 +97,18 @@ inline CheckedUpdate check_update(const CacheTensors& cache, const Tensor& key, 
   check(checked.scores || window == 0, "scores: expected [B, Hkv, 1] with a window of ", window, ", got none");
   if (checked.scores) fill_new_scores(*checked.scores, 1, "[B, Hkv, 1]", cache.key, p);
   if (checked.lengths) p.lengths = to_per_sequence("lengths", *checked.lengths, cache.key);
+  return checked;
+}
+
+// The attention of a new token over the slots that it may see. Where it is not taken in, its row sees nothing.
+inline CheckedDecode check_step(const CheckedUpdate& update, const CacheTensors& cache, const Tensor& query, double scale,
+                                double softcap) {
+  check(query.dim() == 4 && query.size(2) == 1, "query: expected [B, H, 1, D], got ", shape_text(query));
+  CheckedDecode checked = check_decode(query, cache.key, cache.value, update.lengths, std::nullopt, cache.score, std::nullopt,
+                                       /*is_causal=*/false, scale, softcap);
+  const CacheParams& p = update.params;
+  checked.params.capacity = int64_t{p.window} + p.local + p.sink;
+  checked.params.lengths_are_flags = true;
   return checked;
 }
 

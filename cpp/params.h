@@ -104,6 +104,7 @@ struct DecodeParams {
   // [B, Hkv, Smax, D or Dv]. With pages [pages, Hkv, page_size, D or Dv] by their strides: a page is in the place of a sequence.
   TensorView key, value;
   const int32_t* lengths = nullptr;     // [B], taken as within [0, Smax]; null: all are Smax
+  bool lengths_are_flags = false;       // a length above 0 stands for Smax
   const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
   int64_t table_stride = 0, pages = 0, page_size = 0;
   PerHead key_bias;             // [B|1, H|Hkv|1, Smax], float (double for kFloat64); may be null

@@ -11,16 +11,17 @@
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
-//   cache_update, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local + window + rewind
-//   slots
+//   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
+//   window + rewind slots
 //     key_cache [B, Hkv, N, D]   value_cache [B, Hkv, N, Dv]   score_cache [B, Hkv, N]   position int32 [B, Hkv, N]
 //     entered int32 [B, Hkv, rewind]   steps, kept int32 [B, Hkv]
 //     key [B, Hkv, 1, D]   value [B, Hkv, 1, Dv]   scores [B, Hkv, 1]   lengths, count int32 [B]
+//     cache_step is cache_update and then decode over the visible slots, with their scores for key_bias: query [B, H, 1, D]
 //     cache_extend: visible = sink + local + window cached keys in the order of their positions, empty slots in front, and then
 //     T new ones: key [B, Hkv, visible + T, D], value likewise, scores and int32 key_position, end [B, Hkv, visible + T]
 //     slot int32 [B, Hkv, visible]: where the cached keys lie
 //     cache_join gives these, from N >= visible slots and T new tokens, and int32 segment_end [B, Hkv, visible + T] for select
-// Ops are positional and take no list: see docs/semantics.md for what each argument means. They are functional but for three of
+// Ops are positional and take no list: see docs/semantics.md for what each argument means. They are functional but for four of
 // the bounded cache, which declare what they write.
 #include "library.h"
 
@@ -63,6 +64,12 @@ DMATTN_OPS(m) {
       "cache_update(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) position, "
       "Tensor(e!) entered, Tensor(f!) steps, Tensor(g!) kept, "
       "Tensor key, Tensor value, Tensor? scores, Tensor? lengths, SymInt window, SymInt local, SymInt sink) -> ()");
+
+  m.def(
+      "cache_step(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) position, "
+      "Tensor(e!) entered, Tensor(f!) steps, Tensor(g!) kept, "
+      "Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? lengths, SymInt window, SymInt local, SymInt sink, "
+      "float scale, float softcap) -> (Tensor out, Tensor lse)");
 
   m.def(
       "cache_join(Tensor key_cache, Tensor value_cache, Tensor score_cache, Tensor position, Tensor steps, "

@@ -419,6 +419,33 @@ def test_steps_in_one_call_are_steps(device, dtype):
 # Rewind, reorder, reset -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batch", [1, 3, *(pytest.param(batch, marks=pytest.mark.gpu) for batch in (16, 64))])
+@pytest.mark.parametrize(
+    "sizes", [(100, 0, 0, 0), (20, 30, 4, 3), (0, 64, 4, 0), pytest.param((2100, 100, 4, 0), marks=pytest.mark.gpu)], ids=str
+)
+def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, sizes, batch):
+    """One op or two, the same bits: batches are cut into blocks in different ways, and some sequences do not take the token."""
+    window, local, sink, _rewind = sizes
+    history = History(window + 60, dtype, device, "ties", bad=(-INF,), B=batch, H=8, Hkv=2, D=64, Dv=32)
+    one, two = (history.cache(*sizes) for _ in range(2))
+    for cache in (one, two):
+        cache.attend(*history.tokens(0, window + 40))
+    visible, ops = one.sizes.visible, torch.ops.dmattn
+    for t in range(window + 40, window + 60):
+        query, *new = history.tokens(t, t + 1)
+        lengths = (torch.arange(batch, device=device) + t).remainder(3).to(torch.int32)
+        step = (*one._state(), query, *new, lengths, window, local, sink, 0.3, 0.0)
+        out, lse = ops.cache_step(*step)
+        ops.cache_update(*two._state(), *new, lengths, window, local, sink)
+        seen = [x[:, :, :visible] for x in two._state()[:3]]
+        slots = torch.where(lengths > 0, visible, 0).to(torch.int32)
+        expected = ops.decode(query, *seen[:2], slots, None, seen[2], None, False, 0.3, 0.0)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(lse, expected[1])
+        assert (lse[lengths == 0] == -INF).all()
+        assert_same_state(one, two)
+
+
 @given(data=st.data(), kind=st.sampled_from(["random", "ties", "increasing"]))
 def test_rewind_is_as_if_the_tokens_had_never_come(device, exact, data, kind):
     window, local, sink = data.draw(st.sampled_from(SIZES))
@@ -760,6 +787,36 @@ def test_a_cuda_graph_holds_the_layer_s_step(options):
             token.copy_(hidden[:, p : p + 1])
             graph.replay()
             assert torch.equal(out, made(hidden[:, p : p + 1], cache=eager))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["fresh", "loaded", "reset"])
+def test_a_graph_of_many_caches(how):
+    """One cache has run before; the others are captured as they were made, as they were loaded, or as reset left them."""
+    history = History(2100, torch.bfloat16, "cuda", B=1, H=32, Hkv=8, D=128, Dv=128)
+    with torch.inference_mode():
+        caches = [history.cache(2048, 0, 0) for _ in range(12)]
+        caches[0].attend(*history.tokens(0, 2099))
+        if how == "loaded":
+            for cache in caches[1:]:
+                cache.load_state_dict(caches[0].state_dict())
+        if how == "reset":
+            for cache in caches:
+                cache.reset()
+        expected = [copy.deepcopy(cache) for cache in caches]
+        token = history.tokens(2099, 2100)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy.deepcopy(caches[0]).attend(*token)  # loads the kernels
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                results = [cache.attend(*token) for cache in caches]
+            graph.replay()
+        torch.cuda.synchronize()
+        for cache, eager, out in zip(caches, expected, results, strict=True):
+            assert torch.equal(out, eager.attend(*token))
+            assert_same_state(cache, eager)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,8 @@ def test_every_op_has_a_fake_an_opcheck_and_a_refusal():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{name}", "CompositeExplicitAutograd")
 
 
-CHANGES_ITS_ARGUMENTS = {"cache_update", "cache_extend", "cache_rewind"}  # a cache in a graph is written where it is
+# A cache in a graph is written where it is.
+CHANGES_ITS_ARGUMENTS = {"cache_update", "cache_step", "cache_extend", "cache_rewind"}
 
 
 def test_ops_are_functional_and_take_no_lists():
@@ -180,7 +181,7 @@ def test_few_files_announce_a_surprise():
 
 SHARED_STEMS = {"dispatch", "forward", "tiles", "walk"}
 OWN_STEMS = {
-    "sm80": {"backward_keys", "backward_queries", "backward_tile", "decode", "tile"},
+    "sm80": {"backward_keys", "backward_queries", "backward_tile", "decode", "decode_parts", "tile", "token_step"},
     "sm90": {"backward", "backward_load", "barrier", "encode_maps", "forward_load", "maps", "note", "schedule", "tma", "wgmma"},
 }
 

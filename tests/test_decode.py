@@ -494,6 +494,74 @@ def test_meta_and_autocast(device, dtype):
     )
 
 
+# By attention itself --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def decoding(monkeypatch, device):
+    """Calls of the op decode that attention makes: on a CPU, too, where it would not choose it."""
+    calls = []
+    whole = dmattn.ops.decode_if_plain
+
+    def counted(*inputs):
+        result = whole(*inputs)
+        calls.append(result is not None)
+        return result
+
+    monkeypatch.setattr(dmattn.ops, "decode_if_plain", counted)
+    monkeypatch.setattr(dmattn.call, "DECODE_DEVICES", frozenset({device}))
+    return calls
+
+
+@pytest.mark.parametrize("Sq", [1, 2, 16])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "scale": 0.3}, {"biased": True}, {"sunk": True}], ids=str)
+def test_attention_with_few_queries_decodes(device, dtype, decoding, Sq, is_causal, options):
+    options = dict(options)
+    q, k, v = (tensor((2, heads, n, 64), seed, dtype, device) for seed, (heads, n) in enumerate([(8, Sq), (2, 700), (2, 700)]))
+    bias = tensor((1, 2, 700), 3, torch.float32, device) if options.pop("biased", False) else None
+    sinks = tensor((8,), 4, torch.float32, device) if options.pop("sunk", False) else None
+    out, lse = dmattn.attention(q, k, v, key_bias=bias, is_causal=is_causal, sinks=sinks, return_lse=True, **options)
+    assert decoding == [True]
+    visible = torch.ones(1, 1, Sq, 700, dtype=torch.bool, device=device)
+    visible = visible.tril(700 - Sq) if is_causal else visible
+    case = AttentionCase(q, k, v, visible=visible, key_bias=bias, **options)
+    # The same by the kernels of forward: a mask that hides nothing more.
+    mask = (
+        dmattn.IntervalMask.causal(700, device=device)
+        if is_causal
+        else dmattn.IntervalMask.padding(700, torch.tensor([700] * 2, device=device))
+    )
+    other, other_lse = dmattn.attention(q, k, v, mask, key_bias=bias, sinks=sinks, return_lse=True, **options)
+    assert decoding == [True]
+    for results in ((out, lse), (other, other_lse)):
+        brute_check.assert_right(case, {"lse": results[1]})
+        if sinks is None:
+            brute_check.assert_right(case, {"out": results[0]})
+        elif is_causal:
+            lengths = torch.tensor([700, 700], device=device)
+            brute_check.assert_right(Decode(q, k, v, lengths, bias, sinks).case(True), {"out": results[0]})
+
+
+def test_attention_decodes_only_what_decode_can_say(device, dtype, decoding):
+    q, k, v = (tensor((1, heads, n, 16), seed, dtype, device) for seed, (heads, n) in enumerate([(4, 2), (2, 600), (2, 600)]))
+    dmattn.attention(q, k, v, dropout_p=0.5)
+    dmattn.attention(q, k, v, dmattn.IntervalMask.causal(600, device=device))
+    dmattn.attention(q, k, v, bias=tensor((1, 1, 2, 600), 3, torch.float32, device))
+    dmattn.attention(q, k, v, is_causal=True, query_offset=5)
+    dmattn.attention(q, k[:, :, :511], v[:, :, :511])
+    dmattn.attention(q.repeat(1, 1, 9, 1), k, v)
+    dmattn.dynamic_mask_attention(q, k, v, tensor((1, 2, 600), 3, torch.float32, device), 100)
+    dmattn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert decoding == []
+    dmattn.attention(q.clone().requires_grad_(), k, v).sum().backward()
+    assert decoding == [False]
+    with torch.no_grad():
+        dmattn.attention(q.clone().requires_grad_(), k, v, is_causal=True, query_offset=598)
+    dmattn.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert decoding == [False, True, True]
+
+
 # What only a GPU can show ---------------------------------------------------------------------------------------------------------------
 
 

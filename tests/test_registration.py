@@ -172,6 +172,9 @@ def test_opcheck_cache(sizes, dtype):
     torch.library.opcheck(ops.cache_update.default, (*state, *token, count, *sizes[:3]))
     if window == 0:
         torch.library.opcheck(ops.cache_update.default, (*state, *token[:2], None, None, *sizes[:3]))
+    query = tensor((2, 4, 1, 8), 4, dtype)
+    torch.library.opcheck(ops.cache_step.default, (*state, query, *token, None, *sizes[:3], 0.3, 0.0))
+    torch.library.opcheck(ops.cache_step.default, (*state, query, *token, count, *sizes[:3], 0.3, 2.0))
     torch.library.opcheck(ops.cache_rewind.default, (*state, count, *sizes[:3]))
     visible = sum(sizes[:3])
     torch.library.opcheck(ops.cache_join.default, (*state[:4], state[5], key, value, scores, None, visible))

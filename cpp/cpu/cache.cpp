@@ -5,6 +5,7 @@
 
 #include "../cache_arguments.h"
 #include "../cache_step.h"
+#include "decode.h"
 #include "parallel.h"
 
 namespace dmattn::cpu {
@@ -246,6 +247,19 @@ void update_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
   checked.params.dtype == DType::kFloat64 ? update<double>(checked.params) : update<float>(checked.params);
 }
 
+std::tuple<Tensor, Tensor> step_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache,
+                                   const Tensor& position, const Tensor& entered, const Tensor& steps, const Tensor& kept,
+                                   const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> scores,
+                                   std::optional<Tensor> lengths, int64_t window, int64_t local, int64_t sink, double scale,
+                                   double softcap) {
+  const CacheTensors cache{key_cache, value_cache, score_cache, position, entered, steps, kept};
+  const CheckedUpdate update_of = check_update(cache, key, value, std::move(scores), std::move(lengths), window, local, sink);
+  const CheckedDecode attention = check_step(update_of, cache, query, scale, softcap);
+  update_of.params.dtype == DType::kFloat64 ? update<double>(update_of.params) : update<float>(update_of.params);
+  run_decode(attention.params);
+  return {attention.out, attention.lse};
+}
+
 void extend_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache, const Tensor& position,
                const Tensor& entered, const Tensor& steps, const Tensor& kept, const Tensor& key, const Tensor& value,
                const Tensor& scores, const Tensor& key_position, const Tensor& slot, const Tensor& end,
@@ -270,6 +284,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cpu::update_op));
+  m.impl("cache_step", TORCH_BOX(&dmattn::cpu::step_op));
   m.impl("cache_join", TORCH_BOX(&dmattn::cpu::join_op));
   m.impl("cache_extend", TORCH_BOX(&dmattn::cpu::extend_op));
   m.impl("cache_rewind", TORCH_BOX(&dmattn::cpu::rewind_op));

@@ -1,9 +1,19 @@
 // Decoding on the CPU: checks and allocation; the arithmetic is in kernels.cpp and what it includes.
+#include "decode.h"
+
 #include "../decode_arguments.h"
 #include "levels.h"
 #include "phases.h"
 
 namespace dmattn::cpu {
+
+void run_decode(const DecodeParams& p) {
+  if (p.batch * p.heads * p.queries == 0) return;
+  const Kernels& kernels = best_kernels();
+  run_phases(kernels.decode_sizes(p),
+             [&](int phase, int64_t task, void* scratch, void* shared) { kernels.decode(p, phase, task, scratch, shared); });
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> lengths,
@@ -11,11 +21,7 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
                                      std::optional<Tensor> sinks, bool is_causal, double scale, double softcap) {
   const CheckedDecode checked = check_decode(query, key, value, std::move(lengths), std::move(page_table), std::move(key_bias),
                                              std::move(sinks), is_causal, scale, softcap);
-  const DecodeParams& p = checked.params;
-  if (p.batch * p.heads * p.queries == 0) return {checked.out, checked.lse};
-  const Kernels& kernels = best_kernels();
-  run_phases(kernels.decode_sizes(p),
-             [&](int phase, int64_t task, void* scratch, void* shared) { kernels.decode(p, phase, task, scratch, shared); });
+  run_decode(checked.params);
   return {checked.out, checked.lse};
 }
 

@@ -18,7 +18,8 @@ DMATTN_INLINE int64_t split_keys(const DecodeParams& p) {
 DMATTN_INLINE int64_t splits_of(const DecodeParams& p, int64_t length) { return ceil_div(length, split_keys(p)); }
 
 DMATTN_INLINE int64_t length_of(const DecodeParams& p, int64_t batch) {
-  return p.lengths ? max_of(0, min_of(p.lengths[batch], p.capacity)) : p.capacity;
+  if (!p.lengths || (p.lengths_are_flags && p.lengths[batch] > 0)) return p.capacity;
+  return max_of(0, min_of(p.lengths[batch], p.capacity));
 }
 
 // Rows of a key head: query t of the group's head g is row t * group + g.

@@ -2,6 +2,7 @@
 #include "cache.h"
 
 #include "../cache_arguments.h"
+#include "decode.h"
 #include "inputs.h"
 
 namespace dmattn::cuda {
@@ -29,6 +30,23 @@ void update_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
   checked.key = with_aligned_rows(checked.key), p.new_key = view_of(checked.key);
   checked.value = with_aligned_rows(checked.value), p.new_value = view_of(checked.value);
   DMATTN_CUDA_CHECK(launch_cache_update(p, device.stream()));
+}
+
+std::tuple<Tensor, Tensor> step_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache,
+                                   const Tensor& position, const Tensor& entered, const Tensor& steps, const Tensor& kept,
+                                   const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> scores,
+                                   std::optional<Tensor> lengths, int64_t window, int64_t local, int64_t sink, double scale,
+                                   double softcap) {
+  const Device device(key_cache);
+  const CacheTensors cache{key_cache, value_cache, score_cache, position, entered, steps, kept};
+  CheckedUpdate update = check_update(cache, key, value, std::move(scores), std::move(lengths), window, local, sink);
+  CheckedDecode attention = check_step(update, cache, query, scale, softcap);
+  CacheParams& p = update.params;
+  check_cuda_cache(p);
+  update.key = with_aligned_rows(update.key), p.new_key = view_of(update.key);
+  update.value = with_aligned_rows(update.value), p.new_value = view_of(update.value);
+  run_decode(attention, device, &p);
+  return {attention.out, attention.lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> join_op(const Tensor& key_cache, const Tensor& value_cache,
@@ -83,6 +101,7 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 DMATTN_KERNELS(CUDA, m) {
   if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cuda::update_op));
+  m.impl("cache_step", TORCH_BOX(&dmattn::cuda::step_op));
   m.impl("cache_join", TORCH_BOX(&dmattn::cuda::join_op));
   m.impl("cache_extend", TORCH_BOX(&dmattn::cuda::extend_op));
   m.impl("cache_rewind", TORCH_BOX(&dmattn::cuda::rewind_op));

@@ -236,5 +236,5 @@ _rules.impl("forward", Attention.apply, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("backward", _backward_rule, "Autograd")
 _rules.impl("backward", _transformed_backward_rule, "FuncTorchDynamicLayerFrontMode")
 _rules.impl("decode", _decode_rule, "Autograd")
-for _name in ("cache_update", "cache_join", "cache_extend", "cache_rewind"):
+for _name in ("cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind"):
     _rules.impl(_name, partial(_cache_rule, _name), "Autograd")

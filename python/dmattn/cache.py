@@ -339,17 +339,21 @@ class BoundedCache(nn.Module):
         scale: float,
         softcap: float,
     ) -> tuple[Tensor, Tensor]:
-        """One token after another: into the cache, then its attention over all slots. Empty slots have a score and a bias of -inf."""
+        """One token after another: into the cache, and its attention over all slots. Empty slots have a score and a bias of -inf."""
         state, sizes = self._state(), self.sizes
         results = []
         for t in range(query.shape[2]):
-            new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (key, value, scores))
+            new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (query, key, value, scores))
             remaining = lengths if lengths is None or t == 0 else lengths - t
-            ops.cache_update(*state, *new, remaining, sizes.window, sizes.local, sizes.sink)
+            if added.scores:
+                step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink, scale, softcap)
+                results.append(ops.cache_step(*step))
+                continue
+            token, *rest = new
+            ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink)
             slots = None if remaining is None else torch.where(remaining > 0, sizes.visible, 0).to(torch.int32)
             seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible] for x in state[:4])
-            bias = seen[2] if added.scores else torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)
-            token = query if query.shape[2] == 1 else query[:, :, t : t + 1]
+            bias = torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)
             results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, scale, softcap))
         if len(results) == 1:
             return results[0]

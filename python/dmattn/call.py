@@ -17,6 +17,10 @@ from dmattn.sizes import Sizes, bias_rows, fitting_block, four_dims, interval_ro
 MaskTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_MASK: MaskTensors = (None, None, None, None, None, None)
 
+# A few queries of many keys, without a gradient, take the decoding kernels: those of forward do not divide the keys of a query tile.
+DECODE_DEVICES = frozenset({"cuda"})
+DECODE_QUERIES, DECODE_LEAST_KEYS = 16, 512
+
 
 class Options(NamedTuple):
     """The last arguments of the op ``forward``, in its order: checked, defaults filled in, and a seed wherever dropout has an effect."""
@@ -149,4 +153,21 @@ def attend(
         from_bias, bias = bias_rows(bias, sizes)
         if from_bias is not None:
             key_bias = from_bias if key_bias is None else torch.add(*same_heads(key_bias, from_bias, "bias", "key_bias"))
+    if sizes.device.type in DECODE_DEVICES and not torch.compiler.is_compiling() and _may_decode(sizes, masks, bias, options):
+        result = ops.decode_if_plain(
+            query, key, value, None, None, key_bias, None, options.is_causal, options.scale, options.softcap
+        )
+        if result is not None:
+            return result
     return ops.forward(query, key, value, *masks, key_bias, bias, *options)
+
+
+def _may_decode(sizes: Sizes, masks: MaskTensors, bias: Tensor | None, options: Options) -> bool:
+    """Whether the op ``decode`` can say the call: its queries are the last positions, as here, and it knows neither masks nor dropout."""
+    return (
+        sizes.query_length <= DECODE_QUERIES
+        and sizes.key_length >= DECODE_LEAST_KEYS
+        and bias is None
+        and options.dropout_p == 0
+        and all(tensor is None for tensor in masks)
+    )

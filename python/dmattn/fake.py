@@ -186,6 +186,27 @@ def cache_update(
 
 
 @fake
+def cache_step(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    score_cache: Tensor,
+    position: Tensor,
+    entered: Tensor,
+    steps: Tensor,
+    kept: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Tensor | None,
+    lengths: Tensor | None,
+    *options: object,
+) -> tuple[Tensor, Tensor]:
+    tensors = (value_cache, score_cache, position, entered, steps, kept, query, key, value, scores, lengths)
+    check_one_device("cache_step", "key_cache", key_cache, *tensors)
+    return empty_in_order_of(query, value.shape[3]), score_cache.new_empty(query.shape[:3])
+
+
+@fake
 def cache_join(
     key_cache: Tensor,
     value_cache: Tensor,

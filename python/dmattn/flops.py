@@ -115,7 +115,7 @@ def _pairs_by_element(
     return total
 
 
-for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward, torch.ops.dmattn.decode):
+for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward, torch.ops.dmattn.decode, torch.ops.dmattn.cache_step):
     flop_registry.pop(_op, None)  # of an earlier import
 
 
@@ -136,6 +136,16 @@ def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, ke
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
     forward: int = _forward_flops(query, key, value, *mask_and_options)
     return forward * 5 // 2
+
+
+@register_flop_formula(torch.ops.dmattn.cache_step, get_raw=True)
+def _step_flops(key_cache: Tensor, value_cache: Tensor, score_cache: Tensor, position: Tensor, entered: Tensor, steps: Tensor,
+                kept: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, lengths: Tensor | None,
+                window: int, local: int, sink: int, *options: Any, **kwargs: Any) -> int:  # fmt: skip
+    """A token's query sees all visible slots; while tracing every sequence takes its token."""
+    known = lengths is not None and not (isinstance(lengths, FakeTensor) or lengths.is_meta)
+    taken = int((lengths > 0).sum()) if known and lengths is not None else query.shape[0]
+    return 2 * taken * query.shape[1] * (window + local + sink) * (query.shape[3] + value.shape[3])
 
 
 @register_flop_formula(torch.ops.dmattn.decode, get_raw=True)

@@ -58,9 +58,24 @@ def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def decode_if_plain(*inputs: object) -> tuple[Tensor, Tensor] | None:
+    """``torch.ops.dmattn.decode`` where nobody watches and no gradient is wanted, otherwise None: forward has both."""
+    if _watched(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+        return None
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = torch.ops.dmattn.decode(*inputs)
+    return out, lse
+
+
 def cache_update(*inputs: object) -> None:
     """``torch.ops.dmattn.cache_update``, likewise: it writes its first seven arguments."""
     _change(torch.ops.dmattn.cache_update, "BoundedCache.attend", inputs)
+
+
+def cache_step(*inputs: object) -> tuple[Tensor, Tensor]:
+    """``torch.ops.dmattn.cache_step``, likewise: it writes its first seven arguments."""
+    result: tuple[Tensor, Tensor] = _change(torch.ops.dmattn.cache_step, "BoundedCache.attend", inputs)
+    return result
 
 
 def cache_join(*inputs: object) -> tuple[Tensor, ...]:

@@ -21,6 +21,8 @@ AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
     # A bounded cache.
+    in_file("cpu/decode_split.h", "(p.lengths_are_flags && p.lengths[batch] > 0)", "p.lengths_are_flags",
+            "a sequence that waits gets an output", CACHE + "test_sequences_of_different_lengths"),
     in_file("cache_step.h", "wins = score >= worst.score &&", "wins = score > worst.score &&",
             "of two equal scores the earlier key stays", CACHE + "test_steps_and_chunks_are_the_whole_history"),
     in_file("cache_step.h", " && score > -std::numeric_limits<Score>::infinity();", ";",

@@ -16,6 +16,8 @@ THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD +
 RAGGED, CAPPED = BACKWARD + "test_ragged_lengths", BACKWARD + "test_softcap_and_dropout"
 LISTS = LIVE_KEYS + "test_lists_of_long_problems"
 WALKS = "sm80_forward sm80_query_major"
+DECODE, STEP = "test_decode.py::", "test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
+FAR_APART = DECODE + "test_few_keys_far_apart"
 
 FAULTS = [
     # Tiles.
@@ -94,4 +96,27 @@ FAULTS = [
             "some queries are missing in the deterministic gradient of key_bias", BACKWARD + "test_deterministic_is_the_gradient_too " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     in_file("common/tile_order.cu", "if (!keeps && item < items) live_keys.order", "if (item < items) live_keys.order",
             "an order of tiles names some twice and others never", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks", "tile_order.cu"),
+    # Decoding, and a bounded cache's step in the same kernel.
+    in_file("sm80/decode.cuh", "++splits, until += split_chunks;", "until += split_chunks;",
+            "every split is taken for the first", FAR_APART + " " + DECODE + "test_shapes", "sm80_decode"),
+    in_file("sm80/decode.cuh", "terms.whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);", "terms.whole_until = here.length;",
+            "earlier queries see later ones' keys in all chunks but the last", DECODE + "test_shapes", "sm80_decode"),
+    in_file("sm80/decode.cuh", "if (!token.has_length) here.length = 0, here.last_key = here.first_key, copies.chunks = 0;", "",
+            "a sequence that takes no token attends all the same", STEP, "sm80_step"),
+    in_file("sm80/decode_parts.cuh", "page < 0 || page >= p.pages", "page < 0 || page > p.pages",
+            "the page behind the last one is read", DECODE + "test_a_page_number_out_of_range_empties_its_sequence", "sm80_decode"),
+    in_file("sm80/decode_parts.cuh", "if (i < call.parts) parts[i]", "if (i + 1 < call.parts) parts[i]",
+            "what the last block of a cluster found is lost", FAR_APART, "sm80_decode"),
+    in_file("common/merge_parts.cu", "while (run * kMergeWarps < call.parts) run *= 2;", "while (2 * run * kMergeWarps < call.parts) run *= 2;",
+            "half of many parts are left out", FAR_APART, "merge_parts.cu"),
+    in_file("common/parts.cuh", "return late == 0.0f ? first : fmaf(y, late, first);", "return fmaf(y, late, first);",
+            "a sum of nothing makes its neighbour NaN", DECODE + "test_drawn_cases " + DECODE + "test_shapes", "sm80_decode merge_parts.cu"),
+    in_file("sm80/token_step.cuh", "plan.selected_row == kNewRow ? 0 : 1", "0",
+            "the key that leaves the local window is read as the new token", STEP, "sm80_step"),
+    in_file("sm80/token_step.cuh", "if (lane == 0) key_bias[row] = score;", "",
+            "a new key has the score of the one that it pushed out", STEP, "sm80_step"),
+    in_file("sm80/token_step.cuh", "for (int at = lane; at < parts * kWarps; at += 32) {", "for (int at = lane; at < kWarps; at += 32) {",
+            "the worst key of a cluster's first block dies", STEP, "sm80_step"),
+    in_file("sm80/token_step.cuh", "if (begin != first) load_scores(begin);", "",
+            "later slots of a warp have the scores of the first ones", STEP, "sm80_step"),
 ]  # fmt: skip

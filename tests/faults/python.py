@@ -18,8 +18,6 @@ FAULTS = [
     # A bounded cache.
     in_file("cache.py", "remaining = lengths if lengths is None or t == 0 else lengths - t", "remaining = lengths",
             "a short call takes more tokens than are real", CACHE + "test_sequences_of_different_lengths"),
-    in_file("cache.py", "torch.where(remaining > 0, sizes.visible, 0)", "torch.where(remaining > -1, sizes.visible, 0)",
-            "a sequence that waits gets an output", CACHE + "test_sequences_of_different_lengths"),
     in_file("cache.py", "out, lse = _rolled(out, -shift), _rolled(lse, -shift)", "out, lse = _rolled(out, shift), _rolled(lse, shift)",
             "outputs of left-padded tokens lie elsewhere", CACHE + "test_sequences_of_different_lengths"),
     in_file("cache.py", "self.score = score.to(self.score.device, dtype)", "self.score = self.score.to(dtype)",

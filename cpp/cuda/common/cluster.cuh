@@ -39,7 +39,7 @@ struct Cluster {
 // A barrier in shared memory for what the blocks of a cluster send each other. Every block opens its mailbox, meets the others,
 // sends, and waits for its own mail. Needs compute capability 9.0; elsewhere nothing happens.
 //
-// The one surprise is that nobody needs to meet again: mail leaves from registers, and a block stays until its own has come.
+// Nobody needs to meet again: mail leaves from registers, and a block stays until its own has come.
 struct Mailbox {
   uint64_t barrier;
 

@@ -10,7 +10,9 @@ namespace dmattn::cuda {
 // was launched ahead of time may ask.
 __device__ __forceinline__ int length_of(const DecodeParams& p, int batch) {
   const int capacity = static_cast<int>(p.capacity);
-  return p.lengths ? max(0, min(__ldcg(p.lengths + batch), capacity)) : capacity;
+  if (!p.lengths) return capacity;
+  const int length = __ldcg(p.lengths + batch);
+  return p.lengths_are_flags && length > 0 ? capacity : max(0, min(length, capacity));
 }
 
 // exp(from - to), for from <= to; sums relative to `from` become relative to `to`. 0 without a logit.
@@ -28,20 +30,31 @@ struct Part {
   static __device__ __forceinline__ Part nothing() { return {{negative_infinity(), 0.0f}, {}}; }
 };
 
-// Adds up two parts, of which `late` has the later keys. Where the other has nothing the result is a part itself, bit for bit.
+// How two sums are added up, of which `late` has the later keys. Where the other has nothing the result is a sum itself, bit for
+// bit.
+struct MergeFactors {
+  float top, early, late;
+  __device__ __forceinline__ MergeFactors(float2 early_sums, float2 late_sums) {
+    const float early_top = early_sums.y == 0.0f ? negative_infinity() : early_sums.x;
+    const float late_top = late_sums.y == 0.0f ? negative_infinity() : late_sums.x;
+    top = fmaxf(early_top, late_top), early = rebase(early_top, top), late = rebase(late_top, top);
+  }
+  // A sum of nothing may hold NaN.
+  __device__ __forceinline__ float add(float x, float y) const {
+    const float first = early == 0.0f ? 0.0f : x * early;
+    return late == 0.0f ? first : fmaf(y, late, first);
+  }
+  __device__ __forceinline__ float2 merged(float2 early_sums, float2 late_sums) const {
+    const bool is_bad = early_sums.y == kBadPage || late_sums.y == kBadPage;
+    return {top, is_bad ? kBadPage : add(early_sums.y, late_sums.y)};
+  }
+};
+
 __device__ __forceinline__ Part merge(const Part& early, const Part& late) {
-  const float early_top = early.sums.y == 0.0f ? negative_infinity() : early.sums.x;
-  const float late_top = late.sums.y == 0.0f ? negative_infinity() : late.sums.x;
-  const float top = fmaxf(early_top, late_top), a = rebase(early_top, top), b = rebase(late_top, top);
-  // A part with nothing may hold NaN.
-  const auto add = [&](float x, float y) {
-    const float first = a == 0.0f ? 0.0f : x * a;
-    return b == 0.0f ? first : fmaf(y, b, first);
-  };
-  const bool is_bad = early.sums.y == kBadPage || late.sums.y == kBadPage;
-  return {{top, is_bad ? kBadPage : add(early.sums.y, late.sums.y)},
-          {add(early.values.x, late.values.x), add(early.values.y, late.values.y), add(early.values.z, late.values.z),
-           add(early.values.w, late.values.w)}};
+  const MergeFactors f(early.sums, late.sums);
+  return {f.merged(early.sums, late.sums),
+          {f.add(early.values.x, late.values.x), f.add(early.values.y, late.values.y), f.add(early.values.z, late.values.z),
+           f.add(early.values.w, late.values.w)}};
 }
 
 // The same for a power of two of parts, in pairs, pairs in pairs, and so on.

@@ -4,17 +4,14 @@
 // its own and meets the other teams at the end of a split alone, and the ring runs on over the splits of a block.
 #pragma once
 
-#include "../common/cluster.cuh"
-#include "../common/dependent_launch.cuh"
+#include <type_traits>
+
 #include "../common/logits.cuh"
-#include "../common/parts.cuh"
-#include "tile.cuh"
-#include "tiles.h"
+#include "token_step.cuh"
 
 namespace dmattn::cuda::sm80 {
 
-inline constexpr int kPlaceKeys = 16;    // neighbouring keys that are surely in one page
-inline constexpr int kDecodeLevels = 4;  // of the tree of a block's splits
+inline constexpr int kDecodeLevels = 5;  // of the tree of a block's splits
 static_assert(1 << kDecodeLevels >= kMostBlockSplits);
 
 // Sizes that follow from a shape.
@@ -31,61 +28,9 @@ struct DecodeSizes {
 template <int kDim, DecodeRows kRows>
 struct alignas(128) DecodeShared {
   using Sizes = DecodeSizes<kDim, kRows>;
-  struct alignas(128) Stage {
-    uint16_t keys[Sizes::kKeys * kDim], values[Sizes::kKeys * kDim];
-  };
-  Stage stages[Sizes::kSlices][Sizes::kStages];
+  DecodeStage<kDim, Sizes::kKeys> stages[Sizes::kSlices][Sizes::kStages];
   float key_bias[Sizes::kSlices][Sizes::kStages][Sizes::kKeys];
   float2 row_sums[Sizes::kSlices][Sizes::kTileRows];  // of one split: maximum, sum
-};
-
-// How the blocks of a cluster add up what they found: each has a share of the items, and the others send it their parts of them.
-// The mail lies behind DecodeShared.
-template <int kDim, DecodeRows kRows>
-struct ClusterShares {
-  using Sizes = DecodeSizes<kDim, kRows>;
-  int parts, items, share;  // share: items of a block, less for the last
-
-  __host__ __device__ __forceinline__ ClusterShares(int parts, int rows)
-      : parts(parts), items(rows * Sizes::kQuads), share((items + parts - 1) / parts) {}
-  __host__ __device__ __forceinline__ int bytes() const { return kHead + parts * share * kItemBytes; }
-  __device__ __forceinline__ int items_of(int part) const { return max(0, min(share, items - part * share)); }
-  __device__ __forceinline__ Mailbox& box(uint8_t* mail) const { return *reinterpret_cast<Mailbox*>(mail); }
-  __device__ __forceinline__ void open(uint8_t* mail, int part) const { box(mail).open(items_of(part) * parts * kItemBytes); }
-  // What `part` found for an item of the share.
-  __device__ __forceinline__ float4* values(uint8_t* mail, int part, int item) const {
-    return reinterpret_cast<float4*>(mail + kHead) + part * share + item;
-  }
-  __device__ __forceinline__ float2* sums(uint8_t* mail, int part, int item) const {
-    return reinterpret_cast<float2*>(mail + kHead + parts * share * sizeof(float4)) + part * share + item;
-  }
-
- private:
-  static constexpr int kHead = 16, kItemBytes = sizeof(float4) + sizeof(float2);
-  static_assert(sizeof(Mailbox) <= kHead);
-};
-
-// Which keys of which (batch, kv head) a block has, and for which rows. A row is a query of a head of the group.
-template <int kTileRows>
-struct DecodeTile {
-  int batch, kv_head, first_row, rows;  // `rows` of them exist
-  int part;
-  int length, first_key, last_key;
-
-  __device__ __forceinline__ explicit DecodeTile(const DecodeCall& call) {
-    const uint32_t tiles = (static_cast<uint32_t>(call.rows) + kTileRows - 1) / kTileRows;
-    const uint32_t kv_heads = static_cast<uint32_t>(call.p.kv_heads), parts = static_cast<uint32_t>(call.parts);
-    uint32_t index = block_index();
-    part = static_cast<int>(index % parts), index /= parts;
-    first_row = static_cast<int>(index % tiles) * kTileRows, index /= tiles;
-    kv_head = static_cast<int>(index % kv_heads), batch = static_cast<int>(index / kv_heads);
-    rows = min(kTileRows, call.rows - first_row);
-    first_key = part * call.block_splits * call.split_keys;
-  }
-  __device__ __forceinline__ void find_length(const DecodeCall& call) {
-    length = length_of(call.p, batch);
-    last_key = min(first_key + call.block_splits * call.split_keys, length);
-  }
 };
 
 // Waits for all threads of a team: those of a warp, or of the block where it has one team.
@@ -97,79 +42,6 @@ __device__ __forceinline__ void sync_team() {
     __syncthreads();
   }
 }
-
-// Copies chunks of a slice's keys into its ring. A chunk has one place or more, of 16 keys each; lane i of a warp knows where
-// place i begins.
-template <int kDim, DecodeRows kRows>
-struct ChunkCopies {
-  using Sizes = DecodeSizes<kDim, kRows>;
-  using Copy = RowCopy<kDim, Sizes::kTeamThreads>;
-  static constexpr int kPlaces = Sizes::kKeys / kPlaceKeys, kChunksAtOnce = 32 / kPlaces;
-  static constexpr int kStageBytes = sizeof(typename DecodeShared<kDim, kRows>::Stage);
-
-  const DecodeParams& p;
-  int batch, kv_head, slice, first_key, last_key = 0, chunks = 0;
-  int thread = 0;                            // of the team
-  uint32_t stages = 0, key_bias_stages = 0;  // the rings of this slice
-  const float* key_bias = nullptr;           // [Smax], null: nothing to copy
-  const char *keys = nullptr, *values = {};  // where this lane's place begins
-  bool has_bad_page = false;
-
-  __device__ __forceinline__ int first_key_of(int chunk) const {
-    return first_key + (chunk * Sizes::kSlices + slice) * Sizes::kKeys;
-  }
-
-  // Looks up the places from this chunk on. Nothing is read any more when a page number is out of range.
-  __device__ __forceinline__ void find_places(int chunk) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int key = first_key_of(chunk + lane / kPlaces) + lane % kPlaces * kPlaceKeys;
-    int page = batch, row = key;
-    if (p.page_table) {
-      const int page_size = static_cast<int>(p.page_size), entry = key / page_size;
-      page = key < last_key ? p.page_table[batch * p.table_stride + entry] : 0;
-      row = key - entry * page_size;
-      has_bad_page |= __any_sync(0xffffffffu, page < 0 || page >= p.pages) != 0;
-      if (has_bad_page) last_key = first_key;
-    }
-    keys = rows_of_head(p.key, page, kv_head) + row * p.key.row_stride * 2;
-    values = rows_of_head(p.value, page, kv_head) + row * p.value.row_stride * 2;
-  }
-
-  // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
-  __device__ __forceinline__ void start(int chunk) {
-    if (chunk < chunks) {
-      if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
-      const int stage = chunk % Sizes::kStages, first = first_key_of(chunk);
-      uint32_t to = stages + stage * kStageBytes;
-#pragma unroll
-      for (int place = 0; place < kPlaces; ++place) {
-        const int lane = chunk % kChunksAtOnce * kPlaces + place, count = last_key - first - place * kPlaceKeys;
-        start_rows(to, from_lane(keys, lane), p.key.row_stride, p.head_dim, count);
-        start_rows(to + kStageBytes / 2, from_lane(values, lane), p.value.row_stride, p.value_dim, count);
-        to += kPlaceKeys * kDim * 2;
-      }
-      if (key_bias && thread < Sizes::kKeys) {
-        copy_async_4(key_bias_stages + (stage * Sizes::kKeys + thread) * 4, key_bias + first + thread, first + thread < last_key);
-      }
-    }
-  }
-
- private:
-  static __device__ __forceinline__ const char* from_lane(const char* mine, int lane) {
-    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
-  }
-  __device__ __forceinline__ void start_rows(uint32_t tile, const char* from, int64_t row_stride, int64_t width,
-                                             int count) const {
-    const Copy copy(static_cast<int>(width), thread);
-    const int wanted = copy.in_row ? count : 0;
-    from += copy.row * row_stride * 2 + copy.part * 16;
-#pragma unroll
-    for (int r = 0; r < kPlaceKeys; r += Copy::kRows) {
-      copy_async_16(tile + copy.offset(r), from, copy.row + r < wanted);
-      from += Copy::kRows * row_stride * 2;
-    }
-  }
-};
 
 // What makes logits of the products of a warp's rows.
 struct ScoreTerms {
@@ -294,60 +166,25 @@ struct QueryRows {
   }
 };
 
-// Hands on what a block found: writes the end result where it has all keys, otherwise its part.
-template <class T, int kDim, DecodeRows kRows>
-__device__ __forceinline__ void hand_on(const DecodeCall& call, const DecodeTile<16 * kDecodeShape<kDim, kRows>.row_warps>& here,
-                                        const Part (*found)[kDecodeLevels]) {
-  using Sizes = DecodeSizes<kDim, kRows>;
-  const DecodeParams& p = call.p;
-  const int64_t first_row = (here.batch * p.kv_heads + here.kv_head) * call.rows + here.first_row;
-  for (int at = static_cast<int>(threadIdx.x); at < here.rows * Sizes::kQuads; at += Sizes::kThreads, ++found) {
-    const int row = at / Sizes::kQuads, column = at % Sizes::kQuads * 4;
-    const Part& part = (*found)[0];
-    if (column >= p.value_dim) continue;
-    if (call.part_out) {
-      const int64_t place = (first_row + row) * call.parts + here.part;
-      *reinterpret_cast<float4*>(call.part_out + place * p.value_dim + column) = part.values;
-      if (column == 0) call.part_sums[place] = part.sums;
-    } else {
-      finish_row<T>(p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, part);
-    }
-  }
-}
-
-// The same for the blocks of a cluster: each sends its parts to those who add them up, and writes the end result of its share.
-template <class T, int kDim, DecodeRows kRows>
-__device__ __forceinline__ void share_out(const DecodeCall& call,
-                                          const DecodeTile<16 * kDecodeShape<kDim, kRows>.row_warps>& here, uint8_t* mail,
-                                          const Part (*found)[kDecodeLevels]) {
-  using Sizes = DecodeSizes<kDim, kRows>;
-  const ClusterShares<kDim, kRows> shares(call.parts, here.rows);
-  Mailbox& box = shares.box(mail);
-  Mailbox::meet();
-  for (int at = static_cast<int>(threadIdx.x); at < shares.items; at += Sizes::kThreads, ++found) {
-    const int to = at / shares.share, item = at - to * shares.share;
-    box.send(shares.values(mail, here.part, item), to, (*found)[0].values);
-    box.send(shares.sums(mail, here.part, item), to, (*found)[0].sums);
-  }
-  box.wait();
-  for (int item = static_cast<int>(threadIdx.x); item < shares.items_of(here.part); item += Sizes::kThreads) {
-    Part parts[kMostClusterParts];
-#pragma unroll
-    for (int i = 0; i < kMostClusterParts; ++i) {
-      parts[i] = Part::nothing();
-      if (i < call.parts) parts[i] = {*shares.sums(mail, i, item), *shares.values(mail, i, item)};
-    }
-    const int at = here.part * shares.share + item, row = at / Sizes::kQuads, column = at % Sizes::kQuads * 4;
-    if (column >= call.p.value_dim) continue;
-    finish_row<T>(call.p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, merge_all(parts));
+// The step of a StepCall, its loads begun; nothing for other calls.
+template <int kDim, int kWarps, class Call, class Tile>
+__device__ __forceinline__ auto begin_token(const Call& given, TokenShared<kDim, kWarps>& shared, const Tile& here) {
+  if constexpr (std::is_same_v<Call, StepCall>) {
+    TokenStep<kDim, kWarps> token(given.cache, shared, here.batch, here.kv_head);
+    token.begin(here.batch, here.kv_head, here.first_key, given.decode.block_splits * given.decode.split_keys);
+    return token;
+  } else {
+    return 0;
   }
 }
 
 // query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> out, lse, or part_sums, part_out. A warp has 16 rows, and
-// the keys of one slice; its team are the warps of the slice.
-template <class T, int kDim, DecodeRows kRows>
-__global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(
-    const __grid_constant__ DecodeCall call) {
+// the keys of one slice; its team are the warps of the slice. A StepCall takes a new token into the cache on the way.
+template <class T, int kDim, DecodeRows kRows, class Call>
+__global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
+                             kDecodeShape<kDim, kRows>.blocks_per_sm) void decode_kernel(const __grid_constant__ Call given) {
+  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;
+  const DecodeCall& call = decode_of(given);
   using Shared = DecodeShared<kDim, kRows>;
   using Sizes = DecodeSizes<kDim, kRows>;
   constexpr int kStages = Sizes::kStages;
@@ -358,12 +195,18 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kD
   const int slice = thread / Sizes::kTeamThreads, tile_row = team_thread / 32 * 16;
   DecodeTile<Sizes::kTileRows> here(call);
   const bool bias_is_shared = static_cast<int>(p.key_bias.head_divisor) % call.group == 0;
-  uint8_t* const mail = shared_bytes + sizeof(Shared);
+  using Token = TokenShared<kDim, Sizes::kThreads / 32>;
+  [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
+  uint8_t* const mail = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
   if (call.is_cluster) {
-    if (thread == 0) ClusterShares<kDim, kRows>(call.parts, here.rows).open(mail, here.part);
+    if (thread == 0) {
+      if constexpr (kTakesToken) token_shared.box.open(call.parts * (Sizes::kThreads / 32) * static_cast<int>(sizeof(float4)));
+      ClusterShares<kDim>(call.parts, here.rows).open(mail, here.part);
+    }
     Mailbox::arrive();
   }
-  ChunkCopies<kDim, kRows> copies{p, here.batch, here.kv_head, slice, here.first_key};
+  ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{p, here.batch, here.kv_head,
+                                                                       here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
   copies.thread = team_thread;
   copies.stages = shared_address(&shared.stages[slice][0]);
   copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
@@ -372,6 +215,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kD
   wait_for_kernel_before();
   let_kernel_after_come();
 
+  [[maybe_unused]] auto token = begin_token<kDim, Sizes::kThreads / 32>(given, token_shared, here);
   here.find_length(call);
   if (here.first_key >= here.last_key && call.part_out) return;
   copies.last_key = here.last_key;
@@ -383,6 +227,12 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kD
     copies.start(chunk);
     if (chunk == 0) query_rows.start(call, here, team_thread);
     copy_async_commit();
+  }
+
+  // Decide where the new token goes.
+  if constexpr (kTakesToken) {
+    token.decide(call.is_cluster, call.parts, here.part);
+    if (!token.has_length) here.length = 0, here.last_key = here.first_key, copies.chunks = 0;
   }
 
   // Which keys do this thread's two rows see?
@@ -417,6 +267,9 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kD
     sync_team<Sizes::kTeamWarps>();
     copies.start(chunk + kStages - 1);
     copy_async_commit();
+    if constexpr (kTakesToken) {
+      token.mend(shared.stages[slice][chunk % kStages], shared.key_bias[slice][chunk % kStages], copies.first_key_of(chunk));
+    }
     const uint32_t key_tile = copies.stages + chunk % kStages * copies.kStageBytes,
                    value_tile = key_tile + copies.kStageBytes / 2;
     if (has_rows) {
@@ -449,19 +302,30 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads, kDecodeShape<kD
     ++splits, until += split_chunks;
   }
   copy_async_wait<0>();
+  const auto part_at = [&](int i, int, int) { return items[i][0]; };
   if constexpr (kRows == DecodeRows::kFew) {
-    if (call.is_cluster) return share_out<T, kDim, kRows>(call, here, mail, items);
+    if (call.is_cluster) {
+      if constexpr (!kTakesToken) Mailbox::meet();
+      share_out<T, kDim, Sizes::kThreads>(call, here, mail, part_at);
+    }
   }
-  hand_on<T, kDim, kRows>(call, here, items);
+  if (!call.is_cluster) hand_on<T, kDim, Sizes::kThreads>(call, here, part_at);
+  if constexpr (kTakesToken) {
+    if (here.part == 0) token.write();
+  }
 }
 
-template <class T, int kDim, DecodeRows kRows>
-cudaError_t launch_decode(const DecodeCall& call, cudaStream_t stream) {
+template <class T, int kDim, DecodeRows kRows, class Call>
+cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
+  const DecodeCall& call = decode_of(given);
   using Sizes = DecodeSizes<kDim, kRows>;
   constexpr int kBytes = sizeof(DecodeShared<kDim, kRows>);
-  static_assert(kBytes <= 99 * 1024);
-  const int bytes = kBytes + (call.is_cluster ? ClusterShares<kDim, kRows>(call.parts, call.rows).bytes() : 0);
-  const auto kernel = decode_kernel<T, kDim, kRows>;
+  constexpr bool kTakesToken = std::is_same_v<Call, StepCall>;
+  using Token = TokenShared<kDim, Sizes::kThreads / 32>;
+  static_assert(kBytes + (kTakesToken ? Token::bytes(1) : 0) <= 99 * 1024);
+  const int bytes = kBytes + (kTakesToken ? Token::bytes(call.parts) : 0) +
+                    (call.is_cluster ? ClusterShares<kDim>(call.parts, call.rows).bytes() : 0);
+  const auto kernel = decode_kernel<T, kDim, kRows, Call>;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   const unsigned cluster = call.is_cluster ? static_cast<unsigned>(call.parts) : 1;
   if (status == cudaSuccess && cluster > 8) {
@@ -470,7 +334,7 @@ cudaError_t launch_decode(const DecodeCall& call, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
   const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
-  return launch_dependent_clusters(kernel, cluster, dim3(static_cast<unsigned>(blocks)), Sizes::kThreads, bytes, stream, call);
+  return launch_dependent_clusters(kernel, cluster, dim3(static_cast<unsigned>(blocks)), Sizes::kThreads, bytes, stream, given);
 }
 
 }  // namespace dmattn::cuda::sm80

@@ -35,16 +35,35 @@ constexpr Instance<BackwardCall> kQueryMajor[] = {DMATTN_SM80_QUERY_MAJOR(DMATTN
 constexpr Instance<BackwardCall> kKeyMajor[] = {DMATTN_SM80_KEY_MAJOR(DMATTN_ROW)};
 #undef DMATTN_ROW
 
+template <class Call>
 struct DecodeInstance {
   DType dtype;
   int dim;
   DecodeRows rows;
-  cudaError_t (*launch)(const DecodeCall&, cudaStream_t);
+  cudaError_t (*launch)(const Call&, cudaStream_t);
 };
 #define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, ROOM) \
-  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS>},
-constexpr DecodeInstance kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
+  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, DecodeCall>},
+constexpr DecodeInstance<DecodeCall> kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
 #undef DMATTN_ROW
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, ROOM) \
+  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, StepCall>},
+constexpr DecodeInstance<StepCall> kStep[] = {DMATTN_SM80_STEP(DMATTN_ROW)};
+#undef DMATTN_ROW
+
+// The smallest instance that serves the call.
+template <class Call, size_t kCount>
+cudaError_t launch(const DecodeInstance<Call> (&instances)[kCount], const Call& given, cudaStream_t stream) {
+  const DecodeParams& p = decode_of(given).p;
+  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  const DecodeRows rows = decode_of(given).rows <= kTileRows ? DecodeRows::kFew : DecodeRows::kMany;
+  const DecodeInstance<Call>* best = nullptr;
+  for (const auto& instance : instances) {
+    const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
+    if (fits && (!best || instance.dim < best->dim)) best = &instance;
+  }
+  return best ? best->launch(given, stream) : cudaErrorNotSupported;
+}
 
 template <class Call, size_t kCount>
 cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionParams& p, Variant variant, Room room,
@@ -92,17 +111,8 @@ cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) 
   return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);
 }
 
-cudaError_t decode(const DecodeCall& call, cudaStream_t stream) {
-  const DecodeParams& p = call.p;
-  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  const DecodeRows rows = call.rows <= 16 ? DecodeRows::kFew : DecodeRows::kMany;
-  const DecodeInstance* best = nullptr;
-  for (const DecodeInstance& instance : kDecode) {
-    const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
-    if (fits && (!best || instance.dim < best->dim)) best = &instance;
-  }
-  return best ? best->launch(call, stream) : cudaErrorNotSupported;
-}
+cudaError_t decode(const DecodeCall& call, cudaStream_t stream) { return launch(kDecode, call, stream); }
+cudaError_t step(const StepCall& call, cudaStream_t stream) { return launch(kStep, call, stream); }
 
 std::string compiled() {
   std::ostringstream text;
@@ -110,7 +120,7 @@ std::string compiled() {
   list(text, "query-major backward", kQueryMajor);
   list(text, "key-major backward", kKeyMajor);
   text << "decode:";
-  for (const DecodeInstance& instance : kDecode) {
+  for (const auto& instance : kDecode) {
     text << " " << (instance.dtype == DType::kBFloat16 ? "bfloat16" : "float16") << "/" << instance.dim << "/"
          << (instance.rows == DecodeRows::kFew ? "few" : "many");
   }

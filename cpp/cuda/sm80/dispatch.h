@@ -1,4 +1,4 @@
-// The sm80 family as the host sees it: four kernels, each of which picks its instance.
+// The sm80 family as the host sees it: kernels, each of which picks its instance.
 //
 // Where no instance fits, the answer is cudaErrorNotSupported. compiled() lists the instances.
 #pragma once
@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../calls.h"
-#include "../splits.h"
+#include "../step.h"
 #include "tiles.h"
 
 namespace dmattn::cuda::sm80 {
@@ -15,6 +15,7 @@ cudaError_t forward(const ForwardCall& call, cudaStream_t stream);
 cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream);
 cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream);
 cudaError_t decode(const DecodeCall& call, cudaStream_t stream);
+cudaError_t step(const StepCall& call, cudaStream_t stream);
 std::string compiled();
 
 }  // namespace dmattn::cuda::sm80

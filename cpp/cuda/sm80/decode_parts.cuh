@@ -1,0 +1,190 @@
+// What the kernels of decoding share: which keys and rows a block has, the rings that keys come through, and how blocks hand on
+// what they found.
+#pragma once
+
+#include "../common/cluster.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/parts.cuh"
+#include "tile.cuh"
+#include "tiles.h"
+
+namespace dmattn::cuda::sm80 {
+
+inline constexpr int kPlaceKeys = 16;  // neighbouring keys that are surely in one page
+
+// Which keys of which (batch, kv head) a block has, and for which rows. A row is a query of a head of the group.
+template <int kTileRows>
+struct DecodeTile {
+  int batch, kv_head, first_row, rows;  // `rows` of them exist
+  int part;
+  int length, first_key, last_key;
+
+  __device__ __forceinline__ explicit DecodeTile(const DecodeCall& call) {
+    const uint32_t tiles = (static_cast<uint32_t>(call.rows) + kTileRows - 1) / kTileRows;
+    const uint32_t kv_heads = static_cast<uint32_t>(call.p.kv_heads), parts = static_cast<uint32_t>(call.parts);
+    uint32_t index = block_index();
+    part = static_cast<int>(index % parts), index /= parts;
+    first_row = static_cast<int>(index % tiles) * kTileRows, index /= tiles;
+    kv_head = static_cast<int>(index % kv_heads), batch = static_cast<int>(index / kv_heads);
+    rows = min(kTileRows, call.rows - first_row);
+    first_key = part * call.block_splits * call.split_keys;
+  }
+  __device__ __forceinline__ void find_length(const DecodeCall& call) {
+    length = length_of(call.p, batch);
+    last_key = min(first_key + call.block_splits * call.split_keys, length);
+  }
+};
+
+// A chunk of keys and values in shared memory.
+template <int kDim, int kKeys>
+struct alignas(128) DecodeStage {
+  uint16_t keys[kKeys * kDim], values[kKeys * kDim];
+};
+
+// Copies chunks of keys into the ring of a team of warps. A chunk has one place or more, of 16 keys each; lane i of a warp knows
+// where place i begins.
+template <int kDim, int kKeys, int kStages, int kTeamThreads>
+struct ChunkCopies {
+  using Copy = RowCopy<kDim, kTeamThreads>;
+  static constexpr int kPlaces = kKeys / kPlaceKeys, kChunksAtOnce = 32 / kPlaces;
+  static constexpr int kStageBytes = sizeof(DecodeStage<kDim, kKeys>);
+
+  const DecodeParams& p;
+  int batch, kv_head;
+  int first_key, step;  // the first chunk's first key, and keys from one chunk to the next
+  int last_key = 0, chunks = 0;
+  int thread = 0;                            // of the team
+  uint32_t stages = 0, key_bias_stages = 0;  // the rings of this team
+  const float* key_bias = nullptr;           // [Smax], null: nothing to copy
+  const char *keys = nullptr, *values = {};  // where this lane's place begins
+  bool has_bad_page = false;
+
+  __device__ __forceinline__ int first_key_of(int chunk) const { return first_key + chunk * step; }
+
+  // Looks up the places from this chunk on. Nothing is read any more when a page number is out of range.
+  __device__ __forceinline__ void find_places(int chunk) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int key = first_key_of(chunk + lane / kPlaces) + lane % kPlaces * kPlaceKeys;
+    int page = batch, row = key;
+    if (p.page_table) {
+      const int page_size = static_cast<int>(p.page_size), entry = key / page_size;
+      page = key < last_key ? p.page_table[batch * p.table_stride + entry] : 0;
+      row = key - entry * page_size;
+      has_bad_page |= __any_sync(0xffffffffu, page < 0 || page >= p.pages) != 0;
+      if (has_bad_page) last_key = first_key;
+    }
+    keys = rows_of_head(p.key, page, kv_head) + row * p.key.row_stride * 2;
+    values = rows_of_head(p.value, page, kv_head) + row * p.value.row_stride * 2;
+  }
+
+  // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
+  __device__ __forceinline__ void start(int chunk) {
+    if (chunk < chunks) {
+      if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
+      const int stage = chunk % kStages, first = first_key_of(chunk);
+      uint32_t to = stages + stage * kStageBytes;
+#pragma unroll
+      for (int place = 0; place < kPlaces; ++place) {
+        const int lane = chunk % kChunksAtOnce * kPlaces + place, count = last_key - first - place * kPlaceKeys;
+        start_rows(to, from_lane(keys, lane), p.key.row_stride, p.head_dim, count);
+        start_rows(to + kStageBytes / 2, from_lane(values, lane), p.value.row_stride, p.value_dim, count);
+        to += kPlaceKeys * kDim * 2;
+      }
+      if (key_bias && thread < kKeys) {
+        copy_async_4(key_bias_stages + (stage * kKeys + thread) * 4, key_bias + first + thread, first + thread < last_key);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ const char* from_lane(const char* mine, int lane) {
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(mine), lane));
+  }
+  __device__ __forceinline__ void start_rows(uint32_t tile, const char* from, int64_t row_stride, int64_t width,
+                                             int count) const {
+    const Copy copy(static_cast<int>(width), thread);
+    const int wanted = copy.in_row ? count : 0;
+    from += copy.row * row_stride * 2 + copy.part * 16;
+#pragma unroll
+    for (int r = 0; r < kPlaceKeys; r += Copy::kRows) {
+      copy_async_16(tile + copy.offset(r), from, copy.row + r < wanted);
+      from += Copy::kRows * row_stride * 2;
+    }
+  }
+};
+
+// How the blocks of a cluster add up what they found: each has a share of the items, four columns of a row each, and the others
+// send it their parts of them. The mail lies behind what else a block has in shared memory.
+template <int kDim>
+struct ClusterShares {
+  static constexpr int kQuads = kDim / 4;
+  int parts, items, share;  // share: items of a block, less for the last
+
+  __host__ __device__ __forceinline__ ClusterShares(int parts, int rows)
+      : parts(parts), items(rows * kQuads), share((items + parts - 1) / parts) {}
+  __host__ __device__ __forceinline__ int bytes() const { return kHead + parts * share * kItemBytes; }
+  __device__ __forceinline__ int items_of(int part) const { return max(0, min(share, items - part * share)); }
+  __device__ __forceinline__ Mailbox& box(uint8_t* mail) const { return *reinterpret_cast<Mailbox*>(mail); }
+  __device__ __forceinline__ void open(uint8_t* mail, int part) const { box(mail).open(items_of(part) * parts * kItemBytes); }
+  // What `part` found for an item of the share.
+  __device__ __forceinline__ float4* values(uint8_t* mail, int part, int item) const {
+    return reinterpret_cast<float4*>(mail + kHead) + part * share + item;
+  }
+  __device__ __forceinline__ float2* sums(uint8_t* mail, int part, int item) const {
+    return reinterpret_cast<float2*>(mail + kHead + parts * share * sizeof(float4)) + part * share + item;
+  }
+
+ private:
+  static constexpr int kHead = 16, kItemBytes = sizeof(float4) + sizeof(float2);
+  static_assert(sizeof(Mailbox) <= kHead);
+};
+
+// Hands on what a block found, part_at(i, row, quad) for item i of each thread: writes the end result where the block has all
+// keys, otherwise its part.
+template <class T, int kDim, int kThreads, class Tile, class PartAt>
+__device__ __forceinline__ void hand_on(const DecodeCall& call, const Tile& here, PartAt part_at) {
+  constexpr int kQuads = kDim / 4;
+  const DecodeParams& p = call.p;
+  const int64_t first_row = (here.batch * p.kv_heads + here.kv_head) * call.rows + here.first_row;
+  for (int i = 0, at = static_cast<int>(threadIdx.x); at < here.rows * kQuads; at += kThreads, ++i) {
+    const int row = at / kQuads, column = at % kQuads * 4;
+    if (column >= p.value_dim) continue;
+    const Part part = part_at(i, row, at % kQuads);
+    if (call.part_out) {
+      const int64_t place = (first_row + row) * call.parts + here.part;
+      *reinterpret_cast<float4*>(call.part_out + place * p.value_dim + column) = part.values;
+      if (column == 0) call.part_sums[place] = part.sums;
+    } else {
+      finish_row<T>(p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, part);
+    }
+  }
+}
+
+// The same for the blocks of a cluster: each sends its parts to those who add them up, and writes the end result of its share.
+// All blocks have met.
+template <class T, int kDim, int kThreads, class Tile, class PartAt>
+__device__ __forceinline__ void share_out(const DecodeCall& call, const Tile& here, uint8_t* mail, PartAt part_at) {
+  constexpr int kQuads = kDim / 4;
+  const ClusterShares<kDim> shares(call.parts, here.rows);
+  Mailbox& box = shares.box(mail);
+  for (int i = 0, at = static_cast<int>(threadIdx.x); at < shares.items; at += kThreads, ++i) {
+    const int to = at / shares.share, item = at - to * shares.share;
+    const Part part = part_at(i, at / kQuads, at % kQuads);
+    box.send(shares.values(mail, here.part, item), to, part.values);
+    box.send(shares.sums(mail, here.part, item), to, part.sums);
+  }
+  box.wait();
+  for (int item = static_cast<int>(threadIdx.x); item < shares.items_of(here.part); item += kThreads) {
+    Part parts[kMostClusterParts];
+#pragma unroll
+    for (int i = 0; i < kMostClusterParts; ++i) {
+      parts[i] = Part::nothing();
+      if (i < call.parts) parts[i] = {*shares.sums(mail, i, item), *shares.values(mail, i, item)};
+    }
+    const int at = here.part * shares.share + item, row = at / kQuads, column = at % kQuads * 4;
+    if (column >= call.p.value_dim) continue;
+    finish_row<T>(call.p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, merge_all(parts));
+  }
+}
+
+}  // namespace dmattn::cuda::sm80
