@@ -49,8 +49,8 @@ def main(given: list[str] | None = None) -> list[Cost]:
         read = context
         row = Cost(
             context, nbytes(caches["bounded"]), nbytes(caches["growing"]),
-            seconds_of(lambda: step(model, tokens[:, :1], caches["bounded"]), 5),
-            seconds_of(lambda: step(dense, tokens[:, :1], caches["growing"]), 5),
+            seconds_of(lambda: step(model, tokens[:, :1], caches["bounded"]), 15),
+            seconds_of(lambda: step(dense, tokens[:, :1], caches["growing"]), 15),
         )  # fmt: skip
         # The steps that were timed added some tokens.
         caches["growing"].crop(context - caches["growing"].get_seq_length())

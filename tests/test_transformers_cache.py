@@ -56,6 +56,8 @@ def model(request):
 def automatic(model, rewind: int = 32) -> torch.nn.Module:
     """The same model that makes bounded caches by itself."""
     other = copy.deepcopy(model)
+    if other.config.model_type == "doge":
+        return enable_dynamic_mask_attention(other, bounded_cache=True, rewind=rewind)
     for layer in other.model.layers:
         layer.self_attn.cache_rewind = rewind
     return other
@@ -232,6 +234,18 @@ def test_a_cache_can_be_made_before_the_first_tokens(model):
     assert "window=" in repr(cache)
 
 
+def test_autocast(model):
+    tokens = prompt()["input_ids"]
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = bounded_cache(model)
+        parts = torch.cat([logits_after(model, cache, part) for part in tokens.split([12, 1, 7], 1)], 1)
+        whole = logits_after(model, None, tokens)
+    assert {parts.dtype, whole.dtype} == {torch.bfloat16}
+    part = cache.layers[0].cache
+    assert (part.selecting if cache.layers[0].local_heads else part).key.dtype == torch.bfloat16
+    assert parts.isfinite().all()
+
+
 # When a model makes its own -------------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +299,8 @@ def test_what_cannot_be_honoured_is_refused(model):
     offloaded.offloading = True
     with pytest.raises(ValueError, match="offloading: expected False with a bounded cache"):
         logits_after(model, offloaded, tokens)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"attention_mask: expected None or \[B, Sk\], got bool"):
+        other(**prompt("left"), past_key_values=bounded_cache(model))
     seen = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match=r"attention_mask: expected None or \[B, Sk\], got bool"):
         model(input_ids=tokens, attention_mask=seen, past_key_values=bounded_cache(model))
