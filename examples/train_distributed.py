@@ -36,7 +36,12 @@ class ChunkLayer(nn.Module):
         self.cp = cp
         self.attention_norm, self.mlp_norm = nn.RMSNorm(options.width), nn.RMSNorm(options.width)
         self.attention = DynamicMaskAttention(
-            options.width, options.heads, options.window, num_kv_heads=options.kv_heads, local=options.local, score="linear"
+            options.width,
+            options.heads,
+            options.window,
+            num_kv_heads=options.kv_heads,
+            local=options.local_window,
+            score="linear",
         )
         self.mlp = SwiGLU(options.width, 8 * options.width // 3 // 8 * 8)
         # Later keys rank higher, so that no two scores are equal.
@@ -89,7 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--window", type=int, default=64)
-    parser.add_argument("--local", type=int, default=32)
+    parser.add_argument("--local-window", type=int, default=32)  # torchrun would take --local for one of its own
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--compile", action="store_true", help="compile each layer")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="default: bfloat16 on GPUs, float32 on CPUs")

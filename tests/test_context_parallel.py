@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from subprocess import PIPE, STDOUT
+from subprocess import PIPE, STDOUT, Popen
 
 import dmattn
 import pytest
@@ -357,40 +357,59 @@ def test_a_rank_that_is_missing_or_gone_is_torchs_own_error():
         pool.close()
 
 
-# The example ---------------------------------------------------------------------------------------------------------------------------
+# Programs ------------------------------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def started(world, script, *arguments):
+    """A program of the checkout on so many ranks."""
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command = [sys.executable, *(starter if world > 1 else []), str(ROOT / script), *map(str, arguments)]
+    return Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=PIPE, stderr=STDOUT)
 
 
 def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
     """One process, two that share each sequence, and two pairs with sequences of their own; weights sharded over all of them."""
-    script = str(Path(__file__).parent.parent / "examples" / "train_distributed.py")
-    sizes = [
-        "--steps",
-        "3",
-        "--length",
-        "64",
-        "--width",
-        "32",
-        "--layers",
-        "2",
-        "--window",
-        "12",
-        "--local",
-        "4",
-        "--dtype",
-        "float64",
-        "--cp",
-    ]
-    runs = []
-    for world, cp in ((1, 1), (2, 2), (4, 2)):
-        output = str(tmp_path / f"{world}.json")
-        starter = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        command = [sys.executable, *starter, script, *sizes, str(cp), "--output", output]
-        runs.append((output, subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=PIPE, stderr=STDOUT)))
-    losses = []
-    for output, process in runs:
-        printed, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, printed.decode()
-        losses.append(torch.tensor(json.loads(Path(output).read_text())["losses"], dtype=torch.float64))
+    sizes = {"steps": 3, "length": 64, "width": 32, "layers": 2, "window": 12, "local-window": 4, "dtype": "float64"}
+    given = [x for name, value in sizes.items() for x in (f"--{name}", value)]
+    outputs, losses = [tmp_path / f"{number}.json" for number in range(3)], []
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(started(world, "examples/train_distributed.py", *given, "--cp", cp, "--output", output))
+            for (world, cp), output in zip(((1, 1), (2, 2), (4, 2)), outputs, strict=True)
+        ]
+        for process, output in zip(runs, outputs, strict=True):
+            printed, _ = process.communicate(timeout=600)
+            assert process.returncode == 0, printed.decode()
+            losses.append(torch.tensor(json.loads(output.read_text())["losses"], dtype=torch.float64))
     assert losses[0][-1] < losses[0][0]
     for other in losses[1:]:
         tolerance.assert_same_in_another_order(other, losses[0], torch.float64)
+
+
+def test_the_benchmark_runs_on_two_ranks(tmp_path):
+    """It compares with one process first, and refuses to time what differs."""
+    output = tmp_path / "times.json"
+    sizes = [
+        "--lengths",
+        "1024",
+        "--window",
+        "64",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "16",
+        "--repeats",
+        "1",
+        "--output",
+    ]
+    with started(2, "benchmarks/context_parallel.py", *sizes, output) as process:
+        printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed.decode()
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["bytes_in"]["rows"] == row["most_bytes_of_rows"] == 64 * (2 * 16 * 2 + 4)
+    assert row["bytes_in"]["scores"] == 512 * 4
+    assert row["ours"]["forward_ms"] > 0

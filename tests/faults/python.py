@@ -11,6 +11,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
 
 
 CACHE, VARLEN = "test_cache.py::", "test_varlen.py::"
+RANKS = "test_context_parallel.py::"
 FORWARD, BACKWARD, MASKS = "test_forward.py::", "test_backward.py::", "test_masks.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "test_dynamic_mask_attention.py::", "test_autograd.py::", "test_registration.py::"
 
@@ -32,6 +33,19 @@ FAULTS = [
             "scores that only select are added to the logits of a chunk", CACHE + "test_recency_and_scores_that_select_only"),
     in_file("nn/mixed_cache.py", "query.shape[1] // self.num_kv_heads * first", "first",
             "local heads answer too few queries", "test_mixed_cache.py::test_all_heads_see_what_one_mask_shows_them"),
+    # Context parallelism.
+    in_file("distributed/needs.py", "return torch.where(places < first, places, EMPTY)", "return torch.where(places < first, places, 0)",
+            "an empty slot shows the first key again", RANKS + "test_ranks_compute_what_one_process_computes"),
+    in_file("distributed/needs.py", "seen = end > first if start is None", "seen = end >= first if start is None",
+            "a key that has just died takes a slot", RANKS + "test_ranks_compute_what_one_process_computes"),
+    in_file("distributed/exchange.py", "packed = _packed(gradients, head * length + slot)", "packed = _packed(gradients, head * length)",
+            "the first slot's gradient goes to the owners of all", RANKS + "test_ranks_compute_what_one_process_computes"),
+    in_file("distributed/exchange.py", "summed = total[touched].to(", "summed = torch.zeros_like(total[touched]).to(",
+            "a row that several ranks need loses its own rank's gradient", RANKS + "test_ranks_compute_what_one_process_computes"),
+    in_file("distributed/agreement.py", 'if name == "length" or', 'if name in ("length", "window") or',
+            "ranks with other windows go on", RANKS + "test_a_rank_that_was_called_differently_is_an_error_on_every_rank"),
+    in_file("distributed/chunks.py", "if ranks != sorted(ranks):", "if False:",
+            "a mesh whose ranks are in another order is taken", RANKS + "test_on_one_dimension_of_a_mesh"),
     # The public functions.
     in_file("call.py", "torch.where(visible, FOREVER, ALWAYS)", "torch.where(visible, ALWAYS, FOREVER)",
             "a bool mask of keys alone is inverted", FORWARD + "test_what_nobody_sees_has_no_effect"),

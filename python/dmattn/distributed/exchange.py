@@ -245,8 +245,12 @@ def _carry_back(
     lengths: Sequence[int],
     rank: int,
     group: str,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what :func:`_carry` gave -> gradients of the rank's own key, value and key_bias, those from other ranks included."""
+    """Gradients of what :func:`_carry` gave -> gradients of the rank's own key, value and key_bias, those from other ranks included.
+
+    ``in_place``: results may be parts of what is given, which nobody needs any more.
+    """
     chunks = Chunks(group, rank, lengths)
     batch, heads, length, _ = grad_key.shape
     count = slots.shape[-1]
@@ -259,9 +263,13 @@ def _carry_back(
     packed = _packed(gradients, head * length + slot)
     # The rows' way back: what had come in goes out.
     returned = _unpacked(_exchanged(packed, received_counts, sent_counts, chunks, "gradients"), gradients)
-    own_gradients = [gradient[:, :, count:].contiguous() for gradient in gradients]
-    for mine, rows in zip(own_gradients, returned, strict=True):
-        _add_rows(mine.view(-1, mine.shape[-1]), routes.sent, rows, sent_counts)
+    before = count if in_place else 0  # rows of slots in front of the own ones
+    places = routes.sent + (routes.sent // max(1, own) + 1) * before
+    own_gradients = []
+    for gradient, rows in zip(gradients, returned, strict=True):
+        whole = gradient.contiguous() if in_place else gradient[:, :, count:].clone(memory_format=torch.contiguous_format)
+        _add_rows(whole.view(-1, whole.shape[-1]), places, rows, sent_counts)
+        own_gradients.append(whole[:, :, before:])
     return own_gradients[0], own_gradients[1], grad_key.new_empty(0) if grad_key_bias is None else own_gradients[2]
 
 
@@ -325,9 +333,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_key: Tensor, grad_value: Tensor, grad_key_bias: Tensor, _: Any) -> tuple[Any, ...]:
-    grads = torch.ops.dmattn_distributed.carry_back(
-        grad_key, grad_value, grad_key_bias if ctx.has_bias else None, *ctx.saved_tensors, *ctx.rest
-    )
+    return _gradients(torch.ops.dmattn_distributed.carry_back, ctx, grad_key, grad_value, grad_key_bias)
+
+
+def _gradients(back: Any, ctx: Any, grad_key: Tensor, grad_value: Tensor, grad_key_bias: Tensor, *rest: Any) -> tuple[Any, ...]:
+    grads = back(grad_key, grad_value, grad_key_bias if ctx.has_bias else None, *ctx.saved_tensors, *ctx.rest, *rest)
     return grads[0], grads[1], grads[2] if ctx.has_bias else None, *(None for _ in range(8))
 
 
@@ -343,7 +353,7 @@ class Carry(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return *_backward(ctx, *gradients), None
+        return *_gradients(_carry_back, ctx, *gradients[:3], True), None
 
 
 torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=_ops)
