@@ -26,6 +26,7 @@ from dmattn.distributed.chunks import Chunks
 from dmattn.testing.tolerance import assert_same_by_another_way
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
@@ -101,8 +102,6 @@ def times(run: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad_out: Tenso
 
 
 def peer_times(job: Job, repeats: int) -> dict[str, float]:
-    from torch.distributed.tensor.experimental import context_parallel
-
     mesh = init_device_mesh("cuda", (job.world,))
     with context_parallel(mesh, buffers=[], buffer_seq_dims=[]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return times(job.peer, job.inputs[:3], job.grad_out, repeats)

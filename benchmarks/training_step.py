@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention
 from dmattn.nn import DynamicMaskAttention
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 VOCABULARY = 512
@@ -79,9 +81,6 @@ def peer_context(world: int, device: torch.device) -> contextlib.AbstractContext
     """torch's context_parallel for the peer on several ranks, and cuDNN's attention."""
     stack = contextlib.ExitStack()
     if world > 1:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-
         mesh = init_device_mesh(device.type, (world,))
         stack.enter_context(context_parallel(mesh, buffers=[], buffer_seq_dims=[]))
     if device.type == "cuda":

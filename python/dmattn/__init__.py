@@ -4,12 +4,13 @@ Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:
 :class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
 """
 
+import torch
+
 from dmattn import _library
 
 _library.load()
 
 from dmattn import autograd, batching, fake, flops, profiling, unsupported  # noqa: E402, F401  (they register rules for the ops)
-from dmattn import distributed as distributed  # noqa: E402
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
@@ -26,6 +27,9 @@ from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
 
 profiling.install()
+if torch.distributed.is_available():  # torch can be built without it
+    from dmattn import distributed as distributed
+
 unsupported.refuse_scripting(
     attention,
     decode_attention,
@@ -50,7 +54,6 @@ __all__ = [
     "attention_weights",
     "build_info",
     "decode_attention",
-    "distributed",
     "dynamic_mask_attention",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dmattn import checks
 from dmattn.attention import attention
@@ -21,9 +22,6 @@ from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import select_interval
 from dmattn.sizes import Sizes, key_bias_rows, sizes_of
-
-if TYPE_CHECKING:  # importing it takes time
-    from torch.distributed.device_mesh import DeviceMesh
 
 CAUSAL, MASK, SCORES = range(3)
 
