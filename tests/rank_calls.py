@@ -30,6 +30,11 @@ def call(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
     return context_parallel_attention(**arguments, group=group).detach()
 
 
+def call_with_generators(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    torch.manual_seed(dist.get_rank(group))
+    return call(group, arguments)
+
+
 def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int]]) -> list[bool]:
     """Whether compiled results and gradients are the eager ones, for several lengths of the ranks' chunks; a second graph is an error."""
     rank = dist.get_rank(group)
