@@ -141,6 +141,11 @@ def test_at_most_window_rows_a_key_head_come_in(ranks, world):
         most = sum(options.values())
         assert [0 < one["rows"] <= groups * most * row for one in traffic] == [False] + [True] * (world - 1)
         assert [one["scores"] for one in traffic] == [groups * 4 * (length - length // world)] * world
+        if world > 2:  # exactly those that some query sees
+            visible = top_k_visible(scores, **options)
+            cuts = even_cuts(length, world)
+            needed = [int(visible[:, :, first:last, :first].any(2).sum()) for first, last in itertools.pairwise(cuts)]
+            assert [one["rows"] for one in traffic] == [rows * row for rows in needed]
         # Gradients go back the way that rows came.
         assert sum(one["gradients"] for one in traffic) == sum(one["rows"] for one in traffic)
 
