@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -133,6 +134,10 @@ def graphed(runs: Sequence[Callable[[], object]], repeats: int) -> float:
 
 def graph_samples(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Microseconds of one run, a sample for each replay of a CUDA graph that holds all of them, after replays that are thrown away."""
+    if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        raise RuntimeError(
+            "PYTORCH_NO_CUDA_MEMORY_CACHING: expected unset, because memory must not be given back inside a capture"
+        )
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), torch.no_grad():

@@ -20,6 +20,7 @@ inline constexpr int kMostParts = (1 << 20) / kMostSplitKeys;
 inline constexpr int kMostClusterParts = 16;
 
 inline constexpr int kTileRows = 16;  // of blocks that form clusters
+inline constexpr int kLightRows = 8;  // up to so many rows a block of its own keeps up with memory
 
 // Keys in a split, by the capacity of the cache and the rows of a key head alone: what else is in the batch must not change a
 // sequence's sums. From 32 splits on, splits grow instead.
@@ -47,27 +48,40 @@ struct DecodeCall {
   float* part_out = nullptr;    // [B, Hkv, rows, parts, Dv]
 };
 
+// Whether the blocks of a sequence are a cluster, where there may be one: all clusters fit at once, and most multiprocessors have
+// a block, unless the cluster is the largest possible one. Its blocks are short, because those of a long cluster of many may
+// share multiprocessors while others idle, and because a block alone is slow where there is much to compute.
+inline bool fits_cluster(const DecodeCall& call, int block_splits, int splits, int multiprocessors) {
+  constexpr int kShortKeys = 512, kFewParts = 4;
+  const auto parts_of = [&](int of_block) { return (splits + of_block - 1) / of_block; };
+  const int64_t heads = call.p.batch * call.p.kv_heads,
+                width = call.p.head_dim > call.p.value_dim ? call.p.head_dim : call.p.value_dim;
+  const int parts = parts_of(block_splits);
+  if (call.rows > kTileRows || parts < 2 || parts > kMostClusterParts || heads * parts > multiprocessors) return false;
+  const bool is_largest = block_splits == 1 || parts_of(block_splits / 2) > kMostClusterParts;
+  if (!is_largest && 2 * heads * parts < multiprocessors) return false;
+  const bool is_light = call.rows <= kLightRows && width > 64 && width <= 128;
+  return block_splits * call.split_keys <= kShortKeys || (is_light && parts <= kFewParts);
+}
+
 // How many neighbouring splits a block takes, by shapes and the device; it changes no bits. All of them where that leaves a block
-// for most multiprocessors; otherwise as many as leave the device two rounds of blocks. The blocks of a sequence are a cluster
-// where there may be one, all clusters fit at once, and their blocks are short: those of a long cluster may share multiprocessors
-// while others idle.
+// for most multiprocessors; otherwise as many as a cluster needs where there may be one; otherwise as many as leave the device
+// enough blocks.
 inline void group_splits(DecodeCall& call, int splits, int multiprocessors, bool may_be_cluster) {
-  constexpr int kBlocksOfTwoRounds = 4, kMostKeysOfCluster = 512;
   const int64_t heads = call.p.batch * call.p.kv_heads;
-  const auto parts_of = [&](int block_splits) { return (splits + block_splits - 1) / block_splits; };
+  const auto parts_of = [&](int of_block) { return (splits + of_block - 1) / of_block; };
   const bool takes_all = splits <= kMostBlockSplits && heads * 8 >= int64_t{multiprocessors} * 7;
-  const int64_t least = takes_all ? 1 : int64_t{kBlocksOfTwoRounds} * multiprocessors;
-  while (call.block_splits < kMostBlockSplits && call.block_splits < splits && heads * parts_of(2 * call.block_splits) >= least) {
+  // Two blocks fit a multiprocessor: one round of them, or two where there is much to compute.
+  const int64_t least = takes_all                 ? 1
+                        : call.rows <= kLightRows ? int64_t{multiprocessors} * 19 / 10
+                                                  : int64_t{multiprocessors} * 4;
+  const int most = takes_all ? kMostBlockSplits : kMostBlockSplits / 2;
+  while (call.block_splits < most && call.block_splits < splits && heads * parts_of(2 * call.block_splits) >= least) {
     call.block_splits *= 2;
   }
-  const auto fits_cluster = [&](int block_splits) {
-    const int parts = parts_of(block_splits);
-    return may_be_cluster && call.rows <= kTileRows && parts > 1 && parts <= kMostClusterParts &&
-           heads * parts <= multiprocessors && block_splits * call.split_keys <= kMostKeysOfCluster;
-  };
-  for (int block_splits = call.block_splits; !call.is_cluster && block_splits < splits && block_splits <= kMostBlockSplits;
+  for (int block_splits = call.block_splits; may_be_cluster && !call.is_cluster && block_splits <= kMostBlockSplits;
        block_splits *= 2) {
-    if (fits_cluster(block_splits)) call.block_splits = block_splits, call.is_cluster = true;
+    if (fits_cluster(call, block_splits, splits, multiprocessors)) call.block_splits = block_splits, call.is_cluster = true;
   }
   call.parts = parts_of(call.block_splits);
 }
