@@ -7,7 +7,7 @@ import warnings
 import dmattn
 import pytest
 import torch
-from dmattn import autograd, ops, profiling
+from dmattn import autograd, call, ops, profiling
 from dmattn.testing import strategies
 
 tensor = strategies.random_tensor
@@ -60,6 +60,17 @@ def test_a_line_is_printed_for_each_call(switched, capsys, device, dtype):
     counted = dmattn.stats(query.shape, dmattn.IntervalMask.top_k(scores, 8), key.shape, is_causal=True, dtype=dtype)
     assert first == f"dmattn: {counted.line}, on {out.device}"
     assert "mask block: 100.00% of pairs visible" in second
+
+
+def test_steps_that_decode_are_printed_and_marked_as_well(switched, monkeypatch, capsys, ranges, device, dtype):
+    """Few queries beside many keys are served by the op ``decode``, here on a CPU, too."""
+    monkeypatch.setattr(call, "DECODE_DEVICES", {device})
+    query, key, value = (tensor((1, heads, length, 16), heads, dtype, device) for heads, length in ((4, 1), (2, 5000), (2, 5000)))
+    switched(DMATTN_LOG="1", DMATTN_NVTX="1")
+    dmattn.attention(query, key, value, is_causal=True)
+    counted = dmattn.stats(query.shape, None, key.shape, is_causal=True, dtype=dtype)
+    assert capsys.readouterr().err == f"dmattn: {counted.line}, on {query.device}\n"
+    assert ranges == ["dmattn.decode", "end"]
 
 
 def test_compiled_programs_print_and_mark_nothing(switched, capsys, ranges):

@@ -16,33 +16,41 @@ from dmattn.stats import count
 
 Call = Callable[..., Any]
 VARIABLES = ("DMATTN_LOG", "DMATTN_NVTX")
-# The functions of ops.py, by the names of their ops.
-MARKED = ("select", "forward", "decode", "cache_update", "cache_join", "cache_extend", "cache_rewind")
+# The functions of ops.py, and the op that each calls.
+SAME = ("select", "forward", "decode", "cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind")
+MARKED = {name: name for name in SAME} | {"decode_if_plain": "decode"}
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
     """Replaces the functions that the public functions call by ones that print or mark, where the environment asks for it."""
     log, nvtx = (environment.get(name, "") not in ("", "0") for name in VARIABLES)
     if log:
-        ops.forward = logged(ops.forward)
+        ops.forward = logged(ops.forward, lambda inputs: (inputs[3:9], inputs[12]))
+        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: ((None,) * 6, inputs[7]))
     if nvtx and torch.version.cuda is None:
         warnings.warn("DMATTN_NVTX: this torch was built without CUDA and has no NVTX, so nothing is marked", stacklevel=2)
     elif nvtx:
-        for name in MARKED:
-            setattr(ops, name, marked(f"dmattn.{name}", getattr(ops, name)))
+        for name, op in MARKED.items():
+            setattr(ops, name, marked(f"dmattn.{op}", getattr(ops, name)))
         autograd._gradients = marked("dmattn.backward", autograd._gradients)
 
 
-def logged(forward: Call) -> Call:
-    """The op ``forward`` with a line on stderr for each eager call. Reading the mask waits for its device."""
+def logged(op: Call, mask_of: Callable[[tuple[Any, ...]], tuple[Any, bool]]) -> Call:
+    """An op of attention with a line on stderr for each eager call that it serves. Reading the mask waits for its device.
 
-    @functools.wraps(forward)
+    Args:
+        op: takes query, key, value and more.
+        mask_of: from all of its arguments to the six tensors of the mask that ``forward`` takes, and is_causal.
+    """
+
+    @functools.wraps(op)
     def call(*inputs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not ops._watched(inputs) and not inputs[0].is_meta:
-            query, key, value, *masks = inputs[:9]
-            counted = count((query.shape, key.shape, value.shape), query.dtype, tuple(masks), inputs[12])
-            print(f"dmattn: {counted.line}, on {query.device}", file=sys.stderr, flush=True)
-        return forward(*inputs)
+        result = op(*inputs)
+        if result is not None and not torch.compiler.is_compiling() and not ops._watched(inputs) and not inputs[0].is_meta:
+            masks, is_causal = mask_of(inputs)
+            counted = count([given.shape for given in inputs[:3]], inputs[0].dtype, masks, is_causal)
+            print(f"dmattn: {counted.line}, on {inputs[0].device}", file=sys.stderr, flush=True)
+        return result
 
     return call
 
