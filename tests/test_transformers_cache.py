@@ -33,6 +33,8 @@ def scattered(model) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if name.endswith((".A", "dt_proj.weight")):
                 parameter.normal_()
+            elif name.endswith("log_slope"):  # else the last heads' slopes hardly count
+                parameter.fill_(-1.0)
     return model
 
 

@@ -102,7 +102,7 @@ FAULTS = [
             "padding is taken back from a bounded cache", "test_transformers_cache.py::test_crop_is_as_if_tokens_had_never_come"),
     in_file("integrations/transformers/cache.py", "out = _taken(out, order.argsort(dim=1))", "out = _taken(out, order)",
             "outputs stand where their tokens did not", "test_transformers_cache.py::test_logits_in_parts_are_those_of_one_pass"),
-    in_file("integrations/transformers/layers.py", "ranks = self._ranks(self.scores(value), cache.length)", "ranks = self._ranks(self.scores(value), 0)",
+    in_file("integrations/transformers/layers.py", "cache.next_positions(key.shape[2], real, key.device)", "torch.arange(key.shape[2])[None]",
             "recency begins anew with every call", "test_transformers_cache.py::test_logits_in_parts_are_those_of_one_pass"),
     in_file("integrations/transformers/layers.py", "added = None if self.taught else scores", "added = scores",
             "taught scores are added to the logits", "test_transformers_convert.py::test_a_layer_attends_to_what_its_settings_say"),

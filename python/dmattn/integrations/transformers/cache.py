@@ -99,6 +99,11 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._count(tokens, real)
         return out
 
+    def next_positions(self, tokens: int, real: Tensor | None, device: torch.device) -> Tensor:
+        """int64 [B|1, T]: at which positions of their sequences, counted without padding, the next T tokens will stand."""
+        steps = torch.arange(tokens, device=device)[None] if real is None else (real.cumsum(1) - 1).clamp(min=0)
+        return steps if self.cache is None else steps + self.cache.length[:, None]
+
     def _count(self, tokens: int, real: Tensor | None) -> None:
         self.length += tokens
         if self.rewind == 0:

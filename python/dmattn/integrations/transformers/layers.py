@@ -125,7 +125,7 @@ class SelectingAttention(nn.Module):
         if added is not None and not self.local_heads:
             plain: Tensor = dynamic_mask_attention(query, key, value, scores, self.window, **sizes, **shared)
             return plain
-        ranks = self._ranks(scores, 0)
+        ranks = self._ranks(scores, torch.arange(scores.shape[2], device=scores.device)[None])
         mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
         out: Tensor = attention(query, key, value, mask, key_bias=added, **shared)
         if self.taught and self.training and torch.is_grad_enabled() and query.shape[2] == key.shape[2]:
@@ -133,12 +133,12 @@ class SelectingAttention(nn.Module):
             self.last_score_loss = losses[self.local_heads :].mean()
         return out
 
-    def _ranks(self, scores: Tensor, first: int) -> Tensor:
-        """What keys are selected by; the first of them stands at position ``first``."""
+    def _ranks(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """What keys are selected by: scores [B, Hkv, S], and recency by positions [B|1, S] of theirs."""
         if self.log_slope is None:
             return scores
         slopes = slopes_of(self.log_slope)
-        return scores + slopes[:, None] * torch.arange(first, first + scores.shape[2], device=slopes.device, dtype=slopes.dtype)
+        return scores + slopes[:, None] * positions[:, None].to(slopes.dtype)
 
     def _competing(self, ranks: Tensor) -> Tensor:
         """The ranks, -inf in heads that see local windows and sinks alone."""
@@ -203,7 +203,7 @@ class SelectingAttention(nn.Module):
                     f"attention_mask: expected one about the {key.shape[2]} new tokens, got one about {attention_mask.shape[3]} keys"
                 )
             real = attention_mask[:, 0, 1] > attention_mask[:, 0, 0]
-        ranks = self._ranks(self.scores(value), cache.length)
+        ranks = self._ranks(self.scores(value), cache.next_positions(key.shape[2], real, key.device))
         query, key, value = autocast(padded(query), padded(key), padded(value))
         return cache.attend(query, key, value, ranks, real, self.scaling, self.taught)
 
