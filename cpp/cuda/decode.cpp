@@ -20,8 +20,7 @@ void align_caches(CheckedDecode& checked) {
 }
 
 // How the keys of a sequence are cut; the workspace is asked for later.
-DecodeCall call_of(const DecodeParams& p, int32_t device) {
-  const bool has_clusters = choose_family(device) != Family::kSm80;  // both families run the same kernels
+DecodeCall call_of(const DecodeParams& p, int32_t device, bool may_be_cluster) {
   DecodeCall call{p};
   call.scale = static_cast<float>(p.scale);
   call.group = static_cast<int>(p.heads / p.kv_heads), call.rows = static_cast<int>(call.group * p.queries);
@@ -30,7 +29,7 @@ DecodeCall call_of(const DecodeParams& p, int32_t device) {
   const int64_t all_rows = p.batch * p.heads * p.queries;
   check(all_rows * splits < int64_t{1} << 31, "query: expected B x H x T x splits below 2^31, got ", p.batch, " x ", p.heads,
         " x ", p.queries, " x ", splits);
-  group_splits(call, splits, device_attribute<cudaDevAttrMultiProcessorCount>(device), has_clusters);
+  group_splits(call, splits, device_attribute<cudaDevAttrMultiProcessorCount>(device), may_be_cluster);
   return call;
 }
 
@@ -40,27 +39,29 @@ void run_decode(CheckedDecode& checked, const Device& device, const CacheParams*
   const DecodeParams& p = checked.params;
   check_cuda_dtype(p.dtype);
   const int64_t all_rows = p.batch * p.heads * p.queries;
+  const bool has_clusters = choose_family(device.index()) != Family::kSm80;  // both families run the same kernels
   if (all_rows == 0) {
-    choose_family(device.index());  // a wrong name is an error all the same
     if (cache && p.batch * p.kv_heads > 0) DMATTN_CUDA_CHECK(launch_cache_update(*cache, device.stream()));
     return;
   }
   align_caches(checked);
-  DecodeCall call = call_of(p, device.index());
+  DecodeCall call = call_of(p, device.index(), has_clusters);
   const auto check_decode_launch = [&](cudaError_t status) {
     check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
           "; compiled: ", sm80::compiled());
     check_cuda(status, "decode kernel");
   };
-  const bool is_one_kernel = cache && call.rows <= kTileRows && (call.parts == 1 || call.is_cluster);
-  if (is_one_kernel) {
-    StepCall step{call, *cache};
-    step.decode.p.lengths = nullptr;  // the cache has them
-    return check_decode_launch(sm80::step(step, device.stream()));
+  // Do everything in one kernel where a block or a cluster has all keys of a sequence.
+  if (call.is_cluster || (cache && call.rows <= kTileRows && call.parts == 1)) {
+    StepCall step{call, cache ? *cache : CacheParams{}};
+    if (cache) step.decode.p.lengths = nullptr;  // the cache has them
+    const cudaError_t status = cache ? sm80::step(step, device.stream()) : sm80::decode(call, device.stream());
+    if (status != cudaErrorInvalidClusterSize) return check_decode_launch(status);
+    call = call_of(p, device.index(), false);
   }
   if (cache) DMATTN_CUDA_CHECK(launch_cache_update(*cache, device.stream()));
   std::optional<Tensor> parts;
-  if (call.parts > 1 && !call.is_cluster) {
+  if (call.parts > 1) {
     const int64_t count = all_rows * call.parts;
     parts = empty_on(checked.query, {count * (p.value_dim + 2)}, ScalarType::Float);
     call.part_out = static_cast<float*>(parts->data_ptr());

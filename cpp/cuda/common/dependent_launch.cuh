@@ -47,6 +47,35 @@ inline bool has_dependent_launch() {
 #endif
 }
 
+// Which cluster sizes of up to 16 blocks a kernel's devices have room for: bit size - 1 says yes, bit size + 15 no.
+using ClusterSizes = std::array<std::atomic<uint32_t>, 64>;
+
+// Does the current device have room for a cluster of so many blocks? One of more than 8 needs that many multiprocessors beside
+// each other, which some devices lack. Asked once for each size.
+template <class... Parameters>
+bool has_room_for_cluster(void (*kernel)(Parameters...), unsigned cluster, unsigned threads, size_t shared_bytes,
+                          ClusterSizes& known) {
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  const bool has_place = device < static_cast<int>(known.size());
+  const uint32_t yes = 1u << (cluster - 1), no = yes << 16;
+  if (has_place && known[device] & (yes | no)) return known[device] & yes;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster), config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute, config.numAttrs = 1;
+  int count = 0;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    count = 0;
+  }
+  if (has_place) known[device] |= count > 0 ? yes : no;
+  return count > 0;
+}
+
 // Launches blocks in clusters of `cluster` along x. More than one needs has_dependent_launch().
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, unsigned threads,
