@@ -424,6 +424,8 @@ BAD = {
     "a tensor for a mask": (lambda: call(mask=pairs("bool 2-D")), TypeError, "mask: expected an IntervalMask, a BlockMask or both joined, got Tensor"),
     "an interval mask of another length": (lambda: call(mask=FEW), ValueError, "mask: expected an IntervalMask for S=7 keys, got one for 5"),
     "a block mask of another length": (lambda: call(mask=BlockMask.from_bool(pairs("bool 2-D").T)), ValueError, "mask: expected a BlockMask for L=5, S=7, got one for 7, 5"),
+    "a mask of other sequences, weights": (lambda: MODULE(X[:1], M[:1], M[:1], mask=IntervalMask.padding(7, torch.tensor([3, 4]))), ValueError, r"mask: expected one for \[B\|1, H\|1\] with B=1, H=4, got one for \[2, 1\]"),
+    "a block mask of other heads": (lambda: call(mask=BlockMask.from_bool(torch.ones(1, 3, 5, 7).bool())), ValueError, r"mask: expected one for \[B\|1, H\|1\] with B=3, H=4, got one for \[1, 3\]"),
     "blocks and more keys": (lambda: MultiheadAttention(E, H, add_zero_attn=True, batch_first=True, dtype=WIDE)(X, M, M, mask=BlockMask.from_bool(pairs("bool 2-D"))), ValueError, "mask: expected an IntervalMask with add_bias_kv or add_zero_attn"),
     "is_causal as a number": (lambda: call(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
     "a window of 0": (lambda: MultiheadAttention(E, H, window=0), ValueError, "window: expected a positive int, got 0"),

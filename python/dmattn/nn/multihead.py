@@ -127,6 +127,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         extra = k.shape[2] - keys
         if extra and isinstance(mask, BlockMask | CombinedMask):
             raise ValueError("mask: expected an IntervalMask with add_bias_kv or add_zero_attn, got one with blocks")
+        if mask is not None:
+            _check_heads(mask, batch, self.num_heads)
 
         # Say what is visible, and what is added to the logits.
         hidden, key_bias = self._of_keys(key_padding_mask, is_batched, batch, keys, extra)
@@ -278,6 +280,13 @@ def _mask_tensor(name: str, given: object) -> Tensor:
     mask = checks.tensor(name, given)
     checks.dtype(name, mask, (torch.bool, *checks.DTYPES["cpu"]))
     return mask
+
+
+def _check_heads(mask: Mask, batch: int, heads: int) -> None:
+    """Refuses a mask of other sequences or heads, which plain torch operations would broadcast."""
+    given = mask.shape[:2]
+    if given[0] not in (1, batch) or given[1] not in (1, heads):
+        raise ValueError(f"mask: expected one for [B|1, H|1] with B={batch}, H={heads}, got one for {list(given)}")
 
 
 def _has_kernels(query: Tensor) -> bool:
