@@ -69,6 +69,16 @@ def test_refused_tokens_leave_no_trace():
     assert_same_state(cache.selecting, made(history).selecting)
 
 
+def test_both_caches_reset_the_rows_of_an_iterator_and_say_what_can_be_taken_back():
+    history = History(6, torch.float32, "cpu", H=6, Hkv=3)
+    cache = made(history)
+    cache.attend(*history.tokens(0, 6))
+    assert cache.kept.tolist() == [[4, 4, 4], [4, 4, 4]]
+    cache.reset(iter([1]))
+    assert cache.streaming.length.tolist() == cache.selecting.length.tolist() == [6, 0]
+    assert cache.kept.tolist() == [[4, 4, 4], [0, 0, 0]]
+
+
 def test_caches_that_do_not_fit_each_other():
     streaming, selecting = BoundedCache(2, 1, 0, 8, local=3), BoundedCache(2, 1, 4, 8, local=3)
     for one, other, error, message in (

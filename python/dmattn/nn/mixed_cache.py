@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, overload
 
 import torch
@@ -109,6 +109,8 @@ class MixedCache(nn.Module):
 
     def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
         """See :meth:`dmattn.BoundedCache.reset`."""
+        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
+            rows = list(rows)  # an iterator gives its numbers once
         self.streaming.reset(rows)
         self.selecting.reset(rows)
 
@@ -120,6 +122,11 @@ class MixedCache(nn.Module):
     def length(self) -> Tensor:
         """int32 [B]: how many tokens of each sequence were taken in."""
         return self.selecting.length
+
+    @property
+    def kept(self) -> Tensor:
+        """int32 [B, Hkv]: how many tokens can be taken back, see :class:`dmattn.BoundedCache`; a copy."""
+        return torch.cat((self.streaming.kept, self.selecting.kept), 1)
 
     @property
     def batch_size(self) -> int:
