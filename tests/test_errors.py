@@ -283,6 +283,7 @@ PUBLIC = {
         lambda: dmattn.scaled_dot_product_attention(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 5), torch.randn(1, 1, 4, 8)),
         ValueError, "key: expected a last dimension E=3 like query, got 5"),
     "rotary factor 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.0), ValueError, "partial_rotary_factor: expected a number in (0, 1]"),
+    "rotary factor of no dimension": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.2), ValueError, "partial_rotary_factor: expected at least two of the 8 dimensions of a head, got 0.2"),
     "rotary factor 2": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=2), ValueError, "0 <= partial_rotary_factor <= 1"),
     "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
     "projection elsewhere": (

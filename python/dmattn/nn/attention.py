@@ -41,7 +41,7 @@ class DynamicMaskAttention(nn.Module):
         head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
         bias: whether the projections have biases.
         rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
-        partial_rotary_factor: part of the dimensions of a head, the first ones, that rotate; in (0, 1].
+        partial_rotary_factor: part of the dimensions of a head, the first ones and at least two, that rotate; up to 1.
         is_causal: whether queries select among the keys up to their own position.
         local: latest keys that every query sees whatever their scores; only with is_causal.
         sink: first keys of each document that every query sees whatever their scores; only with is_causal.
@@ -114,6 +114,10 @@ class DynamicMaskAttention(nn.Module):
         self.partial_rotary_factor = checks.number("partial_rotary_factor", partial_rotary_factor, low=0.0, high=1.0)
         if self.partial_rotary_factor == 0:
             raise ValueError("partial_rotary_factor: expected a number in (0, 1], got 0; rope_theta=None rotates nothing")
+        if rope_theta is not None and int(head_dim * self.partial_rotary_factor) < 2:
+            raise ValueError(
+                f"partial_rotary_factor: expected at least two of the {head_dim} dimensions of a head, got {partial_rotary_factor}"
+            )
         self.taught = checks.flag("taught", taught)
         checks.positive_int("score_queries", score_queries)
         self.score_queries = score_queries
