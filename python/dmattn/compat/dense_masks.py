@@ -129,8 +129,15 @@ def create_mask(
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
     """
-    for name, size in (("batch_size", batch_size), ("query_len", query_len), ("key_len", key_len)):
+    sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len}
+    for name, size in sizes.items():
         checks.natural_int(name, size)
+    shape = checks.tensor("attention_bias", attention_bias).shape
+    fits = len(shape) == 4 and shape[0] in (1, batch_size) and shape[2] in (1, query_len) and shape[3] == key_len
+    if not fits:
+        raise ValueError(
+            f"attention_bias: expected {LAYOUT} with B={batch_size}, Sq={query_len}, Sk={key_len}, got {list(shape)}"
+        )
     if not isinstance(type, str) or type not in ("topk", "relu"):
         raise ValueError(f'type: expected "topk" or "relu", got {type!r:.80}')
     if attention_mask is not None and checks.tensor("attention_mask", attention_mask).dim() == 2:

@@ -111,6 +111,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 [B + 1]: 0 and the end of each sequence. Values are checked where they lie on the CPU.
         max_seqlen_q, max_seqlen_k: the greatest lengths; results do not depend on them.
         block_table: integers [B, max_pages]: key j of sequence b lies in page ``block_table[b, j // page_size]``; such pages are copied.
+            Values are checked where they lie on the CPU.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as in :func:`flash_attn_func`.
         return_attn_probs: also return lse.
 
@@ -170,6 +171,7 @@ def varlen(
     room = 0
     if block_table is not None:
         table = layouts.check_table("block_table", block_table, batch, q)
+        layouts.check_pages("block_table", table, ends_k.diff(), k)
         k, v = (layouts.from_pages(pages, table, batch) for pages in (k, v))
         room = k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)

@@ -53,7 +53,7 @@ def flash_attn_with_kvcache(
             where they lie on the CPU.
         cache_batch_idx: integers [B], each sequence's row of the cache.
         cache_leftpad: integers [B], the number of keys at the beginning of each sequence that are padding.
-        block_table: integers [B, max_pages]; page_table is flash-attn 3's name for it.
+        block_table: integers [B, max_pages]; page_table is flash-attn 3's name for it. Values are checked where they lie on the CPU.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in :func:`flash_attn_func`; the last query stands at the last key.
         rotary_interleaved: pairs are neighbours; if False, halves.
         num_splits: taken and not needed.
@@ -95,6 +95,8 @@ def flash_attn_with_kvcache(
     lengths = _lengths(cache_seqlens, batch, room, k, q)
     if k is not None or v is not None:
         new = _new(k, v, q, k_cache, v_cache)
+        if block_table is not None:
+            layouts.check_pages("block_table", block_table, lengths + new[0].shape[1], k_cache)
         if rotary_cos is not None or rotary_sin is not None:
             if cache_leftpad is not None:
                 raise ValueError("rotary_cos: expected None beside cache_leftpad, got a tensor: turn q and k before the call")
@@ -105,6 +107,8 @@ def flash_attn_with_kvcache(
         lengths = lengths + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos: expected None without k, got a tensor: only new keys are turned")
+    elif block_table is not None:
+        layouts.check_pages("block_table", block_table, lengths, k_cache)
 
     # Attend to the cache where it lies, if the kernel for that can say what is asked for.
     simple = left is None and right in (None, 0) and slopes is None and cache_leftpad is None and (right == 0 or queries == 1)
@@ -188,7 +192,9 @@ def _append(
         index = (row[:, None].expand_as(place), place)
     else:
         page_size = k_cache.shape[1]
-        index = (table.long().gather(1, place // page_size), place % page_size)
+        page = table.long().gather(1, place // page_size)
+        page = torch.where(page < 0, k_cache.shape[0], page)  # a negative number would count from the last page
+        index = (page, place % page_size)
     with torch.no_grad():
         k_cache[index], v_cache[index] = new
 

@@ -252,6 +252,21 @@ def check_table(name: str, given: object, batch: int, like: Tensor) -> Tensor:
     return table
 
 
+def check_pages(name: str, table: Tensor, lengths: Tensor, pages: Tensor) -> None:
+    """Refuses a table without room for sequences of these lengths [B], or that sends their keys to pages which are not there. Values are
+    checked on the CPU; what lies behind a sequence's end is never read and may be any number."""
+    if not (checks.values_are_known(table) and checks.values_are_known(lengths)):
+        return
+    number, page_size = pages.shape[:2]
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if longest > table.shape[1] * page_size:
+        raise ValueError(f"{name}: expected room for {longest} keys, got {table.shape[1]} pages of {page_size}")
+    used = torch.arange(table.shape[1]) * page_size < lengths[:, None]
+    wrong = table[used & ((table < 0) | (table >= number))]
+    if wrong.numel():
+        raise ValueError(f"{name}: expected pages from 0 to {number - 1}, got {int(wrong[0])}")
+
+
 def from_pages(pages: Tensor, table: Tensor, batch: int) -> Tensor:
     """The rows of pages [pages, page_size, ...] in the order of their sequences, [B, max_pages * page_size, ...]: a copy."""
     if pages.shape[0] == 0:
