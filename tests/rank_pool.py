@@ -26,16 +26,16 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """``size`` processes with a gloo group each of the first 1, 2, ... of them."""
+    """``size`` processes with a group each of the first 1, 2, ... of them, over gloo or, on GPUs, over NCCL."""
 
-    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int, timeout: float = TIMEOUT, device: str = "cpu") -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._folder.name, timeout, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self._folder.name, timeout, device, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -77,12 +77,16 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, folder: str, timeout: float, pipe: Any) -> None:
+def _serve(rank: int, size: int, folder: str, timeout: float, device: str, pipe: Any) -> None:
     torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     store = dist.FileStore(str(Path(folder) / "store"), size)
     wait = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-    groups = {world: dist.new_group(list(range(world)), timeout=wait, backend="gloo") for world in range(1, size + 1)}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    groups = {world: dist.new_group(list(range(world)), timeout=wait, backend=backend) for world in range(1, size + 1)}
     while True:
         try:
             name, world, arguments = pickle.loads(pipe.recv_bytes())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn import batching, composed
+from dmattn import batching, composed, sharding
 from dmattn._library import rules
 from dmattn.fake import accumulate_dtype
 
@@ -187,6 +187,8 @@ def _has_tangent(inputs: tuple[Any, ...]) -> bool:
 
 
 def _forward_rule(*inputs: Any) -> Any:
+    if sharding.any_sharded(inputs):
+        return sharding.forward(inputs)
     if _has_tangent(inputs):
         return Attention.apply(*inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
@@ -213,6 +215,8 @@ def refuse_gradients(name: str = "decode_attention") -> None:
 
 
 def _decode_rule(*inputs: Any) -> Any:
+    if sharding.any_sharded(inputs):
+        return sharding.decode(inputs)
     if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         refuse_gradients()
     return below_autograd(torch.ops.dmattn.decode, inputs)

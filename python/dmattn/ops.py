@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn import autograd, unsupported
+from dmattn import autograd, sharding, unsupported
 
 # nothing symbolic, fake, wrapped or otherwise special
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
@@ -23,7 +23,9 @@ def forward(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their derivatives out."""
     if _watched(inputs):
         unsupported.refuse_onnx()
-        if torch.compiler.is_compiling() or not autograd.transforms_are_active():
+        if sharding.any_sharded(inputs):
+            out, lse, _ = sharding.forward(inputs)
+        elif torch.compiler.is_compiling() or not autograd.transforms_are_active():
             out, lse, _ = torch.ops.dmattn.forward(*inputs)
         else:
             out, lse, _ = autograd.Attention.apply(*inputs)
@@ -39,6 +41,8 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
     """``torch.ops.dmattn.select``, likewise; selection has no derivative."""
     if _watched((scores, segment_end, window, local, sink)):
         unsupported.refuse_onnx()
+        if sharding.any_sharded((scores, segment_end)):
+            return sharding.select(scores, segment_end, window, is_causal, local, sink)
         end: Tensor = torch.ops.dmattn.select(scores.detach(), segment_end, window, is_causal, local, sink)
         return end
     with torch._C._AutoDispatchBelowAutograd():
@@ -49,6 +53,8 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
 def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.decode``, likewise; decoding has no derivative."""
     if _watched(inputs):
+        if sharding.any_sharded(inputs):
+            return sharding.decode(inputs)
         out, lse = torch.ops.dmattn.decode(*inputs)
         return out, lse
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
@@ -96,6 +102,8 @@ def cache_rewind(*inputs: object) -> None:
 
 def _change(op: Callable[..., Any], name: str, inputs: tuple[object, ...]) -> Any:
     if _watched(inputs):
+        if sharding.any_sharded(inputs):
+            sharding.refuse(name)
         return op(*inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         autograd.refuse_gradients(name)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.fake import accumulate_dtype
+from dmattn.sharding import beside
 from dmattn.sizes import Sizes
 
 
@@ -30,14 +31,14 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
     checks.dtype("lse", checks.tensor("lse", lse), (torch.float64, torch.float32))
     if lse.dim() != 3:
         raise ValueError(f"lse: expected 3 dimensions [B, H, Sq], got shape {checks.shape_of(lse)}")
-    column = sinks_of_heads(sinks, lse.shape[1], lse.device, lse.dtype)[:, None]
+    column = beside(lse, sinks_of_heads(sinks, lse.shape[1], lse.device, lse.dtype))[:, None]
     absent = column == -torch.inf  # or the derivative of -inf beside -inf would be NaN
     return torch.where(absent, lse, torch.logaddexp(lse, torch.where(absent, 0.0, column)))
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
     """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero."""
-    column = sinks_of_heads(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype))[:, None]
+    column = beside(lse, sinks_of_heads(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype)))[:, None]
     share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)  # of the weights, what the keys keep
     return (out * share[..., None]).to(out.dtype)
 

@@ -22,6 +22,7 @@ from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.detect import function_sizes, on_grid
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import IntervalMask
+from dmattn.sharding import is_sharded
 
 GPU_TILE = 128  # queries and keys: the tiles that CUDA kernels walk
 
@@ -379,6 +380,8 @@ def _tile(block: int, device: torch.device) -> int:
 
 
 def _pack(mask: Tensor, query_length: int, key_length: int, given: tuple[int, int], wanted: tuple[int, int]) -> BlockMask:
+    if is_sharded(mask):
+        raise TypeError("mask: expected a plain tensor, the same on all ranks, got a DTensor: a block mask is packed whole")
     tile_q, tile_k = _tile(wanted[0], mask.device), _tile(wanted[1], mask.device)
     tiles, rows, columns = torch.ops.dmattn.pack_tiles(mask, query_length, key_length, *given, tile_q, tile_k)
     bits = torch.ops.dmattn.pack_bits(mask, tiles, query_length, key_length, *given, tile_q, tile_k, _slots(tiles))

@@ -19,6 +19,7 @@ from dmattn.masks.bounds import ALWAYS as ALWAYS
 from dmattn.masks.bounds import FOREVER as FOREVER
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
+from dmattn.sharding import alike
 
 Segments = Literal["causal", "whole"]
 
@@ -470,8 +471,8 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
         return NotImplemented
     if not (mask.any_length or other.any_length or mask.serves(other._length)):
         raise ValueError(f"other: expected a mask for Sk={mask.key_length} keys like the first, got one for {other.key_length}")
-    start = torch.maximum(*same_heads(mask.start, other.start, "other"))
-    end = torch.minimum(*same_heads(mask.end, other.end, "other"))
+    start = torch.maximum(*alike(*same_heads(mask.start, other.start, "other")))
+    end = torch.minimum(*alike(*same_heads(mask.end, other.end, "other")))
     segments: Segments | None = None
     if mask.segments is not None and other.segments is not None:
         segments = "causal" if "causal" in (mask.segments, other.segments) else "whole"

@@ -1,0 +1,92 @@
+"""DTensors: whatever way batches and heads are dealt out to ranks, results and gradients are those of whole tensors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import rank_sharding
+import torch
+from rank_pool import Ranks
+
+LAYOUTS = [("batch",), ("heads",), ("none",)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="ranks talk over gloo")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")]),
+    ],
+)
+def ranks(request):
+    """Four processes, or one on each of two GPUs."""
+    pool = Ranks(4 if request.param == "cpu" else 2, device=request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_two_ranks_compute_what_one_does(ranks, layout):
+    ranks.run("rank_sharding:attend", [([layout], list(rank_sharding.CASES))] * 2)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_dimensions(ranks):
+    """Four ranks deal out batches along one dimension and heads along the other, or either along both."""
+    if ranks.size < 4:
+        pytest.skip("four ranks")
+    layouts = [("batch", "heads"), ("heads", "batch"), ("none", "heads"), ("batch", "batch")]
+    ranks.run("rank_sharding:attend", [(layouts, ["top-k", "rows of heads, key_bias", "sinks"])] * 4)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_key_heads(ranks):
+    ranks.run("rank_sharding:attend_with_few_key_heads", [()] * ranks.size)
+
+
+@pytest.mark.slow
+def test_partial_sums_decoding_packing_and_ops(ranks):
+    ranks.run("rank_sharding:attend_to_sums", [()] * 2)
+    ranks.run("rank_sharding:run_other_functions", [()] * 2)
+
+
+@pytest.mark.slow
+def test_compiled_calls(ranks):
+    ranks.run("rank_sharding:attend", [(LAYOUTS[:2], ["top-k", "top-k in documents"], True)] * 2)
+
+
+@pytest.mark.slow
+def test_dropout(ranks):
+    ranks.run("rank_sharding:drop", [()] * 2)
+
+
+BAD = {
+    "sequence": r"ValueError: query: expected Shard\(0\) \(batch\), Shard\(1\) \(heads\) or Replicate\(\) on dimension 'tp' of its mesh, got "
+    r"Shard\(dim=2\); dmattn.distributed.context_parallel_attention computes with a sequence that ranks share$",
+    "sequence of keys": r"ValueError: key: expected .* got Shard\(dim=2\); dmattn.distributed.context_parallel_attention",
+    "sequence of scores": r"ValueError: scores: expected .* got Shard\(dim=2\); dmattn.distributed.context_parallel_attention",
+    "head size": r"ValueError: query: expected .* got Shard\(dim=3\)$",
+    "groups": r"ValueError: query: expected numbers of heads that 2 ranks can share by whole groups, got H=6, Hkv=3$",
+    "pages": r"ValueError: key_cache: expected Shard\(2\) \(heads\) or Replicate\(\) on dimension 'tp' of its mesh, got Shard\(dim=0\)$",
+    "two meshes": "ValueError: query, key, value: expected DTensors of one mesh, got",
+    "bool mask": "TypeError: mask: expected a plain tensor, the same on all ranks, got a DTensor",
+    "cache": r"TypeError: BoundedCache.attend: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local\(\)$",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_no_rank_could_compute_alone_is_refused(ranks):
+    for answers in ranks.run("rank_sharding:refused", [()] * 2):
+        assert answers.keys() == BAD.keys()
+        for name, message in BAD.items():
+            assert re.match(message, answers[name]), f"{name}: {answers[name]}"
+
+
+def test_dmattn_leaves_dtensors_unloaded(run_python):
+    """The import of torch.distributed.tensor takes seconds, and a call with plain tensors does not need it."""
+    call = "x = torch.randn(1, 1, 4, 8); dmattn.attention(x, x, x)"
+    program = f"import sys, torch, dmattn; {call}; print('torch.distributed.tensor' in sys.modules)"
+    finished = run_python("-c", program)
+    assert finished.stdout.strip() == "False", finished.stderr
