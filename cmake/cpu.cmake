@@ -1,4 +1,5 @@
-# dmattn_cpu_kernels: cpp/cpu/kernels.cpp compiled once per instruction set; cpp/cpu/levels.h chooses among them at run time.
+# dmattn_cpu_kernels: cpp/cpu/kernels.cpp and reduce_kernels.cpp compiled once per instruction set; cpp/cpu/levels.h chooses among
+# them at run time.
 # To add an instruction set, add a row here and its name in cpp/cpu/levels.h. The first row is the baseline and has no flags.
 add_library(dmattn_cpu_kernels INTERFACE)
 set(DMATTN_CPU_LEVELS "baseline")
@@ -9,7 +10,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(dmattn_flags_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 endif()
 foreach(level IN LISTS DMATTN_CPU_LEVELS)
-  add_library(dmattn_cpu_${level} OBJECT cpp/cpu/kernels.cpp)
+  add_library(dmattn_cpu_${level} OBJECT cpp/cpu/kernels.cpp cpp/cpu/reduce_kernels.cpp)
   target_compile_definitions(dmattn_cpu_${level} PRIVATE DMATTN_CPU_LEVEL=${level})
   target_compile_options(dmattn_cpu_${level} PRIVATE -O3 -ffp-contract=fast -fno-math-errno -fno-trapping-math -fno-exceptions
                          ${dmattn_flags_${level}})

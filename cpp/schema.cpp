@@ -21,6 +21,7 @@
 //     T new ones: key [B, Hkv, visible + T, D], value likewise, scores and int32 key_position, end [B, Hkv, visible + T]
 //     slot int32 [B, Hkv, visible]: where the cached keys lie
 //     cache_join gives these, from N >= visible slots and T new tokens, and int32 segment_end [B, Hkv, visible + T] for select
+//   reduce_sum, reduce_max: input of any shape and strides; dim None: over all dimensions
 // Ops are positional and take no list: see docs/semantics.md for what each argument means. They are functional but for four of
 // the bounded cache, which declare what they write.
 #include "library.h"
@@ -86,4 +87,8 @@ DMATTN_OPS(m) {
       "cache_rewind(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) score_cache, Tensor(d!) position, "
       "Tensor(e!) entered, Tensor(f!) steps, Tensor(g!) kept, "
       "Tensor count, SymInt window, SymInt local, SymInt sink) -> ()");
+
+  m.def("reduce_sum(Tensor input, int? dim=None, bool keepdim=False) -> Tensor");
+
+  m.def("reduce_max(Tensor input, int? dim=None, bool keepdim=False) -> Tensor");
 }

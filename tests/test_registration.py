@@ -187,6 +187,30 @@ def test_opcheck_cache(sizes, dtype):
     torch.library.opcheck(ops.cache_extend.default, (*arguments, count, *sizes[:3]))
 
 
+def reduce_inputs():
+    """Tensors of every kind that a reduction walks in its own way."""
+    x = tensor((3, 300, 9), 0)
+    return {
+        "plain": x,
+        "gradients": x.clone().requires_grad_(),
+        "transposed": x.movedim(0, -1).detach().requires_grad_(),
+        "strided": strategies.laid_out(tensor((2, 3, 20, 16), 1), "strided").requires_grad_(),
+        "scalar": tensor((), 2).requires_grad_(),
+        "bfloat16": tensor((2, 5000), 3, torch.bfloat16).requires_grad_(),
+        "float64": tensor((2, 5), 3, torch.float64).requires_grad_(),
+        "int8": torch.arange(12, dtype=torch.int8).view(3, 4),
+        "bool": torch.arange(12).view(3, 4) > 4,
+    }
+
+
+@pytest.mark.parametrize("kind", reduce_inputs())
+@pytest.mark.parametrize(("dim", "keepdim"), [(None, False), (0, True), (-1, False)])
+def test_opcheck_reduce(kind, dim, keepdim):
+    x = reduce_inputs()[kind]
+    torch.library.opcheck(ops.reduce_sum.default, (x, dim, keepdim))
+    torch.library.opcheck(ops.reduce_max.default, (x, dim, keepdim))
+
+
 # compile ------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -154,3 +154,21 @@ def test_cache(sizes):
             cache.rewind(back.to(cache.key.device))
     for name, state in cpu.state_dict().items():
         assert torch.equal(gpu.state_dict()[name].cpu(), state), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.int64], ids=str)
+def test_reduce(dtype):
+    """Rows with and without vectors, columns of few and of many elements, one and several chunks, and both forms of pass two."""
+    shapes = [
+        ((9000,), None),
+        ((5, 300), 1),
+        ((3, 4099), 1),
+        ((7, 40), 0),
+        ((300, 70), 0),
+        ((2, 4100, 9), 1),
+        ((4096 * 130,), None),
+    ]
+    for seed, (shape, dim) in enumerate(shapes):
+        given = (tensor(shape, seed) * 50).to(dtype)
+        for op in (torch.ops.dmattn.reduce_sum, torch.ops.dmattn.reduce_max):
+            assert torch.equal(op(given.cuda(), dim).cpu(), op(given, dim))

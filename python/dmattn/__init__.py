@@ -10,7 +10,7 @@ from dmattn import _library
 
 _library.load()
 
-from dmattn import autograd, batching, fake, flops, profiling, unsupported  # noqa: E402, F401  (they register rules for the ops)
+from dmattn import autograd, batching, fake, flops, profiling, reductions, unsupported  # noqa: E402, F401  (they register rules for the ops)
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402

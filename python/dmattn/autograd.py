@@ -180,7 +180,7 @@ class AttentionGradients(torch.autograd.Function):
 _rules = rules()
 
 
-def _has_tangent(inputs: tuple[Any, ...]) -> bool:
+def has_tangent(inputs: tuple[Any, ...]) -> bool:
     """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``."""
     tensors = (x for x in inputs if isinstance(x, Tensor) and x.layout == torch.strided and x.is_floating_point())
     return any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
@@ -189,7 +189,7 @@ def _has_tangent(inputs: tuple[Any, ...]) -> bool:
 def _forward_rule(*inputs: Any) -> Any:
     if sharding.any_sharded(inputs):
         return sharding.forward(inputs)
-    if _has_tangent(inputs):
+    if has_tangent(inputs):
         return Attention.apply(*inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
         return ShortAttention.apply(*inputs)
@@ -198,7 +198,7 @@ def _forward_rule(*inputs: Any) -> Any:
 
 def _backward_rule(*inputs: Any) -> Any:
     inputs = _with_default(inputs)
-    if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+    if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         return AttentionGradients.apply(*inputs)
     return below_autograd(torch.ops.dmattn.backward, inputs)
 
@@ -217,15 +217,15 @@ def refuse_gradients(name: str = "decode_attention") -> None:
 def _decode_rule(*inputs: Any) -> Any:
     if sharding.any_sharded(inputs):
         return sharding.decode(inputs)
-    if _has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+    if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         refuse_gradients()
     return below_autograd(torch.ops.dmattn.decode, inputs)
 
 
 def _cache_rule(name: str, *inputs: Any) -> Any:
     # Inductor traces what writes its arguments twice, and expects the same nodes: ask for tangents only where there can be some.
-    has_tangent = forward_ad._current_level >= 0 and _has_tangent(inputs)
-    if has_tangent or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+    is_dual = forward_ad._current_level >= 0 and has_tangent(inputs)
+    if is_dual or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         refuse_gradients(name)
     return below_autograd(getattr(torch.ops.dmattn, name), inputs)
 

@@ -12,6 +12,9 @@ from dmattn._library import rules
 
 F = TypeVar("F", bound=Callable[..., object])
 OPS: list[str] = []  # the names of all ops
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# What reduce_sum and reduce_max take.
+REDUCED = (*FLOATING, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def fake(function: F) -> F:
@@ -268,3 +271,31 @@ def cache_rewind(
 ) -> None:
     tensors = (value_cache, score_cache, position, entered, steps, kept, count)
     check_one_device("cache_rewind", "key_cache", key_cache, *tensors)
+
+
+def reduced_shape(name: str, given: Tensor, dim: int | None, keepdim: bool) -> list[int]:
+    """The shape of a reduction's result; raises as the kernels do."""
+    rank = given.dim()
+    places = max(rank, 1)  # a scalar has a dimension 0
+    if given.dtype not in REDUCED:
+        raise RuntimeError(f"dmattn: input: expected dtype {', '.join(str(dtype) for dtype in REDUCED)}, got {given.dtype}")
+    if dim is not None and not -places <= dim < places:
+        raise RuntimeError(f"dmattn: dim: expected a dimension from {-places} to {places - 1}, got {dim}")
+    reduced = range(rank) if dim is None or rank == 0 else [dim % rank]
+    if name == "reduce_max":
+        for axis in reduced:
+            torch._check(
+                given.shape[axis] != 0, lambda: "dmattn: reduce_max: expected at least one element to take the maximum of"
+            )
+    return [1 if axis in reduced else size for axis, size in enumerate(given.shape) if keepdim or axis not in reduced]
+
+
+@fake
+def reduce_sum(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    dtype = input.dtype if input.is_floating_point() else torch.int64
+    return input.new_empty(reduced_shape("reduce_sum", input, dim, keepdim), dtype=dtype)
+
+
+@fake
+def reduce_max(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return input.new_empty(reduced_shape("reduce_max", input, dim, keepdim))

@@ -12,7 +12,7 @@ def in_file(
     return Fault("cpu", f"cpp/{name}", old, new, wrong, tests, objects, environment, harmless)
 
 
-CACHE = "test_cache.py::"
+CACHE, REDUCE = "test_cache.py::", "test_reduce.py::"
 FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "test_masks.py::", "test_select.py::"
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
@@ -213,6 +213,19 @@ FAULTS = [
             "what all batches share is read beyond its end by the second", FORWARD + "test_drawn_cases"),
     in_file("params.h", "x = (x ^ (x >> 15)) * 0x846ca68bU;\n  return", "x = (x ^ (x >> 14)) * 0x846ca68bU;\n  return",
             "the hash of dropout is another one", FORWARD + "test_dropout_is_a_function_of_the_seed", objects="dmattn_cpu_avx512 dmattn_cpu_avx2 dmattn_cpu_baseline"),
+    # Reductions.
+    in_file('reduce_arguments.h', 'runs.back().stride == next.size * next.stride', 'runs.back().stride >= next.size * next.stride',
+            'dimensions with a gap between them are walked as one', REDUCE + 'test_dimensions_and_layouts'),
+    in_file("cpu/reduce_kernels.cpp", "spare[i] = Join::join(lanes[2 * i], lanes[2 * i + 1]);", "spare[i] = Join::join(lanes[i], lanes[i + count / 2]);",
+            "lanes are joined with those half of them away", REDUCE + "test_the_order_is_the_one_that_is_documented"),
+    in_file('cpu/reduce_kernels.cpp', 'sums[column] = Join::join(joined[level][column], sums[column]);', 'sums[column] = Join::join(joined[0][column], sums[column]);',
+            "groups of columns' lanes are joined with the wrong ones", REDUCE + 'test_many_neighbouring_sequences'),
+    in_file('cpu/reduce_kernels.cpp', 'return ((a != a) | (a > b)) ? a : b;', 'return a > b ? a : b;',
+            'a NaN before the largest is lost', REDUCE + 'test_nan_and_infinities_propagate'),
+    in_file('cpu/reduce_kernels.cpp', '{ return x != 0; }', '{ return x; }',
+            'the bytes of a bool count as numbers', REDUCE + 'test_bytes_of_a_bool_are_true_where_they_are_not_zero'),
+    in_file('cpu/reduce_kernels.cpp', 'lanes[i] = Join::join(lanes[i], partials[first + i]);', 'lanes[i % 256] = Join::join(lanes[i % 256], partials[first + i]);',
+            'pass two has as many lanes as pass one', REDUCE + 'test_the_order_is_the_one_that_is_documented'),
     # Harmless.
     in_file("cpu/convert.h", "size >= 0x47800000U ? infinite : finite", "size > 0x47800000U ? infinite : finite",
             "65536 is not infinite by the range test",

@@ -10,7 +10,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
 
 
-CACHE = "test_cache.py::"
+CACHE, REDUCE = "test_cache.py::", "test_reduce.py::"
 FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
     "test_forward.py::",
     "test_backward.py::",
@@ -122,4 +122,13 @@ FAULTS = [
             "slots are numbered from one", MASKS + "test_from_bool_there_and_back"),
     in_file("common/pack.cu", "if (query >= place.query_end || key >= place.key_end) return 0;", "if (query > place.query_end || key > place.key_end) return 0;",
             "bits beyond a tile's end are read from the mask's next row", MASKS + "test_packing_ops_in_every_tile_shape " + MASKS + "test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask"),
+    # Reductions.
+    in_file('common/reduce.cu', 'if (first + e < n) lane', 'if (first + e <= n) lane',
+            'the element behind a sequence is added', REDUCE + 'test_dimensions_and_layouts'),
+    in_file('common/reduce.cu', 'while (rows < 32 && rows * kOwned < p.count) rows *= 2;', 'while (rows < 16 && rows * kOwned < p.count) rows *= 2;',
+            "half of the columns' lanes have no thread", REDUCE + 'test_many_neighbouring_sequences'),
+    in_file('common/reduce.cu', 'value = join_warp<typename K::Join>(of_warps[thread % 32]);', 'value = of_warps[thread % 32];',
+            "of long sequences the first warp's part alone is stored", REDUCE + 'test_the_order_is_the_one_that_is_documented'),
+    in_file("common/reduce.cu", "K::Join::join(joined[threadIdx.x], joined[threadIdx.x + away * columns]);", "K::Join::join(joined[threadIdx.x], joined[threadIdx.x]);",
+            "rows of threads are joined with themselves", REDUCE + "test_many_neighbouring_sequences"),
 ]  # fmt: skip

@@ -46,6 +46,11 @@ FAULTS = [
             "ranks with other windows go on", RANKS + "test_a_rank_that_was_called_differently_is_an_error_on_every_rank"),
     in_file("distributed/chunks.py", "if ranks != sorted(ranks):", "if False:",
             "a mesh whose ranks are in another order is taken", RANKS + "test_on_one_dimension_of_a_mesh"),
+    # Reductions.
+    in_file("reductions.py", "return wins.to(given.dtype) / counts", "return wins.to(given.dtype)",
+            "each of several largest elements gets the whole gradient", "test_reduce.py::test_a_maximum_shares_its_gradient_as_torch_does"),
+    in_file("reductions.py", "op(given, dim % rank + 1, keepdim), 0", "op(given, dim % rank, keepdim), 0",
+            "vmap reduces over the samples", "test_reduce.py::test_transforms"),
     # The public functions.
     in_file("call.py", "torch.where(visible, FOREVER, ALWAYS)", "torch.where(visible, ALWAYS, FOREVER)",
             "a bool mask of keys alone is inverted", FORWARD + "test_what_nobody_sees_has_no_effect"),

@@ -199,6 +199,27 @@ def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[st
     }
 
 
+def assert_sum_close(given: Tensor, dim: int | None, keepdim: bool, result: Tensor) -> None:
+    """The rule for a sum of floating-point numbers: eager is torch.sum, and every term takes part in what is rounded on the way.
+
+    Args:
+        given: what was summed.
+        dim, keepdim: as for torch.sum.
+        result: the sum.
+
+    Raises:
+        AssertionError: names the place, the error and what was allowed.
+    """
+    dims = list(range(given.dim())) if dim is None else [dim]
+    exact = given.detach().to(TRUTH)
+    truth, size = exact.sum(dims, keepdim=keepdim), exact.abs().sum(dims, keepdim=keepdim)
+    size = torch.where(torch.isfinite(size), size, 0.0)
+    assert result.dtype == given.dtype, f"sum: expected dtype {given.dtype}, got {result.dtype}"
+    eager = given.detach().sum(dims, keepdim=keepdim)
+    terms = Terms(torch.zeros((), dtype=TRUTH, device=given.device), size)
+    _compare_in(given.dtype, "sum", result, truth, eager, terms, f"{list(given.shape)} over {dim}")
+
+
 def assert_same_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """The rule for two ways to compute one result of a problem that is too large for the reference.
 
@@ -263,14 +284,18 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compare(name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Terms, case: AttentionCase) -> float:
-    """The largest error as a part of what is allowed."""
+    return _compare_in(case.query.dtype, name, result, truth, eager, terms, case)
+
+
+def _compare_in(dtype: torch.dtype, name: str, result: Tensor, truth: Tensor, eager: Tensor, terms: Terms, case: object) -> float:
+    """The largest error as a part of what is allowed; dtype: what the inputs are stored in."""
     assert result.shape == truth.shape, f"{name}: expected shape {list(truth.shape)}, got {list(result.shape)} in {case}"
     if result.numel() == 0:
         return 0.0
-    summed = torch.finfo(accumulate_dtype(case.query.dtype))
+    summed = torch.finfo(accumulate_dtype(dtype))
     stored = torch.finfo(result.dtype)
     if name != "lse":  # inside a gradient there are weights and out in query's dtype, whatever dtype the gradient has
-        stored = max(stored, torch.finfo(case.query.dtype), key=lambda info: info.eps)
+        stored = max(stored, torch.finfo(dtype), key=lambda info: info.eps)
     rounded = truth.to(result.dtype).to(TRUTH)
     given = result.detach().to(TRUTH)
     finite = torch.isfinite(rounded)

@@ -1,0 +1,12 @@
+// The border between the host side of reductions and their kernels: params in, work enqueued on a stream, no torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../reduce_params.h"
+
+namespace dmattn::cuda {
+
+cudaError_t launch_reduce(const ReduceParams& p, cudaStream_t stream);
+
+}  // namespace dmattn::cuda
