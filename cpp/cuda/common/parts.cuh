@@ -37,7 +37,12 @@ struct MergeFactors {
   __device__ __forceinline__ MergeFactors(float2 early_sums, float2 late_sums) {
     const float early_top = early_sums.y == 0.0f ? negative_infinity() : early_sums.x;
     const float late_top = late_sums.y == 0.0f ? negative_infinity() : late_sums.x;
-    top = fmaxf(early_top, late_top), early = rebase(early_top, top), late = rebase(late_top, top);
+    top = fmaxf(early_top, late_top), early = factor_of(early_sums, top), late = factor_of(late_sums, top);
+  }
+  // Weights without a maximum are all NaN, and stay so.
+  static __device__ __forceinline__ float factor_of(float2 sums, float top) {
+    if (sums.y == 0.0f) return 0.0f;
+    return sums.x == negative_infinity() ? 1.0f : exp2_approx((sums.x - top) * kLog2e);
   }
   // A sum of nothing may hold NaN.
   __device__ __forceinline__ float add(float x, float y) const {
