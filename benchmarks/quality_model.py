@@ -60,6 +60,7 @@ class Settings:
     teach: float = 0.0  # weight of a loss that teaches the scores the dense attention of `teach_rows` queries a step
     teach_rows: int = 64
     teach_last: float = 0.0  # part of those queries that are drawn from the last sixteenth of the sequence
+    teach_from: float = 0.0  # the others are drawn from behind this part of the sequence
     teach_peak: bool = False  # whether a query counts as much as the most it pays to one key that competes
     explore: bool = False  # whether those queries really attend densely in that step, so that queries and keys learn from it too
     # Training
@@ -152,6 +153,7 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "rows4": {"teach_rows": 256},
         "peak": {"teach_peak": True},
         "last": {"teach_last": 0.5},
+        "late": {"teach_from": 0.5},
         "mixed": {"plain_heads": heads // 2},
         "quarter": {"plain_heads": heads // 4},
         "flat": {"flat_heads": heads // 4},  # beside recency: heads that look for content wherever it is
@@ -285,10 +287,10 @@ class Attention(nn.Module):
         the attention that later queries pay to it, and the best `window` keys then hold the most attention.
         """
         s, length = self.settings, score.shape[2]
-        late = round(s.teach_rows * s.teach_last)
+        late, begin = round(s.teach_rows * s.teach_last), length * s.teach_from
         spread = s.teach_rows - late
         rows = torch.cat((
-            (torch.arange(spread, device=score.device) + torch.rand(spread, device=score.device)) * (length / max(spread, 1)),
+            begin + (torch.arange(spread, device=score.device) + torch.rand(spread, device=score.device)) * ((length - begin) / max(spread, 1)),
             length * (1 - torch.rand(late, device=score.device) / 16),
         ))  # fmt: skip
         rows = rows.long().clamp(max=length - 1)

@@ -54,6 +54,7 @@ def described(s: dict[str, Any]) -> str:
     words += ["queries that explore"] if s["explore"] else []
     words += [f"{s['teach_rows']} queries teach"] if s["teach"] and s["teach_rows"] != 64 else []
     words += ["half of those that teach are among the last"] if s.get("teach_last") else []
+    words += ["the others in the second half"] if s.get("teach_from") else []
     words += ["sharp queries teach more"] if s.get("teach_peak") else []
     words += ["noise"] if s["noise"] else []
     words += ["scores that look ahead"] if s["lookahead"] else []

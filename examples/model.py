@@ -35,18 +35,9 @@ class Layer(nn.Module):
         self.attention_norm = nn.RMSNorm(width)
         # The layer's recommended settings: half of the key heads see the last `local` keys, the others these and the `window` best before.
         # Scores select only. They learn from a loss of their own which keys later queries would look at.
-        self.attention = DynamicMaskAttention(
-            width,
-            heads,
-            window,
-            num_kv_heads=kv_heads,
-            local=local,
-            local_heads=kv_heads // 2,
-            score="linear",
-            taught=True,
-            score_queries=16,
-            recency=0.25,
-        )  # fmt: skip
+        self.attention = DynamicMaskAttention.recommended(
+            width, heads, 4 * local, num_kv_heads=kv_heads, window=window, score_queries=32
+        )
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = SwiGLU(width, 8 * width // 3 // 8 * 8)
 

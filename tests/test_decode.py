@@ -317,6 +317,21 @@ def test_huge_biases(device, dtype, huge):
     brute_check.assert_right(case, {"out": out, "lse": lse}, rounded=True)
 
 
+@pytest.mark.parametrize("finite", [0, 1, 40, 600], ids=lambda n: f"{n} finite")
+def test_a_logit_of_nan_makes_its_head_nan(device, dtype, finite):
+    """Whatever else the row sees, in the same split or in another one; other heads do not notice."""
+    query, key, value = (tensor((1, heads, n, 16), i, dtype, device) for i, (heads, n) in enumerate(((4, 1), (2, 900), (2, 900))))
+    bias = torch.full((1, 2, 900), -INF, device=device)
+    bias[:, 0, :finite] = bias[:, 1] = 0.0
+    bias[:, 0, 700] = torch.nan
+    for lengths in (torch.tensor([900], device=device, dtype=torch.int32), None):
+        out, lse = dmattn.decode_attention(query, key, value, lengths, key_bias=bias, return_lse=True)
+        assert out[0, :2].isnan().all()
+        assert lse[0, :2].isnan().all()
+        assert out[0, 2:].isfinite().all()
+        assert lse[0, 2:].isfinite().all()
+
+
 def test_nothing_at_all(device, dtype):
     for sizes in (
         {"lengths": []},

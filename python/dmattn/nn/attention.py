@@ -29,7 +29,7 @@ class DynamicMaskAttention(nn.Module):
     As it comes this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
     the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learns far better is
 
-    ``DynamicMaskAttention(E, H, window, local=..., local_heads=H // 2, score="linear", taught=True, recency=0.25)``
+    ``DynamicMaskAttention.recommended(E, H, visible)``
 
     trained with ``out, loss = layer(hidden, with_score_loss=True)``; the page "Does it learn?" says how much and why.
 
@@ -180,8 +180,7 @@ class DynamicMaskAttention(nn.Module):
         local, streaming = visible // 4, heads // 2
         chosen: dict[str, Any] = {
             "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
-            "taught": True, "recency": 0.25, "partial_rotary_factor": 0.25, "score_queries": 256, "last_queries": 0.5,
-            "sharp_queries": True, "explore": True,
+            "taught": True, "recency": 0.25, "partial_rotary_factor": 0.25, "score_queries": 256, "sharp_queries": True,
         }  # fmt: skip
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
