@@ -146,3 +146,21 @@ def test_rows_behind_the_sequences_are_zero():
         expected = weights @ per_query_head(v[None, :6].transpose(1, 2), HEADS)[0]
         torch.testing.assert_close(out[:5].transpose(0, 1), expected)
         assert torch.equal(out[5:], torch.zeros_like(out[5:]))
+
+
+@pytest.mark.parametrize("kinds", [(0, 0, 0, 0), (1, 0, 0, -1)], ids=["intervals", "tables"])
+@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(0, 3), (2, 0), (0, 0), (2, 3)])
+def test_sequences_that_are_all_empty_give_zeros(kinds, tokens_q, tokens_k):
+    """Also with rows behind them, and with greatest lengths that are too large."""
+    none = torch.tensor([0, 0], dtype=torch.int32)
+    k = tensor((tokens_k, 2, 16), 1)
+    for longest in (0, 5):
+        q = tensor((tokens_q, HEADS, 16), 0).requires_grad_()
+        tables = torch.ones(1, 1, ceil(longest, 128), ceil(longest, 128), dtype=torch.bool)
+        info = torch.ones(2 * HEADS, dtype=torch.int32)
+        sizes = (tables if 1 in kinds else None, longest, longest, 0.0)
+        out, lse, _ = block_sparse_attn_func(q, k, k, none, none, torch.tensor(kinds), info, *sizes, return_attn_probs=True)
+        assert torch.equal(out, torch.zeros(tokens_q, HEADS, 16))
+        assert torch.equal(lse, torch.full((1, HEADS, longest), -torch.inf))
+        out.sum().backward()
+        assert torch.equal(q.grad, torch.zeros_like(q))

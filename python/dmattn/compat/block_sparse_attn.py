@@ -6,6 +6,7 @@ The same names, arguments and layouts; docs/coming_from.md lists what differs.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
@@ -98,7 +99,7 @@ def block_sparse_attn_func(
         columns = _rows(ends_k, max_seqlen_k_, k.shape[0])
         sequences = layouts.of_batch(max_seqlen_q_, max_seqlen_k_, ends_k.diff(), q.device)
         sequences = sequences._replace(queries=ends_q.diff().int().view(-1, 1, 1))
-        query, key, value = layouts.heads_first(q[rows], k[columns], v[columns])
+        query, key, value = layouts.heads_first(_taken(q, rows), _taken(k, columns), _taken(v, columns))
     mask: IntervalMask | CombinedMask = _intervals(sequences, kinds, info, is_causal, exact_streaming)
     if tables is not None:
         mask = mask & BlockMask.from_blocks(tables, BLOCK)
@@ -108,12 +109,13 @@ def block_sparse_attn_func(
     within = torch.arange(max_seqlen_q_, device=q.device) < ends_q.diff()[:, None]
     if tables is None:
         out = out[0].transpose(0, 1)
-        lse = lse[0][:, rows].transpose(0, 1).masked_fill(~within[:, None], -torch.inf)
+        lse = _taken(lse[0].T, rows).transpose(1, 2).masked_fill(~within[:, None], -torch.inf)
     else:
         of_query = layouts.document_of(ends_q, q.shape[0])
         number = torch.arange(q.shape[0], device=q.device) - ends_q[of_query].long()
         behind = number >= ends_q.diff()[of_query]
-        out = out.transpose(1, 2)[of_query, number.clamp(max=max(max_seqlen_q_ - 1, 0))].masked_fill(behind[:, None, None], 0.0)
+        place = of_query * max_seqlen_q_ + number.clamp(max=max(max_seqlen_q_ - 1, 0))
+        out = _taken(out.transpose(1, 2).flatten(0, 1), place).masked_fill(behind[:, None, None], 0.0)
     out = out[..., :value_size]
     return (out, lse, None) if checks.flag("return_attn_probs", return_attn_probs) else out
 
@@ -209,6 +211,11 @@ def _rows(ends: Tensor, length: int, tokens: int) -> Tensor:
     """The packed row of each place of a padded batch, [B, length]; places behind a sequence's end hold any row."""
     places = ends[:-1].long()[:, None] + torch.arange(length, device=ends.device)
     return places.clamp(max=max(tokens - 1, 0))
+
+
+def _taken(given: Tensor, rows: Tensor) -> Tensor:
+    """given[rows], and zeros where there are no rows at all."""
+    return (F.pad(given, (0, 0) * (given.dim() - 1) + (0, 1)) if given.shape[0] == 0 else given)[rows]
 
 
 def _integers(name: str, given: object, shape: list[int], layout: str, like: Tensor) -> Tensor:

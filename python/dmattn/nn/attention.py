@@ -215,7 +215,7 @@ class DynamicMaskAttention(nn.Module):
         """The scores of keys, [B, Hkv, S], without recency and noise: of values [B, Hkv, S, D] where ``score`` is "exp", and of hidden states
         [B, S, E] otherwise."""
         if self.scores_values:
-            return key_scores(source, self.dt_proj, own_part(self.A))
+            return key_scores(source, self.dt_proj, own_part(self.A, source))
         scores = checks.tensor("score", self.score_proj(source))
         if scores.dim() != 3:
             raise ValueError(f"score: expected a module that returns [B, S, Hkv], got {checks.shape_of(scores)}")
@@ -238,7 +238,7 @@ class DynamicMaskAttention(nn.Module):
         ranks = self._scores(hidden_states, value)
         if self.log_slope is None:
             return ranks, None if self.taught else ranks
-        recency = recency_of(own_part(self.log_slope), hidden_states.shape[1])
+        recency = recency_of(own_part(self.log_slope, value), hidden_states.shape[1])
         ranks = ranks + recency
         return ranks, recency if self.taught else ranks
 
@@ -399,7 +399,7 @@ class DynamicMaskAttention(nn.Module):
         if given != wanted:
             raise ValueError(f"cache: expected one with (heads, sink, local, window) = {wanted} like the layer, got {given}")
         scores = self._scores(hidden_states, value)
-        slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope))
+        slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope, value))
         return cache.attend(
             query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
             select_only=self.taught,

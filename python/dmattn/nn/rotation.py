@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.sharding import beside
 
 
 def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: float = 1.0) -> Tensor:
@@ -35,6 +36,6 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
         angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
     else:
         angle = positions[:, None, :, None].to(torch.float32) * frequency
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos, sin = (beside(x, part.to(x.dtype)) for part in (angle.cos(), angle.sin()))
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

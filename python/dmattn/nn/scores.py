@@ -10,6 +10,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.call import Options, autocast, options_of
 from dmattn.masks import IntervalMask
+from dmattn.sharding import beside
 from dmattn.sizes import key_bias_rows, sizes_of
 
 STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
@@ -28,7 +29,7 @@ def slopes_of(log_slope: Tensor) -> Tensor:
 def recency_of(log_slope: Tensor, length: int) -> Tensor:
     """slope * position, [1, Hkv, length], in float32 or wider: to every query later keys of a head rank higher by the same amount."""
     slope = slopes_of(log_slope)
-    return slope[None, :, None] * torch.arange(length, device=slope.device, dtype=slope.dtype)
+    return slope[None, :, None] * beside(slope, torch.arange(length, device=slope.device, dtype=slope.dtype))
 
 
 def gumbel_like(scores: Tensor) -> Tensor:
