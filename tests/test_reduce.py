@@ -27,7 +27,7 @@ DTYPES = (*FLOATING, *INTEGERS, torch.bool)
 CHUNK, LANES, PARTIAL_LANES = 4096, 256, 4096  # cpp/reduce_params.h
 # lengths around a vector, the lanes, a chunk, and several chunks
 LENGTHS = (1, 2, 7, 8, 9, 255, 256, 257, 4095, 4096, 4097, 9000, 33000)
-LAYOUTS = ("plain", "transposed", "strided", "offset", "expanded")
+LAYOUTS = ("plain", "transposed", "strided", "offset", "expanded", "sliced")
 
 
 def make(shape, dtype, seed=0, device="cpu"):
@@ -52,6 +52,10 @@ def laid_out(x, layout):
         return wide[..., ::3]
     if layout == "offset":
         return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if layout == "sliced":
+        wide = x.new_zeros((*x.shape[:-1], x.shape[-1] + 2))
+        wide[..., :-2] = x
+        return wide[..., :-2]
     if layout == "expanded":
         return x[:1].expand_as(x)
     return x
