@@ -276,6 +276,8 @@ def test_packed_sequences_keep_all_keys(model):
         expected = torch.cat([model(input_ids=part).logits for part in tokens.split(lengths, dim=1)], dim=1)
         out = automatic(model)(input_ids=tokens, position_ids=positions, use_cache=True)
     assert_close(out.logits, expected)
+    with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a bounded cache"), torch.no_grad():
+        model(input_ids=tokens, position_ids=positions, past_key_values=bounded_cache(model))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class SelectingAttention(nn.Module):
         packing = (position_ids, cu_seq_lens_q, cu_seq_lens_k)
         bounded = None if past_key_values is None else self._bounded(past_key_values, query, attention_mask, packing)
         if bounded is not None:
-            out = self._attend_bounded(bounded, query, key, value, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
+            out = self._attend_bounded(bounded, query, key, value, attention_mask, packing)
         else:
             out = self._attend(query, key, value, attention_mask, past_key_values, packing)
         return self.o_proj(out[..., : self.head_dim].transpose(1, 2).flatten(2)), None
@@ -186,13 +186,13 @@ class SelectingAttention(nn.Module):
         return BoundedLayer(self.window, self.local, self.sink, self.local_heads, rewind)
 
     def _attend_bounded(
-        self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, ends_q: Tensor | None,
-        ends_k: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packing: Any
+    ) -> Tensor:
         if self.training and self.attention_dropout > 0:
             raise ValueError(
                 f"past_key_values: expected eval mode with a bounded cache, got dropout of {self.attention_dropout} in training"
             )
+        position_ids, ends_q, ends_k = packing
         if ends_q is not None or ends_k is not None:
             raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected None with a bounded cache, which has one sequence a row")
         real = None
@@ -203,6 +203,12 @@ class SelectingAttention(nn.Module):
                     f"attention_mask: expected one about the {key.shape[2]} new tokens, got one about {attention_mask.shape[3]} keys"
                 )
             real = attention_mask[:, 0, 1] > attention_mask[:, 0, 0]
+        is_packed = packed_sequences(query, key, attention_mask, True, position_ids, None, None) is not None
+        if is_packed and not torch.compiler.is_compiling():
+            raise ValueError(
+                "position_ids: expected one sequence a row with a bounded cache, got positions that start again at 0: packed sequences; "
+                "give each a row, or leave past_key_values out"
+            )
         ranks = self._ranks(self.scores(value), cache.next_positions(key.shape[2], real, key.device))
         query, key, value = autocast(padded(query), padded(key), padded(value))
         return cache.attend(query, key, value, ranks, real, self.scaling, self.taught)
