@@ -308,6 +308,7 @@ def test_a_bound_that_is_too_small(ranks):
         ),
         ({"scores": None, "base": IntervalMask.causal(16)}, ValueError, "base: expected None without scores"),
         ({"scores": None, "window": None, "local": 2}, ValueError, "local, sink: expected 0 and 0 without window"),
+        ({"scores": None}, ValueError, "window: expected None without scores and mask, got"),
         ({"scores": torch.ones(2, 2, 9)}, ValueError, r"scores: expected \[B, Hkv, n\] = \[2, 2, 8\], got \[2, 2, 9\]"),
         ({"window": None}, TypeError, "window: expected a positive int, got NoneType"),
         ({"group": 3}, TypeError, r"group: expected a torch\.distributed\.ProcessGroup, got int"),

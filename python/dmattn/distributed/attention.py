@@ -214,6 +214,11 @@ def _checked(
         bound = window + local + sink
     elif window is not None:
         checks.natural_int("window", window)
+        if mask is None:
+            raise ValueError(
+                f"window: expected None without scores and mask, got {window}; "
+                "for a sliding window give mask=IntervalMask.sliding_window(N, left)"
+            )
         bound = window + local + sink
     elif local or sink:
         raise ValueError(f"local, sink: expected 0 and 0 without window, got {local} and {sink}")
