@@ -277,3 +277,25 @@ def test_an_output_of_another_dtype_is_found():
     case = AttentionCase(*(strategies.random_tensor((1, 1, 6, 8), i, torch.bfloat16) for i in range(3)))
     with pytest.raises(AssertionError, match=r"out: expected torch\.bfloat16, got torch\.float32"):
         assert_function_matches(case, lambda q, k, v: dmattn.attention(q, k, v).float(), gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda q, k, v: (q, None), r"out: expected one torch\.Tensor, got tuple"),
+        (lambda q, k, v: q[:, :, :3], r"out: expected \[B, H, Sq, Dv\] = \[1, 1, 6, 8\], got \[1, 1, 3, 8\]"),
+        (lambda q, k, v: dmattn.attention(q, k, v).detach(), "out: expected one with gradients, got none; gradients=False"),
+        (lambda q, k, v: dmattn.attention(q, k.detach(), v), r"grad_key\[.*allowed"),
+    ],
+    ids=["a tuple", "another shape", "no gradient", "no gradient of one input"],
+)
+def test_an_output_that_cannot_be_compared_is_named(wrong, message):
+    case = AttentionCase(*(strategies.random_tensor((1, 1, 6, 8), i) for i in range(3)))
+    with pytest.raises(AssertionError, match=message):
+        assert_function_matches(case, wrong)
+
+
+@pytest.mark.parametrize("fn", [torch.nn.functional.scaled_dot_product_attention, None])
+def test_what_has_no_named_arguments_is_an_error(fn):
+    with pytest.raises(TypeError, match="fn: expected a function of Python, whose arguments have names, got"):
+        features_of(fn)

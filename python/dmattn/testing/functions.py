@@ -80,19 +80,38 @@ def assert_function_matches(case: AttentionCase, fn: Callable[..., Tensor], *, g
     offered = _offered(given, has_causal="is_causal" in names)
     with poisoned_memory(case.query):
         out = fn(given.query, given.key, given.value, **{name: offered[name] for name in names if name in offered})
+        _check_output(out, case, gradients)
         results = {"out": out.detach()}
         if gradients:
-            made = torch.autograd.grad(out, list(leaves.values()), case.incoming_gradients()[0].to(out.dtype))
+            # An input that the output does not depend on has a gradient of zeros.
+            incoming = case.incoming_gradients()[0]
+            made = torch.autograd.grad(out, list(leaves.values()), incoming, allow_unused=True, materialize_grads=True)
             results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, made, strict=True)}
-    assert out.dtype == case.query.dtype, f"out: expected {case.query.dtype}, got {out.dtype}"
     assert_close_to_reference(case, results)
     return results
+
+
+def _check_output(out: object, case: AttentionCase, gradients: bool) -> None:
+    """Says what is wrong with an output that cannot be compared."""
+    assert isinstance(out, Tensor), f"out: expected one torch.Tensor, got {type(out).__name__}"
+    shape = (*case.query.shape[:3], case.value.shape[3])
+    assert out.shape == shape, f"out: expected [B, H, Sq, Dv] = {[*shape]}, got {[*out.shape]}"
+    assert out.dtype == case.query.dtype, f"out: expected {case.query.dtype}, got {out.dtype}"
+    assert out.requires_grad or not gradients, (
+        "out: expected one with gradients, got none; gradients=False compares outputs alone"
+    )
 
 
 def _names(fn: Callable[..., Any]) -> list[str]:
     """The names of all arguments after the first three."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [name for name, parameter in list(inspect.signature(fn).parameters.items())[3:] if parameter.kind in kinds]
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # no function, or a built-in one such as torch's scaled_dot_product_attention
+        raise TypeError(
+            f"fn: expected a function of Python, whose arguments have names, got {fn!r:.80}; wrap a built-in one in such a function"
+        ) from None
+    return [name for name, parameter in list(parameters.items())[3:] if parameter.kind in kinds]
 
 
 def _offered(case: AttentionCase, has_causal: bool) -> dict[str, Any]:
