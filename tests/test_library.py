@@ -168,7 +168,16 @@ def test_importing_takes_little_beside_torch(run_python):
 
 
 def test_importing_loads_no_optional_package(run_python):
-    optional = {"transformers", "matplotlib", "hypothesis", "accelerate", "triton", "numpy.testing", "torch._dynamo", "torch._inductor"}
+    optional = {
+        "transformers",
+        "matplotlib",
+        "hypothesis",
+        "accelerate",
+        "triton",
+        "numpy.testing",
+        "torch._dynamo",
+        "torch._inductor",
+    }
     program = f"import sys, torch; had = set(sys.modules); import dmattn; print(sorted({optional!r} & (set(sys.modules) - had)))"
     finished = run_python("-c", program)
     assert finished.returncode == 0, finished.stderr
