@@ -168,9 +168,8 @@ def main() -> None:
             except (RuntimeError, ValueError, NotImplementedError, AttributeError, IndexError) as reason:
                 if world == 1 or name == "dynamic":
                     raise
-                pair.append(
-                    {"name": name, "length": length, "ranks": world, "error": str(reason)[:200]}
-                )  # torch's context_parallel
+                # torch's context_parallel does not run here.
+                pair.append({"name": name, "length": length, "ranks": world, "error": str(reason)[:200]})
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             if rank == 0:

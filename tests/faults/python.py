@@ -142,7 +142,7 @@ FAULTS = [
             "a prefix is a key too long", MASKS + "test_to_bool_is_the_definition"),
     in_file("masks/interval.py", "end = torch.where(given >= 0, end, 0)", "end = torch.where(given >= -1, end, 0)",
             "padding of documents by ids is a document", MASKS + "test_to_bool_is_the_definition"),
-    in_file("masks/interval.py", "start = torch.maximum(*same_heads(", "start = torch.minimum(*same_heads(",
+    in_file("masks/interval.py", "start = torch.maximum(*alike(*same_heads(", "start = torch.minimum(*alike(*same_heads(",
             "a & b starts with the earlier start", MASKS + "test_and_is_the_intersection"),
     in_file("masks/interval.py", '"causal" if "causal" in (mask.segments, other.segments)', '"causal" if mask.segments == other.segments == "causal"',
             "a & b of documents and padding forgets that one of them is causal", "test_silence.py::test_and_keeps_the_causality_of_either"),
