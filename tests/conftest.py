@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import dmattn
 import hypothesis
@@ -39,6 +40,22 @@ def device() -> str:
 def dtype(device: str) -> torch.dtype:
     """A dtype the device is at home in."""
     return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no ranks")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]),
+    ],
+)
+def device_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Four processes on the CPU, over gloo; and one process on each of two GPUs, over NCCL."""
+    from rank_pool import Ranks
+
+    pool = Ranks(4 if request.param == "cpu" else 2, device=request.param)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

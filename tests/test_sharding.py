@@ -6,60 +6,44 @@ import re
 
 import pytest
 import rank_sharding
-import torch
-from rank_pool import Ranks
 
 LAYOUTS = [("batch",), ("heads",), ("none",)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="ranks talk over gloo")),
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")]),
-    ],
-)
-def ranks(request):
-    """Four processes, or one on each of two GPUs."""
-    pool = Ranks(4 if request.param == "cpu" else 2, device=request.param)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_two_ranks_compute_what_one_does(ranks, layout):
-    ranks.run("rank_sharding:attend", [([layout], list(rank_sharding.CASES))] * 2)
+def test_two_ranks_compute_what_one_does(device_ranks, layout):
+    device_ranks.run("rank_sharding:attend", [([layout], list(rank_sharding.CASES))] * 2)
 
 
 @pytest.mark.slow
-def test_a_mesh_of_two_dimensions(ranks):
+def test_a_mesh_of_two_dimensions(device_ranks):
     """Four ranks deal out batches along one dimension and heads along the other, or either along both."""
-    if ranks.size < 4:
+    if device_ranks.size < 4:
         pytest.skip("four ranks")
     layouts = [("batch", "heads"), ("heads", "batch"), ("none", "heads"), ("batch", "batch")]
-    ranks.run("rank_sharding:attend", [(layouts, ["top-k", "rows of heads, key_bias", "sinks"])] * 4)
+    device_ranks.run("rank_sharding:attend", [(layouts, ["top-k", "rows of heads, key_bias", "sinks"])] * 4)
 
 
 @pytest.mark.slow
-def test_more_ranks_than_key_heads(ranks):
-    ranks.run("rank_sharding:attend_with_few_key_heads", [()] * ranks.size)
+def test_more_ranks_than_key_heads(device_ranks):
+    device_ranks.run("rank_sharding:attend_with_few_key_heads", [()] * device_ranks.size)
 
 
 @pytest.mark.slow
-def test_partial_sums_decoding_packing_and_ops(ranks):
-    ranks.run("rank_sharding:attend_to_sums", [()] * 2)
-    ranks.run("rank_sharding:run_other_functions", [()] * 2)
+def test_partial_sums_decoding_packing_and_ops(device_ranks):
+    device_ranks.run("rank_sharding:attend_to_sums", [()] * 2)
+    device_ranks.run("rank_sharding:run_other_functions", [()] * 2)
 
 
 @pytest.mark.slow
-def test_compiled_calls(ranks):
-    ranks.run("rank_sharding:attend", [(LAYOUTS[:2], ["top-k", "top-k in documents"], True)] * 2)
+def test_compiled_calls(device_ranks):
+    device_ranks.run("rank_sharding:attend", [(LAYOUTS[:2], ["top-k", "top-k in documents"], True)] * 2)
 
 
 @pytest.mark.slow
-def test_dropout(ranks):
-    ranks.run("rank_sharding:drop", [()] * 2)
+def test_dropout(device_ranks):
+    device_ranks.run("rank_sharding:drop", [()] * 2)
 
 
 BAD = {
@@ -77,8 +61,8 @@ BAD = {
 
 
 @pytest.mark.slow
-def test_what_no_rank_could_compute_alone_is_refused(ranks):
-    for answers in ranks.run("rank_sharding:refused", [()] * 2):
+def test_what_no_rank_could_compute_alone_is_refused(device_ranks):
+    for answers in device_ranks.run("rank_sharding:refused", [()] * 2):
         assert answers.keys() == BAD.keys()
         for name, message in BAD.items():
             assert re.match(message, answers[name]), f"{name}: {answers[name]}"
