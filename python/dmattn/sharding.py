@@ -146,7 +146,7 @@ class Deal:
         """The part of a tensor that this rank computes with; where all parts share it, its gradient is the sum of theirs."""
         if given is None:
             return None
-        from torch.distributed.tensor import Partial, Replicate, Shard
+        placed = _torchs_tensors()
 
         narrowed = self.shared_heads and roles.heads is not None and given.shape[roles.heads] == self.kv_heads
         placements: list[Any] = []
@@ -154,11 +154,11 @@ class Deal:
         for share in self.shares:
             dim = None if share is None else roles.batch if share == "batch" else roles.heads
             if dim is None or given.shape[dim] == 1 or (narrowed and share == "heads"):
-                placements.append(Replicate())
-                gradients.append(Replicate() if share is None else Partial())
+                placements.append(placed.Replicate())
+                gradients.append(placed.Replicate() if share is None else placed.Partial())
             else:
-                placements.append(Shard(dim))
-                gradients.append(Shard(dim))
+                placements.append(placed.Shard(dim))
+                gradients.append(placed.Shard(dim))
         whole: Any = given if is_sharded(given) else _replicated(given, self.mesh)
         if tuple(whole.placements) != tuple(placements):
             whole = whole.redistribute(self.mesh, placements)
@@ -170,27 +170,27 @@ class Deal:
 
     def own_seed(self, seed: Tensor) -> Tensor:
         """A dropout seed of this rank's part: one that all ranks agree on, and another one for each part."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        placed = _torchs_tensors()
 
         if is_sharded(seed):
-            agreed: Tensor = seed.redistribute(self.mesh, [Replicate()] * self.mesh.ndim).to_local()  # type: ignore[attr-defined]
+            agreed: Tensor = seed.redistribute(self.mesh, [placed.Replicate()] * self.mesh.ndim).to_local()  # type: ignore[attr-defined]
         else:  # ranks may have drawn different ones
-            largest = DTensor.from_local(seed, self.mesh, [Partial("max")] * self.mesh.ndim, run_check=False)
-            agreed = largest.redistribute(self.mesh, [Replicate()] * self.mesh.ndim).to_local()
+            largest = placed.DTensor.from_local(seed, self.mesh, [placed.Partial("max")] * self.mesh.ndim, run_check=False)
+            agreed = largest.redistribute(self.mesh, [placed.Replicate()] * self.mesh.ndim).to_local()
         return agreed + SEED_STEP * self._index()
 
     def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:
         """A result [B, H, ...] of this rank's part as a DTensor of the given shape."""
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        placed = _torchs_tensors()
 
         dims = {"batch": 0, "heads": 1}
-        placements = [Replicate() if share is None else Shard(dims[share]) for share in self.shares]
+        placements = [placed.Replicate() if share is None else placed.Shard(dims[share]) for share in self.shares]
         size: dict[str, Any] = {}
         if any(
             shape[dim] % self._parts(share) for share, dim in dims.items()
         ):  # or torch takes all parts to be as large as this one
             size = {"shape": torch.Size(shape), "stride": _strides_in_order_of(local, shape)}
-        result: Tensor = DTensor.from_local(local, self.mesh, placements, run_check=False, **size)
+        result: Tensor = placed.DTensor.from_local(local, self.mesh, placements, run_check=False, **size)
         return result
 
 
@@ -217,10 +217,15 @@ def _refusal(name: str, placement: Any, dim: int, mesh: Any, roles: Roles) -> st
     return text
 
 
-def _replicated(given: Tensor, mesh: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate
+def _torchs_tensors() -> Any:
+    """torch.distributed.tensor, which whoever has a DTensor has imported."""
+    return torch.distributed.tensor
 
-    whole: Tensor = DTensor.from_local(given, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+def _replicated(given: Tensor, mesh: Any) -> Tensor:
+    placed = _torchs_tensors()
+
+    whole: Tensor = placed.DTensor.from_local(given, mesh, [placed.Replicate()] * mesh.ndim, run_check=False)
     return whole
 
 
