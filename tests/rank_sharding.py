@@ -241,7 +241,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     leaves = leaves_of(device, ("scores",))
     query, key, value, scores = leaves.values()
     three = leaves_of(device, heads=6, kv_heads=3)
-    other = DeviceMesh(mesh.device_type, [0]) if dist.get_rank(group) == 0 else DeviceMesh(mesh.device_type, [1])
+    # A mesh of no new group, which all processes would have to make.
+    other = DeviceMesh.from_group(group, device, mesh_dim_names=("other",))
 
     def shard(given: Tensor, dim: int) -> DTensor:
         return distribute_tensor(given, mesh, [Shard(dim)])
