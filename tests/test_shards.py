@@ -123,6 +123,11 @@ def test_what_does_not_fit_a_shard_is_refused():
             getattr(part, name).weight = rows_of(getattr(part, name).weight, 0)
         with pytest.raises((ValueError, RuntimeError), match=message):
             part(hidden)
+    for heads in (1, 9):
+        with pytest.raises(ValueError, match="local_heads: expected 0 where key heads are dealt out to ranks, got 1"):
+            layer_of(score="linear", local=3, local_heads=1).new_cache(2, num_kv_heads=heads)
+    with pytest.raises(TypeError, match="num_kv_heads: expected a positive int, got float"):
+        layer_of().new_cache(2, num_kv_heads=1.0)
 
 
 @pytest.fixture(scope="module")

@@ -224,14 +224,17 @@ class DynamicMaskAttention(nn.Module):
     def _scores(self, hidden_states: Tensor, value: Tensor) -> Tensor:
         """The scores of this rank's key heads, of which value [B, Hkv, S, D] says how many there are."""
         batch, heads, length = value.shape[:3]
-        if self.local_heads and heads != self.num_kv_heads:
-            raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+        self._check_dealt_out(heads)
         source = value if self.scores_values else hidden_states
         scores = self.scores(source.detach() if self.taught else source)
         if scores.shape != (batch, heads, length):
             got = checks.shape_of(scores.transpose(1, 2))
             raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
         return scores
+
+    def _check_dealt_out(self, heads: int) -> None:
+        if self.local_heads and heads != self.num_kv_heads:
+            raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
@@ -260,10 +263,13 @@ class DynamicMaskAttention(nn.Module):
             num_kv_heads: key heads that this rank holds, where they are dealt out; default all.
 
         Raises:
-            ValueError: a layer without is_causal.
+            TypeError, ValueError: as :class:`dmattn.BoundedCache`, a layer without is_causal, or with ``local_heads`` and dealt out heads.
         """
         self._check_cached()
         weight = self.k_proj.weight
+        heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
+        checks.positive_int("num_kv_heads", heads)
+        self._check_dealt_out(heads)
 
         def part(heads: int, window: int) -> BoundedCache:
             return BoundedCache(
@@ -271,7 +277,6 @@ class DynamicMaskAttention(nn.Module):
                 device=weight.device,
             )  # fmt: skip
 
-        heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
         selecting = part(heads - self.local_heads, self.window)
         return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
 
