@@ -11,7 +11,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
 
 
 CACHE, VARLEN = "test_cache.py::", "test_varlen.py::"
-RANKS = "test_context_parallel.py::"
+RANKS, DTENSORS = "test_context_parallel.py::", "test_sharding.py::"
 FORWARD, BACKWARD, MASKS = "test_forward.py::", "test_backward.py::", "test_masks.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "test_dynamic_mask_attention.py::", "test_autograd.py::", "test_registration.py::"
 
@@ -33,6 +33,13 @@ FAULTS = [
             "scores that only select are added to the logits of a chunk", CACHE + "test_recency_and_scores_that_select_only"),
     in_file("nn/mixed_cache.py", "query.shape[1] // self.num_kv_heads * first", "first",
             "local heads answer too few queries", "test_mixed_cache.py::test_all_heads_see_what_one_mask_shows_them"),
+    # DTensors.
+    in_file("sharding.py", "placed.Replicate() if share is None else placed.Partial()", "placed.Replicate()",
+            "the gradient of what parts share is that of one part", DTENSORS + "test_two_ranks_compute_what_one_does"),
+    in_file("sharding.py", 'head = self._index("heads") * self.kv_heads // self._parts("heads")', "head = 0",
+            "all ranks read the first key head", DTENSORS + "test_more_ranks_than_key_heads"),
+    in_file("sharding.py", "return agreed + SEED_STEP * self._index()", "return agreed",
+            "all parts drop the same weights", DTENSORS + "test_dropout"),
     # Context parallelism.
     in_file("distributed/needs.py", "return torch.where(places < first, places, EMPTY)", "return torch.where(places < first, places, 0)",
             "an empty slot shows the first key again", RANKS + "test_ranks_compute_what_one_process_computes"),
