@@ -24,10 +24,10 @@ def modules(monkeypatch):
     return model, growing, cost
 
 
-def made(model, kv_heads=2, window=12, local=4):
+def made(model, window=12, local=4):
     """A small model whose scores differ."""
     torch.manual_seed(0)
-    small = model.ByteModel(2, 32, 4, kv_heads, window, local).eval().double()
+    small = model.ByteModel(2, 32, 4, 2, window, local).eval().double()
     for name, parameter in small.named_parameters():
         if name.endswith("score_proj.weight"):
             torch.nn.init.normal_(parameter)
@@ -49,12 +49,12 @@ def test_the_model_generates_what_it_would_see_at_once(modules):
 
 def test_a_growing_cache_is_the_same_model_that_sees_all_keys(modules):
     model, growing, _ = modules
-    small, tokens = made(model, kv_heads=1), torch.arange(120).view(2, 60) % 7
+    small, tokens = made(model, local=60), torch.arange(120).view(2, 60) % 7
     caches = [growing.GrowingCache(layer.attention, 2, 64) for layer in small.layers]
     with torch.no_grad():
         expected, _ = small.with_scores_loss(tokens, 60, False)
     tolerance.assert_same_in_another_order(in_parts(small, tokens, caches), expected, torch.float64)
-    assert sum(cache.nbytes for cache in caches) == 2 * 2 * 2 * 60 * 8 * 8
+    assert sum(cache.nbytes for cache in caches) == 2 * 2 * 2 * 2 * 60 * 8 * 8
 
 
 def test_what_a_byte_costs(modules):
