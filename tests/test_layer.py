@@ -225,12 +225,35 @@ def test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window
     assert torch.equal(layer.eval()(hidden, with_score_loss=True)[0], windowed)
 
 
-def test_exploring_beside_padding_has_finite_gradients():
-    layer = layer_of(**RECOMMENDED, explore=True, score_queries=64)
-    hidden = tensor((2, 64, 64), 0).requires_grad_()
-    out, loss = layer(hidden, IntervalMask.padding(64, torch.tensor([40, 0])), with_score_loss=True)
-    gradients = torch.autograd.grad(out[0, :40].square().sum() + loss, [hidden, *layer.parameters()])
-    assert all(gradient.isfinite().all() for gradient in gradients)
+@pytest.mark.parametrize("rubbish", [1.0, 1e4])
+def test_padding_teaches_nothing(rubbish):
+    """Whatever padding holds, the loss and what real queries explore are the same, and so are the gradients of real tokens."""
+    hidden, base, results = tensor((2, 64, 64), 0), IntervalMask.padding(64, torch.tensor([40, 0])), []
+    for scale in (0.0, rubbish):
+        layer = layer_of(**RECOMMENDED, explore=True, score_queries=64)
+        given = hidden.clone()
+        given[0, 40:] *= scale
+        given[1] *= scale
+        given.requires_grad_()
+        torch.manual_seed(1)
+        out, loss = layer(given, base, with_score_loss=True)
+        gradients = torch.autograd.grad(out[0, :40].square().sum() + loss, [given, *layer.parameters()])
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        results.append((out[0, :40], loss, gradients[0][0, :40]))
+    assert results[0][1] > 0
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_padding_that_holds_nan_leaves_the_loss_and_its_gradient_finite():
+    query, key, scores = (tensor((1, 2, 30, *size), i) for i, size in enumerate(((8,), (8,), ())))
+    query[:, :, 25:], key[:, :, 25:], scores[:, :, 25:] = math.nan, math.nan, math.nan
+    given = [x.requires_grad_() for x in (query, key, key.detach().clone(), torch.zeros(1, 2, 30, 8), scores)]
+    out, loss = dmattn.nn.scores.explored(*given, base=IntervalMask.padding(30, 25), local=3, queries=30)
+    gradients = torch.autograd.grad(out[:, :, :25].sum() + loss.sum(), [given[i] for i in (0, 1, 2, 4)])
+    assert loss.isfinite().all()
+    assert out[:, :, :25].isfinite().all()
+    assert all(gradient[:, :, :25].isfinite().all() for gradient in gradients)
 
 
 def test_the_recommended_layer_shows_so_many_keys_on_average():

@@ -149,16 +149,20 @@ def _taught(
     if key.shape[2] == 0 or key.shape[0] == 0:
         return None, scores.to(torch.promote_types(scores.dtype, torch.float32)).sum((0, 2)), rows
     seen, competing = _visibility(scores, rows, base, local, sink)
+    # A query whose own key is hidden is padding: it teaches nothing and may hold anything.
+    is_real = seen.expand(*scores.shape[:2], *seen.shape[2:]).gather(
+        3, rows[None, None, :, None].expand(*scores.shape[:2], -1, 1)
+    )
     if value is not None:  # a hidden key may hold anything, NaN too, and 0 times NaN is NaN in a gradient
         anyone = seen.any(2)[..., None]
         key, value = torch.where(anyone, key, 0.0), torch.where(anyone, value, 0.0)
     with torch.set_grad_enabled(value is not None and torch.is_grad_enabled()):
-        weights = _dense_rows(query, key, key_bias, seen, rows, options)
+        weights = _dense_rows(query, key, key_bias, seen, is_real, rows, options)
         dense = None if value is None else (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, :, None]
     competing = competing & (wide > -math.inf)
     foretold = torch.log_softmax(torch.where(competing, wide, -1e9), dim=3)
-    paid = weights.detach().mean(2) * competing
+    paid = weights.detach().mean(2) * (competing & is_real)
     if sharp:
         paid = paid * paid.amax(3, keepdim=True)
     return dense, -(paid * foretold).sum(3).mean((0, 2)), rows
@@ -186,10 +190,13 @@ def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: 
     return seen, seen & (rows[:, None] >= certain.end[..., None, :]) if local or sink else seen
 
 
-def _dense_rows(query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, rows: Tensor, options: Options) -> Tensor:
-    """Attention weights [B, Hkv, H / Hkv, R, S] that the queries at ``rows`` pay where they see all keys."""
+def _dense_rows(
+    query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, is_real: Tensor, rows: Tensor, options: Options
+) -> Tensor:
+    """Attention weights [B, Hkv, H / Hkv, R, S] that the queries at ``rows`` pay where they see all keys; those that are not real count as
+    zeros."""
     grouped = (key.shape[1], -1)  # key heads, query heads of each
-    drawn = query.index_select(2, rows).unflatten(1, grouped)  # [B, Hkv, G, R, D]
+    drawn = torch.where(is_real[:, :, None], query.index_select(2, rows).unflatten(1, grouped), 0.0)  # [B, Hkv, G, R, D]
     logits = (drawn @ key[:, :, None].transpose(3, 4)).to(torch.promote_types(query.dtype, torch.float32)) * options.scale
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
