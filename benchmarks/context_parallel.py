@@ -8,7 +8,6 @@ torch's ``context_parallel`` with cuDNN's causal attention, all in one run. Byte
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention, needs, record_traffic
 from dmattn.distributed.chunks import Chunks
 from dmattn.testing.tolerance import assert_same_by_another_way
+from run import provenance
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -194,12 +194,7 @@ def write(path: Path, rows: list[Row], device: torch.device) -> None:
     """The rows, and those of other numbers of ranks that the file had."""
     world = dist.get_world_size()
     kept = [old for old in json.loads(path.read_text())["rows"] if old["ranks"] != world] if path.exists() else []
-    facts = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "dmattn": dmattn.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+    facts = provenance(device.type)
     together = sorted(kept + [{**facts, **each} for each in rows], key=lambda each: (each["ranks"], each["length"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"rows": together}, indent=1) + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention
 from dmattn.nn import DynamicMaskAttention
+from run import provenance
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -179,14 +179,8 @@ def main() -> None:
             if "milliseconds" in pair[1]:
                 print(f"  dynamic is {pair[1]['milliseconds'] / pair[0]['milliseconds']:.2f}x faster", flush=True)
             if options.output:
-                facts = {
-                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-                    "torch": torch.__version__,
-                    "dmattn": dmattn.__version__,
-                    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                }
                 options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+                options.output.write_text(json.dumps({**provenance(device.type), "rows": rows}, indent=1) + "\n")
     if world > 1:
         dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ import torch
 from dmattn import BoundedCache
 from dmattn.nn import MixedCache
 from dmattn.testing import tolerance
-from test_cache import STATE, History, assert_same_state, good
+from test_cache import STATE, History, assert_same_state
 
 INF = math.inf
 SIZES = {"local": 3, "sink": 2, "rewind": 4}
@@ -19,6 +19,13 @@ SIZES = {"local": 3, "sink": 2, "rewind": 4}
 
 def cache_of(window=4, batch=2, heads=2, **options):
     return BoundedCache(batch, heads, window, 8, 16, **{**SIZES, **options})
+
+
+def good(**changes):
+    arguments = {
+        "query": torch.zeros(2, 4, 3, 8), "key": torch.zeros(2, 2, 3, 8), "value": torch.zeros(2, 2, 3, 16), "scores": torch.zeros(2, 2, 3),
+    }  # fmt: skip
+    return {**arguments, **changes}
 
 
 META = {"device": "meta"}
@@ -261,3 +268,90 @@ def test_numbers_out_of_range_in_a_state_are_no_wrong_access():
             tensor.copy_(torch.randint(-(2**31), 2**31 - 1, tensor.shape, generator=generator, dtype=torch.int64))
         cache.attend(*history.tokens(0, tokens))
         torch.ops.dmattn.cache_rewind(*state_of(cache), torch.tensor([2, 4], dtype=torch.int32), 4, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 3, 8)}, ValueError, r"query: expected \[B, H, T, D\] with B=2, D=8 and a multiple H of Hkv=2, got \[2, 3,"),
+        ({"query": torch.zeros(1, 4, 3, 8)}, ValueError, "query: expected .* with B=2"),
+        ({"query": torch.zeros(2, 4, 0, 8)}, ValueError, "query: expected 1 to 1048567 tokens a call, got T=0"),
+        ({"query": torch.zeros(()).expand(2, 4, 2**20, 8)}, ValueError, "query: expected 1 to 1048567 tokens a call, got T=1048576"),
+        ({"key": torch.zeros(2, 2, 2, 8)}, ValueError, r"key: expected \[B, Hkv, T, D\] = \[2, 2, 3, 8\], got \[2, 2, 2, 8\]"),
+        ({"value": torch.zeros(2, 2, 3, 8)}, ValueError, r"value: expected \[B, Hkv, T, Dv\] = \[2, 2, 3, 16\], got \[2, 2, 3, 8\]"),
+        ({"value": None}, TypeError, "value: expected a torch.Tensor, got NoneType"),
+        ({"key": torch.zeros(2, 2, 3, 8).half()}, TypeError, "key: expected dtype torch.float32 like the cache, got torch.float16"),
+        ({"key": torch.zeros(2, 2, 3, 8, device="meta")}, ValueError, "key: expected device cpu like the cache, got meta"),
+        ({"scores": None}, ValueError, r"scores: expected \[B, Hkv, T\] with a window of 4, got None"),
+        ({"scores": torch.zeros(2, 2)}, ValueError, r"scores: expected \[B, Hkv, T\] = \[2, 2, 3\], got \[2, 2\]"),
+        ({"scores": torch.zeros(2, 2, 3).int()}, TypeError, "scores: expected dtype float32, bfloat16, float16, got int32"),
+        ({"lengths": torch.tensor([1, 2])}, TypeError, "lengths: expected dtype int32, got int64"),
+        ({"lengths": torch.tensor([1, 2, 3]).int()}, ValueError, r"lengths: expected \[B\] = \[2\], got \[3\]"),
+        ({"lengths": torch.tensor([1, 2], device="meta").int()}, ValueError, "lengths: expected device cpu like the cache, got meta"),
+        ({"lengths": [1, 2]}, TypeError, "lengths: expected a torch.Tensor, got list"),
+        ({"padding_side": "top"}, ValueError, "padding_side: expected 'left' or 'right', got 'top'"),
+        ({"scale": INF}, ValueError, "scale: expected a finite number"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a finite number >= 0"),
+        ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),
+        ({"query": torch.zeros(2, 4, 3, 8, requires_grad=True)}, RuntimeError, "BoundedCache.attend has no gradient"),
+    ],
+)  # fmt: skip
+def test_bad_tokens(changes, error, message):
+    cache = BoundedCache(2, 2, 4, 8, 16, local=3, sink=2)
+    with pytest.raises(error, match=message):
+        cache.attend(**good(**changes))
+    assert_same_state(cache, BoundedCache(2, 2, 4, 8, 16, local=3, sink=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((2, 2, 0, 8), {}, ValueError, "window: expected a positive int, got 0"),
+        ((2, 2, -1, 8), {"local": 3}, ValueError, "window: expected an int >= 0, got -1"),
+        ((2, 2, 0, 8), {"sink": -1}, ValueError, "sink: expected an int >= 0, got -1"),
+        ((0, 2, 4, 8), {}, ValueError, "batch_size: expected a positive int, got 0"),
+        ((2, 2.0, 4, 8), {}, TypeError, "num_kv_heads: expected a positive int, got float"),
+        ((2, 2, 4, 12), {}, ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
+        ((2, 2, 4, 8, 264), {}, ValueError, "value_dim: expected a multiple of 8 up to 256, got 264"),
+        ((2, 2, 4, 8), {"rewind": -1}, ValueError, "rewind: expected an int >= 0, got -1"),
+        ((2, 2, 2**20, 8), {"rewind": 1}, ValueError, r"window: expected window \+ local \+ sink \+ rewind from 1 to 1048576, got 1048577"),
+        ((2, 2, 4, 8), {"dtype": torch.int32}, TypeError, "dtype: expected dtype float64, float32, bfloat16, float16, got int32"),
+    ],
+)  # fmt: skip
+def test_bad_sizes(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        BoundedCache(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_bad_rows_and_numbers():
+    cache = BoundedCache(2, 2, 4, 8)
+    for call, error, message in (
+        (lambda: cache.rewind(1), ValueError, "n: expected at most 0 tokens, got 1: .* make the cache with rewind=1"),
+        (lambda: cache.rewind(-1), ValueError, "n: expected an int >= 0, got -1"),
+        (lambda: cache.rewind(1.0), TypeError, "n: expected an int >= 0, got float"),
+        (lambda: cache.rewind(torch.tensor([0, 0])), TypeError, "n: expected dtype int32, got int64"),
+        (lambda: cache.rewind(torch.tensor([0]).int()), ValueError, r"n: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: cache.reorder([0, 1]), TypeError, "index: expected a torch.Tensor, got list"),
+        (lambda: cache.reorder(torch.tensor([0, -1])), ValueError, "index: expected numbers of sequences from 0 to 1"),
+        (lambda: cache.reset([2]), ValueError, "rows: expected numbers of sequences from 0 to 1, got 2"),
+        (lambda: cache.reset(torch.tensor([1])), TypeError, "rows: expected dtype bool, got int64"),
+        (lambda: cache.reset(torch.tensor([True])), ValueError, r"rows: expected \[B\] = \[2\], got \[1\]"),
+        (lambda: cache.reset(1.5), TypeError, r"rows: expected bool \[B\], numbers of sequences or None, got float"),
+        (lambda: cache.next_positions(-1), ValueError, "tokens: expected an int >= 0, got -1"),
+        (lambda: cache.next_positions(1.5), TypeError, "tokens: expected an int >= 0, got float"),
+        (lambda: cache.next_positions(2, padding_side="top"), ValueError, "padding_side: expected 'left' or 'right', got 'top'"),
+        (
+            lambda: cache.load_state_dict({**cache.state_dict(), "sizes_saved": torch.tensor(5)}),
+            ValueError,
+            "state_dict: expected .* got one with 5",
+        ),
+        (
+            lambda: cache.load_state_dict({**cache.state_dict(), "sizes_saved": [1]}),
+            ValueError,
+            r"state_dict: expected .* got one with \[1\]",
+        ),
+        (lambda: torch.jit.script(cache), NotImplementedError, "torch.jit.script is not supported"),
+    ):
+        with pytest.raises(error, match=message):
+            call()

@@ -24,7 +24,7 @@ FAULTS = [
     in_file("cache.py", "self.score = score.to(self.score.device, dtype)", "self.score = self.score.to(dtype)",
             "scores are rounded when keys change their dtype", CACHE + "test_scores_stay_as_exact_as_they_were"),
     in_file("nn/attention.py", "else cache.next_positions(length, lengths, padding_side)", "else cache.next_positions(length)",
-            "left-padded prompts have wrong positions", CACHE + "test_the_layer_generates_from_prompts_of_different_lengths"),
+            "left-padded prompts have wrong positions", "test_cache_in_layer.py::test_the_layer_generates_from_prompts_of_different_lengths"),
     in_file("cache.py", "self.next_positions(tokens, lengths, padding_side)[:, None]", "self.next_positions(tokens)[:, None]",
             "left-padded tokens have the recency of other positions", CACHE + "test_recency_goes_by_each_sequence_s_own_positions"),
     in_file("cache.py", "torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)", "added.bias(seen[3], seen[2]).expand_as(seen[2])",

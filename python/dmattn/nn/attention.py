@@ -53,8 +53,8 @@ class DynamicMaskAttention(nn.Module):
             learn from that, wherever their key is visible.
         score_queries, last_queries, sharp_queries: which queries look at all keys for that loss and how they count: ``queries``, ``last``
             and ``sharp`` of :func:`score_loss`.
-        explore: if True, these queries, in training and where the loss is asked for, really attend to all keys in all heads, without
-            dropout, so that queries and keys learn from what lies beyond the window, too.
+        explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
+            queries and keys also learn from what lies beyond the window.
         recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
             Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
             a 2048th of it. Only with is_causal.

@@ -70,12 +70,13 @@ def score_loss(
         base, local, sink: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
         last: this part of them is drawn from the last sixteenth of the sequence, where what is asked about a text stands.
-        sharp: whether a query counts, beside, as much as the most it pays to one key that competes: a query that looks for one key alone
-            needs that key, one that looks at many is served by others, too.
+        sharp: whether a query's part of the loss is multiplied by the largest weight it pays to a key that competes. A query that looks for
+            one key alone needs that key; one that looks at many is served by others, too.
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
-        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries; 0 where there is no query at all.
+        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries. Queries that
+        ``base`` makes padding, because their own key is hidden, count as 0.
 
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
@@ -100,7 +101,7 @@ def explored(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Lets the queries that :func:`score_loss` draws really attend to all keys, so that queries and keys learn from what lies beyond windows.
+    """Gives the queries that :func:`score_loss` draws the output of attention to all keys, so that queries and keys learn beyond the window.
 
     Args:
         query, key, scores and the others: as in :func:`score_loss`.
@@ -129,7 +130,7 @@ def _taught(
     query: Tensor, key: Tensor, value: Tensor | None, scores: Tensor, key_bias: Tensor | None, base: IntervalMask | None, local: int,
     sink: int, queries: int, last: float, sharp: bool, scale: float | None, softcap: float,
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """(what the drawn queries come to with all keys [B, H, R, Dv] if value is given, the loss [Hkv], which queries were drawn [R])."""
+    """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss [Hkv], which queries were drawn [R])."""
     query, key, values = autocast(query, key, key if value is None else value)
     value = None if value is None else values
     sizes = sizes_of(query, key, values)

@@ -1,0 +1,175 @@
+"""Generating with the layer and a bounded cache: what it gives is what it would give at once over the whole history."""
+
+from __future__ import annotations
+
+import math
+
+import dmattn
+import pytest
+import torch
+import torch._dynamo.testing
+from dmattn.testing import strategies, tolerance
+
+tensor = strategies.random_tensor
+INF = math.inf
+
+
+LEARNING = {"local": 3, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}  # the recommended settings
+LAYERS = [
+    {},
+    {"local": 3, "sink": 2},
+    {"rope_theta": None, "softcap": 2.0},
+    {"partial_rotary_factor": 0.25},
+    {"recency": 0.3},
+    {"score": "linear", "local": 3},
+    {"score": torch.nn.Sequential(torch.nn.Linear(32, 2, dtype=torch.float64), torch.nn.Tanh()), "recency": 0.25},
+    {"taught": True},
+    {"taught": True, "local": 3, "sink": 1},
+    {"taught": True, "recency": 0.25},
+    {"local": 3, "local_heads": 1},
+    {"local": 3, "sink": 1, "local_heads": 1, "recency": 0.1},
+    {"local": 3, "sink": 1, "local_heads": 1, "taught": True},
+    LEARNING,
+    {**LEARNING, "sink": 2, "softcap": 5.0, "rope_theta": None},
+    {"window": 0, "local": 4, "recency": 0.25},
+]
+
+
+def layer(dtype=torch.float64, device="cpu", **options):
+    torch.manual_seed(3)
+    sizes = {"window": 6, "num_kv_heads": 2, "dtype": dtype, "device": device}
+    made = dmattn.nn.DynamicMaskAttention(32, 4, **{**sizes, **options}).eval()
+    for name, parameter in made.named_parameters():
+        if name in ("A", "score_proj.weight"):
+            torch.nn.init.normal_(parameter)
+    return made
+
+
+@pytest.mark.parametrize("options", LAYERS, ids=lambda options: ",".join(options) or "plain")
+@pytest.mark.parametrize("cuts", [[1] * 40, [40], [12, 1, 1, 26]], ids=len)
+def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
+    made, hidden = layer(**options), tensor((3, 40, 32), 0, torch.float64)
+    cache, first, outs = made.new_cache(3), 0, []
+    with torch.no_grad():
+        for tokens in cuts:
+            outs.append(made(hidden[:, first : first + tokens], cache=cache))
+            first += tokens
+        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden), torch.float64)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
+def test_the_layer_generates_from_prompts_of_different_lengths(options, side):
+    made, hidden, lengths = layer(**options), tensor((3, 30, 32), 0, torch.float64), [20, 3, 11]
+    cache = made.new_cache(3, rewind=2)
+    pad = torch.full((20, 32), torch.nan, dtype=torch.float64)
+    prompts = [
+        (torch.cat([x[:n], pad[n:]]) if side == "right" else torch.cat([pad[n:], x[:n]]))
+        for x, n in zip(hidden, lengths, strict=True)
+    ]
+    with torch.no_grad():
+        out = made(torch.stack(prompts), cache=cache, lengths=torch.tensor(lengths, dtype=torch.int32), padding_side=side)
+        step = made(torch.stack([x[n : n + 1] for x, n in zip(hidden, lengths, strict=True)]), cache=cache)
+        for b, n in enumerate(lengths):
+            ours = torch.cat([out[b, :n] if side == "right" else out[b, 20 - n :], step[b]])
+            tolerance.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
+def test_the_layer_s_cache_is_rewound_reordered_and_reset(options):
+    made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
+    cache, wrong = made.new_cache(2, rewind=4), tensor((2, 4, 32), 9, torch.float64)
+    with torch.no_grad():
+        made(hidden[:, :25], cache=cache)
+        made(wrong, cache=cache)
+        cache.rewind(3)
+        cache.rewind(torch.tensor([1, 1], dtype=torch.int32))
+        cache.reorder(torch.tensor([1, 0]))
+        assert cache.length.tolist() == [25, 25]
+        out = made(hidden.flip(0)[:, 25:], cache=cache)
+        tolerance.assert_same_in_another_order(out, made(hidden).flip(0)[:, 25:], torch.float64)
+        cache.reset([1])
+        assert cache.length.tolist() == [40, 0]
+        out = made(hidden[:, :12], cache=cache)
+        tolerance.assert_same_in_another_order(out[1], made(hidden[:, :12])[1], torch.float64)
+
+
+@pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
+def test_the_layer_s_step_compiles_once(options):
+    made, hidden = layer(**options), tensor((2, 40, 32), 0, torch.float64)
+    cache, counter = made.new_cache(2), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda token: made(token, cache=cache), fullgraph=True, backend=counter)
+    with torch.no_grad():
+        outs = [step(hidden[:, p : p + 1]) for p in range(20)]
+        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden[:, :20]), torch.float64)
+    assert counter.frame_count == 1
+
+
+class TwoNumbers(torch.nn.Module):
+    """Scores that are numbers of the hidden state as they are: no product rounds them otherwise for one token than for many."""
+
+    def forward(self, hidden):
+        return hidden[..., :2]
+
+
+@pytest.mark.parametrize("options", [{"local": 3}, {**LEARNING, "local_heads": 0}, LEARNING], ids=len)
+def test_the_layer_in_the_device_s_own_dtype(device, dtype, options):
+    made, hidden = layer(dtype, device, **{**options, "score": TwoNumbers()}), tensor((2, 60, 32), 0, dtype, device)
+    caches = [made.new_cache(2) for _ in range(3)]
+    # Kernels for one token and for many round weights to bfloat16 at other places; float32 sums have another order.
+    assert_alike = tolerance.assert_same_in_another_order if dtype == torch.float32 else tolerance.assert_same_by_another_way
+    with torch.no_grad():
+        expected = made(hidden)
+        for cache, tokens in zip(caches, (1, 12, 60), strict=True):
+            outs = [made(hidden[:, p : p + tokens], cache=cache) for p in range(0, 60, tokens)]
+            assert_alike(torch.cat(outs, 1), expected, dtype)
+    for cache in caches[1:]:
+        for name, buffer in cache.named_buffers():
+            if name.endswith(("position", "score", "steps")):
+                assert torch.equal(buffer, caches[0].get_buffer(name)), name
+
+
+def test_the_layer_refuses_what_it_cannot_generate():
+    made, hidden = layer(local=3), torch.zeros(2, 5, 32, dtype=torch.float64)
+    mixed = layer(**LEARNING)
+    for call, error, message in (
+        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"\(heads, sink, local, window\) = \[\(2, 0, 3, 6\)\] like"),
+        (lambda: mixed(hidden, cache=made.new_cache(2)), ValueError, r"\(1, 0, 3, 6\)\] like the layer, got \[\(2, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=mixed.new_cache(2)), ValueError, r"like the layer, got \[\(1, 0, 3, 0\), \(1, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=layer(num_kv_heads=4, local=3).new_cache(2)), ValueError, r"like the layer, got \[\(4, 0, 3, 6\)\]"),
+        (lambda: made(hidden, cache=made.new_cache(3)), ValueError, r"hidden_states: expected .* with B=3 like the cache, got B=2"),
+        (lambda: made(hidden, cache={}), TypeError, "cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got dict"),
+        (lambda: made(hidden, dmattn.IntervalMask.padding(5, 3), made.new_cache(2)), ValueError, "base: expected its default with a cache"),
+        (lambda: made(hidden, cache=made.new_cache(2), window=3), ValueError, "window: expected its default with a cache"),
+        (lambda: made(hidden, cache=made.new_cache(2), with_score_loss=True), ValueError, "with_score_loss: expected its default with a cache"),
+        (lambda: made(hidden, lengths=torch.tensor([1, 2])), ValueError, "lengths: expected None without a cache"),
+        (lambda: made(hidden, cache=made.new_cache(2), lengths=torch.tensor([1, 2])), TypeError, "lengths: expected dtype int32, got int64"),
+        (lambda: layer(is_causal=False)(hidden, cache=layer().new_cache(2)), ValueError, "is_causal=False"),
+        (lambda: layer(is_causal=False).new_cache(2), ValueError, "is_causal=False"),
+        (lambda: layer(dropout=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "or without dropout, got one .* dropout=0.1"),
+        (lambda: layer(noise=0.1).train()(hidden, cache=layer().new_cache(2)), ValueError, "or without noise, got one .* noise=0.1"),
+        (lambda: made.float()(hidden.float(), cache=layer(local=3).new_cache(2)), TypeError, "query: expected dtype torch.float64 like"),
+    ):  # fmt: skip
+        with torch.no_grad(), pytest.raises(error, match=message):
+            call()
+    with pytest.raises(RuntimeError, match=r"BoundedCache.attend has no gradient"):
+        made(hidden.float(), cache=made.new_cache(2))
+    for cache in (made.new_cache(2), mixed.new_cache(2)):
+        assert cache.length.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"local": 3}, LEARNING], ids=len)
+def test_a_cuda_graph_holds_the_layer_s_step(options):
+    made, hidden = layer(torch.bfloat16, "cuda", **options), tensor((2, 60, 32), 0, torch.bfloat16, "cuda")
+    captured, eager, token = made.new_cache(2), made.new_cache(2), hidden[:, :1].clone()
+    with torch.no_grad():
+        made(token, cache=captured)  # loads the kernels
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = made(token, cache=captured)
+        captured.reset()
+        for p in range(60):
+            token.copy_(hidden[:, p : p + 1])
+            graph.replay()
+            assert torch.equal(out, made(hidden[:, p : p + 1], cache=eager))
