@@ -143,15 +143,17 @@ def row(length: int, options: argparse.Namespace, device: torch.device) -> Row:
     }  # fmt: skip
     if options.bytes:
         return result
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     result["ours"] = times(job.ours, job.inputs, job.grad_out, options.repeats)
+    if device.type == "cuda":
+        result["peak_gib"] = largest(torch.cuda.max_memory_allocated() / 2**30, device)
     result["one_chunk_alone"] = times(job.alone, job.inputs, job.grad_out, options.repeats)
     if device.type == "cuda" and length <= options.peer_up_to:
         try:
             result["torch_context_parallel_cudnn"] = peer_times(job, 2 if length > 200_000 else 3)
         except (RuntimeError, ValueError, NotImplementedError, AttributeError, IndexError) as reason:
             result["torch_context_parallel_cudnn"] = {"error": str(reason)[:200]}
-    if device.type == "cuda":
-        result["peak_gib"] = largest(torch.cuda.max_memory_allocated() / 2**30, device)
     return result
 
 

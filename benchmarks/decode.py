@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import sys
@@ -19,6 +18,7 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from measure import graphed
+from run import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -80,14 +80,7 @@ def main() -> None:
         print(f"{row['case']:64s} {row['us']:9.2f} {case.bytes / row['us'] / 1e6:6.2f}   {peers}", flush=True)
         torch.cuda.empty_cache()
     if options.output:
-        facts = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "dmattn": dmattn.__version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        }
-        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**provenance("cuda"), "rows": rows}, indent=1) + "\n")
 
 
 def measured(case: Case, repeats: int) -> dict[str, object]:

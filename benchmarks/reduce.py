@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import sys
 from pathlib import Path
 
-import dmattn
 import torch
 from dmattn.testing.tolerance import assert_sum_close
 from measure import graphed
+from run import provenance
 from torch import Tensor
 
 COLD_BYTES = 400 << 20
@@ -70,11 +69,7 @@ def main() -> None:
         print(f"{case!s:44s} {rates} {row['sum_of_copy']:10.2f}", flush=True)
     if options.output:
         report = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "dmattn": dmattn.__version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **provenance("cuda"),
             "unit": "GB/s of bytes read; copy: read and written",
             "rows": rows,
         }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
 import inspect
 import itertools
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from dmattn import reference
 from dmattn.testing import AttentionCase, assert_close_to_reference
 from measure import by_turns
+from run import provenance
 from torch import Tensor
 
 HEAD_DIM = 128
@@ -173,13 +173,7 @@ def main() -> None:
         rows.append(row)
         print("  ".join(f"{name} {x:.3f}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
     if options.output:
-        facts = {
-            "device": torch.cuda.get_device_name() if is_cuda else f"CPU, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-            "dmattn": dmattn.__version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "dense_pairs_a_second": rates,
-        }
+        facts = {**provenance(device), "dense_pairs_a_second": rates}
         options.output.write_text(json.dumps({**facts, "longest": longest, "rows": rows}, indent=1) + "\n")
 
 

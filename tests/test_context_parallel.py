@@ -16,6 +16,7 @@ import pytest
 import torch
 from dmattn import IntervalMask
 from dmattn.distributed import context_parallel_attention
+from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +113,14 @@ def _within_documents(scores, window, documents, padding, local, sink):
     mask = documents if padding is None else padding if documents is None else documents & padding
     length = scores.shape[2]
     return IntervalMask.top_k(scores, window, base=mask, local=local, sink=sink).to_bool(length, length)
+
+
+def test_masks_whose_batches_or_heads_stand_in_another_order_have_other_checksums():
+    end = torch.tensor([[[3, 9, 9], [4, 5, 9]], [[2, 7, 8], [1, 9, 6]]], dtype=torch.int32)
+    checksums = {
+        checksum_of(IntervalMask(torch.arange(3, dtype=torch.int32), x)) for x in (end, end.flip(0), end.flip(1), end.flip(2))
+    }
+    assert len(checksums) == 4
 
 
 @settings(max_examples=60)

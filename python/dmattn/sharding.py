@@ -4,7 +4,7 @@ Batches and groups of heads do not touch each other, so the op on a rank's own p
 to one layout, the ops run on local tensors, and torch's DTensor carries gradients back: that of an operand which several parts share, a bias
 of all heads for example, is the sum of theirs. A plain tensor beside DTensors is taken to be the same on all ranks.
 
-torch.distributed.tensor is imported by who makes a DTensor, never by this module alone.
+This module never imports torch.distributed.tensor: whoever made the DTensor has imported it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORWARD = (*(USUAL,) * 8, NONE, USUAL, USUAL, NONE)
 
 
 def is_sharded(given: object) -> bool:
-    """Whether it is a DTensor, which only a DTensor needs torch.distributed.tensor to know."""
+    """Whether it is a DTensor; told by an attribute, so that torch.distributed.tensor need not be imported."""
     return isinstance(given, Tensor) and hasattr(given, "device_mesh")
 
 
@@ -116,9 +116,9 @@ class Deal:
         for given in inputs:
             if is_sharded(given) and given.device_mesh != self.mesh:
                 raise ValueError(f"query, key, value: expected DTensors of one mesh, got {self.mesh} and {given.device_mesh}")
-        self.shares = [_share(dim, self.mesh, leading) for dim in range(self.mesh.ndim)]
         batch = leading[0][1].shape[0]
-        self.shares = [None if (batch if share == "batch" else heads) == 1 else share for share in self.shares]
+        shares = [_share(dim, self.mesh, leading) for dim in range(self.mesh.ndim)]
+        self.shares = [None if (batch if share == "batch" else heads) == 1 else share for share in shares]
         self.kv_heads = kv_heads
         parts = self._parts("heads")
         # Fewer key heads than ranks: every rank takes the one key head that its query heads belong to.
@@ -146,19 +146,18 @@ class Deal:
         """The part of a tensor that this rank computes with; where all parts share it, its gradient is the sum of theirs."""
         if given is None:
             return None
-        placed = _torchs_tensors()
-
+        dtensor = _tensor_module()
         narrowed = self.shared_heads and roles.heads is not None and given.shape[roles.heads] == self.kv_heads
         placements: list[Any] = []
         gradients: list[Any] = []
         for share in self.shares:
             dim = None if share is None else roles.batch if share == "batch" else roles.heads
             if dim is None or given.shape[dim] == 1 or (narrowed and share == "heads"):
-                placements.append(placed.Replicate())
-                gradients.append(placed.Replicate() if share is None else placed.Partial())
+                placements.append(dtensor.Replicate())
+                gradients.append(dtensor.Replicate() if share is None else dtensor.Partial())
             else:
-                placements.append(placed.Shard(dim))
-                gradients.append(placed.Shard(dim))
+                placements.append(dtensor.Shard(dim))
+                gradients.append(dtensor.Shard(dim))
         whole: Any = given if is_sharded(given) else _replicated(given, self.mesh)
         if tuple(whole.placements) != tuple(placements):
             whole = whole.redistribute(self.mesh, placements)
@@ -170,27 +169,24 @@ class Deal:
 
     def own_seed(self, seed: Tensor) -> Tensor:
         """A dropout seed of this rank's part: one that all ranks agree on, and another one for each part."""
-        placed = _torchs_tensors()
-
+        dtensor = _tensor_module()
         if is_sharded(seed):
-            agreed: Tensor = seed.redistribute(self.mesh, [placed.Replicate()] * self.mesh.ndim).to_local()  # type: ignore[attr-defined]
+            agreed: Tensor = seed.redistribute(self.mesh, [dtensor.Replicate()] * self.mesh.ndim).to_local()  # type: ignore[attr-defined]
         else:  # ranks may have drawn different ones
-            largest = placed.DTensor.from_local(seed, self.mesh, [placed.Partial("max")] * self.mesh.ndim, run_check=False)
-            agreed = largest.redistribute(self.mesh, [placed.Replicate()] * self.mesh.ndim).to_local()
+            largest = dtensor.DTensor.from_local(seed, self.mesh, [dtensor.Partial("max")] * self.mesh.ndim, run_check=False)
+            agreed = largest.redistribute(self.mesh, [dtensor.Replicate()] * self.mesh.ndim).to_local()
         return agreed + SEED_STEP * self._index()
 
     def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:
         """A result [B, H, ...] of this rank's part as a DTensor of the given shape."""
-        placed = _torchs_tensors()
-
+        dtensor = _tensor_module()
         dims = {"batch": 0, "heads": 1}
-        placements = [placed.Replicate() if share is None else placed.Shard(dims[share]) for share in self.shares]
+        placements = [dtensor.Replicate() if share is None else dtensor.Shard(dims[share]) for share in self.shares]
         size: dict[str, Any] = {}
-        if any(
-            shape[dim] % self._parts(share) for share, dim in dims.items()
-        ):  # or torch takes all parts to be as large as this one
+        # Without a shape, torch takes all parts to be as large as this one.
+        if any(shape[dim] % self._parts(share) for share, dim in dims.items()):
             size = {"shape": torch.Size(shape), "stride": _strides_in_order_of(local, shape)}
-        result: Tensor = placed.DTensor.from_local(local, self.mesh, placements, run_check=False, **size)
+        result: Tensor = dtensor.DTensor.from_local(local, self.mesh, placements, run_check=False, **size)
         return result
 
 
@@ -217,15 +213,14 @@ def _refusal(name: str, placement: Any, dim: int, mesh: Any, roles: Roles) -> st
     return text
 
 
-def _torchs_tensors() -> Any:
+def _tensor_module() -> Any:
     """torch.distributed.tensor, which whoever has a DTensor has imported."""
     return torch.distributed.tensor
 
 
 def _replicated(given: Tensor, mesh: Any) -> Tensor:
-    placed = _torchs_tensors()
-
-    whole: Tensor = placed.DTensor.from_local(given, mesh, [placed.Replicate()] * mesh.ndim, run_check=False)
+    dtensor = _tensor_module()
+    whole: Tensor = dtensor.DTensor.from_local(given, mesh, [dtensor.Replicate()] * mesh.ndim, run_check=False)
     return whole
 
 

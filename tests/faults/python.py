@@ -34,7 +34,7 @@ FAULTS = [
     in_file("nn/mixed_cache.py", "query.shape[1] // self.num_kv_heads * first", "first",
             "local heads answer too few queries", "test_mixed_cache.py::test_all_heads_see_what_one_mask_shows_them"),
     # DTensors.
-    in_file("sharding.py", "placed.Replicate() if share is None else placed.Partial()", "placed.Replicate()",
+    in_file("sharding.py", "dtensor.Replicate() if share is None else dtensor.Partial()", "dtensor.Replicate()",
             "the gradient of what parts share is that of one part", DTENSORS + "test_two_ranks_compute_what_one_does"),
     in_file("sharding.py", 'head = self._index("heads") * self.kv_heads // self._parts("heads")', "head = 0",
             "all ranks read the first key head", DTENSORS + "test_more_ranks_than_key_heads"),

@@ -6,8 +6,9 @@ and value each rank needs from each other one (:mod:`.needs`), and the second ex
 are put in front of the rank's own keys, and the ordinary op computes attention to both. Gradients of rows travel back by the reverse
 exchange.
 
-Before anything moves, ranks tell each other what they were called with (:mod:`.agreement`), so that a rank that was called differently is an
-error on every rank, and not a hang.
+Before anything moves, ranks tell each other what they were called with (:mod:`.agreement`), so that a rank that was called with other sizes or
+options is an error on every rank, and not a hang. Of masks, values are compared too, in eager calls and where no window stands beside the
+mask; values of base and dropout_seed are not, nor is deterministic.
 """
 
 from dmattn.distributed.attention import context_parallel_attention

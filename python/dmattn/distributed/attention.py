@@ -158,8 +158,10 @@ def context_parallel_attention(
     bias = given.key_bias
     if world > 1:
         exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, said
-        carry = torch.ops.dmattn_distributed.carry if room is None else exchange.Carry.apply
-        key, value, joined_bias, _ = carry(*exchanged) if room is None else carry(*exchanged, room)
+        if room is None:  # while compiling: one node of the graph
+            key, value, joined_bias, _ = torch.ops.dmattn_distributed.carry(*exchanged)
+        else:
+            key, value, joined_bias, _ = exchange.Carry.apply(*exchanged, room)
         bias = None if bias is None else joined_bias
     flat_bias = None if bias is None else bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
     seed = options.dropout_seed

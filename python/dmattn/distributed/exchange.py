@@ -107,6 +107,9 @@ def make_room(tensors: Sequence[Tensor], slots: int) -> Room:
     with torch.cuda.stream(stream):
         for whole, tensor in zip(joined, tensors, strict=True):
             whole[:, :, slots:] = tensor
+            # A call that fails before it has waited for the copy frees both while it runs.
+            for each in (whole, tensor):
+                each.record_stream(stream)
         return Room(joined, stream.record_event())
 
 

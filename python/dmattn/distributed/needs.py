@@ -17,7 +17,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.distributed.chunks import Chunks
 from dmattn.masks import ALWAYS, IntervalMask
-from dmattn.masks.heads import same_heads
+from dmattn.masks.heads import repeat_heads, same_heads
 
 EMPTY = -1  # the position in a slot that holds no key
 FAR = 4 * checks.MAX_LENGTH  # no position is as far from 0, also after a move
@@ -86,14 +86,11 @@ def local_mask(start: Tensor | None, end: Tensor, slots: Tensor, chunks: Chunks)
         return IntervalMask(_always(own_end) if start is None else _moved(start[..., first:last], by), own_end)
     heads = max(end.shape[1], slots.shape[1], 1 if start is None else start.shape[1])
     batch = max(end.shape[0], slots.shape[0], 1 if start is None else start.shape[0])
-    if slots.shape[1] not in (1, heads):
-        slots = slots.repeat_interleave(heads // slots.shape[1], dim=1)
+    slots = repeat_heads(slots, heads)
     source = slots.expand(batch, heads, count).clamp(min=0).long()
 
     def joined(bound: Tensor, empty: int) -> Tensor:
-        if bound.shape[1] not in (1, heads):
-            bound = bound.repeat_interleave(heads // bound.shape[1], dim=1)
-        bound = bound.expand(batch, heads, -1)
+        bound = repeat_heads(bound, heads).expand(batch, heads, -1)
         carried = torch.where(slots == EMPTY, empty, bound.gather(2, source))
         return _moved(torch.cat((carried, bound[..., first:last]), dim=2), by)
 
@@ -128,10 +125,11 @@ def checksum_of(mask: IntervalMask) -> int:
     """A number that two different masks seldom share. Reads the mask once, which on a GPU waits for the device."""
     known = _known.setdefault(mask, KnownNeeds())
     if known.checksum is None:
-        start, end = mask.start.long(), mask.end.long()
-        weights = torch.arange(1, max(start.shape[2], end.shape[2]) + 1, device=mask.device) % 65_521
-        rows = start.sum((0, 1)) * 3 + end.sum((0, 1)) * 5
-        known.checksum = int((rows * weights).sum())
+        weighed = [
+            (numbers * (torch.arange(1, len(numbers) + 1, device=mask.device) % 65_521)).sum()
+            for numbers in (mask.start.long().flatten(), mask.end.long().flatten())
+        ]
+        known.checksum = int(weighed[0] * 3 + weighed[1] * 5)
     return known.checksum
 
 

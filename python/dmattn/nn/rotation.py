@@ -29,13 +29,12 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
     half = int(x.shape[3] * factor) // 2
     if not half:
         return x
-    if 2 * half < x.shape[3]:
-        return torch.cat((rotate(x[..., : 2 * half], theta, positions), x[..., 2 * half :]), dim=-1)
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     if positions is None:
         angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
     else:
         angle = positions[:, None, :, None].to(torch.float32) * frequency
     cos, sin = (beside(x, part.to(x.dtype)) for part in (angle.cos(), angle.sin()))
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    unturned = (x[..., 2 * half :],) if 2 * half < x.shape[3] else ()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), dim=-1)
