@@ -45,10 +45,9 @@ struct Run {
   int64_t size = 1, stride = 0;
 };
 
-// The dimensions [first, last) of a tensor in as few runs as their strides allow, outermost first. Dimensions of size 1 do not
+// Adds the dimensions [first, last) of a tensor to runs, outermost first: as few as strides allow. Dimensions of size 1 do not
 // count.
-inline std::vector<Run> runs_of(const Tensor& tensor, int64_t first, int64_t last) {
-  std::vector<Run> runs;
+inline void append_runs(std::vector<Run>& runs, const Tensor& tensor, int64_t first, int64_t last) {
   for (int64_t axis = first; axis < last; ++axis) {
     const Run next{tensor.size(axis), tensor.stride(axis)};
     if (next.size == 1) continue;
@@ -58,22 +57,14 @@ inline std::vector<Run> runs_of(const Tensor& tensor, int64_t first, int64_t las
       runs.push_back(next);
     }
   }
-  return runs;
 }
 
 // Writes sizes and strides of a tensor that is reduced over the dimensions [first, last). False if kernels cannot walk it.
 inline bool describe(ReduceParams& p, const Tensor& tensor, int64_t first, int64_t last) {
-  const std::vector<Run> reduced = runs_of(tensor, first, last);
-  std::vector<Run> kept = runs_of(tensor, 0, first);
-  const std::vector<Run> after = runs_of(tensor, last, tensor.dim());
-  // What lies before and behind the reduced dimension may be walked with one stride, too.
-  for (const Run& run : after) {
-    if (!kept.empty() && kept.back().stride == run.size * run.stride) {
-      kept.back() = {kept.back().size * run.size, run.stride};
-    } else {
-      kept.push_back(run);
-    }
-  }
+  std::vector<Run> reduced, kept;
+  append_runs(reduced, tensor, first, last);
+  // What lies before and behind the reduced dimensions may be walked with one stride, too.
+  append_runs(kept, tensor, 0, first), append_runs(kept, tensor, last, tensor.dim());
   if (reduced.size() > 1 || kept.size() > 2) return false;
   const Run sequence = reduced.empty() ? Run{} : reduced[0];
   const Run inner = kept.empty() ? Run{} : kept.back(), outer = kept.size() < 2 ? Run{} : kept[0];
@@ -83,7 +74,7 @@ inline bool describe(ReduceParams& p, const Tensor& tensor, int64_t first, int64
   return true;
 }
 
-inline CheckedReduce check_reduce(const char* name, const Tensor& input, std::optional<int64_t> dim, bool keepdim, bool is_max) {
+inline CheckedReduce check_reduce(const Tensor& input, std::optional<int64_t> dim, bool keepdim, bool is_max) {
   CheckedReduce checked{input, Tensor(), Tensor(), {}, false};
   ReduceParams& p = checked.params;
   p.dtype = to_element(input.scalar_type()), p.is_max = is_max;
@@ -103,7 +94,7 @@ inline CheckedReduce check_reduce(const char* name, const Tensor& input, std::op
     (is_reduced ? count : results) *= input.size(axis);
     if (!is_reduced || keepdim) sizes.push_back(is_reduced ? 1 : input.size(axis));
   }
-  check(count > 0 || !is_max, name, ": expected at least one element to take the maximum of, got input ", shape_text(input));
+  check(count > 0 || !is_max, "reduce_max: expected at least one element to take the maximum of, got input ", shape_text(input));
   const ScalarType type = is_max || is_floating(p.dtype) ? input.scalar_type() : ScalarType::Long;
   checked.is_empty = count == 0 || results == 0;
   checked.out = checked.is_empty ? torch::stable::new_zeros(input, sizes, type) : torch::stable::new_empty(input, sizes, type);

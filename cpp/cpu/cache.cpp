@@ -1,4 +1,5 @@
-// A bounded cache on the CPU: tokens taken in, one or many, and taken back, one key head a task.
+// A bounded cache on the CPU: takes one token in, puts cached and new keys in order, takes many tokens in, or takes tokens back.
+// A task is one key head.
 #include <algorithm>
 #include <cstring>
 #include <vector>

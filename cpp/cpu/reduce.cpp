@@ -22,8 +22,9 @@ const ReduceKernels& best_reduce_kernels() {
   return kKernelsOfReduce_baseline;
 }
 
-Tensor reduce(const char* name, const Tensor& input, std::optional<int64_t> dim, bool keepdim, bool is_max) {
-  const CheckedReduce checked = check_reduce(name, input, dim, keepdim, is_max);
+template <bool kIsMax>
+Tensor reduce_op(const Tensor& input, std::optional<int64_t> dim, bool keepdim) {
+  const CheckedReduce checked = check_reduce(input, dim, keepdim, kIsMax);
   if (checked.is_empty) return checked.out;
   const ReduceParams& p = checked.params;
   const ReduceKernels& kernels = best_reduce_kernels();
@@ -33,19 +34,11 @@ Tensor reduce(const char* name, const Tensor& input, std::optional<int64_t> dim,
   return checked.out;
 }
 
-Tensor reduce_sum_op(const Tensor& input, std::optional<int64_t> dim, bool keepdim) {
-  return reduce("reduce_sum", input, dim, keepdim, false);
-}
-
-Tensor reduce_max_op(const Tensor& input, std::optional<int64_t> dim, bool keepdim) {
-  return reduce("reduce_max", input, dim, keepdim, true);
-}
-
 }  // namespace
 }  // namespace dmattn::cpu
 
 DMATTN_KERNELS(CPU, m) {
   if (!dmattn::is_first_copy()) return;
-  m.impl("reduce_sum", TORCH_BOX(&dmattn::cpu::reduce_sum_op));
-  m.impl("reduce_max", TORCH_BOX(&dmattn::cpu::reduce_max_op));
+  m.impl("reduce_sum", TORCH_BOX(&dmattn::cpu::reduce_op<false>));
+  m.impl("reduce_max", TORCH_BOX(&dmattn::cpu::reduce_op<true>));
 }

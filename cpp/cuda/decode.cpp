@@ -52,7 +52,7 @@ void run_decode(CheckedDecode& checked, const Device& device, const CacheParams*
     check_cuda(status, "decode kernel");
   };
   // Do everything in one kernel where a block or a cluster has all keys of a sequence.
-  if (call.is_cluster || (cache && call.rows <= kTileRows && call.parts == 1)) {
+  if (call.is_cluster || (cache && call.rows <= kMostFewRows && call.parts == 1)) {
     StepCall step{call, cache ? *cache : CacheParams{}};
     if (cache) step.decode.p.lengths = nullptr;  // the cache has them
     const cudaError_t status = cache ? sm80::step(step, device.stream()) : sm80::decode(call, device.stream());

@@ -1,9 +1,9 @@
 // What decoding kernels get: how the keys of each sequence are split, which splits a block has, and where blocks leave what they
 // found. No torch.
 //
-// A split is added up from nothing, and splits are added up as a tree: in pairs, pairs in pairs, and so on. So
-// the result does not depend on how many neighbouring splits a block takes, as long as that is a power of two, and blocks may
-// follow the batch and the device.
+// A split is added up from nothing, and splits are added up as a tree: in pairs, pairs in pairs, and so on. So the result does
+// not depend on how many neighbouring splits a block takes, as long as that is a power of two, and blocks may follow the batch
+// and the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,14 +19,14 @@ inline constexpr int kMostBlockSplits = 32;  // of one block
 inline constexpr int kMostParts = (1 << 20) / kMostSplitKeys;
 inline constexpr int kMostClusterParts = 16;
 
-inline constexpr int kTileRows = 16;  // of blocks that form clusters
-inline constexpr int kLightRows = 8;  // up to so many rows a block of its own keeps up with memory
+inline constexpr int kMostFewRows = 16;  // up to so many rows of a key head are one tile; blocks of more form no clusters
+inline constexpr int kLightRows = 8;     // up to so many rows a block of its own keeps up with memory
 
 // Keys in a split, by the capacity of the cache and the rows of a key head alone: what else is in the batch must not change a
 // sequence's sums. From 32 splits on, splits grow instead.
 inline int split_keys_of(int64_t capacity, int rows) {
   constexpr int kEnoughSplits = 32;
-  int64_t keys = rows <= kTileRows ? kLeastSplitKeys : 2 * kLeastSplitKeys;
+  int64_t keys = rows <= kMostFewRows ? kLeastSplitKeys : 2 * kLeastSplitKeys;
   while (keys < kMostSplitKeys && keys * kEnoughSplits < capacity) keys *= 2;
   return static_cast<int>(keys);
 }
@@ -40,7 +40,7 @@ struct DecodeCall {
   int block_splits = 1;  // neighbouring splits of a block, a power of two
   int parts = 1;         // blocks for the keys of a sequence; each finds a part of the sums
   // The blocks of a sequence are a cluster and add their parts up themselves. Then there are at most kMostClusterParts parts and
-  // kTileRows rows.
+  // kMostFewRows rows.
   bool is_cluster = false;
   // What blocks found, null when they need not leave it. A sum is of weights, relative to a maximum. Blocks whose keys begin
   // behind the length write nothing.
@@ -57,7 +57,7 @@ inline bool fits_cluster(const DecodeCall& call, int block_splits, int splits, i
   const int64_t heads = call.p.batch * call.p.kv_heads,
                 width = call.p.head_dim > call.p.value_dim ? call.p.head_dim : call.p.value_dim;
   const int parts = parts_of(block_splits);
-  if (call.rows > kTileRows || parts < 2 || parts > kMostClusterParts || heads * parts > multiprocessors) return false;
+  if (call.rows > kMostFewRows || parts < 2 || parts > kMostClusterParts || heads * parts > multiprocessors) return false;
   const bool is_largest = block_splits == 1 || parts_of(block_splits / 2) > kMostClusterParts;
   if (!is_largest && 2 * heads * parts < multiprocessors) return false;
   const bool is_light = call.rows <= kLightRows && width > 64 && width <= 128;

@@ -6,7 +6,7 @@
 namespace dmattn::cuda {
 
 // decode.p has the visible slots for its keys, their scores for its key_bias, no lengths and no pages. There are at most
-// kTileRows rows, and one block or one cluster has all keys of a sequence.
+// kMostFewRows rows, and one block or one cluster has all keys of a sequence.
 struct StepCall {
   DecodeCall decode;
   CacheParams cache;

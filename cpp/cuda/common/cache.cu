@@ -1,4 +1,5 @@
-// A bounded cache on CUDA: a block for each key head takes one token in, finds the places of many, or takes tokens back.
+// A bounded cache on CUDA: kernels that take one token in, put cached and new keys in order, find the places of many new tokens,
+// or take tokens back.
 #include <algorithm>
 
 #include "../cache.h"
@@ -13,7 +14,7 @@ constexpr int kJoinRows = 128;
 constexpr int kPerThread = 4, kPiece = kPlaceThreads * kPerThread;  // tokens whose places are found at once
 constexpr int32_t kUnchanged = -1;
 
-// The same with a new token, and all that a step asks for read before anything is written.
+// The slots of a key head (cache_slots.cuh) and a new token; all that a step asks for is read before anything is written.
 struct StepSlots : Slots {
   const uint4 *new_key, *new_value;
   float score_of_new, score_of_ring = 0.0f;

@@ -86,8 +86,7 @@ __device__ __forceinline__ void add_part(Part (&waiting)[kLevels], int count, bo
 }
 
 // The factor that normalises a row whose weights have this sum relative to this maximum. A sink takes weight and gives nothing;
-// it may be far above every logit. 0 for a row that sees nothing and for one of which a
-// page number is out of range.
+// it may be far above every logit. 0 for a row that sees nothing and for one of which a page number is out of range.
 __device__ __forceinline__ float end_factor(float maximum, float sum, const float* sink) {
   if (sum <= 0.0f) return 0.0f;
   if (!sink) return __fdividef(1.0f, sum);

@@ -302,7 +302,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     ++splits, until += split_chunks;
   }
   copy_async_wait<0>();
-  const auto part_at = [&](int i, int, int) { return items[i][0]; };
+  const auto part_at = [&](int i) { return items[i][0]; };
   if constexpr (kRows == DecodeRows::kFew) {
     if (call.is_cluster) {
       if constexpr (!kTakesToken) Mailbox::meet();

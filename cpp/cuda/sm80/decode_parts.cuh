@@ -139,7 +139,7 @@ struct ClusterShares {
   static_assert(sizeof(Mailbox) <= kHead);
 };
 
-// Hands on what a block found, part_at(i, row, quad) for item i of each thread: writes the end result where the block has all
+// Hands on what a block found, part_at(i) for item i of each thread: writes the end result where the block has all
 // keys, otherwise its part.
 template <class T, int kDim, int kThreads, class Tile, class PartAt>
 __device__ __forceinline__ void hand_on(const DecodeCall& call, const Tile& here, PartAt part_at) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void hand_on(const DecodeCall& call, const Tile& here
   for (int i = 0, at = static_cast<int>(threadIdx.x); at < here.rows * kQuads; at += kThreads, ++i) {
     const int row = at / kQuads, column = at % kQuads * 4;
     if (column >= p.value_dim) continue;
-    const Part part = part_at(i, row, at % kQuads);
+    const Part part = part_at(i);
     if (call.part_out) {
       const int64_t place = (first_row + row) * call.parts + here.part;
       *reinterpret_cast<float4*>(call.part_out + place * p.value_dim + column) = part.values;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void share_out(const DecodeCall& call, const Tile& he
   Mailbox& box = shares.box(mail);
   for (int i = 0, at = static_cast<int>(threadIdx.x); at < shares.items; at += kThreads, ++i) {
     const int to = at / shares.share, item = at - to * shares.share;
-    const Part part = part_at(i, at / kQuads, at % kQuads);
+    const Part part = part_at(i);
     box.send(shares.values(mail, here.part, item), to, part.values);
     box.send(shares.sums(mail, here.part, item), to, part.sums);
   }

@@ -56,7 +56,7 @@ template <class Call, size_t kCount>
 cudaError_t launch(const DecodeInstance<Call> (&instances)[kCount], const Call& given, cudaStream_t stream) {
   const DecodeParams& p = decode_of(given).p;
   const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  const DecodeRows rows = decode_of(given).rows <= kTileRows ? DecodeRows::kFew : DecodeRows::kMany;
+  const DecodeRows rows = decode_of(given).rows <= kMostFewRows ? DecodeRows::kFew : DecodeRows::kMany;
   const DecodeInstance<Call>* best = nullptr;
   for (const auto& instance : instances) {
     const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
