@@ -204,3 +204,38 @@ def test_packs_are_timed_and_a_wrong_one_is_refused(monkeypatch):
     monkeypatch.setattr(dmattn, "varlen_attention", lambda *given, **options: ours(*given, **{**options, "is_causal": False}))
     with pytest.raises(AssertionError):
         varlen.row_of(varlen.Case(4, 2), 20, "cpu", 1, rates)
+
+
+def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import doge
+
+    sizes = [
+        "--width",
+        "256",
+        "--vocabulary",
+        "512",
+        "--window",
+        "32",
+        "--lengths",
+        "64",
+        "128",
+        "--layers",
+        "1",
+        "--repeats",
+        "1",
+    ]
+    path = tmp_path / "doge.json"
+    monkeypatch.setattr(sys, "argv", ["doge.py", "--device", "cpu", *sizes, "--output", str(path)])
+    doge.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["name"], row["length"]) for row in rows] == [("dmattn", 64), ("dmattn", 128), ("eager", 64), ("eager", 128)]
+    assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows)
+
+    right = doge.doge
+    monkeypatch.setattr(
+        doge, "doge", lambda name, layers, window, *given: right(name, layers, window >> (name == "dmattn"), *given)
+    )
+    with pytest.raises(SystemExit, match="refused: dmattn's logits"):
+        doge.main()

@@ -1,0 +1,142 @@
+"""Times forward and backward of Doge models with dmattn's selection beside transformers' own eager attention: ``python benchmarks/doge.py``.
+
+Models have the sizes of Doge-320M and random weights, bfloat16, one sequence. Eager attention builds masks of [B, H, S, S]; lengths grow until
+it does not fit. Nothing is timed before the logits of both were compared with those of eager attention in float32. Writes JSON with --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from run import provenance
+from torch import Tensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import transformers
+from dmattn.integrations.transformers import enable_dynamic_mask_attention
+from transformers import DogeConfig, DogeForCausalLM
+
+HEAD_DIM = 128
+# Of the comparison before anything is timed: long enough for a selection, short enough for a CPU.
+CHECKED_LENGTH, CHECKED_WINDOW, CHECKED_LAYERS = 300, 64, 2
+Row = dict[str, Any]
+
+
+def doge(
+    name: str, layers: int, window: int, options: argparse.Namespace, dtype: torch.dtype = torch.bfloat16
+) -> DogeForCausalLM:
+    """A model with random weights, the same for both names; A is not 0, as a fresh one's is, so that scores scatter the selected keys."""
+    config = DogeConfig(
+        vocab_size=options.vocabulary, hidden_size=options.width, intermediate_size=2 * options.width, num_hidden_layers=layers,
+        num_attention_heads=options.width // HEAD_DIM, num_key_value_heads=max(1, options.width // HEAD_DIM // 2), keep_window_size=window,
+        max_position_embeddings=max(options.lengths), initializer_range=0.05,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = DogeForCausalLM(config).to(torch.bfloat16)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.A)
+    model.set_attn_implementation("eager")
+    model.to(dtype)
+    return enable_dynamic_mask_attention(model) if name == "dmattn" else model
+
+
+def tokens_of(length: int, options: argparse.Namespace) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, options.vocabulary, (1, length), generator=generator).to(options.device)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Refuses unless dmattn's logits are about as near to those of eager attention in float32 as those of eager attention in bfloat16 are."""
+    tokens = tokens_of(CHECKED_LENGTH, options)
+    logits = []
+    for name, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("dmattn", torch.bfloat16)):
+        with torch.no_grad():
+            logits.append(doge(name, CHECKED_LAYERS, CHECKED_WINDOW, options, dtype)(input_ids=tokens).logits.float())
+    truth, eager, ours = logits
+    errors = [(given - truth).square().mean().sqrt().item() for given in (eager, ours)]
+    print(f"rms error of logits: eager {errors[0]:.2e}, dmattn {errors[1]:.2e}", flush=True)
+    if not errors[1] <= 2 * errors[0]:
+        sys.exit("refused: dmattn's logits are more than twice as far from float32 as those of eager attention")
+
+
+def measured(name: str, layers: int, length: int, options: argparse.Namespace) -> Row:
+    """Milliseconds of forward and backward, and the peak memory of both; or that they do not fit."""
+    row: Row = {"name": name, "layers": layers, "length": length, "window": options.window}
+    is_cuda = options.device == "cuda"
+
+    def clock() -> float:
+        if is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    try:
+        model = doge(name, layers, options.window, options).train()
+        tokens = tokens_of(length, options)
+        taken = []
+        for turn in range(1 + options.repeats):
+            if turn == 1 and is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            began = clock()
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            between = clock()
+            loss.backward()
+            taken.append((between - began, clock() - between))
+            model.zero_grad()
+    except torch.cuda.OutOfMemoryError:
+        row["out_of_memory"] = True
+        return row
+    forward, backward = (statistics.median(times) * 1e3 for times in zip(*taken[1:], strict=True))
+    row |= {"forward_ms": forward, "backward_ms": backward}
+    if is_cuda:
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--lengths", type=int, nargs="+", help="growing; default 2048 to 32768 on CUDA, 512 and 1024 on a CPU")
+    parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers; default 32 and 1 on CUDA, 1 on a CPU")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32_768)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="file for the JSON")
+    options = parser.parse_args()
+    is_cuda = options.device == "cuda"
+    options.lengths = options.lengths or ([2048, 4096, 8192, 16_384, 32_768] if is_cuda else [512, 1024])
+    options.layers = options.layers or ([32, 1] if is_cuda else [1])
+    transformers.logging.set_verbosity_error()
+    compare(options)
+    rows: list[Row] = []
+    for layers in options.layers:
+        for name in ("dmattn", "eager"):
+            for length in options.lengths:
+                rows.append(measured(name, layers, length, options))
+                print(
+                    "  ".join(f"{key} {x:.1f}" if isinstance(x, float) else f"{key} {x}" for key, x in rows[-1].items()),
+                    flush=True,
+                )
+                gc.collect()  # models refer to themselves
+                if is_cuda:
+                    torch.cuda.empty_cache()
+                if "out_of_memory" in rows[-1]:
+                    break
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        facts = {**provenance(options.device), "transformers": transformers.__version__, "width": options.width}
+        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
