@@ -168,6 +168,35 @@ def test_the_cache_does_not_grow(model):
     assert cache.get_seq_length() == 400
 
 
+def test_compiled_steps_are_one_graph():
+    """As ``generate`` compiles on CUDA: the step's graph is whole, and none but the first step makes one."""
+    model, given = built("as recommended"), prompt("left") | GREEDY
+    expected = model.generate(**given)
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module
+
+    compiled = transformers.CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compiled._compile_all_devices = True
+    cache = bounded_cache(model)
+    torch._dynamo.reset()
+    tokens = model.generate(**given | {"disable_compile": False}, compile_config=compiled, past_key_values=cache)
+    assert torch.equal(tokens, expected)
+    assert len(graphs) == 1
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    # What changes lies where it lay, so that a step can be a CUDA graph.
+    layer = cache.layers[0]
+    tensors = [*layer.cache.buffers(), layer.length, layer.latest]
+    places = [tensor.data_ptr() for tensor in tensors]
+    with torch.no_grad():
+        model(input_ids=tokens[:, -1:], past_key_values=cache)
+    cache.crop(-3)
+    assert [tensor.data_ptr() for tensor in (*layer.cache.buffers(), layer.length, layer.latest)] == places
+    assert cache.get_seq_length() == expected.shape[1] - 3
+
+
 # What transformers asks of a cache ------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +257,7 @@ def test_a_cache_can_be_made_before_the_first_tokens(model):
     cache = bounded_cache(model)
     layer = cache.layers[0]
     assert not cache.is_initialized
-    assert (layer.get_max_length(), layer.batch_size, cache.is_compileable, cache.is_croppable) == (-1, -1, False, True)
+    assert (layer.get_max_length(), layer.batch_size, cache.is_compileable, cache.is_croppable) == (-1, -1, True, True)
     cache.early_initialization(2, 2, model.model.layers[0].self_attn.head_dim, torch.float32, torch.device("cpu"))
     assert cache.is_initialized
     tokens = prompt()["input_ids"]

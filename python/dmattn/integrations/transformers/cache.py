@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -21,7 +21,8 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a transformers cache, held in a :class:`dmattn.BoundedCache` of fixed size (or, with local heads, a ``MixedCache``).
 
     Only layers with dmattn's selection can use it: which keys are kept is decided by their scores. It counts all tokens it was given,
-    padding and keys that are gone included, so positions go on as with a cache that keeps everything.
+    padding and keys that are gone included, so positions go on as with a cache that keeps everything. All that changes with a token lies in
+    tensors that are written in place, so one compiled step serves all steps, also as a CUDA graph.
 
     Args:
         window, local, sink, local_heads: as the attention layer has them.
@@ -29,13 +30,18 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Attributes:
         cache: what holds the keys; None before the first tokens. transformers' ``keys`` and ``values`` stay None.
+        length: int64 [], how many tokens were taken in.
+        latest: int8 [B, rewind], the latest tokens: 1, or 0 for padding, or -1 where none can be taken back.
 
     Raises:
         TypeError, ValueError: a size is no int or out of range.
     """
 
     is_sliding = False
-    is_compileable = False
+    is_compileable = True
+
+    length: Tensor
+    latest: Tensor
 
     def __init__(self, window: int, local: int = 0, sink: int = 0, local_heads: int = 0, rewind: int = REWIND) -> None:
         super().__init__()
@@ -44,14 +50,11 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         checks.natural_int("rewind", rewind)
         self.window, self.local, self.sink, self.local_heads, self.rewind = window, local, sink, local_heads, rewind
         self.cache: BoundedCache | MixedCache | None = None
-        self.length = 0
-        # Of the last calls, which cover the last ``rewind`` tokens: how many tokens came, and which of them were real (None: all).
-        self.latest: deque[tuple[int, Tensor | None]] = deque()
 
     def __repr__(self) -> str:
         return (
             f"BoundedLayer(window={self.window}, local={self.local}, sink={self.sink}, local_heads={self.local_heads}, rewind={self.rewind}, "
-            f"length={self.length})"
+            f"length={int(self.get_seq_length())})"
         )
 
     # Use by attention layers ----------------------------------------------------------------------------------------------------
@@ -84,17 +87,14 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         batch, tokens = key.shape[0], key.shape[2]
         if real is not None:
             real = None if checks.values_are_known(real) and bool(real.all()) else real.expand(batch, -1)
-        if real is None:
-            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only)
-        elif tokens == 1:
-            lengths = real[:, 0].to(torch.int32)
-            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only, lengths=lengths)
-        else:
+        lengths = None if real is None else real.sum(1, dtype=torch.int32)
+        order = None
+        if real is not None and tokens > 1:
             # Bring the real tokens to the front, in their order, and the outputs back to where their tokens stood.
             order = real.logical_not().to(torch.int8).argsort(dim=1, stable=True)
             query, key, value, scores = (_taken(x, order) for x in (query, key, value, scores))
-            lengths = real.sum(1, dtype=torch.int32)
-            out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only, lengths=lengths)
+        out = self.cache.attend(query, key, value, scores, scale=scale, select_only=select_only, lengths=lengths)
+        if order is not None:
             out = _taken(out, order.argsort(dim=1))
         self._count(tokens, real)
         return out
@@ -105,12 +105,13 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         return steps if self.cache is None else steps + self.cache.length[:, None]
 
     def _count(self, tokens: int, real: Tensor | None) -> None:
-        self.length += tokens
+        self.length.add_(tokens)
         if self.rewind == 0:
             return
-        self.latest.append((tokens, real))
-        while sum(count for count, _ in self.latest) - self.latest[0][0] >= self.rewind:
-            self.latest.popleft()
+        if real is None:
+            self.latest.copy_(F.pad(self.latest, (0, tokens), value=1)[:, tokens:])
+        else:
+            self.latest.copy_(torch.cat((self.latest, real.to(torch.int8)), 1)[:, tokens:])
 
     # What transformers asks of a layer -------------------------------------------------------------------------------------------
 
@@ -118,7 +119,10 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Makes the cache for keys [B, Hkv, any, D] and values [B, Hkv, any, Dv]; head sizes are padded to multiples of 8."""
         self.dtype, self.device, self.heads = key_states.dtype, key_states.device, key_states.shape[1]
         self.head_dims = [-(-states.shape[3] // 8) * 8 for states in (key_states, value_states)]
-        self.cache, self.is_initialized = self._new(key_states.shape[0]), True
+        self.length = torch.zeros((), dtype=torch.int64, device=self.device)
+        latest = torch.full((key_states.shape[0], self.rewind), -1, dtype=torch.int8, device=self.device)
+        self._hold(self._new(key_states.shape[0]), latest)
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Refuses: other attention would need all keys.
@@ -131,13 +135,13 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
             "see enable_dynamic_mask_attention and convert in dmattn.integrations.transformers"
         )
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
         """Masks are about the new tokens alone: (number of new tokens, number of tokens before)."""
-        return query_length, self.length
+        return query_length, self.get_seq_length()
 
-    def get_seq_length(self) -> int:
-        """How many tokens were taken in, padding and those included whose keys are gone."""
-        return self.length
+    def get_seq_length(self) -> int | Tensor:
+        """How many tokens were taken in, padding and those included whose keys are gone: int64 [], as of a static cache; 0 before the first."""
+        return self.length.clone() if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         """-1: there is no longest sequence."""
@@ -171,7 +175,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             ValueError: it is positive, or there is more to take back than is kept.
         """
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)
         if count < 0:
             raise ValueError(f"tokens_to_remove: expected 0 or minus the number of tokens, got {tokens_to_remove}")
         if count == 0 or self.cache is None:
@@ -181,31 +185,26 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"tokens_to_remove: expected at most {self.rewind} tokens, got {count}: keys that died earlier are gone; make the cache with "
                 f"rewind={count}"
             )
-        if count > sum(tokens for tokens, _ in self.latest):
+        if count > int((self.latest[0] >= 0).sum()):
             raise ValueError(f"tokens_to_remove: expected at most as many tokens as can still be taken back, got {count}")
-        real = torch.zeros(self.cache.batch_size, dtype=torch.int32, device=self.device)
-        self.length -= count
-        while count > 0:
-            tokens, mask = self.latest.pop()
-            removed = min(count, tokens)
-            real += removed if mask is None else mask[:, tokens - removed :].sum(1, dtype=torch.int32)
-            if removed < tokens:
-                self.latest.append((tokens - removed, None if mask is None else mask[:, : tokens - removed]))
-            count -= removed
+        real = (self.latest[:, self.rewind - count :] == 1).sum(1, dtype=torch.int32)
+        self.latest.copy_(F.pad(self.latest, (count, 0), value=-1)[:, : self.rewind])
+        self.length.sub_(count)
         self.cache.rewind(real)
 
     def reset(self) -> None:
         """Makes all sequences empty."""
-        self.length = 0
-        self.latest.clear()
         if self.cache is not None:
             self.cache.reset()
+            self.length.zero_()
+            self.latest.fill_(-1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes a copy of what sequence ``beam_idx[b]`` was."""
         if self.cache is not None:
-            self.cache.reorder(beam_idx.to(self.device))
-            self._choose_latest(beam_idx)
+            beam_idx = beam_idx.to(self.device)
+            self.cache.reorder(beam_idx)
+            self.latest.copy_(self.latest[beam_idx])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence comes ``repeats`` times, one after the other."""
@@ -218,9 +217,9 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         rows = torch.arange(self.cache.batch_size, device=self.device)[indices.to(self.device)]
         state = self.cache.state_dict()
-        self.cache = self._new(rows.shape[0])
-        self.cache.load_state_dict({name: x if name.endswith("sizes_saved") else x[rows] for name, x in state.items()})
-        self._choose_latest(rows)
+        cache = self._new(rows.shape[0])
+        cache.load_state_dict({name: x if name.endswith("sizes_saved") else x[rows] for name, x in state.items()})
+        self._hold(cache, self.latest[rows])
 
     def offload(self) -> None:
         raise ValueError("offloading: expected False with a bounded cache, which is as small as it will ever be, got True")
@@ -240,8 +239,12 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
         selecting = part(self.heads - self.local_heads, self.window)
         return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
 
-    def _choose_latest(self, rows: Tensor) -> None:
-        self.latest = deque((tokens, None if real is None else real[rows.to(real.device)]) for tokens, real in self.latest)
+    def _hold(self, cache: BoundedCache | MixedCache, latest: Tensor) -> None:
+        """Takes these tensors, and tells compilers that they stay where they are: else no step could become a CUDA graph."""
+        self.cache, self.latest = cache, latest
+        if not torch.compiler.is_compiling():
+            for tensor in (*cache.buffers(), latest, self.length):
+                torch._dynamo.mark_static_address(tensor)
 
 
 def _taken(given: Tensor, order: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def make_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
@@ -66,7 +66,7 @@ def make_mask(
 
     Args:
         batch_size, q_length, kv_length: sizes of the attention.
-        q_offset, kv_offset: absolute indices of the first query and the first key; q_offset may be a tensor, which is not read.
+        q_offset, kv_offset: absolute indices of the first query and the first key; tensors are not read.
         mask_function: whether a query sees a key, by absolute indices.
         attention_mask: bool [B, up to kv_offset + kv_length], False for padding.
         local_size: of sliding or chunked layers; the mask function says which.
@@ -143,13 +143,19 @@ def interval_of(mask: Tensor, query_length: int, key_length: int) -> IntervalMas
     return IntervalMask.from_tensor(mask)
 
 
-def _padding_of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int, device: torch.device) -> Tensor | None:
+def _padding_of_keys(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor, device: torch.device
+) -> Tensor | None:
     """bool [B, 1, Sk], True for tokens; the mask may end early, before keys that are still empty."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask: expected [B, Sk] or [B, 1, Sq, Sk], got shape {list(attention_mask.shape)}")
     given = attention_mask.to(device=device, dtype=torch.bool)
+    if isinstance(kv_offset, Tensor):  # on a device, which is not asked
+        index = torch.arange(kv_length, device=device) + kv_offset.to(device)
+        given = given[:, index.clamp(max=given.shape[1] - 1)] & (index < given.shape[1])
+        return given[:, None]
     missing = kv_length + kv_offset - given.shape[1]
     if missing > 0:
         given = torch.nn.functional.pad(given, (0, missing))
@@ -162,7 +168,7 @@ def _queries(bound: Tensor | None, q_offset: int | Tensor) -> Tensor | None:
 
 
 def _is_skipped(
-    found: Keys, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int, causal: bool, bidirectional: bool
+    found: Keys, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int | Tensor, causal: bool, bidirectional: bool
 ) -> bool:
     """Whether None says as much as the mask: the attention function takes None for causal from the first key on, or for everything."""
     if found.start is None and found.end is None:
@@ -175,7 +181,7 @@ def _is_skipped(
 # Recognition ------------------------------------------------------------------------------------------------------------------------
 
 
-def recognised(function: Callable[..., Any], keys: Keys, total: int) -> Keys | None:
+def recognised(function: Callable[..., Any], keys: Keys, total: int | Tensor) -> Keys | None:
     """What a mask function made by transformers says, or None for a function of unknown origin.
 
     Args:
