@@ -125,7 +125,7 @@ PUBLIC = {
     "cu_seqlens not from 0": (lambda: IntervalMask.documents(5, torch.tensor([1, 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [1, 5]"),
     "cu_seqlens decreasing": (lambda: IntervalMask.documents(5, torch.tensor([0, 4, 3, 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [0, 4, 3, 5]"),
     "cu_seqlens ends early": (lambda: IntervalMask.documents(5, torch.tensor([0, 4])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [0, 4]"),
-    "cu_seqlens of floats": (lambda: IntervalMask.documents(5, torch.tensor([0.0, 5.0])), TypeError, "cu_seqlens: expected dtype int32 or int64, got torch.float32"),
+    "cu_seqlens of floats": (lambda: IntervalMask.documents(5, torch.tensor([0.0, 5.0])), TypeError, "cu_seqlens: expected dtype int32, int64, got float32"),
     "cu_seqlens of rank 2": (lambda: IntervalMask.documents(5, torch.tensor([[0, 5]])), ValueError, "cu_seqlens: expected one dimension [documents + 1], got shape [1, 2]"),
     "cu_seqlens too short": (lambda: IntervalMask.documents(5, torch.tensor([0])), ValueError, "cu_seqlens: expected one dimension [documents + 1], got shape [1]"),
     "cu_seqlens a list": (lambda: IntervalMask.documents(5, [0, 5]), TypeError, "cu_seqlens: expected a torch.Tensor, got list"),

@@ -219,6 +219,21 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
     assert len(called) > 2
 
 
+def test_parts_read_ends_that_lie_on_a_device(device, monkeypatch):
+    """They are waited for, and then checked, too; on a CPU as if they were known of a device alone."""
+    query, key, value = (
+        given[0].transpose(0, 1) for given in tokens(37, 37, device, torch.float32 if device == "cpu" else torch.float16)
+    )
+    ends = ends_of([9, 3, 8, 0, 14])
+    expected = dmattn.varlen_attention(query, key, value, ends, is_causal=True)
+    monkeypatch.setattr(checks, "MAX_LENGTH", 18)
+    monkeypatch.setattr(checks, "values_are_known", lambda ends: False)
+    out = dmattn.varlen_attention(query, key, value, ends.to(device), is_causal=True)
+    assert_same_by_another_way(out, expected, query.dtype)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: expected 0 = c\[0\] .* <= 37 tokens, got \[0, 12, 9, 37\]"):
+        dmattn.varlen_attention(query, key, value, torch.tensor([0, 12, 9, 37], device=device))
+
+
 def test_parts_draw_different_dropout(monkeypatch):
     """Two equal documents in two parts."""
     query, key, value = (given[0].transpose(0, 1).repeat(2, 1, 1) for given in tokens(16, 16, "cpu", torch.float32))
@@ -380,7 +395,7 @@ BAD = {
     "key_bias of another length": (lambda: attend(key_bias=tensor((25,), 0)), ValueError, r"key_bias: expected \[Tk\] or"),
     "bias of another length": (lambda: attend(bias=tensor((20, 25), 0)), ValueError, "bias: expected"),
     "sinks of another number": (lambda: attend(sinks=tensor((3,), 0)), ValueError, r"sinks: expected \[H\] with H=4"),
-    "many tokens on a device": (lambda: in_parts(ends_q=ENDS_Q.to("meta")), ValueError, "cu_seqlens_q: expected a tensor on the CPU, and no tracing, for Tq=20, Tk=26 packed tokens: more than 10 .* got one on meta"),
+    "many tokens on a device": (lambda: in_parts(ends_q=ENDS_Q.to("meta")), ValueError, "cu_seqlens_q: expected numbers that can be read, without tracing, .* for more than 10 packed tokens, .* got 20 tokens and cu_seqlens on meta"),
     "many tokens and a mask": (lambda: in_parts(mask=IntervalMask.causal(26)), ValueError, "mask: expected None for more than 10 packed tokens, got Tq=20, Tk=26"),
     "many tokens and a bias": (lambda: in_parts(bias=Q), ValueError, "bias: expected None for more than 10 packed tokens"),
     "a document that is too long": (lambda: in_parts(longest=8), ValueError, "query, key: expected documents of up to 8 tokens, got one of 9"),

@@ -153,3 +153,31 @@ def values_are_known(value: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return value.device.type == "cpu" and not isinstance(value, FakeTensor)
+
+
+def values_can_be_read(value: Tensor) -> bool:
+    """True when the host can get the tensor's values, if need be by waiting for its device: not while tracing, nor into a CUDA graph."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or isinstance(value, FakeTensor):
+        return False
+    return value.device.type == "cpu" or (value.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
+
+
+def cu_seqlens(name: str, value: object, tokens: int | None, exactly: bool = False) -> Tensor:
+    """0 and then the end of each document, [documents + 1]. Values are checked where they are known, see :func:`document_ends`."""
+    ends = tensor(name, value)
+    dtype(name, ends, (torch.int32, torch.int64))
+    if ends.dim() != 1 or ends.shape[0] < 2:
+        raise ValueError(f"{name}: expected one dimension [documents + 1], got shape {shape_of(ends)}")
+    if values_are_known(ends):
+        document_ends(name, ends, tokens, exactly)
+    return ends
+
+
+def document_ends(name: str, ends: Tensor, tokens: int | None, exactly: bool = False) -> None:
+    """Reads cu_seqlens: they rise from 0 up to a number of tokens, or to exactly that; None: to any."""
+    last = int(ends[-1])
+    fits = tokens is None or (last == tokens if exactly else last <= tokens)
+    if int(ends[0]) != 0 or not fits or not bool((ends[1:] >= ends[:-1]).all()):
+        bound = "" if tokens is None else f" = Sk = {tokens}" if exactly else f" <= {tokens} tokens"
+        more = "..." if ends.shape[0] > 8 else ""
+        raise ValueError(f"{name}: expected 0 = c[0] <= c[1] <= ... <= c[-1]{bound}, got {ends[:8].tolist()}{more}")

@@ -86,8 +86,8 @@ def varlen_attention(
         scale, softcap, dropout_p, dropout_seed, deterministic, sinks: as in :func:`attention`.
         return_lse: also return the log-sum-exp of each query's logits, natural logarithm, differentiable, without the sink.
 
-    More than 2^20 packed tokens are computed in several calls, cut between documents, which the host has to know: then cu_seqlens are expected
-    on the CPU, and there is no mask and no bias. It cannot be compiled in one graph.
+    More than 2^20 packed tokens are computed in several calls, cut between documents. The host has to read where: cu_seqlens on a GPU are
+    waited for then, those on the CPU are not. There is no mask and no bias, and such a call cannot be compiled or captured in a CUDA graph.
 
     Returns:
         out [Tq, H, Dv] in query's dtype, or (out, lse) with lse [H, Tq] float32 (float64 for float64 inputs).
@@ -223,19 +223,16 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
 def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor, Tensor]:
     """:func:`attend_packed` for any number of tokens, in calls of at most ``longest``, cut between documents."""
     queries, keys = packed.query.shape[0], packed.key.shape[0]
-    ends_q, ends_k = packed.ends_q, packed.ends_q if packed.ends_k is None else packed.ends_k
-    for name, given in (("cu_seqlens_q", ends_q), ("cu_seqlens_k", ends_k)):
-        if not checks.values_are_known(given):
-            raise ValueError(
-                f"{name}: expected a tensor on the CPU, and no tracing, for Tq={queries}, Tk={keys} packed tokens: more than {longest} are "
-                f"computed in several calls, cut between documents; got one on {given.device}"
-            )
     for name, left_out in (("mask", rules.mask), ("bias", rules.bias)):
         if left_out is not None:
             raise ValueError(f"{name}: expected None for more than {longest} packed tokens, got Tq={queries}, Tk={keys}")
     device, dropout_p = packed.query.device, rules.factors[2]
     if dropout_p and rules.dropout_seed is None:
         rules = rules._replace(dropout_seed=torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device))
+
+    # Get the ends to the host. They may lie on a device, which is then waited for.
+    ends_q = _read_ends("cu_seqlens_q", packed.ends_q, queries, longest)
+    ends_k = ends_q if packed.ends_k is None else _read_ends("cu_seqlens_k", packed.ends_k, keys, longest)
 
     # Cut, and split all tensors at the cuts: the gradient of a split is one concatenation.
     cuts = cuts_between(ends_q.tolist(), ends_k.tolist(), longest)
@@ -264,6 +261,20 @@ def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor,
         outs.append(packed.query.new_zeros((behind, heads, value_dim)))
         lses.append(torch.full((heads, behind), -torch.inf, dtype=accumulate_dtype(packed.query.dtype), device=device))
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def _read_ends(name: str, ends: Tensor, tokens: int, longest: int) -> Tensor:
+    """cu_seqlens on the CPU."""
+    if checks.values_are_known(ends):
+        return ends
+    if not checks.values_can_be_read(ends):
+        raise ValueError(
+            f"{name}: expected numbers that can be read, without tracing, torch.func and the capture of a CUDA graph, for more than {longest} "
+            f"packed tokens, which are computed in several calls, cut between documents; got {tokens} tokens and cu_seqlens on {ends.device}"
+        )
+    ends = ends.cpu()
+    checks.document_ends(name, ends, tokens)
+    return ends
 
 
 def cuts_between(ends_q: list[int], ends_k: list[int], longest: int) -> list[int]:
@@ -296,16 +307,9 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _ends(name: str, given: object, query: Tensor, length: int) -> Tensor:
     """cu_seqlens, checked as far as costs no sync."""
-    ends = checks.tensor(name, given)
-    checks.dtype(name, ends, (torch.int32, torch.int64))
-    if ends.dim() != 1 or ends.shape[0] < 2:
-        raise ValueError(f"{name}: expected one dimension [documents + 1], got shape {checks.shape_of(ends)}")
+    ends = checks.cu_seqlens(name, given, length)
     if ends.device.type != "cpu":
         checks.same_device(name, ends, query)
-    if checks.values_are_known(ends):
-        increases = bool((ends[1:] >= ends[:-1]).all())
-        if int(ends[0]) != 0 or int(ends[-1]) > length or not increases:
-            raise ValueError(f"{name}: expected 0 = c[0] <= c[1] <= ... <= c[-1] <= {length} tokens, got {ends.tolist()[:8]}...")
     return ends
 
 
