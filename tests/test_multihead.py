@@ -218,16 +218,19 @@ def test_the_hint_of_causality_takes_the_place_of_the_mask(need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_queries_that_see_nothing_give_the_bias_and_hidden_keys_hold_anything(need_weights):
+@pytest.mark.parametrize("dtype", [torch.bool, WIDE])
+def test_queries_that_see_nothing_give_the_bias_and_hidden_keys_hold_anything(need_weights, dtype):
+    """Floats hide with -inf."""
     _, ours = pair_of(batch_first=True)
     query, key, value = given_tensors(batch_first=True)
     hidden = torch.zeros(B, S, dtype=torch.bool)
     hidden[0], hidden[1, 3:] = True, True
-    clean = ours(query, key, value, key_padding_mask=hidden, need_weights=need_weights)
+    mask = hidden if dtype == torch.bool else torch.zeros(B, S, dtype=dtype).masked_fill(hidden, -torch.inf)
+    clean = ours(query, key, value, key_padding_mask=mask, need_weights=need_weights)
     assert torch.equal(clean[0][0], ours.out_proj.bias.expand(L, E))
     key, value = (x.masked_fill(hidden[..., None], torch.nan).requires_grad_() for x in (key, value))
     query.requires_grad_()
-    poisoned = ours(query, key, value, key_padding_mask=hidden, need_weights=need_weights)
+    poisoned = ours(query, key, value, key_padding_mask=mask, need_weights=need_weights)
     assert torch.equal(clean[0], poisoned[0])
     grad_query, grad_key, _ = torch.autograd.grad(poisoned[0].square().sum(), (query, key, value))
     assert grad_query.isfinite().all()

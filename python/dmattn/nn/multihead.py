@@ -151,11 +151,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = None
             out = _on_kernels(q, k, v, whole, key_bias=key_bias, bias=bias, is_causal=alone, dropout_p=dropout)
         result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        if need_weights and weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if is_batched else weights[0]
         result = result[0] if not is_batched else result if self.batch_first else result.transpose(0, 1)
-        return result, weights if need_weights else None
+        if not need_weights or weights is None:
+            return result, None
+        weights = weights.mean(1) if average_attn_weights else weights
+        return result, weights if is_batched else weights[0]
 
     # Projections --------------------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"key_padding_mask: expected [B, S] = {[batch, keys] if is_batched else [keys]}, got {checks.shape_of(given)}"
             )
         rows = rows[:, None]
-        return (rows, None) if rows.dtype == torch.bool else (None, F.pad(rows, (0, extra)))
+        # torch.nn.TransformerEncoderLayer passes bool masks on as floats, -inf where True.
+        return (rows, None) if rows.dtype == torch.bool else (rows == -math.inf, F.pad(rows, (0, extra)))
 
     def _of_pairs(self, given: Tensor | None, batch: int, length: int, keys: int, extra: int) -> Tensor | None:
         """attn_mask as [1|B, 1|H, L, S + extra]: bool with True = visible, or floats to add."""
@@ -250,9 +251,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             whole = whole & part
         if not extra:
             return whole
-        bounds = whole.shift(extra).to_tensor(keys)
-        seen_by_all = torch.tensor([[ALWAYS], [FOREVER]], dtype=torch.int32, device=bounds.device)
-        return IntervalMask.from_tensor(torch.cat((bounds, seen_by_all.expand(*bounds.shape[:2], 2, extra)), dim=3))
+        start, end = whole.shift(extra).to_tensor(keys).unbind(2)
+        return IntervalMask(F.pad(start, (0, extra), value=ALWAYS), F.pad(end, (0, extra), value=FOREVER))  # all see the others
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
@@ -346,6 +346,7 @@ def _with_weights(
     hidden = logits == -math.inf
     hidden = hidden if visible is None else hidden | ~visible
     sees_nothing = hidden.all(3, keepdim=True)
-    weights = logits.masked_fill(hidden & ~sees_nothing, -math.inf).softmax(3).masked_fill(sees_nothing, 0.0)
+    logits = logits.masked_fill(hidden, -math.inf).masked_fill(sees_nothing, 0.0)  # a row of -inf would have NaN for its gradient
+    weights = logits.softmax(3).masked_fill(sees_nothing, 0.0)
     weights = F.dropout(weights, dropout).to(query.dtype)
     return weights @ value, weights
