@@ -58,9 +58,14 @@ def options_of(
     if dropout_p == 0:
         dropout_seed = None
     elif dropout_seed is None:
-        dropout_seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=sizes.device)
+        dropout_seed = new_seed(sizes.device)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed for dropout, int64 [1], from torch's generator."""
+    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -98,6 +98,13 @@ def selection(window: object, local: int, sink: int, causal: bool, causal_name: 
     natural_int("window", window)
 
 
+def local_heads(value: object, heads: int, local: int) -> None:
+    """How many of a layer's key heads see local keys and sinks alone; at least one selects."""
+    natural_int("local_heads", value)
+    if value and (value >= heads or not local):  # type: ignore[operator]
+        raise ValueError(f"local_heads: expected fewer than the {heads} key heads, and local > 0, got {value} with local={local}")
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type_of(value)}")

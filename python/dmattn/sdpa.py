@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
 from dmattn.call import NO_MASK, attend, autocast, mask_tensors, options_of
 from dmattn.masks.interval import FOREVER
-from dmattn.sizes import sizes_of
+from dmattn.sizes import padded, sizes_of
 
 # The function itself, not its name in torch.nn.functional, to which users assign ours.
 _torch_attention = torch._C._nn.scaled_dot_product_attention
@@ -76,7 +75,7 @@ def scaled_dot_product_attention(
             return given
         given = given.expand(*lead, *own, *given.shape[-2:])
         given = given[(None,) * (4 - given.dim())] if given.dim() < 4 else given.flatten(0, -4)
-        return F.pad(given, (0, -given.shape[-1] % 8)) if given.shape[-1] % 8 else given
+        return padded(given)
 
     q, k, v = autocast(four_dims(query), four_dims(key), four_dims(value))
     sizes = sizes_of(q, k, v)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
@@ -28,6 +29,12 @@ class Sizes(NamedTuple):
 
     def __str__(self) -> str:
         return f"B={self.batch}, H={self.heads}, Hkv={self.kv_heads}, Sq={self.query_length}, Sk={self.key_length}"
+
+
+def padded(given: Tensor) -> Tensor:
+    """The last dimension filled with zeros up to a multiple of 8, which the kernels ask for; it changes no product."""
+    missing = -given.shape[-1] % 8
+    return F.pad(given, (0, missing)) if missing else given
 
 
 def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> Sizes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops
-from dmattn.call import NO_MASK, attend, autocast, options_of
+from dmattn.call import NO_MASK, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask, bounds
 from dmattn.masks.heads import same_heads
@@ -228,7 +228,7 @@ def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor,
             raise ValueError(f"{name}: expected None for more than {longest} packed tokens, got Tq={queries}, Tk={keys}")
     device, dropout_p = packed.query.device, rules.factors[2]
     if dropout_p and rules.dropout_seed is None:
-        rules = rules._replace(dropout_seed=torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device))
+        rules = rules._replace(dropout_seed=new_seed(device))
 
     # Get the ends to the host. They may lie on a device, which is then waited for.
     ends_q = _read_ends("cu_seqlens_q", packed.ends_q, queries, longest)

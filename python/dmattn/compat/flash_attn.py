@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.call import new_seed
 from dmattn.compat import layouts
 from dmattn.compat.flash_attn_cache import flash_attn_with_kvcache
-from dmattn.compat.merging import new_seed, run
+from dmattn.compat.merging import run
 from dmattn.compat.padding import pad_input, unpad_input
 from dmattn.composed import dropout_factors
+from dmattn.sizes import padded
 from dmattn.varlen import varlen_attention
 from dmattn.weights import attention_weights
 
@@ -161,7 +163,7 @@ def varlen(
     slopes = layouts.slopes_of(alibi_slopes, batch, heads, q)
     value_size = v.shape[-1]
     if slopes is None and block_table is None:
-        query, key, value = layouts.padded(q), layouts.padded(k), layouts.padded(v)
+        query, key, value = padded(q), padded(k), padded(v)
         window = None if left is None and right in (None, 0) else layouts.packed_window(left, right, k)
         out, packed_lse = varlen_attention(
             query, key, value, ends_q, ends_k, is_causal=right == 0, mask=window, scale=scale, softcap=cap, dropout_p=dropout_p,

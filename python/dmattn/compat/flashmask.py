@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.call import new_seed
 from dmattn.compat import layouts
-from dmattn.compat.merging import Pass, new_seed, run
+from dmattn.compat.merging import Pass, run
 from dmattn.masks import BlockMask, IntervalMask
 
 BLOCK = 128

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
 from dmattn.compat.merging import Pass
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, FOREVER, IntervalMask
+from dmattn.sizes import padded
 
 HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
 PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
@@ -268,8 +268,3 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     """[B, S, heads, D] or [T, heads, D] as [B|1, heads, S, D], D padded."""
     q, k, v = (padded(x).transpose(-3, -2) for x in (q, k, v))
     return (q, k, v) if q.dim() == 4 else (q[None], k[None], v[None])
-
-
-def padded(x: Tensor) -> Tensor:
-    """The last dimension filled with zeros up to a multiple of 8, which changes no product."""
-    return x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dmattn.attention import attention
+from dmattn.call import new_seed
 from dmattn.masks import Mask
 
 
@@ -69,8 +70,3 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     out = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
     assert isinstance(out, Tensor)
     return out.to(parts[0][0].dtype), torch.where(seen.any(dim=0), total, -torch.inf)
-
-
-def new_seed(device: torch.device) -> Tensor:
-    """A seed for dropout from torch's generator."""
-    return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)

@@ -14,7 +14,7 @@ from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
-from dmattn.nn.mixed_cache import MixedCache
+from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.rotation import rotate
 from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
@@ -204,11 +204,7 @@ class DynamicMaskAttention(nn.Module):
     def _set_selection(self, window: int, local: int, sink: int, local_heads: int, is_causal: bool) -> None:
         checks.flag("is_causal", is_causal)
         checks.selection(window, local, sink, is_causal, "is_causal")
-        checks.natural_int("local_heads", local_heads)
-        if local_heads and (local_heads >= self.num_kv_heads or not local):
-            raise ValueError(
-                f"local_heads: expected fewer than num_kv_heads={self.num_kv_heads}, and local > 0, got {local_heads} with local={local}"
-            )
+        checks.local_heads(local_heads, self.num_kv_heads, local)
         self.window, self.local, self.sink, self.local_heads, self.is_causal = window, local, sink, local_heads, is_causal
 
     def scores(self, source: Tensor) -> Tensor:
@@ -270,15 +266,10 @@ class DynamicMaskAttention(nn.Module):
         heads = self.num_kv_heads if num_kv_heads is None else num_kv_heads
         checks.positive_int("num_kv_heads", heads)
         self._check_dealt_out(heads)
-
-        def part(heads: int, window: int) -> BoundedCache:
-            return BoundedCache(
-                batch_size, heads, window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind, dtype=weight.dtype,
-                device=weight.device,
-            )  # fmt: skip
-
-        selecting = part(heads - self.local_heads, self.window)
-        return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
+        return cache_of_layer(
+            batch_size, heads, self.local_heads, self.window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind,
+            dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
 
     @overload
     def forward(

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.cache import BoundedCache, PaddingSide
+
+
+def cache_of_layer(
+    batch_size: int, kv_heads: int, local_heads: int, window: int, head_dim: int, value_dim: int | None = None, **options: Any
+) -> BoundedCache | MixedCache:
+    """An empty cache for a layer whose first ``local_heads`` key heads stream and whose others select; options as of BoundedCache."""
+
+    def part(heads: int, window: int) -> BoundedCache:
+        return BoundedCache(batch_size, heads, window, head_dim, value_dim, **options)
+
+    selecting = part(kv_heads - local_heads, window)
+    return MixedCache(part(local_heads, 0), selecting) if local_heads else selecting
 
 
 class MixedCache(nn.Module):

@@ -13,6 +13,7 @@ from dmattn import checks
 from dmattn.attention import attention
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.sizes import padded
 from dmattn.unsupported import scripting_refused
 
 Projected = tuple[Tensor, Tensor, Tensor]
@@ -294,12 +295,10 @@ def _has_kernels(query: Tensor) -> bool:
 
 
 def _on_kernels(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, **options: Any) -> Tensor:
-    """attention for heads of any size: padded to a multiple of 8."""
+    """attention for heads of any size."""
     size = query.shape[3]
-    if size % 8:
-        query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
-    out: Tensor = attention(query, key, value, mask, scale=size**-0.5, **options)
-    return out[..., :size] if size % 8 else out
+    out: Tensor = attention(padded(query), padded(key), padded(value), mask, scale=size**-0.5, **options)
+    return out[..., :size]
 
 
 def _seen(

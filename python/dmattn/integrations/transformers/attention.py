@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn import checks
@@ -13,6 +12,7 @@ from dmattn.attention import attention
 from dmattn.integrations.transformers.masks import interval_of
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import BlockMask, IntervalMask, Mask
+from dmattn.sizes import padded
 from dmattn.weights import attention_weights
 
 # Arguments that say what is computed and have no form here, with what to do instead.
@@ -90,7 +90,6 @@ def attention_forward(
     mask = _both(mask, sequences, query_length)
     mask = _both(mask, _listed(indices, query, key), query_length)
 
-    # Pad the head sizes to multiples of 8; zeros change no product.
     scaling = size**-0.5 if scaling is None else scaling
     query, key = padded(query), padded(key)
     shared: dict[str, Any] = {
@@ -113,12 +112,6 @@ def check_dtype(query: Tensor) -> None:
             f"query: expected dtype bfloat16 or float16 on CUDA, got {query.dtype}; load the model with dtype=torch.bfloat16, or run it under "
             "torch.autocast('cuda', torch.bfloat16)"
         )
-
-
-def padded(given: Tensor) -> Tensor:
-    """[B, H, S, D] with zeros up to a head size that is a multiple of 8."""
-    missing = -given.shape[3] % 8
-    return F.pad(given, (0, missing)) if missing else given
 
 
 def _mask_and_bias(

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import checks
 from dmattn.cache import BoundedCache
-from dmattn.nn.mixed_cache import MixedCache
+from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 
 REWIND = 32
 """How many tokens can be taken back unless another number is asked for: more than assisted generation proposes by default."""
@@ -230,14 +230,10 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     # Inside ---------------------------------------------------------------------------------------------------------------------
 
     def _new(self, batch: int) -> BoundedCache | MixedCache:
-        def part(heads: int, window: int) -> BoundedCache:
-            return BoundedCache(
-                batch, heads, window, *self.head_dims, local=self.local, sink=self.sink, rewind=self.rewind, dtype=self.dtype,
-                device=self.device,
-            )  # fmt: skip
-
-        selecting = part(self.heads - self.local_heads, self.window)
-        return MixedCache(part(self.local_heads, 0), selecting) if self.local_heads else selecting
+        return cache_of_layer(
+            batch, self.heads, self.local_heads, self.window, *self.head_dims, local=self.local, sink=self.sink, rewind=self.rewind,
+            dtype=self.dtype, device=self.device,
+        )  # fmt: skip
 
     def _hold(self, cache: BoundedCache | MixedCache, latest: Tensor) -> None:
         """Takes these tensors, and tells compilers that they stay where they are: else no step could become a CUDA graph."""

@@ -219,11 +219,7 @@ def _check_settings(
     rewind: int,
 ) -> None:
     checks.selection(window, local, sink, True)
-    checks.natural_int("local_heads", local_heads)
-    if local_heads and (local_heads >= heads or not local):
-        raise ValueError(
-            f"local_heads: expected fewer than the {heads} key heads, and local > 0, got {local_heads} with local={local}"
-        )
+    checks.local_heads(local_heads, heads, local)
     for name, value in (("taught", taught), ("bounded_cache", bounded_cache)):
         checks.flag(name, value)
     if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not taught):

@@ -15,11 +15,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
 from dmattn.call import autocast
-from dmattn.integrations.transformers.attention import check_dtype, padded
+from dmattn.integrations.transformers.attention import check_dtype
 from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
 from dmattn.nn.scores import score_loss, slopes_of
+from dmattn.sizes import padded
 
 
 class SelectingAttention(nn.Module):
