@@ -164,3 +164,11 @@ def test_sequences_that_are_all_empty_give_zeros(kinds, tokens_q, tokens_k):
         assert torch.equal(lse, torch.full((1, HEADS, longest), -torch.inf))
         out.sum().backward()
         assert torch.equal(q.grad, torch.zeros_like(q))
+
+
+def test_flags_are_checked_before_anything_is_computed(monkeypatch):
+    _, arguments = problem(((5,), (7,)), [0] * HEADS, [(1, 1)] * HEADS, True, False)
+    monkeypatch.setattr("dmattn.compat.block_sparse_attn.attention", None)
+    q, k, v = (tensor((n, h, 16), h) for n, h in ((5, HEADS), (7, 2), (7, 2)))
+    with pytest.raises(TypeError, match="return_attn_probs: expected a bool, got int"):
+        block_sparse_attn_func(q, k, v, *arguments, None, 5, 7, 0.0, return_attn_probs=1)

@@ -190,6 +190,8 @@ BAD = {
     "two scales": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, softmax_scale=1.0, scale=1.0), TypeError, "softmax_scale, scale: expected one of them at most"),
     "mask": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, torch.ones(2, 3, 5, 6) > 0), ValueError, "attn_mask: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with B=2, H=4, Hkv=2, Sq=5, Sk=6, got [2, 3, 5, 6]"),
     "window without scores": (lambda: model(window_size=3, attention_bias=None), ValueError, "attention_bias: expected scores of keys beside window_size, got None"),
+    "key of a model": (lambda: model(key=K.transpose(1, 2)[..., :8]), ValueError, "key: expected [B, Hkv, Sk, D] with B=2, D=16, got [2, 2, 6, 8]"),
+    "value of a model": (lambda: model(value=V.transpose(1, 2)[:, :, :4]), ValueError, "value: expected [B, Hkv, Sk, Dv] = [2, 2, 6, 'Dv'], got [2, 2, 4, 8]"),
     "weights": (lambda: model(output_attentions=True), ValueError, "output_attentions: expected False, got True"),
     "head mask": (lambda: model(head_mask=torch.ones(4)), ValueError, "head_mask: expected None, got Tensor"),
     "sequences": (lambda: model(cu_seq_lens_q=ENDS_Q), ValueError, "cu_seq_lens_q: expected None, got Tensor"),

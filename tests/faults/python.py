@@ -229,7 +229,7 @@ FAULTS = [
             "ALiBi leaves lse as it is", "test_compat_flash_attn.py::test_alibi_is_a_bias_of_distances"),
     in_file("compat/layouts.py", "Pass(sequences.window(-1, right), key_bias=-near, lift=lift)", "Pass(sequences.window(0, right), key_bias=-near, lift=lift)",
             "a key at the query's own position is in two passes", "test_compat_flash_attn.py::test_alibi_is_a_bias_of_distances"),
-    in_file("compat/layouts.py", "behind = torch.where(self.key < self.keys, behind, begin)", "behind = behind",
+    in_file("compat/layouts.py", "behind = torch.where(self.number < self.keys, behind, begin)", "behind = behind",
             "padding is seen", "test_compat_flash_attn.py::test_kvcache_left_padding"),
     in_file("compat/flash_attn.py", "torch.where(kept > 0, weights, -weights)", "torch.where(kept > 0, -weights, weights)",
             "weights that were kept have the sign of dropped ones", "test_compat_flash_attn.py::test_weights_say_what_was_dropped"),

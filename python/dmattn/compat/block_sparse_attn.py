@@ -68,8 +68,9 @@ def block_sparse_attn_func(
         TypeError, ValueError: names the argument, what was expected and what came.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED)
-    for name, given in (("deterministic", deterministic), ("is_causal", is_causal), ("exact_streaming", exact_streaming)):
-        checks.flag(name, given)
+    flags = {"deterministic": deterministic, "is_causal": is_causal, "exact_streaming": exact_streaming}
+    for name, flag in (flags | {"return_attn_probs": return_attn_probs}).items():
+        checks.flag(name, flag)
     layouts.check_lengths(max_seqlen_q_=max_seqlen_q_, max_seqlen_k_=max_seqlen_k_)
     ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
     ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
@@ -91,12 +92,11 @@ def block_sparse_attn_func(
     value_size = v.shape[-1]
 
     # Lay the sequences out: one after the other, or each in a row of its own.
-    rows = _rows(ends_q, max_seqlen_q_, q.shape[0])
     if tables is None:
-        sequences, _, of_query = layouts.packed(ends_q, ends_k, q.shape[0], k.shape[0])
+        sequences, _, _ = layouts.packed(ends_q, ends_k, q.shape[0], k.shape[0])
         query, key, value = layouts.heads_first(q, k, v)
     else:
-        columns = _rows(ends_k, max_seqlen_k_, k.shape[0])
+        rows, columns = _rows(ends_q, max_seqlen_q_, q.shape[0]), _rows(ends_k, max_seqlen_k_, k.shape[0])
         sequences = layouts.of_batch(max_seqlen_q_, max_seqlen_k_, ends_k.diff(), q.device)
         sequences = sequences._replace(queries=ends_q.diff().int().view(-1, 1, 1))
         query, key, value = layouts.heads_first(_taken(q, rows), _taken(k, columns), _taken(v, columns))
@@ -106,10 +106,8 @@ def block_sparse_attn_func(
     out, lse = attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, deterministic=deterministic, return_lse=True)
 
     # Bring the results back into the caller's layout.
-    within = torch.arange(max_seqlen_q_, device=q.device) < ends_q.diff()[:, None]
     if tables is None:
         out = out[0].transpose(0, 1)
-        lse = _taken(lse[0].T, rows).transpose(1, 2).masked_fill(~within[:, None], -torch.inf)
     else:
         of_query = layouts.document_of(ends_q, q.shape[0])
         number = torch.arange(q.shape[0], device=q.device) - ends_q[of_query].long()
@@ -117,7 +115,13 @@ def block_sparse_attn_func(
         place = of_query * max_seqlen_q_ + number.clamp(max=max(max_seqlen_q_ - 1, 0))
         out = _taken(out.transpose(1, 2).flatten(0, 1), place).masked_fill(behind[:, None, None], 0.0)
     out = out[..., :value_size]
-    return (out, lse, None) if checks.flag("return_attn_probs", return_attn_probs) else out
+    if not return_attn_probs:
+        return out
+    if tables is None:
+        lse = _taken(lse[0].T, _rows(ends_q, max_seqlen_q_, q.shape[0])).transpose(1, 2)
+        within = torch.arange(max_seqlen_q_, device=q.device) < ends_q.diff()[:, None]
+        lse = lse.masked_fill(~within[:, None], -torch.inf)
+    return out, lse, None
 
 
 def token_streaming_attn_func(
@@ -136,8 +140,8 @@ def token_streaming_attn_func(
 ) -> Results:
     """:func:`block_sparse_attn_func`, causal, with sinks and local windows in keys and without tables."""
     return block_sparse_attn_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_, 0.0, deterministic,
-        softmax_scale, True, True, return_attn_probs,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_, p_dropout=0.0,
+        deterministic=deterministic, softmax_scale=softmax_scale, is_causal=True, exact_streaming=True, return_attn_probs=return_attn_probs,
     )  # fmt: skip
 
 
@@ -159,14 +163,14 @@ def block_streaming_attn_func(
 ) -> Results:
     """:func:`block_sparse_attn_func` with sinks and local windows in blocks and without tables."""
     return block_sparse_attn_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_, p_dropout,
-        deterministic, softmax_scale, is_causal, False, return_attn_probs,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, head_mask_type, streaming_info, None, max_seqlen_q_, max_seqlen_k_, p_dropout=p_dropout,
+        deterministic=deterministic, softmax_scale=softmax_scale, is_causal=is_causal, return_attn_probs=return_attn_probs,
     )  # fmt: skip
 
 
 def _intervals(sequences: Sequences, kinds: Tensor, info: Tensor | None, causal: bool, exact: bool) -> IntervalMask:
     """The interval of each key in each head, [B|1, H, Sk]: causality, and the sinks and local windows of streaming heads."""
-    key, keys, queries = sequences.key, sequences.keys, sequences.queries
+    key, keys, queries = sequences.number, sequences.keys, sequences.queries
     sink, local = (torch.zeros_like(kinds) if info is None else info[side::2] for side in (0, 1))
     sink, local, streams = sink.view(1, -1, 1), local.clamp(max=checks.MAX_LENGTH).view(1, -1, 1), (kinds < 0).view(1, -1, 1)
     shift = torch.zeros_like(key) + sequences.shift

@@ -79,7 +79,7 @@ def flash_attn_func(
         return out, lse, None
     bias, sequences = None, layouts.of_batch(queries, k.shape[1], None, q.device)
     if slopes is not None:
-        behind = sequences.back[..., None] - (sequences.key - (k.shape[1] - 1))[:, :, None]
+        behind = sequences.from_last[..., None] - (sequences.number - (k.shape[1] - 1))[:, :, None]
         bias = -slopes[..., None] * behind.abs()
     weights = attention_weights(query, key, sequences.window(left, right), bias=bias, scale=scale, softcap=cap)
     kept = dropout_factors(seed, dropout_p, batch, heads, ((0, queries), (0, k.shape[1])))

@@ -39,8 +39,9 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries over a cache, to which new keys and values are written first, by flash-attn's name. No gradient.
 
-    Up to 16 causal queries (or one) without window, ALiBi and left padding run in :func:`dmattn.decode_attention`, over pages where they lie;
-    other calls run in :func:`dmattn.attention` over the whole cache, of which pages and chosen rows are copied.
+    Up to 16 causal queries (or one) without window, ALiBi and left padding run in :func:`dmattn.decode_attention`, over the cache where it lies,
+    if D and Dv are multiples of 8 and, with block_table or cache_batch_idx, page_size or S is a multiple of 16. Other calls run in
+    :func:`dmattn.attention` over the whole cache, of which pages, chosen rows and head sizes that are no multiples of 8 are copied.
 
     Args:
         q: [B, T, H, D].
@@ -110,18 +111,12 @@ def flash_attn_with_kvcache(
     elif block_table is not None:
         layouts.check_pages("block_table", block_table, lengths, k_cache)
 
-    # Attend to the cache where it lies, if the kernel for that can say what is asked for.
+    # Attend to the cache where it lies, if the kernel for that can say what is asked for. A chosen row of the cache is a page.
     simple = left is None and right in (None, 0) and slopes is None and cache_leftpad is None and (right == 0 or queries == 1)
     aligned = size % 8 == 0 and v_cache.shape[3] % 8 == 0 and 1 <= queries <= MAX_QUERIES
-    table = block_table
-    if cache_batch_idx is not None and room % PAGE_UNIT == 0 and room > 0:
-        table = cache_batch_idx[:, None]  # a row of the cache is a page
-    if (
-        simple
-        and aligned
-        and (cache_batch_idx is None or table is not None)
-        and (table is None or k_cache.shape[1] % PAGE_UNIT == 0)
-    ):
+    table = block_table if cache_batch_idx is None else cache_batch_idx[:, None]
+    page_size = k_cache.shape[1]
+    if simple and aligned and (table is None or (page_size % PAGE_UNIT == 0 and page_size > 0)):
         caches = (k_cache, v_cache) if table is not None else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
         pages = None if table is None else table.int()
         out, lse = decode_attention(
@@ -138,7 +133,7 @@ def flash_attn_with_kvcache(
     sequences = layouts.of_batch(queries, room, lengths, q.device)
     if cache_leftpad is not None:
         pad = layouts.per_sequence("cache_leftpad", cache_leftpad, q, below=room + 1).int().view(-1, 1, 1)
-        sequences = sequences._replace(key=torch.where(sequences.key < pad, sequences.keys, sequences.key))
+        sequences = sequences._replace(number=torch.where(sequences.number < pad, sequences.keys, sequences.number))
     passes = layouts.passes_of(sequences, left, right, slopes, slopes)
     out, lse = run(*layouts.heads_first(q, keys, values), passes, scale=scale, softcap=cap)
     out = out.transpose(1, 2)[..., : v_cache.shape[3]]

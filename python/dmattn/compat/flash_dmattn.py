@@ -179,7 +179,8 @@ def flash_dynamic_mask_attention_forward(
     """Dynamic mask attention as a model of transformers calls it, by flash-dmattn's name.
 
     Each query sees, among the keys that mask and causality show it, the ``window_size`` with the largest bias (equal ones: the later key), and
-    the bias is added to their logits. A bias of the keys alone is selected from in O(N) memory, one of every pair as a dense mask.
+    the bias is added to their logits. Where bias and mask are about keys alone, the selection takes O(N) memory. Where one of them is about
+    every pair, it is a dense mask.
 
     Args:
         module: the layer; its ``is_causal`` (default True) counts where is_causal is None.
@@ -208,12 +209,7 @@ def flash_dynamic_mask_attention_forward(
             raise ValueError(f"{name}: expected None, got {type(kwargs[name]).__name__}: it has no form here")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: expected False, got True: dmattn.attention_weights computes weights for looking")
-    for name, given in zip(NAMES, (query, key, value), strict=True):
-        if checks.tensor(name, given).dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [B, heads, S, D], got shape {checks.shape_of(given)}")
-    query, key, value = layouts.checked(
-        NAMES, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layouts.HEADS_LAST
-    )
+    query, key, value = (x.transpose(1, 2) for x in layouts.checked(NAMES, query, key, value, layouts.HEADS_FIRST))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else checks.flag("is_causal", is_causal)
     batch, queries, _, size = query.shape
     keys = key.shape[1]

@@ -10,10 +10,11 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.compat.merging import Pass
 from dmattn.fake import accumulate_dtype
-from dmattn.masks import ALWAYS, FOREVER, IntervalMask
+from dmattn.masks import IntervalMask
 from dmattn.sizes import padded
 
 HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
+HEADS_FIRST = ("[B, H, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")
 PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
 PAGED = ("[Tq, H, D]", "[pages, page_size, Hkv, D]", "[pages, page_size, Hkv, Dv]")
 
@@ -22,20 +23,20 @@ class Sequences(NamedTuple):
     """Which sequence each key of a call belongs to, and where it stands in it. Tensors are int32; what fits broadcasts.
 
     Args:
-        key: [B|1, 1, Sk], the number of each key within its sequence.
-        keys: [B|1, 1, Sk|1] or an int, how many keys its sequence has; keys with other numbers are padding.
+        number: [B|1, 1, Sk], the number of each key within its sequence.
+        keys: [B|1, 1, Sk|1] or an int, how many keys the key's sequence has; keys with other numbers are padding.
         queries: the same for queries.
-        first: [B|1, 1, Sk|1] or an int, the row of its sequence's first query.
+        first_row: [B|1, 1, Sk|1] or an int, the row of the first query of the key's sequence.
         offset: the position of row 0, Sk - Sq of the call.
-        back: [B|1, 1, Sq], the number of each query within its sequence, counted back from the last query, which is 0.
+        from_last: [B|1, 1, Sq], the number of each query within its sequence, counted from the last query, which is 0.
     """
 
-    key: Tensor
+    number: Tensor
     keys: Tensor | int
     queries: Tensor | int
-    first: Tensor | int
+    first_row: Tensor | int
     offset: int
-    back: Tensor
+    from_last: Tensor
 
     @property
     def shift(self) -> Tensor | int:
@@ -44,25 +45,25 @@ class Sequences(NamedTuple):
 
     def mask(self, first: Tensor | int, end: Tensor | int) -> IntervalMask:
         """Keys that the queries from number ``first`` to number ``end - 1`` of their own sequence see."""
-        zero = torch.zeros_like(self.key)
-        begin = (zero + first).clamp(min=0) + self.first + self.offset
-        behind = torch.minimum(zero + end, zero + self.queries) + self.first + self.offset
-        behind = torch.where(self.key < self.keys, behind, begin)
+        zero = torch.zeros_like(self.number)
+        begin = (zero + first).clamp(min=0) + self.first_row + self.offset
+        behind = torch.minimum(zero + end, zero + self.queries) + self.first_row + self.offset
+        behind = torch.where(self.number < self.keys, behind, begin)
         return IntervalMask(*torch.broadcast_tensors(begin, behind))
 
     def window(self, left: int | None, right: int | None) -> IntervalMask:
         """Keys from ``left`` before a query's position to ``right`` behind it; None is without end."""
-        first = 0 if right is None else self.key - right - self.shift
-        end = self.queries if left is None else self.key + (left + 1) - self.shift
+        first = 0 if right is None else self.number - right - self.shift
+        end = self.queries if left is None else self.number + (left + 1) - self.shift
         return self.mask(first, end)
 
 
 def of_batch(queries: int, keys: int, lengths: Tensor | None, device: torch.device) -> Sequences:
     """Sequences that lie in rows of their own, with ``queries`` queries each; lengths: the number of keys of each, [B], None for all."""
-    key = torch.arange(keys, dtype=torch.int32, device=device).view(1, 1, -1)
-    back = torch.arange(1 - queries, 1, dtype=torch.int32, device=device).view(1, 1, -1)
+    number = torch.arange(keys, dtype=torch.int32, device=device).view(1, 1, -1)
+    from_last = torch.arange(1 - queries, 1, dtype=torch.int32, device=device).view(1, 1, -1)
     length: Tensor | int = keys if lengths is None else lengths.to(torch.int32).view(-1, 1, 1)
-    return Sequences(key, length, queries, 0, keys - queries, back)
+    return Sequences(number, length, queries, 0, keys - queries, from_last)
 
 
 def packed(
@@ -76,19 +77,18 @@ def packed(
     token = torch.arange(keys, dtype=torch.int32, device=device)
     of_key = token.long() // room if room else document_of(cu_seqlens_k, keys)
     of_query = document_of(cu_seqlens_q, queries)
-    key = token % room if room else token - cu_seqlens_k[of_key].int()
+    number = token % room if room else token - cu_seqlens_k[of_key].int()
     lengths_k, lengths_q = cu_seqlens_k.diff().int()[of_key], cu_seqlens_q.diff().int()[of_key]
-    back = torch.arange(1, queries + 1, dtype=torch.int32, device=device) - cu_seqlens_q[of_query + 1].int()
-    per_key = (key, lengths_k, lengths_q, cu_seqlens_q[of_key].int())
-    key, lengths_k, lengths_q, first, back = (x.view(1, 1, -1) for x in (*per_key, back))
-    return Sequences(key, lengths_k, lengths_q, first, keys - queries, back), of_key, of_query
+    from_last = torch.arange(1, queries + 1, dtype=torch.int32, device=device) - cu_seqlens_q[of_query + 1].int()
+    per_key = (number, lengths_k, lengths_q, cu_seqlens_q[of_key].int())
+    number, lengths_k, lengths_q, first_row, from_last = (x.view(1, 1, -1) for x in (*per_key, from_last))
+    return Sequences(number, lengths_k, lengths_q, first_row, keys - queries, from_last), of_key, of_query
 
 
 def packed_window(left: int | None, right: int | None, key: Tensor) -> IntervalMask:
     """The window as :func:`dmattn.varlen_attention` takes it: at the positions of packed keys [Tk, ...]."""
-    token = torch.arange(key.shape[0], dtype=torch.int32, device=key.device)
-    start = torch.full_like(token, ALWAYS) if right is None else token - right
-    return IntervalMask(start, torch.full_like(token, FOREVER) if left is None else token + (left + 1))
+    sides = (checks.MAX_LENGTH if side is None else side for side in (left, right))
+    return IntervalMask.sliding_window(key.shape[0], *sides, device=key.device)
 
 
 def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -111,8 +111,8 @@ def passes_of(
     """
     if key_slopes is None or query_slopes is None:
         return [Pass(sequences.window(left, right))]
-    near = (sequences.key - (sequences.keys - 1)).to(key_slopes.dtype) * key_slopes
-    lift = sequences.back.to(query_slopes.dtype) * query_slopes
+    near = (sequences.number - (sequences.keys - 1)).to(key_slopes.dtype) * key_slopes
+    lift = sequences.from_last.to(query_slopes.dtype) * query_slopes
     passes = [Pass(sequences.window(left, 0), key_bias=near, lift=-lift)]
     if right != 0:
         passes.append(Pass(sequences.window(-1, right), key_bias=-near, lift=lift))
@@ -187,6 +187,8 @@ def checked(
     query = tensors[0]
     cast = torch._C._is_any_autocast_enabled()  # and then attention gives all of them the dtype that it needs
     dtypes = checks.DTYPES["cpu"] if cast else checks.DTYPES.get(query.device.type, checks.DTYPES["cpu"])
+    with_batch = layouts in (HEADS_LAST, HEADS_FIRST)
+    of_length, of_heads = (2, 1) if layouts is HEADS_FIRST else (1, -2)  # dimensions
     for name, given, layout in zip(names, tensors, layouts, strict=True):
         if given.dim() != layout.count(",") + 1:
             raise ValueError(f"{name}: expected {layout.count(',') + 1} dimensions {layout}, got shape {checks.shape_of(given)}")
@@ -196,11 +198,10 @@ def checked(
             raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
         if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
-        if layouts is HEADS_LAST and given.shape[1] > checks.MAX_LENGTH:
-            raise ValueError(f"{name}: expected a length up to {checks.MAX_LENGTH}, got {given.shape[1]}")
+        if with_batch and given.shape[of_length] > checks.MAX_LENGTH:
+            raise ValueError(f"{name}: expected a length up to {checks.MAX_LENGTH}, got {given.shape[of_length]}")
     _, key, value = tensors
-    heads, kv_heads, size = query.shape[-2], key.shape[-2], query.shape[-1]
-    with_batch = layouts is HEADS_LAST
+    heads, kv_heads, size = query.shape[of_heads], key.shape[of_heads], query.shape[-1]
     if key.shape[-1] != size or (with_batch and key.shape[0] != query.shape[0]):
         batch = f"B={query.shape[0]}, " if with_batch else ""
         raise ValueError(f"{names[1]}: expected {layouts[1]} with {batch}D={size}, got {checks.shape_of(key)}")
