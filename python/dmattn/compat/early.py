@@ -39,7 +39,6 @@ def flash_dynamic_mask_attention(
         checks.tensor(name, given)
     if attn_mask is not None:
         checks.dtype("attn_mask", checks.tensor("attn_mask", attn_mask), (torch.bool,))
-    softcap = 0.0 if softcap is None else softcap
     if checks.flag("return_lse", return_lse):
         return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap, return_lse=True)
     return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap)

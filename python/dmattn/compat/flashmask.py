@@ -113,8 +113,8 @@ def interval_masks(startend_row_indices: Tensor, query_length: int, causal: bool
         causal: whether causality hides keys, too; not with four columns.
 
     Returns:
-        One mask for one column, or two without causality; else two masks, and three for four columns. On the CPU masks that show
-        nothing are left out, up to one.
+        One mask for one column, and for two columns without causality; two masks for two columns with causality; three for four columns.
+        Where values lie on the CPU, masks that show nothing are left out, but for one if all show nothing.
 
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
@@ -147,7 +147,7 @@ def interval_masks(startend_row_indices: Tensor, query_length: int, causal: bool
         end, final = torch.maximum(begin, end), torch.maximum(later, final)
         seen = [(zero, begin), (end, later), (torch.maximum(end, final), last)]
     if len(seen) > 1 and checks.values_are_known(given):
-        seen = [run for run in seen if bool((run[0] < run[1]).any())] or seen[:1]
+        seen = [each for each in seen if bool((each[0] < each[1]).any())] or seen[:1]
     return tuple(IntervalMask(start + offset, end + offset) for start, end in seen)
 
 
