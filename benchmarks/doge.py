@@ -118,6 +118,7 @@ def main() -> None:
     options.layers = options.layers or ([32, 1] if is_cuda else [1])
     transformers.logging.set_verbosity_error()
     compare(options)
+    facts = {**provenance(options.device), "transformers": transformers.__version__, "width": options.width}
     rows: list[Row] = []
     for layers in options.layers:
         for name in ("dmattn", "eager"):
@@ -127,15 +128,14 @@ def main() -> None:
                     "  ".join(f"{key} {x:.1f}" if isinstance(x, float) else f"{key} {x}" for key, x in rows[-1].items()),
                     flush=True,
                 )
+                if options.output:  # after each row, since a long run may be cut off
+                    options.output.parent.mkdir(parents=True, exist_ok=True)
+                    options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
                 gc.collect()  # models refer to themselves
                 if is_cuda:
                     torch.cuda.empty_cache()
                 if "out_of_memory" in rows[-1]:
                     break
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        facts = {**provenance(options.device), "transformers": transformers.__version__, "width": options.width}
-        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
