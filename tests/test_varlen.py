@@ -343,7 +343,7 @@ def test_malformed_ends_that_nobody_reads_are_no_wrong_access():
         given = varlen.Packed(query, key, value, torch.tensor(wrong, dtype=torch.int32), None, None, None)
         for ends_k in (None, torch.tensor([7, 30, -1])):
             for causal in (True, False):
-                rules = varlen.Rules(causal, None, 3, 0, 0, None, None, (None, 0.0, 0.0, False), None)
+                rules = varlen.Rules(causal, None, 3, 0, 0, None, None, None, 0.0, 0.0, None, False)
                 out, _ = varlen.attend_packed(given._replace(ends_k=ends_k), rules)
                 assert out.isfinite().all()
 
@@ -361,7 +361,7 @@ def attend(query=Q, key=K, value=V, cu_seqlens_q=ENDS_Q, cu_seqlens_k=ENDS_K, **
 def in_parts(**changes):
     return varlen.attend_in_parts(
         varlen.Packed(Q, K, V, changes.get("ends_q", ENDS_Q), ENDS_K, None, None),
-        varlen.Rules(False, changes.get("mask"), None, 0, 0, changes.get("bias"), None, (None, 0.0, 0.0, False), None),
+        varlen.Rules(False, changes.get("mask"), None, 0, 0, changes.get("bias"), None, None, 0.0, 0.0, None, False),
         changes.get("longest", 10),
     )
 

@@ -118,7 +118,7 @@ def varlen_attention(
     if key_bias is not None:
         key_bias = _key_rows("key_bias", key_bias, query, key, (query.shape[1], key.shape[1], 1), "[Tk] or [Tk, H|Hkv|1]")
     packed = Packed(query, key, value, ends_q, ends_k, scores, key_bias)
-    rules = Rules(is_causal, mask, window, local, sink, bias, sinks, (scale, softcap, dropout_p, deterministic), dropout_seed)
+    rules = Rules(is_causal, mask, window, local, sink, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
     longest = max(query.shape[0], key.shape[0])
     out, lse = attend_packed(packed, rules) if longest <= checks.MAX_LENGTH else attend_in_parts(packed, rules, checks.MAX_LENGTH)
     return (out, lse) if return_lse else out
@@ -146,8 +146,11 @@ class Rules(NamedTuple):
     sink: int
     bias: Tensor | None
     sinks: Tensor | None
-    factors: tuple[float | None, float | None, float, bool]  # scale, softcap, dropout_p, deterministic
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
     dropout_seed: Tensor | None
+    deterministic: bool
 
 
 def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
@@ -159,10 +162,9 @@ def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
     if packed.key_bias is not None:
         rows = key_bias_rows(packed.key_bias, sizes)
         key_bias = rows if key_bias is None else torch.add(*same_heads(key_bias_rows(key_bias, sizes), rows, "key_bias"))
-    scale, softcap, dropout_p, deterministic = rules.factors
     # The op's own causality, where positions are those of keys, hides later keys without a start for each key.
     is_causal = rules.is_causal and packed.ends_k is None
-    options = options_of(sizes, rules.dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
+    options = options_of(sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic)
     out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), key_bias, rules.bias, options)
     if rules.sinks is not None:
         out = with_sinks(out, lse, rules.sinks, sizes)
@@ -226,8 +228,8 @@ def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor,
     for name, left_out in (("mask", rules.mask), ("bias", rules.bias)):
         if left_out is not None:
             raise ValueError(f"{name}: expected None for more than {longest} packed tokens, got Tq={queries}, Tk={keys}")
-    device, dropout_p = packed.query.device, rules.factors[2]
-    if dropout_p and rules.dropout_seed is None:
+    device = packed.query.device
+    if rules.dropout_p and rules.dropout_seed is None:
         rules = rules._replace(dropout_seed=new_seed(device))
 
     # Get the ends to the host. They may lie on a device, which is then waited for.
