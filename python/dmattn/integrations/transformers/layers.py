@@ -19,7 +19,7 @@ from dmattn.integrations.transformers.attention import check_dtype
 from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
-from dmattn.nn.scores import score_loss, slopes_of
+from dmattn.nn.scores import recency_of, score_loss, slopes_of
 from dmattn.sizes import padded
 
 
@@ -126,20 +126,13 @@ class SelectingAttention(nn.Module):
         if added is not None and not self.local_heads:
             plain: Tensor = dynamic_mask_attention(query, key, value, scores, self.window, **sizes, **shared)
             return plain
-        ranks = self._ranks(scores, torch.arange(scores.shape[2], device=scores.device)[None])
+        ranks = scores if self.log_slope is None else scores + recency_of(self.log_slope, scores.shape[2])
         mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
         out: Tensor = attention(query, key, value, mask, key_bias=added, **shared)
         if self.taught and self.training and torch.is_grad_enabled() and query.shape[2] == key.shape[2]:
             losses = score_loss(query, key, ranks, queries=self.score_queries, scale=self.scaling, **sizes)
             self.last_score_loss = losses[self.local_heads :].mean()
         return out
-
-    def _ranks(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """What keys are selected by: scores [B, Hkv, S], and recency by positions [B|1, S] of theirs."""
-        if self.log_slope is None:
-            return scores
-        slopes = slopes_of(self.log_slope)
-        return scores + slopes[:, None] * positions[:, None].to(slopes.dtype)
 
     def _competing(self, ranks: Tensor) -> Tensor:
         """The ranks, -inf in heads that see local windows and sinks alone."""
@@ -210,7 +203,10 @@ class SelectingAttention(nn.Module):
                 "position_ids: expected one sequence a row with a bounded cache, got positions that start again at 0: packed sequences; "
                 "give each a row, or leave past_key_values out"
             )
-        ranks = self._ranks(self.scores(value), cache.next_positions(key.shape[2], real, key.device))
+        ranks = self.scores(value)
+        if self.log_slope is not None:
+            slopes, positions = slopes_of(self.log_slope), cache.next_positions(key.shape[2], real, key.device)
+            ranks = ranks + slopes[:, None] * positions[:, None].to(slopes.dtype)
         query, key, value = autocast(padded(query), padded(key), padded(value))
         return cache.attend(query, key, value, ranks, real, self.scaling, self.taught)
 
