@@ -1,4 +1,4 @@
-"""What two environment variables switch on at import: DMATTN_LOG=1 prints each call, DMATTN_NVTX=1 marks the range of each op."""
+"""What two environment variables switch on at import: DMATTN_LOG=1 prints calls of attention, DMATTN_NVTX=1 marks the range of each op."""
 
 from __future__ import annotations
 
