@@ -98,3 +98,13 @@ def test_state_is_saved_and_loaded(device, exact):
     cache.attend(*history.tokens(0, 20))
     other.load_state_dict(cache.state_dict())
     assert torch.equal(cache.attend(*history.tokens(20, 30)), other.attend(*history.tokens(20, 30)))
+
+
+def test_positions_are_counted_once_a_step(monkeypatch):
+    history = History(3, torch.float32, "cpu", H=6, Hkv=3)
+    cache, count, counted = made(history), BoundedCache.next_positions, []
+    monkeypatch.setattr(BoundedCache, "next_positions", lambda *given: counted.append(1) or count(*given))
+    cache.attend(*history.tokens(0, 1), slopes=torch.ones(3))
+    assert len(counted) == 1
+    cache.attend(*history.tokens(1, 2))
+    assert len(counted) == 1

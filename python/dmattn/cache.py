@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,23 @@ from dmattn.fake import accumulate_dtype
 MOST_STEPS = 8
 
 PaddingSide = Literal["left", "right"]
+
+
+class CacheCall(NamedTuple):
+    """One call of ``attend``, but for query, key and value; tensors are of so many key heads as these."""
+
+    scores: Tensor | None  # [B, Hkv, T], recency included
+    added: AddedToLogits
+    lengths: Tensor | None  # [B]
+    shift: Tensor | None  # [B], by how many places real tokens stand behind padding on the left
+    scale: float
+    softcap: float
+
+    def of_heads(self, kv_heads: slice) -> CacheCall:
+        """The same of some key heads."""
+        scores = None if self.scores is None else self.scores[:, kv_heads]
+        slopes = None if self.added.slopes is None else self.added.slopes[kv_heads]
+        return self._replace(scores=scores, added=self.added._replace(slopes=slopes))
 
 
 class BoundedCache(nn.Module):
@@ -177,32 +194,8 @@ class BoundedCache(nn.Module):
         checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
         query, key, value = self._autocast(query, key, value)
         self._check(query, key, value, scores, slopes)
-        tokens = query.shape[2]
-        if lengths is not None:
-            checks.per_sequence("lengths", lengths, self.key, "the cache")
-        _check_side(padding_side)
-        scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
-        softcap = checks.softcap(softcap)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores, slopes)):
-            refuse_gradients("BoundedCache.attend")
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
-            unsupported.refuse_onnx()
-        if slopes is not None:
-            slopes = slopes.to(self.score.dtype)
-            recency = slopes[:, None] * self.next_positions(tokens, lengths, padding_side)[:, None].to(slopes.dtype)
-            scores = recency if scores is None else scores + recency
-        added = AddedToLogits(not select_only, slopes)
-        shift = None
-        if lengths is not None and padding_side == "left" and tokens > 1:
-            shift = tokens - lengths.long().clamp(0, tokens)
-            query, key, value = (_rolled(x, shift) for x in (query, key, value))
-            scores = scores if scores is None else _rolled(scores, shift)
-        if tokens <= MOST_STEPS:
-            out, lse = self._take_steps(query, key, value, scores, lengths, added, scale, softcap)
-        else:
-            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, added, scale, softcap)
-        if shift is not None:
-            out, lse = _rolled(out, -shift), _rolled(lse, -shift)
+        call = self._checked_call(query, key, value, scores, slopes, lengths, padding_side, select_only, scale, softcap)
+        out, lse = self._attend(query, key, value, call)
         return (out, lse) if return_lse else out
 
     forward = attend
@@ -327,6 +320,44 @@ class BoundedCache(nn.Module):
 
     def _state(self) -> CacheState:
         return CacheState(self.key, self.value, self.score, self.position, self.entered, self.steps, self.kept)
+
+    def _checked_call(
+        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None, lengths: Tensor | None,
+        padding_side: PaddingSide, select_only: bool, scale: float | None, softcap: float,
+    ) -> CacheCall:  # fmt: skip
+        """What beside query, key and value a call of :meth:`attend` says, checked, and recency among the scores."""
+        if lengths is not None:
+            checks.per_sequence("lengths", lengths, self.key, "the cache")
+        _check_side(padding_side)
+        scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
+        softcap = checks.softcap(softcap)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores, slopes)):
+            refuse_gradients("BoundedCache.attend")
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            unsupported.refuse_onnx()
+        tokens = query.shape[2]
+        if slopes is not None:
+            slopes = slopes.to(self.score.dtype)
+            recency = slopes[:, None] * self.next_positions(tokens, lengths, padding_side)[:, None].to(slopes.dtype)
+            scores = recency if scores is None else scores + recency
+        shift = None
+        if lengths is not None and padding_side == "left" and tokens > 1:
+            shift = tokens - lengths.long().clamp(0, tokens)
+        return CacheCall(scores, AddedToLogits(not select_only, slopes), lengths, shift, scale, softcap)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
+        """Takes checked tokens in: (out, lse)."""
+        scores, added, lengths, shift, scale, softcap = call
+        if shift is not None:
+            query, key, value = (_rolled(x, shift) for x in (query, key, value))
+            scores = scores if scores is None else _rolled(scores, shift)
+        if query.shape[2] <= MOST_STEPS:
+            out, lse = self._take_steps(query, key, value, scores, lengths, added, scale, softcap)
+        else:
+            out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, added, scale, softcap)
+        if shift is not None:
+            out, lse = _rolled(out, -shift), _rolled(lse, -shift)
+        return out, lse
 
     def _take_steps(
         self,

@@ -159,8 +159,9 @@ class DynamicMaskAttention(nn.Module):
     ) -> DynamicMaskAttention:
         """The settings that learned best, for ``visible`` keys that a head sees on average; see the page "Does it learn?".
 
-        Half of the key heads see the last ``visible / 4`` keys alone, the others these and the best ``3 / 2 * visible`` by a linear score
-        that is taught; with recency, and a quarter of each head's dimensions rotated. Train it with ``with_score_loss=True``.
+        Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the best
+        ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency, and a quarter of each head's
+        dimensions rotated. Train it with ``with_score_loss=True``.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.

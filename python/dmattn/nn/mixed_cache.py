@@ -89,20 +89,18 @@ class MixedCache(nn.Module):
         checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
         query, key, value = self.selecting._autocast(query, key, value)
         # Refuse what does not fit before one of the caches takes tokens in.
-        self.selecting._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
+        for cache in (self.selecting, self.streaming):
+            cache._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
+        call = self.selecting._checked_call(query, key, value, scores, slopes, lengths, padding_side, select_only, scale, softcap)
         first = self.streaming.key.shape[1]
         first_queries = query.shape[1] // self.num_kv_heads * first
-        parts = []
-        for cache, kv_heads, heads in (
-            (self.streaming, slice(0, first), slice(0, first_queries)),
-            (self.selecting, slice(first, None), slice(first_queries, None)),
-        ):
-            own_scores, own_slopes = None if scores is None else scores[:, kv_heads], None if slopes is None else slopes[kv_heads]
-            part = cache.attend(
-                query[:, heads], key[:, kv_heads], value[:, kv_heads], own_scores, scale=scale, softcap=softcap, lengths=lengths,
-                padding_side=padding_side, slopes=own_slopes, select_only=select_only, return_lse=True,
-            )  # fmt: skip
-            parts.append(part)
+        parts = [
+            cache._attend(query[:, heads], key[:, kv_heads], value[:, kv_heads], call.of_heads(kv_heads))
+            for cache, kv_heads, heads in (
+                (self.streaming, slice(0, first), slice(0, first_queries)),
+                (self.selecting, slice(first, None), slice(first_queries, None)),
+            )
+        ]
         (out, lse), (other_out, other_lse) = parts
         out = torch.cat([out, other_out], 1)
         return (out, torch.cat([lse, other_lse], 1)) if return_lse else out
