@@ -1,4 +1,4 @@
-"""What all tests share: the device they run on, and how hard hypothesis tries (HYPOTHESIS_PROFILE=ci, thorough)."""
+"""What all tests share: the device they run on, and how hard hypothesis tries (HYPOTHESIS_PROFILE=ci, nightly)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ hypothesis.settings.register_profile(
     "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.register_profile(
-    "thorough", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
+    "nightly", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -3,7 +3,7 @@
 #
 # Parts, all by default, each for every family of kernels that the device runs:
 #   suite        the tests marked gpu
-#   fuzz         tests/test_fuzz.py with 5,000 examples an op
+#   fuzz         tests/test_fuzz.py with 5,000 examples an op (the hypothesis profile nightly)
 #   sanitizers   tests/test_sanitized.py under memcheck, racecheck and synccheck of compute-sanitizer
 # Results are written to FOLDER/MACHINE/suite.json and fuzz.json after each family, logs to FOLDER/evidence.tgz; without -o they are written
 # to benchmarks/results and build. Ends with 1 when something failed or did not run. Needs no network and no installation: any dmattn
@@ -45,7 +45,7 @@ suite() {
 }
 
 fuzz() {
-  OMP_NUM_THREADS=2 HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-thorough} DMATTN_FUZZ_LOG=$logs/fuzz.json \
+  OMP_NUM_THREADS=2 HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-nightly} DMATTN_FUZZ_LOG=$logs/fuzz.json \
     logged "fuzz-$1" "${pytest[@]}" -n "$workers" --junitxml "$logs/fuzz-$1.xml" tests/test_fuzz.py
   "$PYTHON" tests/test_fuzz.py "$logs/fuzz.json" >>"$logs/fuzz-$1.log" 2>&1
 }

@@ -1,9 +1,9 @@
 """Every op against brute force on drawn inputs, through the public functions and directly.
 
-HYPOTHESIS_PROFILE=thorough draws 5,000 examples an op, in shards that pytest-xdist runs side by side. DMATTN_FUZZ_LOG=path.json has every
+HYPOTHESIS_PROFILE=nightly draws 5,000 examples an op, in shards that pytest-xdist runs side by side. DMATTN_FUZZ_LOG=path.json has every
 shard write what it did beside path; the file as a program makes one summary of them. On a GPU, for one family after the other:
 
-    DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/test_fuzz.py
+    DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/test_fuzz.py
     python tests/test_fuzz.py fuzz.json
 """
 
@@ -34,7 +34,7 @@ THRESHOLDS = (1, 31, 32, 33, 63, 64, 65, 95, 97, 127, 128, 129, 191, 192, 193, 2
               1023, 1024, 1025)  # fmt: skip
 HEAD_DIMS = (8, 16, 24, 32, 56, 64, 72, 96, 120, 128, 136, 192, 248, 256)
 USUAL_WORK, LARGEST_WORK = 1 << 16, 1 << 19  # elements of the matrix of weights
-SHARDS = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
+SHARDS = 10 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
 
 
 # What is drawn ----------------------------------------------------------------------------------------------------------------------
