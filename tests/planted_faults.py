@@ -2,6 +2,7 @@
 
     python tests/planted_faults.py --only python --only cpu         what a machine without a GPU can show
     python tests/planted_faults.py --only cuda_sm90 --timeout 90    on a GPU; needs nvcc, and no network
+    python tests/planted_faults.py --only cpu --table faults.json --missing     plants what that table does not have as found, and adds to it
     python tests/planted_faults.py --list
 
 The faults are data (``tests/faults/``). The sources are built once with CMake; a fault compiles again what includes its file, from a copy
@@ -276,6 +277,27 @@ def line_of(outcome: Outcome) -> str:
     )
 
 
+def read_table(path: Path) -> dict[str, dict[str, str]]:
+    """The rows of a table of outcomes, by fault; none where there is no such file."""
+    rows = json.loads(path.read_text())["faults"] if path.exists() else []
+    return {f"{row['kind']} {row['fault']}": row for row in rows}
+
+
+def write_table(path: Path, outcomes: list[Outcome]) -> None:
+    """Adds outcomes to a table, in place of earlier ones; rows of faults that are planted no longer are left out."""
+    rows = read_table(path)
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    for outcome in outcomes:
+        fault = outcome.fault
+        row = {"outcome": outcome.state, "kind": fault.kind, "fault": str(fault), "found_by": outcome.detail}
+        rows[f"{fault.kind} {fault}"] = row | {"commit": commit or os.environ.get("DMATTN_COMMIT", "")}
+    kept = [rows[key] for key in (f"{fault.kind} {fault}" for fault in all_faults() if not fault.harmless) if key in rows]
+    found = sum(row["outcome"] == "found" for row in kept)
+    table = {"about": "Outcomes of tests/planted_faults.py.", "planted": len(kept), "found": found, "faults": kept}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
 async def plant_all(options: argparse.Namespace, faults: list[Fault], work: Path) -> int:
     with_cuda = any(fault.kind.startswith("cuda") for fault in faults)
     began = time.monotonic()
@@ -295,7 +317,11 @@ async def plant_all(options: argparse.Namespace, faults: list[Fault], work: Path
                 sys.exit(f"The tests fail without a fault:\n{output[-6000:]}")
         print(f"the tests pass without a fault, in {time.monotonic() - began:.0f} s", flush=True)
     print(f"{'outcome':9} {'kind':11} {'build':>6} {'tests':>6}  fault  <- the test that failed")
-    outcomes = await asyncio.gather(*(planter.plant(number, fault) for number, fault in enumerate(faults)))
+    outcomes = []
+    for planted in asyncio.as_completed([planter.plant(number, fault) for number, fault in enumerate(faults)]):
+        outcomes.append(await planted)
+        if options.table is not None:
+            write_table(options.table, outcomes[-1:])  # at once, so that a run that is ended leaves what it knows
     count = {state: sum(outcome.state == state for outcome in outcomes) for state in ("found", "survived", "error")}
     for outcome in outcomes:
         if outcome.state != "found":
@@ -316,6 +342,8 @@ def main() -> int:
         help="faults of this kind; may be given again; default: all, or, without nvcc, those in Python and CPU kernels",
     )
     parser.add_argument("--match", default="", help="faults whose file, description or tests contain this")
+    parser.add_argument("--table", type=Path, help="write outcomes into this JSON, beside those of other faults that it has")
+    parser.add_argument("--missing", action="store_true", help="only faults that the table does not have as found")
     parser.add_argument("--part", default="1/1", help="of the faults chosen, the K-th of N parts: K/N")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite for each fault")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="files compiled side by side")
@@ -330,6 +358,11 @@ def main() -> int:
     options = parser.parse_args()
     kinds = options.only or (KINDS if options.list or shutil.which("nvcc") else KINDS[:2])
     faults = [f for f in all_faults() if f.kind in kinds and options.match.lower() in f"{f} {f.tests} {f.old}".lower()]
+    if options.missing:
+        if options.table is None:
+            parser.error("--missing: expected --table too")
+        known = read_table(options.table)
+        faults = [f for f in faults if known.get(f"{f.kind} {f}", {}).get("outcome") != "found"]
     part, parts = map(int, options.part.split("/"))
     faults = faults[part - 1 :: parts]
     if options.list:
