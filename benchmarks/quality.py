@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dmattn.bench.quality_report import kept
+from dmattn.bench.records import provenance
 from quality_model import Model, Settings, variant
-from quality_report import kept
 from quality_tasks import TASKS, Batch, Task, task_of
-from run import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -11,11 +11,9 @@ import argparse
 import base64
 import hashlib
 import io
-import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,13 @@ import torch
 
 matplotlib.use("Agg")
 from dmattn import BlockMask, IntervalMask
+from dmattn.bench.plots import STYLE, save
+from dmattn.bench.report import draw_committed
 from matplotlib import pyplot
-from matplotlib.figure import Figure
 from torch.nn.attention.flex_attention import create_block_mask
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/cuda.json"
-COMMITTED = Path(__file__).parent / "generated"
-BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
+ROOT = Path(__file__).resolve().parent.parent
+COMMITTED = ROOT / "docs/generated"
 LENGTH = 64
 
 
@@ -95,139 +93,11 @@ def draw_gallery(folder: Path) -> None:
     save(figure, folder / "lifetimes.svg")
 
 
-def rows(**wanted: Any) -> list[dict[str, Any]]:
-    """The measured rows that have these values, by length."""
-    found = [row for row in json.loads(RESULTS.read_text())["rows"] if all(row[name] == value for name, value in wanted.items())]
-    return sorted(found, key=lambda row: row["length"])
-
-
-def two_plots(title: str) -> tuple[Figure, Any]:
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    figure.suptitle(title, fontsize=11)
-    for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        ax.set_title(name, fontsize=10)
-        ax.grid(alpha=0.3)
-    return figure, axes
-
-
-def by_length(ax: Any) -> None:
-    lengths = [4096, 16384, 65536]
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    ax.set_xlabel("tokens")
-
-
-def draw_speed_over_length(path: Path) -> None:
-    figure, axes = two_plots("Dynamic masks: how much faster than dense causal cuDNN")
-    for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        measured = rows(kind="dma", is_causal=True, scores="random", heads=16)
-        lengths = [row["length"] for row in measured]
-        for source, color, words in (("medians", BLUE, "whole eager calls"), ("kernel_medians", ORANGE, "kernels alone")):
-            ax.plot(
-                lengths, [row[source]["peer_" + name] / row[source][name] for row in measured], "o-", color=color, label=words
-            )
-        ax.axhline(1, color=GREY, lw=1)
-        ax.set_yscale("log")
-        ax.set_yticks([1, 2, 5, 10, 20], ["1x", "2x", "5x", "10x", "20x"])
-        ax.minorticks_off()
-        by_length(ax)
-    axes[0].legend(fontsize=8)
-    save(figure, path)
-
-
-def draw_time_over_length(path: Path) -> None:
-    figure, axes = two_plots("Time of the kernels alone")
-    for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        measured = rows(kind="dma", is_causal=True, scores="random", heads=16)
-        lengths = [row["length"] for row in measured]
-        ax.plot(
-            lengths,
-            [1e3 * row["kernel_medians"]["peer_" + name] for row in measured],
-            "o-",
-            color=GREY,
-            label="cuDNN, dense causal",
-        )
-        ax.plot(lengths, [1e3 * row["kernel_medians"][name] for row in measured], "o-", color=BLUE, label="dmattn, dynamic mask")
-        for row in measured:
-            at = (row["length"], 1e3 * row["kernel_medians"][name])
-            ax.annotate(f"{row['window']:,}", at, (0, -13), textcoords="offset points", fontsize=7, ha="center")
-        ax.set_yscale("log")
-        ax.set_ylim(0.03, 500)
-        ax.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-        by_length(ax)
-    axes[0].set_ylabel("milliseconds")
-    axes[0].legend(fontsize=8)
-    save(figure, path)
-
-
-def draw_density(path: Path) -> None:
-    figure, axes = two_plots("Block masks of 128 x 128, 16,384 tokens: kernels alone")
-    for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        measured = sorted(rows(kind="blocks"), key=lambda row: row["density"])
-        density = [row["density"] for row in measured]
-        times = [1e3 * row["kernel_medians"][name] for row in measured]
-        ax.plot(
-            density,
-            [1e3 * row["kernel_medians"]["peer_" + name] for row in measured],
-            "o-",
-            color=GREY,
-            label="FlexAttention, compiled",
-        )
-        ax.plot(density, times, "o-", color=BLUE, label="dmattn")
-        ax.plot(density, [times[-1] * share for share in density], ":", color=BLUE, lw=1, label="in proportion to density")
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        ax.set_xticks(density, [f"{share:g}" for share in density])
-        ax.minorticks_off()
-        ax.set_xlabel("share of blocks that are visible")
-    axes[0].set_yticks([0.2, 0.5, 1, 2, 5, 10], ["0.2", "0.5", "1", "2", "5", "10"])
-    axes[0].set_ylabel("milliseconds")
-    axes[0].legend(fontsize=8)
-    save(figure, path)
-
-
-def draw_memory(path: Path) -> None:
-    figure, ax = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    measured = rows(kind="dma", is_causal=True, scores="random", heads=16)
-    lengths = [row["length"] for row in measured]
-    dense = [3 * row["kv_heads"] * row["length"] ** 2 / 2**20 for row in measured]
-    ax.plot(lengths, dense, ":", color=GREY, label="a bool mask and a bfloat16 bias, [16, N, N] (computed)")
-    for name, color in (("backward", ORANGE), ("forward", BLUE)):
-        taken = [row["extra_bytes"][name] / 2**20 for row in measured]
-        ax.plot(lengths, taken, "o-", color=color, label=f"dmattn, {name} (measured)")
-    ax.set_yscale("log")
-    ax.set_ylim(1, 2e7)
-    ax.set_yticks([1, 100, 1e4, 1e6], ["1 MB", "100 MB", "10 GB", "1 TB"])
-    ax.set_title("Memory beyond inputs and results", fontsize=11)
-    ax.grid(alpha=0.3)
-    by_length(ax)
-    ax.legend(fontsize=8)
-    save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure with coordinates of two decimals, which all machines agree on."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Format": None, "Type": None})
-    pyplot.close(figure)
-    rounded = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text.getvalue())
-    path.write_text("".join(f"{line.rstrip()}\n" for line in rounded.splitlines()))
-
-
-PLOTS: dict[str, Callable[[Path], None]] = {
-    "speed_over_length": draw_speed_over_length,
-    "time_over_length": draw_time_over_length,
-    "density": draw_density,
-    "memory": draw_memory,
-}
-
-
 def draw_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}):
+    with matplotlib.rc_context(STYLE):
         draw_gallery(folder)
-        for name, draw in PLOTS.items():
-            draw(folder / f"{name}.svg")
+    draw_committed(ROOT, folder)
 
 
 def content_of(path: Path) -> str:

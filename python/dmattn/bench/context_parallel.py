@@ -1,8 +1,9 @@
-"""Times context parallelism beside torch's own, on any number of ranks: ``torchrun --nproc-per-node 2 benchmarks/context_parallel.py``.
+"""Times context parallelism beside torch's own, on any number of ranks: ``python -m dmattn.bench run context-parallel``.
 
 Each rank has a chunk of the sequence. Beside our call stand the same call on one rank's chunk alone, without anything from other ranks, and
 torch's ``context_parallel`` with cuDNN's causal attention, all in one run. Bytes are those that a rank receives, the most of any rank. With
-``--bytes`` only they are counted: the exchanges run, attention does not. ``--output`` keeps the rows of other numbers of ranks in the file.
+``--bytes`` only they are counted: the exchanges run, attention does not. With its own options: ``torchrun --nproc-per-node 2 -m
+dmattn.bench.context_parallel``; ``--output`` keeps the rows of other numbers of ranks in the file.
 """
 
 from __future__ import annotations
@@ -11,26 +12,31 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import dmattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dmattn.distributed import context_parallel_attention, needs, record_traffic
-from dmattn.distributed.chunks import Chunks
-from dmattn.testing.tolerance import assert_same_by_another_way
-from run import provenance
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import dmattn
+from dmattn.bench.measure import CannotRunError, JobOptions, WrongResultError
+from dmattn.bench.records import provenance
+from dmattn.distributed import context_parallel_attention, needs, record_traffic
+from dmattn.distributed.chunks import Chunks
+from dmattn.testing.tolerance import assert_same_by_another_way
+
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 class Job:
@@ -52,18 +58,22 @@ class Job:
         self.grad_out = draw(options.heads, self.own, options.head_dim).detach()
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value, self.scores
 
     def ours(self, window: int | None = None) -> Tensor:
-        return context_parallel_attention(*self.inputs[:3], scores=self.scores, window=window or self.options.window)
+        out: Tensor = context_parallel_attention(
+            self.query, self.key, self.value, scores=self.scores, window=window or self.options.window
+        )
+        return out
 
     def alone(self) -> Tensor:
-        return dmattn.dynamic_mask_attention(*self.inputs, self.options.window)
+        out: Tensor = dmattn.dynamic_mask_attention(*self.inputs, self.options.window)
+        return out
 
     def peer(self) -> Tensor:
         grouped = self.options.heads != self.options.kv_heads
-        return F.scaled_dot_product_attention(*self.inputs[:3], is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(self.query, self.key, self.value, is_causal=True, enable_gqa=grouped)
 
 
 def timed(run: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -172,8 +182,8 @@ def gate(options: argparse.Namespace, device: torch.device) -> None:
         dist.all_gather(parts, chunk.detach().contiguous())
         return torch.cat(parts, dim=2)
 
-    leaves = [whole(x).requires_grad_() for x in job.inputs]
-    out = dmattn.dynamic_mask_attention(*leaves, GATE_WINDOW)
+    query, key, value, scores = leaves = [whole(x).requires_grad_() for x in job.inputs]
+    out = dmattn.dynamic_mask_attention(query, key, value, scores, GATE_WINDOW)
     expected = torch.autograd.grad(out, leaves, whole(job.grad_out))
     for got, wanted in zip((ours, *gradients), (out, *expected), strict=True):
         assert_same_by_another_way(whole(got), wanted, job.dtype)
@@ -202,6 +212,35 @@ def write(path: Path, rows: list[Row], device: torch.device) -> None:
     path.write_text(json.dumps({"rows": together}, indent=1) + "\n")
 
 
+def rows(options: JobOptions) -> list[Row]:
+    """All rows, of processes that this one starts: a rank for each GPU, or two on a CPU.
+
+    Raises:
+        CannotRunError: there is one GPU alone.
+        WrongResultError: ranks compute something else than one process.
+    """
+    world = torch.cuda.device_count() if options.device == "cuda" else 2
+    if world < 2:
+        raise CannotRunError("context-parallel: needs two GPUs, here is one")
+    sizes = ["--lengths", "131072", *(() if options.quick else ("262144",))]
+    if options.device == "cpu":
+        sizes = ["--lengths", "1024", "--window", "64", "--heads", "2", "--kv-heads", "2", "--head-dim", "32"]
+    if options.repeats:
+        sizes += ["--repeats", str(options.repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        command += ["-m", "dmattn.bench.context_parallel", *sizes, "--output", str(output)]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **hidden})
+        if "refused:" in done.stderr:
+            raise WrongResultError(done.stderr[done.stderr.index("refused:") :].split("\n")[0])
+        if done.returncode:
+            raise CannotRunError(f"context-parallel: its processes ended with {done.returncode}: {done.stderr[-500:]}")
+        found: list[Row] = json.loads(output.read_text())["rows"]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[131_072, 262_144, 524_288, 1_048_576])
@@ -226,13 +265,13 @@ def main() -> None:
             gate(options, device)
         except AssertionError as reason:
             sys.exit(f"refused: {reason}")
-    rows = []
+    found = []
     for length in options.lengths:
-        rows.append(row(length, options, device))
+        found.append(row(length, options, device))
         if dist.get_rank() == 0:
-            print(shown(rows[-1]), flush=True)
+            print(shown(found[-1]), flush=True)
             if options.output:
-                write(options.output, rows, device)
+                write(options.output, found, device)
         if use_cuda:
             torch.cuda.empty_cache()
     dist.destroy_process_group()

@@ -1,11 +1,11 @@
-"""Times generation with a bounded cache, its update included: ``python benchmarks/serve.py [--device cuda]``. JSON in a folder with --output.
+"""Times generation with a bounded cache, its update included: ``python -m dmattn.bench run serving``.
 
 A step takes one token of each sequence in and attends. Its time cannot depend on how long the context is, for nothing that a step reads does but
 the numbers in the slots; it is measured after a short and after a long one, which one sequence has taken in token by token, in chunks. The other
 sequences of a batch are copies of it, each in memory of its own. A new key always wins a slot: that is the most a step can have to do.
 
 On CUDA, times are of one step in a graph that holds several of them, each with a cache of its own, so that together they are larger than the L2
-cache, as in a model whose layers follow each other. On a CPU the runs take turns, and --patience waits for others to leave it alone.
+cache, as in a model whose layers follow each other. On a CPU the runs take turns. With its own options: ``python -m dmattn.bench.serve``.
 
 Beside the steps stand torch's kernels over as many keys without any update, and over all keys of a long context, which is what a growing cache
 costs; then our own kernel over all keys, in one piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results
@@ -15,6 +15,7 @@ were compared.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -24,14 +25,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dmattn
 import torch
 import torch.nn.functional as F
-from dmattn.testing import tolerance
-from measure import by_turns, graph_samples
-from run import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dmattn
+from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
+from dmattn.bench.records import provenance
+from dmattn.testing import tolerance
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
@@ -141,7 +143,7 @@ def cuda_peers(
         try:
             if expected is not None:
                 assert_alike(sdpa(query, *caches[0], backend), expected)
-            runs: list[Run] = [lambda pair=pair, backend=backend: sdpa(query, *pair, backend) for pair in caches]
+            runs: list[Run] = [functools.partial(sdpa, query, key, value, backend) for key, value in caches]
             peers[name] = graph_samples(runs, repeats)
         except (RuntimeError, AssertionError) as reason:
             print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
@@ -154,7 +156,7 @@ def cuda_step_rows(batch: int, filled_caches: dict[int, dmattn.BoundedCache], re
     scores.fill_(SURE_TO_WIN)
     for context, one in filled_caches.items():
         caches = copies_of(one, batch, max(1, min(MOST_STEPS, -(-COLD_BYTES // (one.nbytes * batch)))))
-        runs: list[Run] = [lambda cache=cache: cache.attend(query, key, value, scores) for cache in caches]
+        runs: list[Run] = [functools.partial(cache.attend, query, key, value, scores) for cache in caches]
         peers = {}
         samples = graph_samples(runs, repeats)
         if context == min(filled_caches):
@@ -170,7 +172,7 @@ def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
     query, *_ = tokens(batch, 1, "cuda", 1)
     key, value = (torch.randn(batch, KV_HEADS, keys, HEAD_DIM, device="cuda", dtype=query.dtype) for _ in range(2))
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
-    facts = {"kind": "full", "batch": batch, "keys": keys, "bytes": bytes_read(batch, keys, "cuda")}
+    facts: Row = {"kind": "full", "batch": batch, "keys": keys, "bytes": bytes_read(batch, keys, "cuda")}
     expected = dmattn.decode_attention(query, key, value, lengths)
     samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths)], repeats)
     peers = cuda_peers(query, [(key, value)], repeats, expected)
@@ -280,10 +282,10 @@ def cpu_rows(repeats: int, quick: bool, patience: float) -> tuple[list[Row], flo
     assert_alike(sdpa(query, *window, None), sdpa_in_groups(query, *window))
     runs: dict[str, Run] = {"decode": lambda: dmattn.decode_attention(query, *everything, lengths)}
     for context, cache in caches.items():
-        runs[f"step {context}"] = lambda cache=cache: cache.attend(query, key, value, scores)
+        runs[f"step {context}"] = functools.partial(cache.attend, query, key, value, scores)
     for keys, pair in ((WINDOW, window), (long, everything)):
-        runs[f"SDPA {keys}"] = lambda pair=pair: sdpa(query, *pair, None)
-        runs[f"SDPA, heads in groups {keys}"] = lambda pair=pair: sdpa_in_groups(query, *pair)
+        runs[f"SDPA {keys}"] = functools.partial(sdpa, query, pair[0], pair[1], None)
+        runs[f"SDPA, heads in groups {keys}"] = functools.partial(sdpa_in_groups, query, pair[0], pair[1])
     seconds, others = at_a_quiet_time(lambda: by_turns(runs, "cpu", repeats), patience)
     times = {name: [each * 1e6 for each in samples] for name, samples in seconds.items()}
 
@@ -298,6 +300,21 @@ def cpu_rows(repeats: int, quick: bool, patience: float) -> tuple[list[Row], flo
     facts = {"kind": "full", "batch": 1, "keys": long, "bytes": bytes_read(1, long, "cpu")}
     rows.append(row_of(f"decode_attention, B=1 over {long} keys", times["decode"], peers(long), **facts))
     return rows + ([prefill_row("cpu", 512, 256, 1)] if quick else []), others
+
+
+def rows(options: JobOptions) -> list[Row]:
+    """All rows; on a CPU after short contexts.
+
+    Raises:
+        WrongResultError: results differ from those of one call.
+    """
+    try:
+        with torch.inference_mode():
+            if options.device == "cuda":
+                return cuda_rows(options.repeats or 20, options.quick)
+            return cpu_rows(options.repeats or 20, True, 0.0)[0]
+    except AssertionError as error:
+        raise WrongResultError(f"generation with a bounded cache: {error}") from None
 
 
 def main() -> None:

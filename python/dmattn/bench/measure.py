@@ -13,17 +13,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from cases import Case, Workload, workload
-from dmattn import reference
 from torch import Tensor
+
+from dmattn import reference
+from dmattn.bench.cases import Case, Workload, workload
+from dmattn.bench.peers import Call
 
 L2_FLUSH_BYTES = 256 << 20
 GATE_LENGTH = 200  # not a multiple of any tile
 SECONDS_A_CASE = 3.0  # of timed turns; a case that takes longer gets fewer of them, but never less than FEWEST_TURNS
 FEWEST_TURNS = 3
+CHECKED_IN_FULL = ("efficient", "flex", "eager")  # peers that compute the same mask: each is compared where it is timed
 WARM_UP_SECONDS = 0.2  # at least; and at least one turn
 GRAPH_WARM_UP = 3  # replays
 Runs = Mapping[str, Callable[[], object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """What a job is told: short sizes if quick, and how often to repeat (None: its own number)."""
+
+    device: str
+    quick: bool = False
+    repeats: int | None = None
+
+
+class CannotRunError(Exception):
+    """A job cannot run on this machine; says why."""
 
 
 class WrongResultError(Exception):
@@ -45,11 +61,17 @@ def seconds(run: Callable[[], object], device: str) -> float:
     run()
     last.record()
     torch.cuda.synchronize()
-    return first.elapsed_time(last) / 1e3
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1e3
 
 
-def by_turns(runs: Runs, device: str, repeats: int, settle: float = 0.0) -> dict[str, list[float]]:
-    """Seconds of every run, the runs taking turns, after a warm-up that is thrown away; each after `settle` seconds of the same run."""
+def by_turns(
+    runs: Runs, device: str, repeats: int, settle: float = 0.0, most_seconds: float = SECONDS_A_CASE
+) -> dict[str, list[float]]:
+    """Seconds of every run, the runs taking turns, after a warm-up that is thrown away; each after `settle` seconds of the same run.
+
+    There are fewer turns than `repeats`, but not less than FEWEST_TURNS, when all of them together took `most_seconds`.
+    """
     samples: dict[str, list[float]] = {name: [] for name in runs}
     begin = time.perf_counter()
     while True:
@@ -60,7 +82,7 @@ def by_turns(runs: Runs, device: str, repeats: int, settle: float = 0.0) -> dict
         if not runs or time.perf_counter() - begin > WARM_UP_SECONDS:
             break
     for turn in range(repeats):
-        if turn >= FEWEST_TURNS and sum(map(sum, samples.values())) > SECONDS_A_CASE:
+        if turn >= FEWEST_TURNS and sum(map(sum, samples.values())) > most_seconds:
             break
         for name, run in runs.items():
             keep_busy(run, settle)
@@ -87,20 +109,22 @@ class Times:
     not_captured: dict[str, str]
 
 
-def times(case: Case, load: Workload, device: str, repeats: int, settle: float = 0.0) -> Times:
-    """Every call of a workload; kernels each after `settle` seconds of themselves.
+def times(
+    case: Case, load: Workload, device: str, repeats: int, settle: float = 0.0, most_seconds: float = SECONDS_A_CASE
+) -> Times:
+    """Every call of a workload; kernels each after `settle` seconds of themselves, calls and kernels each for at most `most_seconds`.
 
     Raises:
         WrongResultError: a peer that computes the same mask gives another result.
     """
     if device == "cpu":
-        return Times(by_turns(_runs(case, load), device, repeats), {}, {})
+        return Times(by_turns(_runs(case, load), device, repeats, 0.0, most_seconds), {}, {})
     # One stream for all: a backward pass runs on its forward's stream, and the default stream cannot be captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         runs = _runs(case, load)
-        calls = by_turns(runs, device, repeats)
+        calls = by_turns(runs, device, repeats, 0.0, most_seconds)
         torch.cuda.empty_cache()  # what earlier cases left cannot be freed while capturing
         graphs, not_captured = {}, {}
         for name, run in runs.items():
@@ -110,7 +134,7 @@ def times(case: Case, load: Workload, device: str, repeats: int, settle: float =
                 graphs[name] = captured(run)
             except RuntimeError as error:
                 not_captured[name] = str(error).split("\n")[0]
-        kernels = by_turns(graphs, device, repeats, settle)
+        kernels = by_turns(graphs, device, repeats, settle, most_seconds)
     torch.cuda.synchronize()
     return Times(calls, kernels, not_captured)
 
@@ -166,12 +190,13 @@ def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
     outputs = {prefix: call.run() for prefix, call in contestants.items()}
     for prefix, call in contestants.items():
         if call.masked:
-            _same_result(case, call.name, outputs[prefix], outputs[""])
+            _same_result(case, call, outputs[prefix], outputs[""])
     runs: dict[str, Callable[[], object]] = {f"{prefix}forward": call.run for prefix, call in contestants.items()}
     for prefix, call in contestants.items():
-        runs[f"{prefix}backward"] = lambda prefix=prefix, call=call: torch.autograd.grad(  # type: ignore[misc]
-            outputs[prefix], call.inputs, load.grad_out, retain_graph=True
-        )
+        if call.inputs:
+            runs[f"{prefix}backward"] = lambda prefix=prefix, call=call: torch.autograd.grad(  # type: ignore[misc]
+                outputs[prefix], call.inputs, load.grad_out, retain_graph=True
+            )
         if call.build is not None:
             runs[f"{prefix}mask"] = call.build
     if load.build is not None:
@@ -179,11 +204,13 @@ def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
     return runs
 
 
-def _same_result(case: Case, name: str, theirs: Tensor, ours: Tensor) -> None:
+def _same_result(case: Case, call: Call, theirs: Tensor, ours: Tensor) -> None:
     error = (theirs.detach().float() - ours.detach().float()).abs().max().item()
-    allowed = 4 * torch.finfo(ours.dtype).eps * ours.detach().abs().max().item()
+    size = ours.detach().abs().max().item()
+    # A logit that is wrong by r makes weights wrong by the part r, and by as much again their sum.
+    allowed = (4 * torch.finfo(ours.dtype).eps + 2 * call.rounding) * size
     if not error <= allowed:
-        raise WrongResultError(f"{case.name}: {name} differs from dmattn by {error:.1e}, allowed {allowed:.1e}")
+        raise WrongResultError(f"{case.name}: {call.name} differs from dmattn by {error:.1e}, allowed {allowed:.1e}")
 
 
 def median(samples: list[float]) -> float:
@@ -199,24 +226,56 @@ def tflops(case: Case, load: Workload, medians: Mapping[str, float]) -> dict[str
     rates = {}
     for prefix, count in pairs.items():
         for name, factor in (("forward", 1.0), ("backward", 2.5)):
-            if f"{prefix}{name}" in medians:
+            if count and f"{prefix}{name}" in medians:
                 rates[f"{prefix}{name}"] = factor * 4 * case.head_dim * count / medians[f"{prefix}{name}"] / 1e12
     return rates
+
+
+# The ceiling ----------------------------------------------------------------------------------------------------------------------
+
+
+def ceiling(device: str, dtype: str) -> dict[str, float]:
+    """What this machine gives now to a product of square matrices (tflops) and to a copy (gigabytes_per_second, read and written)."""
+    size, count = (8192, 1 << 28) if device != "cpu" else (1024, 1 << 24)
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    taken = by_turns({"product": lambda: left @ right, "copy": lambda: target.copy_(source)}, device, 10, most_seconds=1.0)
+    product, copy = (median(taken[name]) for name in ("product", "copy"))
+    return {"tflops": 2 * size**3 / product / 1e12, "gigabytes_per_second": 2 * source.nbytes / copy / 1e9}
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------------------
 
 
-def extra_memory(case: Case, table_device: str, threads: int) -> dict[str, int]:
+def extra_memory(case: Case, device: str, threads: int) -> dict[str, int]:
     """Peak bytes beyond inputs and results: {forward, backward}. On a CPU the peak of a fresh process's resident memory."""
-    if table_device != "cpu":
-        return _extra_cuda(workload(case, table_device, with_peers=False))
-    command = [sys.executable, str(Path(__file__)), json.dumps(vars(case)), str(threads)]
+    if device != "cpu":
+        load = workload(case, device, with_peers=False)
+        return _extra_cuda(load.ours, load.grad_out)
+    command = [sys.executable, "-m", "dmattn.bench.measure", json.dumps(vars(case)), str(threads)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
-def _extra_cuda(load: Workload) -> dict[str, int]:
+def peers_memory(load: Workload, device: str) -> dict[str, int]:
+    """The same of each peer, with its mask made anew, by the names of its times; {} on a CPU, whose peers are not measured."""
+    found: dict[str, int] = {}
+    for number, call in enumerate(load.peers if device != "cpu" else (), 1):
+        prefix = f"peer{number if number > 1 else ''}_"
+
+        def with_mask(call: Call = call) -> Tensor:
+            made = call.build() if call.build is not None else None
+            out = call.run()
+            del made
+            return out
+
+        extra = _extra_cuda(dataclasses.replace(call, run=with_mask), load.grad_out)
+        found |= {prefix + name: count for name, count in extra.items()}
+    return found
+
+
+def _extra_cuda(call: Call, grad_out: Tensor) -> dict[str, int]:
     def peak(run: Callable[[], tuple[Tensor, ...]]) -> tuple[int, tuple[Tensor, ...]]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -225,24 +284,26 @@ def _extra_cuda(load: Workload) -> dict[str, int]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before - sum(r.nbytes for r in results), results
 
-    return _forward_and_backward(load, peak)
+    return _forward_and_backward(call, grad_out, peak)
 
 
-def _extra_cpu(load: Workload) -> dict[str, int]:
+def _extra_cpu(call: Call, grad_out: Tensor) -> dict[str, int]:
     def peak(run: Callable[[], tuple[Tensor, ...]]) -> tuple[int, tuple[Tensor, ...]]:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
         before = _status("VmHWM")
         results = run()
         return _status("VmHWM") - before - sum(r.nbytes for r in results), results
 
-    return _forward_and_backward(load, peak)
+    return _forward_and_backward(call, grad_out, peak)
 
 
 def _forward_and_backward(
-    load: Workload, peak: Callable[[Callable[[], tuple[Tensor, ...]]], tuple[int, tuple[Tensor, ...]]]
+    call: Call, grad_out: Tensor, peak: Callable[[Callable[[], tuple[Tensor, ...]]], tuple[int, tuple[Tensor, ...]]]
 ) -> dict[str, int]:
-    forward, (out,) = peak(lambda: (load.ours.run(),))
-    backward, _ = peak(lambda: torch.autograd.grad(out, load.ours.inputs, load.grad_out))
+    forward, (out,) = peak(lambda: (call.run(),))
+    if not call.inputs:
+        return {"forward": forward}
+    backward, _ = peak(lambda: torch.autograd.grad(out, call.inputs, grad_out))
     return {"forward": forward, "backward": backward}
 
 
@@ -256,8 +317,11 @@ def _memory_process() -> None:
     case, threads = Case(**json.loads(sys.argv[1])), int(sys.argv[2])
     torch.set_num_threads(threads)
     small = workload(case.resized(256), "cpu", with_peers=False)
-    torch.autograd.grad(small.ours.run(), small.ours.inputs, small.grad_out)
-    print(json.dumps(_extra_cpu(workload(case, "cpu", with_peers=False))))
+    out = small.ours.run()
+    if small.ours.inputs:
+        torch.autograd.grad(out, small.ours.inputs, small.grad_out)
+    load = workload(case, "cpu", with_peers=False)
+    print(json.dumps(_extra_cpu(load.ours, load.grad_out)))
 
 
 # The gate -------------------------------------------------------------------------------------------------------------------------
@@ -272,7 +336,11 @@ def gate(case: Case, device: str) -> None:
         WrongResultError: says which result is wrong by how much.
     """
     small = case.resized(GATE_LENGTH)
-    load = workload(small, device, with_peers=case.kind == "dense")
+    checked = tuple(name for name in case.peers if case.kind == "dense" and name not in CHECKED_IN_FULL)
+    load = workload(dataclasses.replace(small, peers=checked), device, left_out={})
+    if case.kind == "select":
+        _gate_selection(small, load)
+        return
     ours = _out_and_grads(load.ours.run(), load.ours.inputs, load.grad_out)
     exact, rounded = (_reference(small, load, dtype) for dtype in (torch.float64, load.grad_out.dtype))
     names = ("out", "grad of query", "grad of key", "grad of value", "grad of scores")
@@ -289,10 +357,22 @@ def gate(case: Case, device: str) -> None:
             raise WrongResultError(f"{case.name}: {peer.name} computes something else (difference {error:.1e})")
 
 
+def _gate_selection(case: Case, load: Workload) -> None:
+    """Every key is visible as long as the definition says, from its own query on."""
+    visible, end = load.visible(), load.ours.run()
+    assert visible is not None
+    keys = torch.arange(case.length, device=end.device)
+    seen = (keys <= keys[:, None]) & (keys[:, None] < end[:, :, None])
+    wrong = int((seen != visible).sum())
+    if wrong:
+        raise WrongResultError(f"{case.name}: {wrong} pairs differ from the reference")
+
+
 def _reference(case: Case, load: Workload, dtype: torch.dtype) -> list[Tensor]:
     copies = [x.detach().to(dtype).requires_grad_() for x in load.ours.inputs]
     key_bias = None if load.key_bias is None else copies[3]
-    out, _ = reference.attention(*copies[:3], load.visible(), key_bias=key_bias, is_causal=case.is_causal)
+    query, key, value = copies[:3]
+    out, _ = reference.attention(query, key, value, load.visible(), key_bias=key_bias, is_causal=case.is_causal)
     return _out_and_grads(out, tuple(copies), load.grad_out.to(dtype))
 
 

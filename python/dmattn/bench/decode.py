@@ -1,4 +1,4 @@
-"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python benchmarks/decode.py``. Writes JSON with --output.
+"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python -m dmattn.bench run decode``.
 
 A graph holds several steps, each over caches of its own, so that together they are larger than the L2 cache: keys come from memory, as in a
 model whose layers follow each other. Times are of one step; bytes are those of the keys and values that a step has to read.
@@ -6,25 +6,29 @@ model whose layers follow each other. Times are of one step; bytes are those of 
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
 import functools
-import json
+import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-import dmattn
 import torch
 import torch.nn.functional as F
-from measure import graphed
-from run import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import dmattn
+from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
+
 COLD_BYTES = 400 << 20  # of all caches in a graph, where they are not larger by themselves
 MOST_STEPS = 48
-PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+PEERS: dict[str, dict[str, SDPBackend | None]] = {
+    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
+    "cpu": {"SDPA": None},
+}
+MOST_BYTES = 40 * 10**9  # of all caches of a case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,37 +67,45 @@ CASES = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="file for the JSON")
-    parser.add_argument("--most-gigabytes", type=float, default=40.0, help="cases whose caches are larger are left out")
-    options = parser.parse_args()
-    rows = []
-    print(f"{'case':64s} {'us':>9s} {'TB/s':>6s}   peers")
-    for case in CASES:
-        if case.bytes * case.steps > options.most_gigabytes * 1e9:
-            continue
-        row = measured(case, options.repeats)
-        rows.append(row)
-        peers = "  ".join(f"{name} {time:8.1f}" for name, time in row["peer_us"].items())
-        print(f"{row['case']:64s} {row['us']:9.2f} {case.bytes / row['us'] / 1e6:6.2f}   {peers}", flush=True)
-        torch.cuda.empty_cache()
-    if options.output:
-        options.output.write_text(json.dumps({**provenance("cuda"), "rows": rows}, indent=1) + "\n")
+def rows(options: JobOptions) -> list[dict[str, Any]]:
+    """A row for each case; on a CPU few and short ones, timed by turns.
+
+    Raises:
+        WrongResultError: results differ from torch's.
+    """
+    cases = [case for case in CASES if case.bytes * case.steps <= MOST_BYTES]
+    if options.device == "cpu":
+        cases = [Case(1, length, heads=8, kv_heads=2, head_dim=64) for length in (512, 2048, 8192)]
+    if options.quick:
+        cases = [case for case in cases if case.length <= WINDOW and case.batch == 1]
+    found = []
+    for case in cases:
+        found.append(measured(case, options.repeats or 20, options.device))
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    return found
 
 
-def measured(case: Case, repeats: int) -> dict[str, object]:
+def microseconds(runs: list[Callable[[], object]], repeats: int, device: str) -> list[float]:
+    """Of one run."""
+    if device == "cuda":
+        return graph_samples(runs, repeats)
+    return [seconds * 1e6 for seconds in by_turns({"": runs[0]}, device, repeats)[""]]
+
+
+def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
     """The row of one case; refuses on results that differ from torch's."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
     query = draw(case.batch, case.heads, case.queries, case.head_dim)
-    caches = [tuple(draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2)) for _ in range(case.steps)]
-    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
-    bias = torch.randn(case.batch, case.kv_heads, case.length, device="cuda") if case.has_bias else None
+    steps = case.steps if device == "cuda" else 1
+    caches = [tuple(draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2)) for _ in range(steps)]
+    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device=device)
+    bias = torch.randn(case.batch, case.kv_heads, case.length, device=device) if case.has_bias else None
 
     def ours(key: Tensor, value: Tensor) -> Tensor:
         out: Tensor = dmattn.decode_attention(query, key, value, lengths, key_bias=bias)
@@ -101,11 +113,11 @@ def measured(case: Case, repeats: int) -> dict[str, object]:
 
     mask = None
     if case.queries > 1:
-        mask = torch.ones(case.queries, case.length, dtype=torch.bool, device="cuda").tril(case.length - case.queries)
+        mask = torch.ones(case.queries, case.length, dtype=torch.bool, device=device).tril(case.length - case.queries)
 
-    def peer(backend: SDPBackend) -> Callable[[Tensor, Tensor], Tensor]:
+    def peer(backend: SDPBackend | None) -> Callable[[Tensor, Tensor], Tensor]:
         def attend(key: Tensor, value: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
+            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=case.heads != case.kv_heads)
 
         return attend
@@ -113,24 +125,24 @@ def measured(case: Case, repeats: int) -> dict[str, object]:
     peer_us = {}
     if not case.has_bias and case.page_size == 0:
         expected = ours(*caches[0]).float()
-        for name, backend in PEERS.items():
+        for name, backend in PEERS[device].items():
             try:
                 error = (peer(backend)(*caches[0]).float() - expected).abs().max().item()
                 if not error <= 0.01:
-                    sys.exit(f"refused: {case} differs from {name} by {error}")
-                peer_us[name] = graphed(steps_over(peer(backend), caches), repeats)
+                    raise WrongResultError(f"{name_of(case)}: differs from {name} by {error:.1e}")
+                peer_us[name] = statistics.median(microseconds(steps_over(peer(backend), caches), repeats, device))
             except RuntimeError as reason:
                 print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
     run = ours
     if case.page_size:
         expected = ours(*caches[0])
         pages = case.length // case.page_size
-        table = torch.randperm(case.batch * pages, device="cuda", dtype=torch.int32).view(case.batch, pages)
+        table = torch.randperm(case.batch * pages, device=device, dtype=torch.int32).view(case.batch, pages)
         order = table.flatten().long()
 
         def pooled(cache: Tensor) -> Tensor:
             pool = torch.empty(
-                case.batch * pages, case.page_size, *cache.shape[1:2], cache.shape[3], device="cuda", dtype=cache.dtype
+                case.batch * pages, case.page_size, *cache.shape[1:2], cache.shape[3], device=device, dtype=cache.dtype
             )
             pool[order] = cache.transpose(1, 2).reshape(pool.shape)
             return pool
@@ -144,12 +156,16 @@ def measured(case: Case, repeats: int) -> dict[str, object]:
             return out
 
         if not torch.equal(run(*caches[0]), expected):
-            sys.exit(f"refused: {case} differs from the same keys in one piece")
+            raise WrongResultError(f"{name_of(case)}: differs from the same keys in one piece")
+    samples = microseconds(steps_over(run, caches), repeats, device)
     return {
         "case": name_of(case),
+        "kind": "decode",
         **dataclasses.asdict(case),
-        "us": graphed(steps_over(run, caches), repeats),
+        "bytes": case.bytes * dtype.itemsize // 2,
+        "us": statistics.median(samples),
         "peer_us": peer_us,
+        "samples": samples,
     }
 
 
@@ -164,7 +180,3 @@ def name_of(case: Case) -> str:
     parts += [f"pages of {case.page_size}"] if case.page_size else []
     parts += ["key_bias"] if case.has_bias else []
     return ", ".join(parts)
-
-
-if __name__ == "__main__":
-    main()

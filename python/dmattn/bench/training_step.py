@@ -1,7 +1,9 @@
-"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python benchmarks/training_step.py``.
+"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python -m dmattn.bench run training-step``.
 
 Both models are the same but for attention, bfloat16, and compiled layer by layer; each query sees length / 64 keys, but at least 1,024.
-Started by ``torchrun``, ranks share the sequence: ours with ``dmattn.distributed``, the peer with torch's ``context_parallel``.
+Of long documents, dynamic masks select within each; the peer has no mask for them. With its own options:
+``python -m dmattn.bench.training_step``. Started by ``torchrun -m``, ranks share the sequence: ours with ``dmattn.distributed``, the peer
+with torch's ``context_parallel``.
 """
 
 from __future__ import annotations
@@ -10,21 +12,24 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import dmattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention
-from run import provenance
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dmattn
+from dmattn.bench.measure import JobOptions
+from dmattn.bench.records import Row, provenance
+from dmattn.distributed import context_parallel_attention
+from dmattn.nn import DynamicMaskAttention
 
 VOCABULARY = 512
 
@@ -32,9 +37,9 @@ VOCABULARY = 512
 class Layer(nn.Module):
     """One layer for this rank's chunk; ``window`` None means that queries see all earlier keys, by torch's attention."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, window: int | None, world: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, window: int | None, world: int, ends: Tensor | None) -> None:
         super().__init__()
-        self.window, self.world = window, world
+        self.window, self.world, self.ends = window, world, ends
         self.attention = DynamicMaskAttention(width, heads, window or 1, num_kv_heads=kv_heads)
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
         self.up, self.gate = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
@@ -47,7 +52,8 @@ class Layer(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
         scores = attention.scores(value)
         if self.world == 1:
-            return dmattn.dynamic_mask_attention(query, key, value, scores, self.window)
+            base = None if self.ends is None else dmattn.IntervalMask.documents(x.shape[1], self.ends)
+            return dmattn.dynamic_mask_attention(query, key, value, scores, self.window, base=base)
         return context_parallel_attention(query, key, value, scores=scores, window=self.window)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -60,11 +66,12 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """tokens [1, n] at positions [1, n], the byte that follows each -> mean cross-entropy of this rank's chunk."""
 
-    def __init__(self, options: argparse.Namespace, window: int | None, world: int) -> None:
+    def __init__(self, options: argparse.Namespace, window: int | None, world: int, ends: Tensor | None = None) -> None:
         super().__init__()
         width = options.width
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Layer(width, options.heads, options.kv_heads, window, world) for _ in range(options.layers))
+        sizes = (width, options.heads, options.kv_heads, window, world, ends)
+        self.layers = nn.ModuleList(Layer(*sizes) for _ in range(options.layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, following: Tensor) -> Tensor:
@@ -89,11 +96,18 @@ def peer_context(world: int, device: torch.device) -> contextlib.AbstractContext
     return stack
 
 
+def document_ends(length: int, documents: int, device: torch.device) -> Tensor | None:
+    """int32 [documents + 1]: documents of nearly equal length; None for a single one."""
+    if documents < 2:
+        return None
+    return torch.linspace(0, length, documents + 1, device=device).round().to(torch.int32)
+
+
 def measured(name: str, length: int, options: argparse.Namespace, device: torch.device, world: int, rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.compiler.reset()
     window = None if name == "causal" else max(options.least_window, length // 64)
-    model = Model(options, window, world).to(device, torch.bfloat16)
+    model = Model(options, window, world, document_ends(length, options.documents, device)).to(device, torch.bfloat16)
     context = peer_context(world, device) if window is None else contextlib.nullcontext()
     # torch's context_parallel replaces attention while it runs, which compiled layers would not see.
     is_compiled = not options.eager and (window is not None or world == 1)
@@ -130,15 +144,44 @@ def measured(name: str, length: int, options: argparse.Namespace, device: torch.
             step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        began = clock()
+        samples = []
         for _ in range(options.repeats):
+            began = clock()
             step()
-        seconds = (clock() - began) / options.repeats
+            samples.append(clock() - began)
+        seconds = statistics.fmean(samples)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     return {
         "name": name, "length": length, "ranks": world, "window": window, "milliseconds": seconds * 1e3, "tokens_per_second": length / seconds,
+        "samples": samples,
         "peak_gib": peak, "first_step_seconds": first, "compiled": is_compiled,
+        "documents": options.documents,
     }  # fmt: skip
+
+
+def rows(options: JobOptions, documents: int = 0) -> list[Row]:
+    """Both models at each length, on this process's device."""
+    is_cuda = options.device == "cuda"
+    sizes = {"layers": 12, "width": 1024, "heads": 8, "kv_heads": 8, "least_window": 1024, "eager": False}
+    if not is_cuda:
+        sizes = {"layers": 2, "width": 64, "heads": 2, "kv_heads": 2, "least_window": 64, "eager": True}
+    elif options.quick:
+        sizes = {**sizes, "layers": 2}
+    lengths = [512] if not is_cuda else [8192] if options.quick else [32_768, 131_072]
+    given = argparse.Namespace(**sizes, documents=documents, repeats=options.repeats or 5)
+    device = torch.device(options.device)
+    found = []
+    for length in lengths:
+        for name in ("dynamic", "causal"):
+            found.append(measured(name, length, given, device, 1, 0))
+            if is_cuda:
+                torch.cuda.empty_cache()
+    return found
+
+
+def document_rows(options: JobOptions) -> list[Row]:
+    """The same on eight documents."""
+    return rows(options, documents=8)
 
 
 def main() -> None:
@@ -149,6 +192,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--least-window", type=int, default=1024)
+    parser.add_argument("--documents", type=int, default=0, help="how many documents a sequence holds; on one rank")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--output", type=Path, help="file for the JSON")
@@ -159,7 +203,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if world > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    rows: list[dict[str, Any]] = []
+    found: list[Row] = []
     for length in options.lengths or ([32_768, 131_072] if world == 1 else [262_144]):
         pair = []
         for name in ("dynamic", "causal"):
@@ -174,13 +218,13 @@ def main() -> None:
                 torch.cuda.empty_cache()
             if rank == 0:
                 print("  ".join(f"{key} {x:.1f}" if isinstance(x, float) else f"{x}" for key, x in pair[-1].items()), flush=True)
-        rows += pair
+        found += pair
         if rank == 0:
             if "milliseconds" in pair[1]:
                 print(f"  dynamic is {pair[1]['milliseconds'] / pair[0]['milliseconds']:.2f}x faster", flush=True)
             if options.output:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({**provenance(device.type), "rows": rows}, indent=1) + "\n")
+                options.output.write_text(json.dumps({**provenance(device.type), "rows": found}, indent=1) + "\n")
     if world > 1:
         dist.destroy_process_group()
 

@@ -1,30 +1,28 @@
-"""Turns benchmarks/results into tables of README.md and pages of docs/, between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``.
+"""Turns results into tables and plots: those of README.md and docs/, or a report of any results.
 
-NAME is that of results/*/NAME.json, or of one of the short tables below, or of one of quality_report.py; serve is that of serve_report.py.
+A page has places ``<!-- bench:NAME -->`` to ``<!-- /bench:NAME -->``. NAME is that of results/*/NAME.json, or of one of the short tables below,
+or of one of quality_report.py; serve is that of serve_report.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-import quality_report
-import serve_report
+from dmattn.bench import plots, quality_report, serve_report
+from dmattn.bench.records import BadResultError, Result, measurements, read, summary
 
-HERE = Path(__file__).parent
-PAGES = (
-    HERE.parent / "README.md",
-    HERE.parent / "docs/performance.md",
-    HERE.parent / "docs/serving.md",
-    HERE.parent / "docs/lab/results.md",
-    HERE.parent / "docs/lab/learning.md",
-)
+PAGES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md")
+RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
-SHORT_TABLES = {  # results, then cases of them
+# Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
+DRAWN = (GPU, "nvidia-h200/decode.json", "nvidia-h200/serve.json", "nvidia-h200/lengths.json")
+LEARNED = ("nvidia-h200/quality.jsonl",)
+SHORT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # results, then cases of them
     "summary": {
         GPU: (
             "32768, window 1024, D=128", "131072, window 2048, D=128", "4096, window 410, D=128", "16384, blocks, density 0.1, D=128",
@@ -112,34 +110,6 @@ def mixed(rows: list[dict[str, Any]]) -> bool:
     return "kind" in rows[0] and len({(row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) for row in rows}) > 1
 
 
-def console_table(result: dict[str, Any]) -> str:
-    """Everything, a line for each peer: whole calls, then kernels alone where a graph could be captured, then rates."""
-    header = ["length, mask", "beside", "forward", "peer", "faster", "kernel", "peer", "TFLOP/s", "peer"]
-    header += ["backward", "peer", "faster", "kernel", "peer", "TFLOP/s", "peer", "mask alone", "extra memory"]
-    lines = [header, *(line for row in result["rows"] for line in console_lines(row))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    text = ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines]  # fmt: skip
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:], "", caption(result, result["rows"])])
-
-
-def console_lines(row: dict[str, Any]) -> list[list[str]]:
-    calls, kernels, rates = row["medians"], row.get("kernel_medians", {}), row.get("tflops", {})
-    lines = []
-    for number, peer in enumerate(peers_of(row), 1):
-        prefix = f"peer{number if number > 1 else ''}_"
-        line = [row["case"] if number == 1 else "", short(peer)]
-        for name in ("forward", "backward"):
-            theirs = prefix + name
-            line += [duration(calls[name]), duration(calls[theirs]), ratio(calls[theirs] / calls[name])]
-            line += [duration(times[key]) if key in times else "-" for times, key in ((kernels, name), (kernels, theirs))]
-            line += [f"{rates[key]:.3g}" if key in rates else "-" for key in (name, theirs)]
-        made = calls.get("select", calls.get("mask"))
-        extra = max(row["extra_bytes"].values()) / 2**20 if "extra_bytes" in row else None
-        lines.append([*line, "-" if made is None else duration(made), "-" if extra is None else f"{extra:.1f} MB"])
-    return lines
-
-
 def markdown_table(result: dict[str, Any]) -> str:
     """The rows chosen for tables (``in_readme``), all of them in older results, each beside its first peer."""
     rows = [row for row in result["rows"] if row.get("in_readme", True)]
@@ -215,7 +185,7 @@ def rewritten(text: str, results: Path) -> str:
     """The text with every marked place filled from the results of that name.
 
     Raises:
-        SystemExit: a marker names a table that has no results.
+        BadResultError: a marker names a table that has no results.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -228,28 +198,99 @@ def rewritten(text: str, results: Path) -> str:
         if name == "serve" and paths:
             return f"<!-- bench:serve -->\n{serve_report.table(results, duration)}\n<!-- /bench:serve -->"
         if not paths:
-            sys.exit(f"report: no results for bench:{name}, expected {results}/*/{name}.json; make bench writes them")
+            raise BadResultError(f"no results for bench:{name}: expected {results}/*/{name}.json, which `make bench` writes")
         tables = "\n\n".join(markdown_table(json.loads(path.read_text())) for path in paths)
         return f"<!-- bench:{name} -->\n{tables}\n<!-- /bench:{name} -->"
 
     return re.sub(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", fill, text, flags=re.DOTALL)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when a page is not what the results say")
-    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
-    options = parser.parse_args()
-    for page in options.pages:
+# Reports ----------------------------------------------------------------------------------------------------------------------------
+
+
+def pages(root: Path, check: bool) -> list[str]:
+    """Names of the pages of a checkout that are not what the committed results say; unless ``check`` they are rewritten, and all plots drawn."""
+    changed = []
+    for name in PAGES:
+        page = root / name
         before = page.read_text()
-        after = rewritten(before, HERE / "results")
-        if before == after:
-            continue
-        if options.check:
-            sys.exit(f"report: {page.name} differs from benchmarks/results; python benchmarks/report.py rewrites it")
-        page.write_text(after)
-        print(f"{page.name} rewritten")
+        after = rewritten(before, root / RESULTS)
+        if before != after:
+            changed.append(name)
+            if not check:
+                page.write_text(after)
+    if not check:
+        for script in ("docs/draw.py", "docs/pictures.py"):
+            arguments, sys.argv = sys.argv, [script]
+            try:
+                runpy.run_path(str(root / script), run_name="__main__")
+            finally:
+                sys.argv = arguments
+    return changed
 
 
-if __name__ == "__main__":
-    main()
+def draw_committed(root: Path, folder: Path) -> list[str]:
+    """The plots of the committed results, in docs/generated/ by docs/pictures.py; their names."""
+    found = [read(root / RESULTS / name) for name in DRAWN if (root / RESULTS / name).is_file()]
+    runs = [run for name in LEARNED if (root / RESULTS / name).is_file() for run in plots.read_runs(root / RESULTS / name)]
+    return plots.draw_all(found, runs, folder)
+
+
+def of_results(paths: list[Path], folder: Path) -> Path:
+    """A page report.md with a table of everything and all plots there is something for.
+
+    Raises:
+        BadResultError: a file is neither a result nor training runs, or matplotlib is not installed.
+    """
+    if not plots.is_possible():
+        raise BadResultError("report: plots need matplotlib, which is not installed (pip install 'dmattn[bench]')")
+    results, runs, parts = [], [], ["# Benchmarks of dmattn"]
+    for path in paths:
+        if path.suffix == ".jsonl":
+            try:
+                runs += plots.read_runs(path)
+            except (OSError, ValueError):
+                raise BadResultError(f"{path}: expected training runs as JSON lines, got something else") from None
+        else:
+            results.append(read(path))
+            parts += [f"## {path.name}", about(results[-1]), everything(results[-1])]
+    folder.mkdir(parents=True, exist_ok=True)
+    parts += [f"![{name}]({name}.svg)" for name in plots.draw_all(results, runs, folder)]
+    page = folder / "report.md"
+    page.write_text("\n\n".join(parts) + "\n")
+    return page
+
+
+def about(result: Result) -> str:
+    """What a result was measured on, in a line."""
+    machine = result.get("machine", {})
+    words = [machine.get("gpu") or f"{machine.get('cpu', 'unknown machine')}, {machine.get('threads', '?')} threads"]
+    words += [f"driver {machine['driver']}, CUDA {result['cuda']}"] if "driver" in machine else []
+    words += [
+        f"torch {result.get('torch', '?')}",
+        f"commit {str(result.get('commit', ''))[:9] or 'unknown'}",
+        str(result.get("date", ""))[:10],
+    ]
+    for dtype, most in result.get("ceiling", {}).items():
+        words.append(
+            f"a product of {dtype} matrices {most['tflops']:.3g} TFLOP/s, a copy {most['gigabytes_per_second']:,.0f} GB/s"
+        )
+    clocks = result.get("clocks", {}).get("after", {})
+    words += [", ".join(f"{name} {value}" for name, value in clocks.items())] if clocks else []
+    return "; ".join(words) + "."
+
+
+def everything(result: Result) -> str:
+    """Markdown: a line for each measurement, in microseconds where they are short."""
+    titles = ["case", "who", "what", "samples", "median", "mean", "std", "p95", "p99", "tokens/s", "TFLOP/s", "% of matmul", "MB"]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * (len(titles) - 3)]
+    for found in measurements(result):
+        of, facts = summary(found.samples), found.facts
+        rates = [
+            f"{facts[name]:,.3g}" if name in facts else "-" for name in ("tokens_per_second", "tflops", "percent_of_ceiling")
+        ]
+        memory = f"{facts['peak_bytes'] / 2**20:,.1f}" if "peak_bytes" in facts else "-"
+        times = [duration(of[name]) for name in ("p50", "mean", "std", "p95", "p99")]
+        lines.append(f"| {' | '.join([found.case, short(found.who), found.what, str(of['n']), *times, *rates, memory])} |")
+    refused = [f"Refused, no times: {row['refused']}" for row in result["rows"] if "refused" in row]
+    return "\n\n".join(["\n".join(lines), *refused])

@@ -1,0 +1,10 @@
+"""Benchmarks that anyone can rerun: ``python -m dmattn.bench``. Nothing here is imported by dmattn itself.
+
+How it is made, from the bottom up:
+
+- ``cases`` says what one workload computes, ``peers`` who stands beside dmattn, ``measure`` checks results and takes times and memory.
+- ``suite`` measures cases and makes one row of each; ``decode``, ``serve``, ``training_step`` and ``context_parallel`` measure what is not
+  one call of attention, and can be run by themselves.
+- ``workloads`` gives all of them names; ``records`` notes the machine, and writes and reads results.
+- ``compare`` finds what became slower; ``report``, ``plots``, ``serve_report`` and ``quality_report`` turn results into tables and pictures.
+"""

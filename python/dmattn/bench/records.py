@@ -1,0 +1,242 @@
+"""Results as files: what they were measured on, statistics of samples, JSON and CSV, and one list of measurements whatever wrote them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dmattn
+
+Result = dict[str, Any]
+Row = dict[str, Any]
+
+
+class BadResultError(ValueError):
+    """A file that is no result of a benchmark; says which file and why."""
+
+
+# What the numbers were measured on ------------------------------------------------------------------------------------------------
+
+
+def provenance(device: str) -> Result:
+    """The machine, the versions and the commit.
+
+    ``DMATTN_COMMIT`` names the commit where git does not know the files; who names it answers for it.
+    """
+    named = os.environ.get("DMATTN_COMMIT", "")
+    root = checkout()
+    changed = git(root, "status", "--porcelain", "--untracked-files=no", ":/cpp", ":/python", ":/benchmarks")
+    return {
+        "machine": machine(device),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dmattn": dmattn.__version__,
+        "commit": named or git(root, "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(changed) and not named,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def checkout() -> Path | None:
+    """The checkout of dmattn that the current folder or this file lies in, if any."""
+    for start in (Path.cwd(), Path(__file__).resolve().parent):
+        for folder in (start, *start.parents):
+            if (folder / "benchmarks/results").is_dir() and (folder / "python/dmattn/_version.py").is_file():
+                return folder
+    return None
+
+
+def machine(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        model = cpu_model()
+        about = {"cpu": model, "threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
+        return {"name": slug(f"{model} {torch.get_num_threads()} threads"), **about}
+    model = torch.cuda.get_device_name(device)
+    return {"name": slug(model), "gpu": model, "driver": nvidia_smi("driver_version").get("driver_version", "")}
+
+
+def clocks(device: str) -> dict[str, str]:
+    """Clocks, power and temperature of a GPU now, in nvidia-smi's words; empty for a CPU."""
+    if device == "cpu":
+        return {}
+    fields = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+    return nvidia_smi(*fields)
+
+
+def nvidia_smi(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the current GPU; empty where it does not run."""
+    index = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return {}
+    values = [value.strip() for value in done.stdout.split("\n")[0].split(",")]
+    return dict(zip(fields, values, strict=True)) if done.returncode == 0 and len(values) == len(fields) else {}
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def slug(words: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def git(folder: Path | None, *arguments: str) -> str:
+    if folder is None:
+        return ""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------------------
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest samples, as numpy's default."""
+    ordered = sorted(samples)
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Number, mean, standard deviation (of a sample; 0 for one), and percentiles, in the samples' unit."""
+    return {
+        "n": len(samples),
+        "mean": statistics.fmean(samples),
+        "std": statistics.stdev(samples) if len(samples) > 1 else 0.0,
+        **{f"p{percent}": percentile(samples, percent) for percent in (50, 95, 99)},
+    }
+
+
+# Measurements ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One thing that was timed.
+
+    Args:
+        case: the case's name.
+        who: dmattn or the peer.
+        what: forward, backward, step and the like; kernels alone have names of their own.
+        samples: seconds.
+        facts: rates and bytes that belong to it.
+    """
+
+    case: str
+    who: str
+    what: str
+    samples: tuple[float, ...]
+    facts: dict[str, float]
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.case, self.who, self.what
+
+
+OURS = "dmattn"
+RATES = ("tokens_per_second", "tflops", "percent_of_ceiling", "peak_bytes")
+
+
+def prefixes(row: Row) -> dict[str, str]:
+    """Who is behind each prefix of a row's times: none for dmattn, then ``peer_``, ``peer2_``, ..."""
+    names = row["peer_names"] if "peer_names" in row else [row["peer"]] if "peer" in row else []
+    return {"": OURS} | {f"peer{number if number > 1 else ''}_": name for number, name in enumerate(names, 1)}
+
+
+def measurements(result: Result) -> list[Measurement]:
+    """All that a result's file holds times of: rows of calls, of single times in microseconds, and of training steps."""
+    return [found for row in result["rows"] for found in _of_row(row)]
+
+
+def _of_row(row: Row) -> Iterator[Measurement]:
+    if isinstance(row.get("samples"), dict):
+        of_prefix = prefixes(row)
+        for source, words in (("samples", ""), ("kernel_samples", " kernels")):
+            for name, samples in row.get(source, {}).items():
+                prefix = next((p for p in of_prefix if p and name.startswith(p)), "")
+                facts = {rate: row[_of(source, rate)][name] for rate in RATES if name in row.get(_of(source, rate), {})}
+                what = name.removeprefix(prefix) + words
+                yield Measurement(row["case"], of_prefix[prefix], what, tuple(samples), facts)
+    elif "us" in row:
+        samples = row.get("samples") or [row["us"]]
+        yield Measurement(row["case"], OURS, "step", tuple(us / 1e6 for us in samples), {})
+        for name, us in row.get("peer_us", {}).items():
+            yield Measurement(row["case"], name, "step", (us / 1e6,), {})
+    elif "milliseconds" in row:
+        case = f"training step, {row['length']} tokens on {row['ranks']} ranks"
+        who = OURS if row["name"] == "dynamic" else row["name"]
+        samples = row.get("samples") or [row["milliseconds"] / 1e3]
+        facts = {"tokens_per_second": row["tokens_per_second"], "peak_bytes": (row["peak_gib"] or 0.0) * 2**30}
+        yield Measurement(case, who, "step", tuple(samples), facts)
+    elif "ours" in row:
+        case = f"context parallel, {row['length']} tokens on {row['ranks']} ranks"
+        for key, who in (("ours", OURS), ("one_chunk_alone", "one chunk alone"), ("torch_context_parallel_cudnn", "torch")):
+            for what, milliseconds in row.get(key, {}).items():
+                if what.endswith("_ms"):
+                    yield Measurement(case, who, what.removesuffix("_ms"), (milliseconds / 1e3,), {})
+
+
+def _of(source: str, rate: str) -> str:
+    """The rates of kernels alone have a prefix; bytes and tokens are those of calls."""
+    return f"kernel_{rate}" if source == "kernel_samples" else rate
+
+
+# Files ----------------------------------------------------------------------------------------------------------------------------
+
+CSV_FIELDS = ("case", "who", "what", "n", "mean", "std", "p50", "p95", "p99", *RATES)
+
+
+def write(result: Result, path: Path) -> None:
+    """JSON, and beside it the same as CSV: a line for each measurement, times in seconds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, CSV_FIELDS)
+        writer.writeheader()
+        for found in measurements(result):
+            writer.writerow({"case": found.case, "who": found.who, "what": found.what, **summary(found.samples), **found.facts})
+
+
+def read(path: Path) -> Result:
+    """Raises BadResultError for a file that is not there, is not JSON, or is no result."""
+    try:
+        result = json.loads(path.read_text())
+    except OSError as error:
+        raise BadResultError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise BadResultError(f"{path}: expected JSON that `python -m dmattn.bench run` wrote, got something else") from None
+    if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
+        raise BadResultError(f"{path}: expected a result with rows, which `python -m dmattn.bench run` writes, got other JSON")
+    try:
+        measurements(result)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadResultError(
+            f"{path}: expected a result of `python -m dmattn.bench run`, got rows of another form ({error!r})"
+        ) from None
+    return result
