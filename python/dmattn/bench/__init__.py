@@ -7,4 +7,14 @@ How it is made, from the bottom up:
   one call of attention, and can be run by themselves.
 - ``workloads`` gives all of them names; ``records`` notes the machine, and writes and reads results.
 - ``compare`` finds what became slower; ``report``, ``plots``, ``serve_report`` and ``quality_report`` turn results into tables and pictures.
+
+Scripts of the folder ``benchmarks/`` use the same parts for questions of their own; a workload of theirs becomes one of all by a line in
+``workloads``.
 """
+
+import importlib.util
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise ImportError(
+        "dmattn.bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install 'dmattn[bench]'"
+    )

@@ -60,7 +60,7 @@ def compared(old: Result, new: Result, least: float, with_peers: bool = False) -
             faster.append(change)
     if not wanted[0].keys() & wanted[1].keys():
         raise BadResultError("the two results have no measurement in common: expected results of the same workloads")
-    missing = sorted(", ".join(key) for key in wanted[0].keys() - wanted[1].keys())
+    missing = sorted(", ".join(filter(None, key)) for key in wanted[0].keys() - wanted[1].keys())
     return sorted(slower, key=lambda c: -c.ratio), sorted(faster, key=lambda c: c.ratio), missing
 
 

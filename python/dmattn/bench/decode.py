@@ -122,7 +122,7 @@ def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
 
         return attend
 
-    peer_us = {}
+    peer_samples: dict[str, list[float]] = {}
     if not case.has_bias and case.page_size == 0:
         expected = ours(*caches[0]).float()
         for name, backend in PEERS[device].items():
@@ -130,7 +130,7 @@ def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
                 error = (peer(backend)(*caches[0]).float() - expected).abs().max().item()
                 if not error <= 0.01:
                     raise WrongResultError(f"{name_of(case)}: differs from {name} by {error:.1e}")
-                peer_us[name] = statistics.median(microseconds(steps_over(peer(backend), caches), repeats, device))
+                peer_samples[name] = microseconds(steps_over(peer(backend), caches), repeats, device)
             except RuntimeError as reason:
                 print(f"  {name}: {str(reason).splitlines()[0][:100]}", file=sys.stderr)
     run = ours
@@ -164,7 +164,8 @@ def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
         **dataclasses.asdict(case),
         "bytes": case.bytes * dtype.itemsize // 2,
         "us": statistics.median(samples),
-        "peer_us": peer_us,
+        "peer_us": {name: statistics.median(taken) for name, taken in peer_samples.items()},
+        "peer_samples": peer_samples,
         "samples": samples,
     }
 

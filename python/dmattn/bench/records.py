@@ -141,6 +141,7 @@ class Measurement:
     """One thing that was timed.
 
     Args:
+        workload: the workload's name; empty in results of before there were any.
         case: the case's name.
         who: dmattn or the peer.
         what: forward, backward, step and the like; kernels alone have names of their own.
@@ -148,6 +149,7 @@ class Measurement:
         facts: rates and bytes that belong to it.
     """
 
+    workload: str
     case: str
     who: str
     what: str
@@ -155,8 +157,8 @@ class Measurement:
     facts: dict[str, float]
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        return self.case, self.who, self.what
+    def key(self) -> tuple[str, str, str, str]:
+        return self.workload, self.case, self.who, self.what
 
 
 OURS = "dmattn"
@@ -175,6 +177,7 @@ def measurements(result: Result) -> list[Measurement]:
 
 
 def _of_row(row: Row) -> Iterator[Measurement]:
+    of = str(row.get("workload", ""))
     if isinstance(row.get("samples"), dict):
         of_prefix = prefixes(row)
         for source, words in (("samples", ""), ("kernel_samples", " kernels")):
@@ -182,24 +185,27 @@ def _of_row(row: Row) -> Iterator[Measurement]:
                 prefix = next((p for p in of_prefix if p and name.startswith(p)), "")
                 facts = {rate: row[_of(source, rate)][name] for rate in RATES if name in row.get(_of(source, rate), {})}
                 what = name.removeprefix(prefix) + words
-                yield Measurement(row["case"], of_prefix[prefix], what, tuple(samples), facts)
+                yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts)
     elif "us" in row:
         samples = row.get("samples") or [row["us"]]
-        yield Measurement(row["case"], OURS, "step", tuple(us / 1e6 for us in samples), {})
+        yield Measurement(of, row["case"], OURS, "step", tuple(us / 1e6 for us in samples), {})
         for name, us in row.get("peer_us", {}).items():
-            yield Measurement(row["case"], name, "step", (us / 1e6,), {})
+            samples = row.get("peer_samples", {}).get(name, [us])
+            yield Measurement(of, row["case"], name, "step", tuple(us / 1e6 for us in samples), {})
     elif "milliseconds" in row:
         case = f"training step, {row['length']} tokens on {row['ranks']} ranks"
         who = OURS if row["name"] == "dynamic" else row["name"]
         samples = row.get("samples") or [row["milliseconds"] / 1e3]
-        facts = {"tokens_per_second": row["tokens_per_second"], "peak_bytes": (row["peak_gib"] or 0.0) * 2**30}
-        yield Measurement(case, who, "step", tuple(samples), facts)
+        case += f", {row['documents']} documents" if row.get("documents") else ""
+        facts = {"tokens_per_second": row["tokens_per_second"]}
+        facts |= {"peak_bytes": row["peak_gib"] * 2**30} if row["peak_gib"] is not None else {}
+        yield Measurement(of, case, who, "step", tuple(samples), facts)
     elif "ours" in row:
         case = f"context parallel, {row['length']} tokens on {row['ranks']} ranks"
         for key, who in (("ours", OURS), ("one_chunk_alone", "one chunk alone"), ("torch_context_parallel_cudnn", "torch")):
             for what, milliseconds in row.get(key, {}).items():
                 if what.endswith("_ms"):
-                    yield Measurement(case, who, what.removesuffix("_ms"), (milliseconds / 1e3,), {})
+                    yield Measurement(of, case, who, what.removesuffix("_ms"), (milliseconds / 1e3,), {})
 
 
 def _of(source: str, rate: str) -> str:
@@ -209,7 +215,7 @@ def _of(source: str, rate: str) -> str:
 
 # Files ----------------------------------------------------------------------------------------------------------------------------
 
-CSV_FIELDS = ("case", "who", "what", "n", "mean", "std", "p50", "p95", "p99", *RATES)
+CSV_FIELDS = ("workload", "case", "who", "what", "n", "mean", "std", "p50", "p95", "p99", *RATES)
 
 
 def write(result: Result, path: Path) -> None:
@@ -220,7 +226,16 @@ def write(result: Result, path: Path) -> None:
         writer = csv.DictWriter(file, CSV_FIELDS)
         writer.writeheader()
         for found in measurements(result):
-            writer.writerow({"case": found.case, "who": found.who, "what": found.what, **summary(found.samples), **found.facts})
+            writer.writerow(
+                {
+                    "workload": found.workload,
+                    "case": found.case,
+                    "who": found.who,
+                    "what": found.what,
+                    **summary(found.samples),
+                    **found.facts,
+                }
+            )
 
 
 def read(path: Path) -> Result:

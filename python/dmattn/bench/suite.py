@@ -68,7 +68,7 @@ class Options:
 
 
 def run(names: list[str], options: Options) -> Result:
-    """One result of these workloads; a case whose results are wrong has no times, but ``refused``."""
+    """One result of these workloads; a case whose results are wrong has no times, but ``refused``. An interrupt ends it early."""
     if options.device == "cpu":
         torch.set_num_threads(options.threads)
     busy = os.getloadavg()[0]
@@ -78,19 +78,24 @@ def run(names: list[str], options: Options) -> Result:
     before = clocks(options.device)
     ceilings: dict[str, dict[str, float]] = {}
     rows: list[Row] = []
-    for name, step in progress(steps):
-        if isinstance(step, Case):
-            if step.dtype not in ceilings:
-                ceilings[step.dtype] = ceiling(options.device, step.dtype)
-            found = [case_row(step, options, ceilings[step.dtype])]
-        else:
-            found = job_rows(step, options)
-        rows += [{"workload": name, **row} for row in found]
-        if options.device != "cpu":
-            torch.cuda.empty_cache()
+    is_whole = False
+    try:
+        for name, step in progress(steps):
+            if isinstance(step, Case):
+                if step.dtype not in ceilings:
+                    ceilings[step.dtype] = ceiling(options.device, step.dtype)
+                found = [case_row(step, options, ceilings[step.dtype])]
+            else:
+                found = job_rows(step, options)
+            rows += [{"workload": name, **row} for row in found]
+            if options.device != "cpu":
+                torch.cuda.empty_cache()
+        is_whole = True
+    except KeyboardInterrupt:
+        print(f"\nbench: interrupted after {len(rows)} rows", file=sys.stderr)
     return {
         **provenance(options.device), "family": os.environ.get("DMATTN_FAMILY", "auto"), "workloads": names, "quick": options.quick,
-        "repeats": options.turns, "settle": options.settle, "load": busy, "ceiling": ceilings,
+        "repeats": options.turns, "settle": options.settle, "load": busy, "ceiling": ceilings, "complete": is_whole,
         "clocks": {"before": before, "after": clocks(options.device)}, "rows": rows,
     }  # fmt: skip
 
@@ -220,7 +225,7 @@ def with_peers_that_run(load: Workload, left_out: dict[str, str]) -> Workload:
 def table(result: Result) -> str:
     """A line for each measurement."""
     lines = [["case", "who", "what", "n", "median", "mean", "std", "p95", "p99", "tokens/s", "TFLOP/s", "% of matmul", "MB"]]
-    last = ""
+    last: tuple[str, ...] = ()
     for found in measurements(result):
         of = summary(found.samples)
         rates = [found.facts.get(name) for name in ("tokens_per_second", "tflops", "percent_of_ceiling", "peak_bytes")]
@@ -228,8 +233,8 @@ def table(result: Result) -> str:
             rates[3] /= 2**20
         words = ["" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates]
         cells = [f"{of[name] * 1e3:.4g}" for name in ("p50", "mean", "std", "p95", "p99")]
-        lines.append([found.case if found.case != last else "", found.who, found.what, str(of["n"]), *cells, *words])
-        last = found.case
+        lines.append([found.case if found.key[:2] != last else "", found.who, found.what, str(of["n"]), *cells, *words])
+        last = found.key[:2]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
         "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
