@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= pages --output benchmarks/results
 PYTEST_ARGS ?=
 FAULT_ARGS ?=
 HUB_ARGS ?=
@@ -64,8 +64,8 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc i
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
-bench: $(VENV)/test.ready build  ## time the ops beside their peers; JSON and a table
-	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+bench: $(VENV)/test.ready build  ## time what the pages show beside its peers (BENCH_ARGS="causal --quick": other workloads)
+	$(BIN)/python -m dmattn.bench run $(BENCH_ARGS)
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/sanitize.sh

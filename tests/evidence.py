@@ -20,12 +20,11 @@ Results = dict[str, Any]
 
 def facts(logs: Path) -> str:
     """Writes facts.json; returns the families of kernels that the device runs, the fastest first."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import dmattn
-    import run
     import torch
+    from dmattn.bench.records import provenance
 
-    known = run.provenance("cuda" if torch.cuda.is_available() else "cpu")
+    known = provenance("cuda" if torch.cuda.is_available() else "cpu")
     machine = known["machine"]
     written = {
         "commit": known["commit"][:7], "date": known["date"][:10], "machine": machine.get("gpu", machine["name"]),

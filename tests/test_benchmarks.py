@@ -1,123 +1,497 @@
-"""The benchmarks measure what they say: every kind of case passes the gate, a wrong mask does not, and results become tables."""
+"""The benchmarks measure what they say: cases pass the gate, a wrong mask does not, results become files and plots, bad calls say why."""
 
 from __future__ import annotations
 
+import copy
+import csv
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
+import types
 from pathlib import Path
 
 import dmattn
 import pytest
 import torch
+import torch.nn.functional as F
+from dmattn.bench import (
+    __main__,
+    cases,
+    compare,
+    decode,
+    measure,
+    peers,
+    plots,
+    records,
+    report,
+    serve,
+    suite,
+    training_step,
+    workloads,
+)
+from torch.nn.attention import flex_attention
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-KINDS = ("dense", "dma", "sliding", "streaming", "documents", "blocks")
+KINDS = ("dense", "dma", "sliding", "streaming", "documents", "tree", "blocks", "patches", "select")
+SMALL = ["--device", "cpu", "--lengths", "96", "--repeats", "2", "--seconds", "0.01", "--no-memory", "--threads", "1"]
 
 
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cases
-    import measure
-    import run
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    """Short warm-ups, and as many threads after a test as before."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
-    return cases, measure, run
+
+def every_case():
+    named = [each.cases() for each in workloads.named().values() if each.cases and each.name != "dynamic-trained"]
+    return [*workloads.pages("cuda"), *workloads.pages("cpu"), *itertools.chain.from_iterable(named)]
 
 
-def small_cases(cases, kind):
-    """One case of each sort of a kind, for the CPU; the GPU's peers are not there."""
+def small_cases(kind, chosen=()):
+    """One case of each sort of a kind, for the CPU, with these peers."""
     sorts = {}
-    for case in cases.TABLES["cuda"].cases:
+    for case in every_case():
         if case.kind == kind:
-            small = dataclasses.replace(case.resized(200), peers=(), dtype="float32", head_dim=16)
-            sorts.setdefault((case.scores, case.heads, case.is_causal, case.density), small)
+            small = dataclasses.replace(
+                case.resized(200), batch=1, peers=chosen, dtype="float32", head_dim=16, heads=2, kv_heads=1
+            )
+            sorts.setdefault((case.scores, case.is_causal, case.density, case.block, case.documents, case.local), small)
     return list(sorts.values())
 
 
+# Cases -----------------------------------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sort_of_case_passes_the_gate(modules, kind):
-    cases, measure, _ = modules
-    chosen = small_cases(cases, kind)
+def test_every_sort_of_case_passes_the_gate(kind):
+    chosen = small_cases(kind)
     assert chosen
     for case in chosen:
         measure.gate(case, "cpu")
         load = cases.workload(case, "cpu")
         visible = load.visible()
-        if visible is not None and kind != "blocks":  # whose pairs are those of whole blocks
+        if visible is not None and kind not in ("blocks", "select"):  # the pairs of blocks are those of whole blocks
             seen = visible.expand(case.batch, -1, -1, -1)
             assert load.pairs == int(seen.sum()) * (case.heads // seen.shape[1])
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_the_gate_refuses_another_mask(modules, kind, monkeypatch):
-    cases, measure, _ = modules
-    case = small_cases(cases, kind)[-1]
+def test_the_gate_refuses_another_mask(kind, monkeypatch):
+    case = next(case for case in small_cases(kind) if kind != "blocks" or case.density == 0.5)
     definition = cases._visible
     monkeypatch.setattr(cases, "_visible", lambda *given: definition(*given).roll(1, -1))
-    with pytest.raises(measure.WrongResultError, match="differs from the reference"):
+    with pytest.raises(measure.WrongResultError, match="differ"):
         measure.gate(case, "cpu")
 
 
-def test_a_peer_that_skips_nothing_is_named(modules):
-    _, _, run = modules
+def test_trees_and_patches_are_what_they_say():
+    tree = cases._visible(cases.Case(40, "tree"), "cpu", None, None)[0, 0]
+    parents = cases.tree_parents(40).tolist()
+    assert len(set(parents)) < 40  # it branches
+    for token, parent in enumerate(parents):
+        ancestors = set()
+        while parent >= 0:
+            ancestors.add(parent)
+            parent = parents[parent]
+        assert set(tree[token].nonzero()[:, 0].tolist()) == {token} | ancestors
+    image = cases._visible(cases.Case(26, "patches", radius=1, is_causal=False), "cpu", None, None)[0, 0]
+    assert image[0].all()
+    assert image[:, 0].all()
+    assert int(image[1 + 12].sum()) == 1 + 9  # the class token and nine patches, for the one in the middle of 5 x 5
 
+
+# Peers -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_eager_torch_computes_the_same_mask(kind):
+    for case in small_cases(kind, ("eager",)):
+        left_out = {}
+        load = cases.workload(case, "cpu", left_out=left_out)
+        measure._runs(case, load)
+        assert load.peers or "some queries see nothing" in left_out["eager"]
+
+
+def test_a_peer_with_another_mask_is_refused(monkeypatch):
+    visible = peers.Problem.visible
+    monkeypatch.setattr(peers.Problem, "visible", lambda problem: visible(problem).roll(1, -1))
+    (case, *_) = small_cases("sliding", ("eager",))
+    with pytest.raises(measure.WrongResultError, match="eager torch, with a mask differs from dmattn"):
+        measure._runs(case, cases.workload(case, "cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize("kind", ["dense", "dma", "documents", "tree", "patches"])
+def test_flex_attention_is_given_the_same_mask(kind, monkeypatch):
+    """Not compiled here."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # that no gradient is asked for on a CPU
+    monkeypatch.setattr(peers, "NEEDS_GPU", ())
+    for case in small_cases(kind, ("flex",)):
+        case = dataclasses.replace(case.resized(128), head_dim=16, dtype="float32")
+        with torch.no_grad():
+            load = cases.workload(case, "cpu")
+            (peer,) = load.peers
+            measure._same_result(case, peer, peer.run(), load.ours.run())
+
+
+def library(function_name, **attributes):
+    """A stand-in for a library of attention in [B, S, H, D]."""
+
+    def attend(query, key, value, causal=False, window_size=(-1, -1)):
+        four = [given.transpose(1, 2) if given.dim() == 4 else given.transpose(0, 1)[None] for given in (query, key, value)]
+        positions = torch.arange(query.shape[-3])
+        visible = torch.ones(len(positions), len(positions), dtype=torch.bool)
+        visible = visible.tril() if causal else visible
+        visible = visible.triu(-window_size[0]) if window_size[0] >= 0 else visible
+        out = F.scaled_dot_product_attention(*four, visible, enable_gqa=True)
+        return (out.transpose(1, 2), None) if query.dim() == 4 else out[0].transpose(0, 1)
+
+    return types.SimpleNamespace(**{function_name: attend})
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4", "flashinfer"])
+def test_other_libraries_are_called_as_they_expect(name, monkeypatch):
+    monkeypatch.setattr(peers, "NEEDS_GPU", ())
+    function = "single_prefill_with_kv_cache" if name == "flashinfer" else "flash_attn_func"
+    monkeypatch.setitem(sys.modules, peers.PACKAGES[name], library(function))
+    monkeypatch.setattr(peers, "_is_installed", lambda package: True)
+    for kind in ("dense", "sliding") if name != "flashinfer" else ("dense",):
+        for case in small_cases(kind, (name,)):
+            load = cases.workload(case, "cpu")
+            assert load.peers[0].masked
+            runs = measure._runs(case, load)
+            assert ("peer_backward" in runs) == (name != "flashinfer")
+            runs["peer_forward"]()
+
+
+def test_a_peer_that_takes_too_much_memory_is_left_out(monkeypatch):
+    monkeypatch.setitem(peers.MOST_BYTES, "cpu", 1 << 10)
+    left_out = {}
+    load = cases.workload(cases.Case(100, "sliding", 10, peers=("eager", "torch")), "cpu", left_out=left_out)
+    assert [call.name for call in load.peers] == ["F.scaled_dot_product_attention"]
+    assert "N x N tensors" in left_out["eager"]
+
+
+def test_a_peer_that_fails_is_left_out_with_the_reason():
+    load = cases.workload(cases.Case(50, peers=("torch",)), "cpu")
+
+    def fail():
+        raise NotImplementedError("not today")
+
+    left_out = {}
+    load = suite.with_peers_that_run(dataclasses.replace(load, peers=(*load.peers, peers.Call("another", fail, ()))), left_out)
+    assert len(load.peers) == 1
+    assert left_out == {"another": "NotImplementedError: not today"}
+
+
+def test_a_peer_that_skips_nothing_is_named():
     def row(density, seconds):
-        return {"kind": "blocks", "density": density, "peer_names": ["flex"], "medians": {"peer_forward": seconds}}
+        return {"kind": "blocks", "density": density, "peer_names": ["flex_attention"], "medians": {"peer_forward": seconds}}
 
-    (line,) = run.scaling([row(1.0, 1.0), row(0.1, 0.99)])
+    (line,) = suite.scaling([row(1.0, 1.0), row(0.1, 0.99)])
     assert "IT DOES NOT SKIP BLOCKS" in line
-    (line,) = run.scaling([row(1.0, 1.0), row(0.1, 0.2)])
+    (line,) = suite.scaling([row(1.0, 1.0), row(0.1, 0.2)])
     assert "SKIP" not in line
 
 
-def test_a_quick_run_becomes_json_and_a_table(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "run.py"), "--quick", "--no-memory", "--only", "dma", "--repeats", "1"]
-    done = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*/cpu-dma-quick.json")
-    result = json.loads(path.read_text())
-    assert result["family"] == "auto"
-    assert {row["group"] for row in result["rows"]} == {"dma"}
-    assert all(row["tflops"]["forward"] > 0 for row in result["rows"])
+# Runs ------------------------------------------------------------------------------------------------------------------------------------
 
-    path.rename(path.with_name("mine.json"))
-    marked = tmp_path / "README.md"
-    marked.write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
-    program = (
-        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import report; "
-        "print(report.rewritten(pathlib.Path(sys.argv[2]).read_text(), pathlib.Path(sys.argv[3])))"
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """A run of a few workloads: its folder, JSON and what it printed."""
+    folder = tmp_path_factory.mktemp("results")
+    names = ["dynamic-random", "selection", "vision-1024"]
+    assert __main__.main(["run", *names, *SMALL, "--output", str(folder), "--name", "mine"]) == 0
+    (path,) = folder.glob("*/mine.json")
+    return path
+
+
+def test_a_run_becomes_json_and_csv(ran):
+    result = json.loads(ran.read_text())
+    assert result["complete"]
+    assert result["ceiling"]["float32"]["tflops"] > 0
+    assert {row["workload"] for row in result["rows"]} == {"dynamic-random", "selection", "vision-1024"}
+    row = next(row for row in result["rows"] if row["workload"] == "dynamic-random")
+    assert row["peer_names"] == ["eager torch, with a mask", "F.scaled_dot_product_attention"]
+    assert row["percent_of_ceiling"]["forward"] == 100 * row["tflops"]["forward"] / result["ceiling"]["float32"]["tflops"]
+    assert row["tokens_per_second"]["forward"] == 96 / row["medians"]["forward"]
+    with ran.with_suffix(".csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(records.measurements(result))
+    assert {"dmattn", "torch.sort of the scores", "eager torch, with a mask"} <= {line["who"] for line in lines}
+    assert all(float(line["p50"]) <= float(line["p99"]) for line in lines)
+
+
+def test_wrong_results_have_no_times(monkeypatch, tmp_path, capsys):
+    definition = cases._visible
+    monkeypatch.setattr(cases, "_visible", lambda *given: definition(*given).roll(1, -1))
+    assert __main__.main(["run", "sliding", *SMALL, "--output", str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*/sliding.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert rows
+    assert all("differs from the reference" in row["refused"] and "samples" not in row for row in rows)
+    assert "REFUSED, no times" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch):
+    measured = suite.case_row
+    taken = []
+
+    def once(*given):
+        if taken:
+            raise KeyboardInterrupt
+        taken.append(measured(*given))
+        return taken[0]
+
+    monkeypatch.setattr(suite, "case_row", once)
+    result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, memory=False, threads=1, peers=()))
+    assert not result["complete"]
+    assert len(result["rows"]) == 1
+
+
+def test_memory_is_measured_in_a_process_of_its_own():
+    taken = measure.extra_memory(cases.Case(300, "dma", 30, head_dim=16, heads=2, kv_heads=2), "cpu", 1)
+    assert taken.keys() == {"forward", "backward"}
+
+
+def test_shapes_and_lengths_can_be_asked_for():
+    options = suite.Options(lengths=(64, 128), shape={"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 32}, peers=("eager",))
+    planned = [case for _, case in suite.planned(["documents"], options)]
+    assert {(case.length, case.batch, case.heads, case.kv_heads, case.head_dim) for case in planned} == {
+        (64, 2, 6, 3, 32),
+        (128, 2, 6, 3, 32),
+    }
+    assert suite.shrunk(cases.Case(131072)).length == 4096
+    assert suite.shrunk(cases.Case(4096)).length == suite.shrunk(cases.Case(1024)).length == 1024
+
+
+BAD_CALLS = {
+    "run nothing-of-that-name": "expected a workload, one of",
+    "run causal --device cpu --peers cudnn": "--peers: cudnn: needs a GPU",
+    "run causal --peers somebody": "--peers: expected some of torch, ",
+    "run dynamic-trained --trained not-there.pt": "not-there.pt: cannot be read",
+    "run causal --device cpu --settle 1": "--settle: expected seconds on a GPU",
+    "run causal --heads 3 --kv-heads 2": "--heads: expected a multiple of --kv-heads 2, got 3",
+    "compare not-there.json not-there.json": "not-there.json: cannot be read",
+    "compare text.txt text.txt": "text.txt: expected JSON",
+    "compare list.json list.json": "list.json: expected a result with rows",
+    "compare rows.json rows.json": "rows.json: expected a result",
+    "compare empty.json empty.json": "no measurement in common",
+    "report runs.jsonl": "runs.jsonl: expected training runs",
+    "report text.txt": "text.txt: expected JSON",
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS)
+def test_bad_calls_give_one_sentence(call, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("text.txt", "no JSON"), ("list.json", "[1]"), ("rows.json", '{"rows": [{"samples": {"forward": [1]}}]}'),
+                       ("empty.json", '{"rows": []}'), ("runs.jsonl", '{"a": 1}')):  # fmt: skip
+        Path(name).write_text(text)
+    assert __main__.main(call.split()) == 2
+    said = capsys.readouterr().err
+    assert BAD_CALLS[call] in said
+    assert said.startswith("bench: ")
+    assert said.count("\n") == 1
+    assert not Path("bench-results").exists()
+
+
+def test_a_missing_gpu_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert __main__.main(["run", "causal", "--device", "cuda"]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+def test_the_list_has_every_workload_and_peer(capsys):
+    assert __main__.main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in (*workloads.named(), *peers.PEERS, "pages"))
+
+
+def test_trained_scores_select(tmp_path):
+    path = tmp_path / "scores.pt"
+    torch.save(torch.rand(3, 3000), path)
+    (named,) = (each for each in workloads.named(str(path)).values() if each.name == "dynamic-trained")
+    assert [case.length for case in named.cases()] == [2048]
+    case = dataclasses.replace(named.cases()[0].resized(100), dtype="float32", peers=(), head_dim=16, heads=4, kv_heads=4)
+    measure.gate(case, "cpu")
+    scores = cases.workload(case, "cpu").key_bias
+    assert torch.equal(scores[0, 3], torch.load(path)[0, :100])
+    for wrong in ("text", {"a": torch.ones(1)}, torch.ones(3)):
+        torch.save(wrong, tmp_path / "wrong.pt")
+        cases.trained_scores.cache_clear()
+        with pytest.raises(ValueError, match="expected a floating tensor"):
+            cases.trained_scores(str(tmp_path / "wrong.pt"))
+
+
+# Jobs ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_decoding_and_generation_are_timed():
+    options = measure.JobOptions("cpu", quick=True, repeats=1)
+    rows = decode.rows(options)
+    assert [row["length"] for row in rows] == [512, 2048]
+    paged = decode.measured(decode.Case(2, 256, heads=2, kv_heads=1, head_dim=16, page_size=16), 1, "cpu")
+    biased = decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16, queries=4, has_bias=True), 1, "cpu")
+    assert all(found.samples[0] > 0 for found in records.measurements({"rows": [*rows, paged, biased]}))
+
+
+def test_generation_becomes_a_table(tmp_path):
+    rows = serve.rows(measure.JobOptions("cpu", quick=True, repeats=1))
+    assert [row["kind"] for row in rows] == ["step", "step", "full", "prefill"]
+    result = {**records.provenance("cpu"), "rows": rows}
+    records.write(result, tmp_path / "machine/serve.json")
+    text = report.rewritten("<!-- bench:serve -->\n<!-- /bench:serve -->", tmp_path)
+    assert "contexts 4,096 and 8,192, all keys 8,192" in text
+    assert "512 tokens in chunks of 256 take" in text
+    assert text.count("CPU threads | 1 |") == 1
+
+
+def test_a_decoding_step_that_differs_is_refused(monkeypatch):
+    ours = dmattn.decode_attention
+    monkeypatch.setattr(dmattn, "decode_attention", lambda *given, **options: 2 * ours(*given, **options))
+    with pytest.raises(measure.WrongResultError, match="differs from SDPA"):
+        decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16), 1, "cpu")
+
+
+def test_training_steps_are_timed():
+    rows = training_step.document_rows(measure.JobOptions("cpu", repeats=1))
+    assert [row["name"] for row in rows] == ["dynamic", "causal"]
+    (ours, theirs) = records.measurements({"rows": rows})
+    assert ours.case == "training step, 512 tokens on 1 ranks, 8 documents"
+    assert (ours.who, theirs.who) == ("dmattn", "causal")
+    assert training_step.document_ends(10, 2, torch.device("cpu")).tolist() == [0, 5, 10]
+
+
+def test_a_job_that_cannot_run_says_why(monkeypatch, tmp_path, capsys):
+    def cannot(options):
+        raise measure.CannotRunError("decode: not on this machine")
+
+    monkeypatch.setattr(decode, "rows", cannot)
+    assert __main__.main(["run", "decode", *SMALL, "--output", str(tmp_path)]) == 2
+    assert "decode: not on this machine" in capsys.readouterr().out
+
+
+# Files, comparisons, reports ---------------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_those_of_torch():
+    samples = [3.0, 1.0, 2.0, 10.0, 4.5]
+    given = torch.tensor(samples, dtype=torch.float64)
+    found = records.summary(samples)
+    expected = [given.mean(), given.std(), *(given.quantile(part) for part in (0.5, 0.95, 0.99))]
+    torch.testing.assert_close([found[name] for name in ("mean", "std", "p50", "p95", "p99")], [float(x) for x in expected])
+    assert records.summary([2.0])["std"] == 0
+
+
+def test_what_became_slower_is_found(ran, tmp_path, capsys):
+    old = json.loads(ran.read_text())
+    for row in old["rows"]:
+        for name, samples in row["samples"].items():
+            row["samples"][name] = [1.0, 1.01, 0.99, 1.0] if len(samples) > 0 else samples
+    new = copy.deepcopy(old)
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    both = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    assert __main__.main(["compare", *both]) == 0
+    row = new["rows"][0]
+    row["samples"]["forward"] = [1.2, 1.21, 1.19, 1.2]
+    row["samples"]["backward"] = [1.2, 0.2, 2.2, 1.2]  # noise
+    row["samples"]["peer_forward"] = [2.0, 2.0]
+    new["rows"][1]["samples"]["forward"] = [0.5]
+    del new["rows"][2]
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    capsys.readouterr()
+    assert __main__.main(["compare", *both]) == 1
+    said = capsys.readouterr().out
+    assert "1 slower beyond noise:\n" in said
+    assert f"  {row['case']}: dmattn, forward: 1000 ms -> 1200 ms (+20.0%" in said
+    assert "1 faster beyond noise:\n" in said
+    assert "measured in the first result alone:" in said
+    assert __main__.main(["compare", *both, "--least", "0.5"]) == 0
+    assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
+
+
+def test_committed_results_can_be_compared():
+    for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
+        if path.stem in ("cpu", "cuda", "serve", "decode", "context_parallel"):
+            result = records.read(path)
+            assert records.measurements(result), path
+            assert compare.compared(result, result, 0.05)[:2] == ([], [])
+
+
+def test_a_report_has_tables_and_plots(ran, tmp_path):
+    pytest.importorskip("matplotlib")
+    committed = [BENCHMARKS / "results/nvidia-h200" / name for name in ("cuda.json", "quality.jsonl")]
+    steps = [
+        {"case": str(n), "kind": "decode", "length": n, "batch": 1, "queries": 1, "page_size": 0, "has_bias": False, "heads": 8,
+         "kv_heads": 2, "us": 2.0, "peer_us": {"SDPA": 3.0}} for n in (128, 512, 2048)
+    ]  # fmt: skip
+    (tmp_path / "decode.json").write_text(json.dumps({"rows": steps}))
+    assert (
+        __main__.main(["report", *map(str, (ran, *committed, tmp_path / "decode.json")), "--output", str(tmp_path / "page")]) == 0
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(BENCHMARKS), str(marked), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    for row in result["rows"]:
-        assert f"| {row['case']} |" in done.stdout
+    text = (tmp_path / "page/report.md").read_text()
+    expected = {*plots.PLOTS, "learning_text", "learning_mqar", "learning_passkey"}
+    assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
+    assert all(f"![{name}]({name}.svg)" in text for name in expected)
+    assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
 
 
-def test_an_unknown_group_is_an_error():
-    command = [sys.executable, str(BENCHMARKS / "run.py"), "--table", "cpu", "--only", "blocks"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "expected groups of the table cpu, dma, dense, got blocks" in done.stderr
+def test_results_with_nothing_to_draw_draw_nothing(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert plots.draw_all([{"rows": []}], [], tmp_path) == []
+
+
+def test_training_runs_with_the_most_seeds_are_drawn():
+    def run(name, seed, steps=10):
+        settings = {"task": "text", "steps": steps, "seconds": 0.0, "length": 8, "visible": 4, "seed": seed}
+        return {"name": name, "settings": settings, "complete": True, "curve": []}
+
+    chosen = plots.chosen_runs([run("a", 1), run("a", 2), run("b", 1), run("c", 1), run("c", 2), run("d", 1, steps=5)], "text")
+    assert {name: len(found) for name, found in chosen.items()} == {"a": 2, "c": 2}
+    with pytest.raises(plots.NothingToDrawError):
+        plots.chosen_runs([], "text")
+
+
+def test_a_page_without_results_says_so(tmp_path):
+    with pytest.raises(records.BadResultError, match="no results for bench:nothing"):
+        report.rewritten("<!-- bench:nothing -->\n<!-- /bench:nothing -->", tmp_path)
+
+
+def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
+    for name in report.PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("nothing")
+    (tmp_path / "README.md").write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
+    monkeypatch.setattr(report, "short_table", lambda name, results: "a table")
+    monkeypatch.setitem(report.SHORT_TABLES, "mine", {})
+    ran = []
+    monkeypatch.setattr(report.runpy, "run_path", lambda path, run_name: ran.append((path, list(sys.argv))))
+    assert report.pages(tmp_path, check=True) == ["README.md"]
+    assert "a table" not in (tmp_path / "README.md").read_text()
+    assert report.pages(tmp_path, check=False) == ["README.md"]
+    assert "a table" in (tmp_path / "README.md").read_text()
+    assert [Path(path).name for path, _ in ran] == ["draw.py", "pictures.py"]
+    assert report.pages(tmp_path, check=True) == []
 
 
 @pytest.mark.gpu
-def test_kernel_times_come_from_a_captured_graph(modules):
-    cases, measure, _ = modules
-    case = dataclasses.replace(cases.TABLES["cuda"].cases[0].resized(300), peers=("dmattn",))
+def test_kernel_times_come_from_a_captured_graph():
+    case = dataclasses.replace(workloads.pages("cuda")[0].resized(300), peers=("dmattn",))
     taken = measure.times(case, cases.workload(case, "cuda"), "cuda", 2)
     assert not taken.not_captured
     assert {name: len(samples) for name, samples in taken.kernels.items()} == dict.fromkeys(taken.calls, 2)
 
 
-def test_settled_times_come_after_runs_of_the_same_call(modules, monkeypatch):
-    _, measure, _ = modules
+def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
     calls: list[str] = []
     runs = {name: lambda name=name: calls.append(name) for name in "ab"}
     samples = measure.by_turns(runs, "cpu", repeats=2, settle=1e-3)
@@ -129,9 +503,6 @@ def test_settled_times_come_after_runs_of_the_same_call(modules, monkeypatch):
 
 
 def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import report
-
     times = {
         "forward": 0.002,
         "backward": 0.5,
@@ -153,40 +524,6 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
         == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
     )
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
-
-
-def test_a_quick_run_of_serving_becomes_json_and_a_table(tmp_path):
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "serve.py"),
-        "--device",
-        "cpu",
-        "--quick",
-        "--repeats",
-        "1",
-        "--output",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("*/serve-quick.json")
-    result = json.loads(path.read_text())
-    assert [row["kind"] for row in result["rows"]] == ["step", "step", "full", "prefill"]
-    assert all(row["us"] > 0 for row in result["rows"])
-    assert 0 <= result["others"] <= 1
-
-    path.rename(path.with_name("serve.json"))
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench:serve -->\n<!-- /bench:serve -->")
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import report; from pathlib import Path; "
-    program += "print(report.rewritten(Path(sys.argv[2]).read_text(), Path(sys.argv[3])))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(BENCHMARKS), str(page), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "contexts 4,096 and 8,192, all keys 8,192" in done.stdout
-    assert "512 tokens in chunks of 256 take" in done.stdout
-    assert done.stdout.count("CPU threads | 1 |") == 1
 
 
 def test_packs_are_timed_and_a_wrong_one_is_refused(monkeypatch):

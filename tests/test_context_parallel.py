@@ -372,9 +372,10 @@ ROOT = Path(__file__).parent.parent
 
 
 def started(world, script, *arguments):
-    """A program of the checkout on so many ranks."""
+    """A program of the checkout, or a module of dmattn, on so many ranks."""
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [sys.executable, *(starter if world > 1 else []), str(ROOT / script), *map(str, arguments)]
+    what = ["-m", script] if script.startswith("dmattn.") else [str(ROOT / script)]
+    command = [sys.executable, *(starter if world > 1 else []), *what, *map(str, arguments)]
     return Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=PIPE, stderr=STDOUT)
 
 
@@ -415,7 +416,7 @@ def test_the_benchmark_runs_on_two_ranks(tmp_path):
         "1",
         "--output",
     ]
-    with started(2, "benchmarks/context_parallel.py", *sizes, output) as process:
+    with started(2, "dmattn.bench.context_parallel", *sizes, output) as process:
         printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed.decode()
     (row,) = json.loads(output.read_text())["rows"]

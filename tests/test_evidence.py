@@ -78,8 +78,9 @@ def test_fuzz():
 # In place of what takes seconds to import.
 STAND_INS = {
     "modules/torch.py": "class cuda:\n    is_available = staticmethod(lambda: True)\n    get_device_capability = lambda: (9, 0)\n",
-    "modules/dmattn.py": '__version__ = "1"\n',
-    "benchmarks/run.py": f"""
+    "modules/dmattn/__init__.py": '__version__ = "1"\n',
+    "modules/dmattn/bench/__init__.py": "",
+    "modules/dmattn/bench/records.py": f"""
 def provenance(device):
     machine = {{"name": "a-gpu", "gpu": "A GPU", "driver": "1"}}
     date = "2026-01-01T00:00:00+00:00"
@@ -107,7 +108,7 @@ def checkout(tmp_path):
     (tests / "test_sanitized.py").write_text(WRITES_ITS_NAME)
     (tests / "test_fuzz.py").write_text(FUZZ)
     for name, text in STAND_INS.items():
-        (tests.parent / name).parent.mkdir(exist_ok=True)
+        (tests.parent / name).parent.mkdir(parents=True, exist_ok=True)
         (tests.parent / name).write_text(text)
     stub = tmp_path / "bin/compute-sanitizer"
     stub.parent.mkdir()

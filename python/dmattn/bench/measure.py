@@ -342,7 +342,7 @@ def gate(case: Case, device: str) -> None:
     Raises:
         WrongResultError: says which result is wrong by how much.
     """
-    small = case.resized(GATE_LENGTH)
+    small = case.resized(max(GATE_LENGTH, case.block * 3 // 2 + 8))  # more than one block, and a part of one
     checked = tuple(name for name in case.peers if case.kind == "dense" and name not in CHECKED_IN_FULL)
     load = workload(dataclasses.replace(small, peers=checked), device, left_out={})
     if case.kind == "select":

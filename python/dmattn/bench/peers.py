@@ -116,6 +116,11 @@ class Problem:
         if needed > most:
             raise PeerError(f"{name}: its N x N tensors would take {needed / 2**30:.0f} GiB, more than {most / 2**30:.0f}")
 
+    def check_rows(self, name: str) -> None:
+        """Raises PeerError where a query sees nothing, for which a softmax gives NaN. Of other masks than tables of blocks no query does."""
+        if self.table is not None and not bool(self.table.any(-1).all()):
+            raise PeerError(f"{name}: some queries see nothing, for which it gives NaN")
+
 
 def missing(name: str, device: str) -> str | None:
     """Why this peer is not here, None if it is."""
@@ -207,6 +212,7 @@ def _efficient(name: str, problem: Problem) -> Call:
         return bias.masked_fill(~visible, -torch.inf).repeat_interleave(problem.group, 1)
 
     mask = build()
+    problem.check_rows(name)
     biggest = 0.0 if problem.key_bias is None else problem.key_bias.detach().abs().max().item()
 
     def attend() -> Tensor:
@@ -227,6 +233,7 @@ def _eager(name: str, problem: Problem) -> Call:
         return visible if visible is None or visible.shape[1] == 1 else _per_head(visible, query.shape[1])
 
     visible = build()
+    problem.check_rows(name)
     bias = None if problem.key_bias is None else problem.key_bias.detach().repeat_interleave(problem.group, 1)[:, :, None]
 
     def attend() -> Tensor:
@@ -288,8 +295,8 @@ def _inside(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tens
         return lambda b, h, q, k: see(q, k)
     if not isinstance(problem.mask, dmattn.IntervalMask):
         return (lambda b, h, q, k: k <= q) if problem.is_causal else None
-    start, end = problem.mask.start, problem.mask.end
-    heads = problem.query.shape[1]
+    length, heads = problem.key.shape[2], problem.query.shape[1]
+    start, end = (bound.expand(-1, -1, length) for bound in (problem.mask.start, problem.mask.end))
 
     def at(bound: Tensor, b: Tensor, h: Tensor, k: Tensor) -> Tensor:
         return bound[b if bound.shape[0] > 1 else 0, h // (heads // bound.shape[1]) if bound.shape[1] > 1 else 0, k]
