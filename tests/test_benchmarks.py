@@ -460,6 +460,14 @@ def test_training_runs_with_the_most_seeds_are_drawn():
         plots.chosen_runs([], "text")
 
 
+def test_seeds_meet_at_the_same_moments():
+    curves = [[(10, 1.0), (20, 3.0), (40, 5.0)], [(15, 2.0), (30, 4.0)]]
+    runs = [{"curve": [{"step": x, "held_bits": y} for x, y in curve]} for curve in curves]
+    moments, values = plots.over_seeds(runs, "step", "held_bits")
+    assert moments == [15, 20, 30]
+    assert values == [[2.0, 2.0], [3.0, 2.0 + 2 / 3], [4.0, 4.0]]
+
+
 def test_a_page_without_results_says_so(tmp_path):
     with pytest.raises(records.BadResultError, match="no results for bench:nothing"):
         report.rewritten("<!-- bench:nothing -->\n<!-- /bench:nothing -->", tmp_path)

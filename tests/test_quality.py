@@ -250,7 +250,7 @@ def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
 
 def test_kept_runs_become_tables(quality, tmp_path):
     """The best first, means and distances over seeds, and one line a mask however often it was run."""
-    import quality_report
+    from dmattn.bench import quality_report
 
     def run(variant, seed, bits, **more):
         settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))

@@ -290,6 +290,20 @@ def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
     return {name: names[name] for name in sorted(repeated or most)}
 
 
+def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], list[list[float]]]:
+    """Moments that all runs reach, and what each run had then, linear between its evaluations."""
+    curves = [[(point[across], point[what]) for point in run["curve"]] for run in runs]
+    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    moments = sorted({moment for curve in curves for moment, _ in curve if first <= moment <= last})
+
+    def at(curve: list[tuple[float, float]], moment: float) -> float:
+        after = next(place for place, (reached, _) in enumerate(curve) if reached >= moment)
+        (x0, y0), (x1, y1) = curve[max(after - 1, 0)], curve[after]
+        return y1 if x1 <= x0 or moment == x1 else y0 + (y1 - y0) * (moment - x0) / (x1 - x0)
+
+    return moments, [[at(curve, moment) for curve in curves] for moment in moments]
+
+
 def draw_learning(runs: list[Run], task: str, path: Path) -> None:
     """What was reached on held-out data over steps and over seconds of training: means over seeds, and bands from least to most."""
     chosen = chosen_runs(runs, task)
@@ -301,9 +315,7 @@ def draw_learning(runs: list[Run], task: str, path: Path) -> None:
     figure.suptitle(f"{task}: {s['length']:,} tokens, {s['visible']:,} visible", fontsize=11)
     for ax, across in zip(axes, ("step", "seconds"), strict=True):
         for (name, found), color in zip(chosen.items(), COLORS, strict=False):
-            points = list(zip(*(run["curve"] for run in found), strict=False))
-            moments = [statistics.fmean(point[across] for point in at) for at in points]
-            values = [[point[what] for point in at] for at in points]
+            moments, values = over_seeds(found, across, what)
             label = f"{name} ({len(found)} seed{'s' * (len(found) > 1)})"
             ax.plot(moments, [statistics.fmean(at) for at in values], color=color, label=label)
             ax.fill_between(moments, [min(at) for at in values], [max(at) for at in values], color=color, alpha=0.2, lw=0)
