@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import importlib
 import itertools
 import json
 import sys
@@ -328,6 +329,22 @@ def test_trained_scores_select(tmp_path):
         cases.trained_scores.cache_clear()
         with pytest.raises(ValueError, match="expected a floating tensor"):
             cases.trained_scores(str(tmp_path / "wrong.pt"))
+
+
+def test_the_demo_saves_scores_that_select_the_same_keys(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples"))
+    program = importlib.import_module("train_language_model")
+    torch.manual_seed(0)
+    model = program.ByteModel(2, 32, 2, 2, 8, 4)
+    for layer in model.layers:
+        torch.nn.init.normal_(layer.attention.score_proj.weight)
+    data = torch.randint(0, 256, (64,), dtype=torch.uint8)
+    program.save_scores(model, data, tmp_path / "scores.pt")
+    scores = cases.trained_scores(str(tmp_path / "scores.pt"))
+    assert scores.shape == (2, 64)  # one of two heads of each layer selects
+    attention, hidden = model.layers[1].attention, model.attention_inputs(data.long()[None], 1)
+    ranks = attention.ranked(hidden, attention.projected(hidden)[2])[0][:, 1:]
+    assert torch.equal(dmattn.IntervalMask.top_k(ranks, 8).end, dmattn.IntervalMask.top_k(scores[None, 1:], 8).end)
 
 
 # Jobs ------------------------------------------------------------------------------------------------------------------------------------
