@@ -1,4 +1,4 @@
-"""What `quality.py` trains on: bytes of Python sources, associative recall, and secrets in a long text."""
+"""What `quality.py` trains on: bytes of Python sources or C++ headers, series of sensors, associative recall, secrets in a long text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from torch import Generator, Tensor
 # Settings of each task, on top of the defaults. All variants of a task share them.
 TASKS: dict[str, dict[str, Any]] = {
     "text": {},
+    "headers": {},
+    "series": {"length": 4096, "visible": 256},
     "mqar": {"length": 2048, "visible": 256, "batch": 32, "layers": 2, "width": 256, "heads": 4, "conv": 3, "steps": 3000, "lr": 1e-3,
              "weight_decay": 0.01},
     "passkey": {"length": 4096, "visible": 256, "batch": 8, "layers": 4, "width": 256, "heads": 4, "conv": 3, "steps": 3000,
                 "pairs": 4, "symbols": 6, "weight_decay": 0.01},
 }  # fmt: skip
+STREAMS = ("text", "headers", "series")  # every token is a target, none is an answer
 CHAPTER = 1 << 19  # bytes; every twentieth chapter of the corpus is held out
 HELD_OUT_EVERY = 20
 
@@ -54,17 +57,18 @@ def task_of(settings: Settings, device: str) -> Task:
     if settings.task not in TASKS:
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {settings.task!r}")
     reach, gap = settings.layers * settings.visible, settings.length // 4
-    if settings.task != "text" and reach > gap:
+    if settings.task not in STREAMS and reach > gap:
         raise ValueError(f"visible: expected at most length / 4 / layers = {gap // settings.layers}, got {settings.visible}")
-    return {"text": text, "mqar": mqar, "passkey": passkey}[settings.task](settings, device)
+    tasks = {"text": text, "headers": headers, "series": series, "mqar": mqar, "passkey": passkey}
+    return tasks[settings.task](settings, device)
 
 
 # Text ------------------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def corpus(limit: int = 400_000) -> tuple[bytes, bytes, str]:
-    """(training, held out, hash): the Python files of the standard library and of torch, in the order of their paths.
+def corpus(suffix: str = ".py", limit: int = 400_000) -> tuple[bytes, bytes, str]:
+    """(training, held out, hash): the files with this suffix of the standard library and of torch, in the order of their paths.
 
     Files of up to `limit` bytes in the order of their paths, so that neighbours belong together, make chapters of half a million bytes.
     Every twentieth chapter is held out.
@@ -73,7 +77,7 @@ def corpus(limit: int = 400_000) -> tuple[bytes, bytes, str]:
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     chapter, filled = 0, 0
     for root in roots:
-        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        for path in sorted(root.rglob(f"*{suffix}"), key=lambda path: path.relative_to(root).parts):
             if "site-packages" in path.relative_to(root).parts or not 1000 < path.stat().st_size <= limit:
                 continue
             text = path.read_bytes()
@@ -85,8 +89,8 @@ def corpus(limit: int = 400_000) -> tuple[bytes, bytes, str]:
     return train, held, hashlib.sha256(train + held).hexdigest()[:12]
 
 
-def corpus_on(device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    train, held, digest = corpus()
+def corpus_on(device: str, suffix: str = ".py") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    train, held, digest = corpus(suffix)
     data = {"train": train, "held": held, "near": held}
     tensors = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) for name, text in data.items()}
     return tensors, {"train_bytes": len(train), "held_bytes": len(held), "corpus": digest}
@@ -98,8 +102,13 @@ def excerpts(data: Tensor, count: int, length: int, generator: Generator) -> Ten
     return data[first + torch.arange(length, device=data.device)].long()
 
 
-def text(s: Settings, device: str) -> Task:
-    data, about = corpus_on(device)
+def headers(s: Settings, device: str) -> Task:
+    """The C++ headers that torch brings."""
+    return text(s, device, ".h")
+
+
+def text(s: Settings, device: str, suffix: str = ".py") -> Task:
+    data, about = corpus_on(device, suffix)
 
     def draw(generator: Generator, split: str) -> Batch:
         taken = excerpts(data[split], s.batch, s.length + 1, generator)
@@ -107,6 +116,38 @@ def text(s: Settings, device: str) -> Task:
         return Batch(tokens, targets, torch.ones_like(targets, dtype=torch.bool))
 
     return Task(256, 0, draw, about)
+
+
+# Series ----------------------------------------------------------------------------------------------------------------------------
+
+WAVES, MOTIF, COMINGS, NOISE = 3, 64, 8, 0.03
+
+
+def series(s: Settings, device: str) -> Task:
+    """What a sensor might say, in 256 levels: waves of three periods between 16 tokens and a quarter of the sequence, noise, and a motif
+    of 64 tokens that comes eight times, far apart: whoever has kept its first coming can tell the others. No two sequences are alike."""
+    length = s.length + 1
+    room = length // COMINGS
+    if room <= MOTIF:
+        raise ValueError(f"length: expected more than {MOTIF * COMINGS} for {COMINGS} motifs of {MOTIF}, got {s.length}")
+
+    def draw(generator: Generator, split: str) -> Batch:
+        def random(*shape: int) -> Tensor:
+            return torch.rand(s.batch, *shape, generator=generator, device=device)
+
+        moments = torch.arange(length, device=device)
+        periods = 16 * (s.length / 64) ** random(WAVES, 1)
+        waves = (0.2 + 0.8 * random(WAVES, 1)) * torch.sin(2 * torch.pi * (moments / periods + random(WAVES, 1)))
+        signal = waves.sum(1) / WAVES
+        first = torch.arange(COMINGS, device=device) * room + (random(COMINGS) * (room - MOTIF)).long()
+        places = (first[..., None] + torch.arange(MOTIF, device=device)).flatten(1)
+        motif = (2 * random(MOTIF) - 1).repeat(1, COMINGS)
+        signal = signal.scatter(1, places, motif)
+        noise = torch.randn(s.batch, length, generator=generator, device=device)
+        values = (128 + 100 * (signal + NOISE * noise)).round().clamp(0, 255).long()
+        return Batch(values[:, :-1], values[:, 1:].contiguous(), torch.ones_like(values[:, 1:], dtype=torch.bool))
+
+    return Task(256, 0, draw, {})
 
 
 # Recall ----------------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def excerpt(monkeypatch, quality):
 
     generator = torch.Generator().manual_seed(0)
     parts = [bytes(torch.randint(32, 127, (5000,), generator=generator).tolist()) for _ in range(2)]
-    monkeypatch.setattr(quality_tasks, "corpus", lambda: (*parts, "none"))
+    monkeypatch.setattr(quality_tasks, "corpus", lambda suffix: (*parts, suffix))
 
 
 def task(quality, **settings):
@@ -62,6 +62,31 @@ def test_secrets_are_asked_for_at_the_end(quality, excerpt, split):
             name = text[first - 5 : first - 4]
             assert text.count(b"# key " + name + b" is ") == 2
             assert (first < 256) == (split == "held")
+
+
+def test_every_byte_of_a_text_is_a_target(quality, excerpt):
+    for name, suffix in (("text", ".py"), ("headers", ".h")):
+        drawn = task(quality, task=name)
+        assert drawn.about["corpus"] == suffix
+        batch = drawn.draw(torch.Generator().manual_seed(1), "held")
+        assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+        assert batch.asked.all()
+
+
+def test_a_series_repeats_its_motif(quality):
+    import quality_tasks
+
+    drawn = task(quality, task="series", length=2048, batch=4).draw(torch.Generator().manual_seed(1), "held")
+    assert drawn.tokens.shape == drawn.targets.shape == (4, 2048)
+    assert 0 <= int(drawn.tokens.min()) < 40 < 216 < int(drawn.tokens.max()) <= 255
+    room, size = 2049 // quality_tasks.COMINGS, quality_tasks.MOTIF
+    for row in drawn.tokens.float():
+        parts = [row[start : start + room].unfold(0, size, 1) for start in range(0, 2048 - room, room)]
+        # Of all stretches of the first two rooms, those two that are most alike differ by little more than noise.
+        nearest = torch.cdist(parts[0], parts[1]).min() / size**0.5
+        assert nearest < 100 * 3 * quality_tasks.NOISE
+    with pytest.raises(ValueError, match="length: expected more than 512"):
+        task(quality, task="series", length=256)
 
 
 def test_what_a_sliding_window_could_reach_is_refused(quality):

@@ -13,6 +13,8 @@ Run = dict[str, Any]
 TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong to which table
     "quality-text": lambda s: s["task"] == "text" and not s["seconds"],
     "quality-seconds": lambda s: s["task"] == "text" and s["seconds"] > 0,
+    "quality-headers": lambda s: s["task"] == "headers",
+    "quality-series": lambda s: s["task"] == "series",
     "quality-recall": lambda s: s["task"] == "mqar",
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
@@ -79,7 +81,9 @@ def heading(run: Run) -> str:
     budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
     size = f"{s['layers']} layers of {s['width']}"
     asked = (
-        "" if s["task"] == "text" else f", {s['pairs']} pairs" + (f" of {s['symbols']} symbols" if s["task"] == "mqar" else "")
+        ""
+        if s["task"] in ("text", "headers", "series")
+        else f", {s['pairs']} pairs" + (f" of {s['symbols']} symbols" if s["task"] == "mqar" else "")
     )
     return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"
 
