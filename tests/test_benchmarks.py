@@ -20,6 +20,7 @@ from dmattn.bench import (
     __main__,
     cases,
     compare,
+    context_parallel,
     decode,
     measure,
     peers,
@@ -386,6 +387,65 @@ def test_training_steps_are_timed():
     assert training_step.document_ends(10, 2, torch.device("cpu")).tolist() == [0, 5, 10]
 
 
+def test_training_steps_have_options_of_their_own(monkeypatch, tmp_path, capsys):
+    output = tmp_path / "folder/steps.json"
+    sizes = [
+        "--lengths",
+        "64",
+        "--layers",
+        "1",
+        "--width",
+        "32",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--least-window",
+        "8",
+        "--repeats",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["training_step", *sizes, "--eager", "--documents", "2", "--output", str(output)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    training_step.main()
+    assert "dynamic is " in capsys.readouterr().out
+    assert [found.who for found in records.measurements(records.read(output))] == ["dmattn", "causal"]
+
+
+def test_generation_has_options_of_its_own(monkeypatch, tmp_path, capsys):
+    row = serve.row_of("a step", [2.0, 4.0], {"SDPA": [6.0]}, bytes=3000)
+    monkeypatch.setattr(serve, "cpu_rows", lambda *given: ([row], 0.25))
+    monkeypatch.setattr(sys, "argv", ["serve", "--device", "cpu", "--output", str(tmp_path)])
+    serve.main()
+    assert "others used 25% of the processors" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*/serve.json")
+    found = records.measurements(records.read(path))
+    assert [(each.who, each.samples) for each in found] == [("dmattn", (2e-6, 4e-6)), ("SDPA", (6e-6,))]
+
+    def differs(*given):
+        raise AssertionError("by much")
+
+    monkeypatch.setattr(serve, "cpu_rows", differs)
+    with pytest.raises(SystemExit, match="refused: by much"):
+        serve.main()
+    with pytest.raises(measure.WrongResultError, match="by much"):
+        serve.rows(measure.JobOptions("cpu"))
+
+
+def test_ranks_that_fail_or_differ_are_reported(monkeypatch):
+    said = types.SimpleNamespace(stderr="so refused: results differ\nmore", returncode=1)
+    monkeypatch.setattr(context_parallel.subprocess, "run", lambda *given, **options: said)
+    options = measure.JobOptions("cpu", repeats=1)
+    with pytest.raises(measure.WrongResultError, match=r"^context-parallel: results differ$"):
+        context_parallel.rows(options)
+    said.stderr = "no network"
+    with pytest.raises(measure.CannotRunError, match="ended with 1: no network"):
+        context_parallel.rows(options)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(measure.CannotRunError, match="needs two GPUs, here is one"):
+        context_parallel.rows(measure.JobOptions("cuda"))
+
+
 def test_a_job_that_cannot_run_says_why(monkeypatch, tmp_path, capsys):
     def cannot(options):
         raise measure.CannotRunError("decode: not on this machine")
@@ -432,6 +492,8 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     assert "1 faster beyond noise:\n" in said
     assert "measured in the first result alone:" in said
     assert __main__.main(["compare", *both, "--least", "0.5"]) == 0
+    with pytest.raises(records.BadResultError, match="no measurement in common"):
+        compare.compared(old, {"rows": [{**row, "heads": 3} for row in old["rows"]]}, 0.05)
     assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
 
 
@@ -505,6 +567,26 @@ def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
     assert "a table" in (tmp_path / "README.md").read_text()
     assert [Path(path).name for path, _ in ran] == ["draw.py", "pictures.py"]
     assert report.pages(tmp_path, check=True) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [("trees", "sliding", "blocks"), ("decode",), ("serving",)], ids=lambda names: names[0])
+def test_workloads_run_on_a_gpu(names, tmp_path):
+    peers = ["--peers", "cudnn", "flash", "efficient", "dmattn"] if len(names) > 1 else []
+    few = ["--repeats", "2", "--seconds", "0.01"]
+    sizes = ["--lengths", "300", "--heads", "4", "--kv-heads", "2"] if peers else ["--quick"]
+    assert (
+        __main__.main(["run", *names, "--device", "cuda", *sizes, *few, *peers, "--output", str(tmp_path), "--name", "mine"]) == 0
+    )
+    (path,) = tmp_path.glob("*/mine*.json")
+    result = records.read(path)
+    assert result["clocks"]["after"]
+    for row in result["rows"]:
+        if row["workload"] == "trees":
+            assert len(row["peer_names"]) == 4, row.get("left_out")
+            assert row["kernel_samples"].keys() >= {"forward", "backward", "peer_forward", "peer4_backward"}
+            assert row["peak_bytes"].keys() == {f"{prefix}{name}" for prefix in ("", "peer_", "peer2_", "peer3_", "peer4_") for name in
+                                                ("forward", "backward")}  # fmt: skip
 
 
 @pytest.mark.gpu

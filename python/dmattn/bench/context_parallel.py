@@ -233,8 +233,8 @@ def rows(options: JobOptions) -> list[Row]:
         command += ["-m", "dmattn.bench.context_parallel", *sizes, "--output", str(output)]
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **hidden})
-        if "refused:" in done.stderr:
-            raise WrongResultError(done.stderr[done.stderr.index("refused:") :].split("\n")[0])
+        if "refused: " in done.stderr:
+            raise WrongResultError("context-parallel: " + done.stderr.split("refused: ", 1)[1].split("\n")[0])
         if done.returncode:
             raise CannotRunError(f"context-parallel: its processes ended with {done.returncode}: {done.stderr[-500:]}")
         found: list[Row] = json.loads(output.read_text())["rows"]

@@ -146,6 +146,7 @@ class Measurement:
         who: dmattn or the peer.
         what: forward, backward, step and the like; kernels alone have names of their own.
         samples: seconds.
+        shape: of the case, where its name does not say it: batch, heads, key heads, head dimension, dtype.
         facts: rates and bytes that belong to it.
     """
 
@@ -155,10 +156,12 @@ class Measurement:
     what: str
     samples: tuple[float, ...]
     facts: dict[str, float]
+    shape: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.workload, self.case, self.who, self.what
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What a measurement of another result must have in common to be compared."""
+        return self.workload, self.case, self.shape, self.who, self.what
 
 
 OURS = "dmattn"
@@ -178,6 +181,7 @@ def measurements(result: Result) -> list[Measurement]:
 
 def _of_row(row: Row) -> Iterator[Measurement]:
     of = str(row.get("workload", ""))
+    shape = " ".join(str(row.get(name, "")) for name in ("batch", "heads", "kv_heads", "head_dim", "dtype"))
     if isinstance(row.get("samples"), dict):
         of_prefix = prefixes(row)
         for source, words in (("samples", ""), ("kernel_samples", " kernels")):
@@ -185,7 +189,7 @@ def _of_row(row: Row) -> Iterator[Measurement]:
                 prefix = next((p for p in of_prefix if p and name.startswith(p)), "")
                 facts = {rate: row[_of(source, rate)][name] for rate in RATES if name in row.get(_of(source, rate), {})}
                 what = name.removeprefix(prefix) + words
-                yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts)
+                yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts, shape)
     elif "us" in row:
         samples = row.get("samples") or [row["us"]]
         yield Measurement(of, row["case"], OURS, "step", tuple(us / 1e6 for us in samples), {})
