@@ -9,6 +9,7 @@ BENCH_ARGS ?= pages --output benchmarks/results
 PYTEST_ARGS ?=
 FAULT_ARGS ?=
 HUB_ARGS ?=
+MATRIX_ARGS ?=
 # Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
 CUDA ?= AUTO
 # Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
@@ -21,7 +22,7 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format docs wheel hub bench asan faults build clean
+.PHONY: help demo test gpu lint format docs wheel matrix hub bench asan coverage faults build clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -61,6 +62,9 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc i
 	$(BIN)/abi3audit --strict --summary build/wheel/*.whl
 	@ls -1 dist/*.whl
 
+matrix: $(VENV)/pip.ready  ## install the wheel in dist/ beside Python 3.10 to 3.14 and several torches, and test it there (docs/building.md)
+	$(BIN)/python tests/wheel_matrix.py $(MATRIX_ARGS)
+
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
@@ -69,6 +73,13 @@ bench: $(VENV)/test.ready build  ## time what the pages show beside its peers (B
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/sanitize.sh
+
+coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/.coverage
+coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests run
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest -n $$(nproc) $(PYTEST_ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
 	$(BIN)/python tests/planted_faults.py $(FAULT_ARGS)

@@ -34,7 +34,7 @@ TORCHES = ("2.10.*", "2.12.*", "newest")
 OUTPUT = ROOT / "benchmarks/results/wheel_matrix.json"
 QUICK = (
     "test_library.py", "test_forward.py", "test_backward.py", "test_select.py", "test_masks.py", "test_masks_as_data.py", "test_errors.py",
-    "test_dynamic_mask_attention.py", "test_sdpa.py", "test_autograd.py", "test_decode.py", "test_cache.py", "test_varlen.py",
+    "test_dynamic_mask_attention.py", "test_sdpa.py", "test_autograd.py", "test_registration.py", "test_decode.py", "test_cache.py", "test_varlen.py",
     "test_reduce.py", "test_stats.py", "test_layer.py", "test_model_arguments.py", "test_wrappers.py", "test_profiling.py",
 )  # fmt: skip
 QUICK_NEEDS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26", "expecttest>=0.3")
@@ -68,7 +68,7 @@ def interpreter(python: str) -> str | None:
     roots = [os.environ.get("PYENV_ROOT", ""), Path.home() / ".pyenv"]
     found = [str(program) for root in roots if root for program in Path(root).glob(f"versions/{name}.*/bin/python{name}")]
     for program in [path] if path else [*sorted(found, reverse=True), shutil.which(f"python{name}")]:
-        if program and subprocess.run([program, "-c", "import venv"], capture_output=True).returncode == 0:
+        if program and shutil.which(program) and subprocess.run([program, "-c", "import venv"], capture_output=True).returncode == 0:
             return program
     return None
 
