@@ -14,6 +14,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from evidence import facts
@@ -21,6 +22,7 @@ from evidence import facts
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 COMMIT = "0123456"
+CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce"}
 # Seven tests, so that no shard is empty and shards are not equally large; ids with blanks, as real ones have.
 NAMES = [f"some keys, {n}" for n in range(7)]
 
@@ -269,3 +271,11 @@ def test_one_place_asks_for_a_gpu():
     asks = re.compile(r"cuda\.is_available\(\)|cuda\.is_initialized\(\)|skipif\([^)]*cuda(?!\.device_count)")
     found = {path.name for path in TESTS.rglob("*.py") if path != Path(__file__) and asks.search(path.read_text())}
     assert found == {"devices.py", "evidence.py"}
+
+
+def test_the_nightly_profile_draws_5000_examples_of_every_op(run_python):
+    assert hypothesis.settings.get_profile("nightly").max_examples >= 5000
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import test_fuzz; print(*test_fuzz.CHECKS, test_fuzz.SHARDS)"
+    printed = run_python("-c", program, str(TESTS), HYPOTHESIS_PROFILE="nightly").stdout.split()
+    assert set(printed[:-1]) == CHECKED_OPS
+    assert int(printed[-1]) > 1

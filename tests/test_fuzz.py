@@ -1,7 +1,8 @@
 """Every op against brute force on drawn inputs, through the public functions and directly.
 
-HYPOTHESIS_PROFILE=nightly draws 5,000 examples an op, in shards that pytest-xdist runs side by side. DMATTN_FUZZ_LOG=path.json has every
-shard write what it did beside path; the file as a program makes one summary of them. On a GPU, for one family after the other:
+HYPOTHESIS_PROFILE=nightly draws 5,000 examples an op, those of decoding, of the cache and of reductions too, in shards that pytest-xdist runs
+side by side. DMATTN_FUZZ_LOG=path.json has every shard write what it did beside path; the file as a program makes one summary of them. On a GPU,
+for one family after the other:
 
     DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/test_fuzz.py
     python tests/test_fuzz.py fuzz.json
@@ -23,6 +24,9 @@ import dmattn
 import hypothesis
 import numpy as np
 import pytest
+import test_cache
+import test_decode
+import test_reduce
 import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import AttentionCase, poisoned_memory, run, strategies
@@ -441,6 +445,33 @@ def check_pack(data, device):
     return 0.0
 
 
+# The drawn tests of other files, which run there in the profile ci.
+
+
+def check_decode(data, device):
+    test_decode.test_drawn_cases.hypothesis.inner_test(device, data)
+    return 0.0
+
+
+def check_cache(data, device):
+    exact = torch.bfloat16 if device == "cuda" else torch.float64
+    kind = data.draw(st.sampled_from(strategies.SCORE_KINDS))
+    test_cache.test_any_cuts_of_any_history.hypothesis.inner_test(device, exact, data, kind)
+    return 0.0
+
+
+def check_rewind(data, device):
+    exact = torch.bfloat16 if device == "cuda" else torch.float64
+    kind = data.draw(st.sampled_from(("random", "ties", "increasing")))
+    test_cache.test_rewind_is_as_if_the_tokens_had_never_come.hypothesis.inner_test(device, exact, data, kind)
+    return 0.0
+
+
+def check_reduce(data, device):
+    test_reduce.test_any_shape.hypothesis.inner_test(device, data)
+    return 0.0
+
+
 CHECKS = {
     "select": check_select,
     "pack": check_pack,
@@ -448,6 +479,8 @@ CHECKS = {
     "backward": check_backward,
     "dynamic": check_dynamic,
 }
+if SHARDS > 1:
+    CHECKS |= {"decode": check_decode, "cache": check_cache, "rewind": check_rewind, "reduce": check_reduce}
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

@@ -29,8 +29,10 @@ def test_the_quick_tests_call_every_op_and_public_function():
 def test_the_matrix_is_what_the_project_promises():
     said = re.search(r'requires-python = ">=(.*)"', (ROOT / "pyproject.toml").read_text())
     least = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert said and said[1] == wheel_matrix.PYTHONS[0]
-    assert least and wheel_matrix.TORCHES[0] == f"{least[1]}.*"
+    assert said is not None
+    assert least is not None
+    assert said[1] == wheel_matrix.PYTHONS[0]
+    assert wheel_matrix.TORCHES[0] == f"{least[1]}.*"
 
 
 def test_an_interpreter_is_found_by_its_path_alone():

@@ -33,9 +33,10 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10.*", "2.12.*", "newest")
 OUTPUT = ROOT / "benchmarks/results/wheel_matrix.json"
 QUICK = (
-    "test_library.py", "test_forward.py", "test_backward.py", "test_select.py", "test_masks.py", "test_masks_as_data.py", "test_errors.py",
-    "test_dynamic_mask_attention.py", "test_sdpa.py", "test_autograd.py", "test_registration.py", "test_decode.py", "test_cache.py", "test_varlen.py",
-    "test_reduce.py", "test_stats.py", "test_layer.py", "test_model_arguments.py", "test_wrappers.py", "test_profiling.py",
+    "test_library.py", "test_forward.py", "test_backward.py", "test_select.py", "test_masks.py", "test_masks_as_data.py",
+    "test_errors.py", "test_dynamic_mask_attention.py", "test_sdpa.py", "test_autograd.py", "test_registration.py",
+    "test_decode.py", "test_cache.py", "test_varlen.py", "test_reduce.py", "test_stats.py", "test_layer.py",
+    "test_model_arguments.py", "test_wrappers.py", "test_profiling.py",
 )  # fmt: skip
 QUICK_NEEDS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26", "expecttest>=0.3")
 IMPORT_LIMIT = 0.3  # seconds of import dmattn beside import torch
@@ -68,7 +69,11 @@ def interpreter(python: str) -> str | None:
     roots = [os.environ.get("PYENV_ROOT", ""), Path.home() / ".pyenv"]
     found = [str(program) for root in roots if root for program in Path(root).glob(f"versions/{name}.*/bin/python{name}")]
     for program in [path] if path else [*sorted(found, reverse=True), shutil.which(f"python{name}")]:
-        if program and shutil.which(program) and subprocess.run([program, "-c", "import venv"], capture_output=True).returncode == 0:
+        if (
+            program
+            and shutil.which(program)
+            and subprocess.run([program, "-c", "import venv"], capture_output=True).returncode == 0
+        ):
             return program
     return None
 
@@ -178,7 +183,9 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, help="3.N or 3.N=PATH")
     parser.add_argument("--torch", nargs="+", default=TORCHES, help="versions as pip takes them after torch==, or newest")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite")
-    parser.add_argument("--pytest", type=shlex.split, default=[], help="more arguments for pytest, in one word: --pytest='-x -n 2'")
+    parser.add_argument(
+        "--pytest", type=shlex.split, default=[], help="more arguments for pytest, in one word: --pytest='-x -n 2'"
+    )
     parser.add_argument("--share-cuda", type=Path, metavar="FOLDER", help="install NVIDIA's packages once for a torch")
     parser.add_argument("--work", type=Path, help="folder of the virtual environments; default: a temporary one")
     parser.add_argument("--logs", type=Path, help="folder for what pytest prints")
@@ -200,8 +207,10 @@ def main() -> int:
             for torch in options.torch:
                 row: Row = {"python": python.partition("=")[0], "asked": torch}
                 place = Path(work) / f"py{row['python']}-torch{torch.replace('*', 'x')}"
-                row |= {"error": "missing: no such Python here"} if program is None else one(
-                    wheel.resolve(), program, torch, place, options
+                row |= (
+                    {"error": "missing: no such Python here"}
+                    if program is None
+                    else one(wheel.resolve(), program, torch, place, options)
                 )
                 record(options.output, about, [row])
                 all_good &= is_good(row)
