@@ -293,7 +293,12 @@ def write_table(path: Path, outcomes: list[Outcome]) -> None:
         rows[f"{fault.kind} {fault}"] = row | {"commit": commit or os.environ.get("DMATTN_COMMIT", "")}
     kept = [rows[key] for key in (f"{fault.kind} {fault}" for fault in all_faults() if not fault.harmless) if key in rows]
     found = sum(row["outcome"] == "found" for row in kept)
-    table = {"about": "Outcomes of tests/planted_faults.py.", "planted": len(kept), "found": found, "faults": kept}
+    table = {
+        "about": "Outcomes of tests/planted_faults.py; CUDA faults on a GPU, the others on a CPU.",
+        "planted": len(kept),
+        "found": found,
+        "faults": kept,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
 

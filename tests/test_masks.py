@@ -64,6 +64,19 @@ def test_and_is_the_intersection(device, data):
     assert type(mask) is expected.get(frozenset(type(part.mask) for part in parts), CombinedMask)
 
 
+@pytest.mark.parametrize("sizes", [((2, 3), (4, 2)), ((1, 1), (3, 3))], ids=str)
+def test_block_masks_intersect(device, sizes):
+    generator = torch.Generator().manual_seed(3)
+    shown = [(torch.rand(2, 3, 7, 9, generator=generator) > 0.3).to(device) for _ in sizes]
+    blocks = [x[:, :, : -(-7 // rows), : -(-9 // columns)] for x, (rows, columns) in zip(shown, sizes, strict=True)]
+    wide = [
+        x.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[:, :, :7, :9]
+        for x, (rows, columns) in zip(blocks, sizes, strict=True)
+    ]
+    a, b = (BlockMask.from_blocks(x, size).cut(7, 9) for x, size in zip(blocks, sizes, strict=True))
+    assert torch.equal((a & b).cut(7, 9).to_bool(), wide[0] & wide[1])
+
+
 @pytest.mark.parametrize("kind", ["causal", "from_bool", "combined"])
 def test_and_asks_an_operand_that_masks_do_not_know(kind):
     class Stranger:
@@ -145,6 +158,16 @@ def test_from_bool_raises_if_and_only_if_a_key_has_no_interval(device, data):
     else:
         assert (rises <= 1).all()
         assert torch.equal(mask.to_bool(shape.Sq, shape.Sk), visible)
+
+
+@pytest.mark.parametrize("gap", [1, 2])
+def test_from_bool_finds_a_gap(device, gap):
+    visible = torch.zeros(1, 2, 9, 4, dtype=torch.bool, device=device)
+    visible[:, :, 2:8] = True
+    assert torch.equal(IntervalMask.from_bool(visible).to_bool(9, 4), visible)
+    visible[0, 1, 4 : 4 + gap, 3] = False
+    with pytest.raises(ValueError, match=rf"key 3 of batch 0, head 1 visible to {6 - gap} of the queries from 2 to 7"):
+        IntervalMask.from_bool(visible)
 
 
 def test_from_function_looks_at_few_queries_at_a_time(monkeypatch):

@@ -38,6 +38,8 @@ QUICK = (
     "test_decode.py", "test_cache.py", "test_varlen.py", "test_reduce.py", "test_stats.py", "test_layer.py",
     "test_model_arguments.py", "test_wrappers.py", "test_profiling.py",
 )  # fmt: skip
+# Long tests of arithmetic, which no torch and no Python changes.
+QUICK_BUT = "not (drawn or 20000 or 65535 or instruction_set or brute_force)"
 QUICK_NEEDS = ("pytest>=8.4", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy>=1.26", "expecttest>=0.3")
 IMPORT_LIMIT = 0.3  # seconds of import dmattn beside import torch
 # Seconds that pass and seconds of the processor; the first are more where other programs run.
@@ -133,7 +135,8 @@ def one(wheel: Path, program: str, torch: str, place: Path, options: argparse.Na
         began = time.monotonic()
         finished = subprocess.run(
             [python, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--junitxml", report]
-            + ["-m", "not gpu" if options.all_tests else "not slow and not gpu", *options.pytest]
+            + (["-m", "not gpu"] if options.all_tests else ["-m", "not slow and not gpu", "-k", QUICK_BUT])
+            + options.pytest
             + ([f"{ROOT}/tests/{test}" for test in tests] or [f"{ROOT}/tests"]),
             cwd=ROOT,
             capture_output=True,
