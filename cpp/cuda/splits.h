@@ -50,14 +50,17 @@ struct DecodeCall {
 
 // Whether the blocks of a sequence are a cluster, where there may be one: all clusters fit at once, and most multiprocessors have
 // a block, unless the cluster is the largest possible one. Its blocks are short, because those of a long cluster of many may
-// share multiprocessors while others idle, and because a block alone is slow where there is much to compute.
+// share multiprocessors while others idle, and because a block alone is slow where there is much to compute. Where there are
+// about as many heads as multiprocessors, pairs of blocks fit at once, too, and keep more bytes on their way than single blocks.
 inline bool fits_cluster(const DecodeCall& call, int block_splits, int splits, int multiprocessors) {
   constexpr int kShortKeys = 512, kFewParts = 4;
   const auto parts_of = [&](int of_block) { return (splits + of_block - 1) / of_block; };
   const int64_t heads = call.p.batch * call.p.kv_heads,
                 width = call.p.head_dim > call.p.value_dim ? call.p.head_dim : call.p.value_dim;
   const int parts = parts_of(block_splits);
-  if (call.rows > kMostFewRows || parts < 2 || parts > kMostClusterParts || heads * parts > multiprocessors) return false;
+  const bool is_pair = parts == 2 && heads * 8 >= int64_t{multiprocessors} * 7;
+  if (call.rows > kMostFewRows || parts < 2 || parts > kMostClusterParts) return false;
+  if (heads * parts > int64_t{multiprocessors} * (is_pair ? 2 : 1)) return false;
   const bool is_largest = block_splits == 1 || parts_of(block_splits / 2) > kMostClusterParts;
   if (!is_largest && 2 * heads * parts < multiprocessors) return false;
   const bool is_light = call.rows <= kLightRows && width > 64 && width <= 128;
@@ -79,8 +82,8 @@ inline void group_splits(DecodeCall& call, int splits, int multiprocessors, bool
   while (call.block_splits < most && call.block_splits < splits && heads * parts_of(2 * call.block_splits) >= least) {
     call.block_splits *= 2;
   }
-  for (int block_splits = call.block_splits; may_be_cluster && !call.is_cluster && block_splits <= kMostBlockSplits;
-       block_splits *= 2) {
+  const int fewest = takes_all && call.block_splits > 1 ? call.block_splits / 2 : call.block_splits;
+  for (int block_splits = fewest; may_be_cluster && !call.is_cluster && block_splits <= kMostBlockSplits; block_splits *= 2) {
     if (fits_cluster(call, block_splits, splits, multiprocessors)) call.block_splits = block_splits, call.is_cluster = true;
   }
   call.parts = parts_of(call.block_splits);

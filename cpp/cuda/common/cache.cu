@@ -10,7 +10,7 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr int kUpdateThreads = 256, kPlaceThreads = 1024, kCopyThreads = 256;
-constexpr int kJoinRows = 128;
+constexpr int kJoinThreads = 128, kJoinRows = 32, kJoinLanes = kJoinThreads / kJoinRows;
 constexpr int kPerThread = 4, kPiece = kPlaceThreads * kPerThread;  // tokens whose places are found at once
 constexpr int32_t kUnchanged = -1;
 
@@ -255,14 +255,16 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constan
   const int source = chunk.source[slot];
   if (source == kUnchanged) return;
   const bool is_empty = source == kEmptyRow;
-  const auto copy_row = [&](const TensorView& rows, uint4* to, int pieces) {
-    const uint4* const from = row_of_chunk(rows, slots.batch, slots.head, is_empty ? 0 : source);
-    for (int piece = lane; piece < pieces; piece += 32) {
-      to[static_cast<int64_t>(slot) * pieces + piece] = is_empty ? uint4{} : from[piece];
-    }
-  };
-  copy_row(p.all_key, slots.key, slots.key_pieces);
-  copy_row(p.all_value, slots.value, slots.value_pieces);
+  const uint4* const key = row_of_chunk(p.all_key, slots.batch, slots.head, is_empty ? 0 : source);
+  const uint4* const value = row_of_chunk(p.all_value, slots.batch, slots.head, is_empty ? 0 : source);
+  uint4 *const to_key = slots.key + static_cast<int64_t>(slot) * slots.key_pieces, *const to_value =
+                                                                                       slots.value + static_cast<int64_t>(slot) *
+                                                                                                         slots.value_pieces;
+  for (int at = lane; at < slots.key_pieces + slots.value_pieces; at += 32) {
+    const int in_value = at - slots.key_pieces;
+    uint4& to = in_value < 0 ? to_key[at] : to_value[in_value];
+    to = is_empty ? uint4{} : in_value < 0 ? key[at] : value[in_value];
+  }
   if (lane == 0) {
     const float* const scores = static_cast<const float*>(p.all_score) + static_cast<int64_t>(task) * chunk.keys;
     slots.score[slot] = is_empty ? negative_infinity() : scores[source];
@@ -271,40 +273,44 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constan
 }
 
 // The slots of each head and its new tokens -> both joined, slot, segment_end. A block takes kJoinRows slots, finds how many keys
-// stand in front of each by comparing it with all others, and copies them; or it copies as many new tokens.
-__global__ __launch_bounds__(kJoinRows) void join_kernel(const __grid_constant__ JoinParams join) {
-  __shared__ int positions[kJoinRows], index[kJoinRows];
+// stand in front of each by comparing it with all others, and copies them; or it copies as many new tokens. kJoinLanes threads
+// share a row.
+__global__ __launch_bounds__(kJoinThreads) void join_kernel(const __grid_constant__ JoinParams join) {
+  __shared__ int positions[kJoinThreads], index[kJoinRows];
   wait_for_kernel_before();
   let_kernel_after_come();
   const CacheParams& p = join.cache;
-  const int thread = static_cast<int>(threadIdx.x), old_blocks = (join.visible + kJoinRows - 1) / kJoinRows;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kJoinLanes;
+  const int old_blocks = (join.visible + kJoinRows - 1) / kJoinRows;
   const int blocks = old_blocks + (p.tokens + kJoinRows - 1) / kJoinRows;
   const int task = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
   const bool is_new = block >= old_blocks;
   const int first = (is_new ? block - old_blocks : block) * kJoinRows;
-  const int rows = min(kJoinRows, (is_new ? p.tokens : join.visible) - first), row = first + thread;
+  const int rows = min(kJoinRows, (is_new ? p.tokens : join.visible) - first), row = first + thread / kJoinLanes;
   const Slots slots(p, task);
   const int taken = p.lengths ? max(0, min(p.lengths[slots.batch], p.tokens)) : p.tokens;
   const int64_t keys = join.visible + p.tokens, head_first = task * keys;
   // Find the row's place: new tokens stand behind all slots.
   int place = join.visible + row;
   if (!is_new) {
-    const int own = thread < rows ? slots.position[row] : 0;
+    const int own = row < join.visible ? slots.position[row] : 0;
     place = 0;
-    for (int base = 0; base < join.visible; base += kJoinRows) {
+    for (int base = 0; base < join.visible; base += kJoinThreads) {
       __syncthreads();
       positions[thread] = base + thread < join.visible ? slots.position[base + thread] : 0x7fffffff;
       __syncthreads();
 #pragma unroll 8
-      for (int other = 0; other < kJoinRows; ++other) {
+      for (int other = lane; other < kJoinThreads; other += kJoinLanes) {
         const int at = positions[other];
         place += (at < own) | ((at == own) & (base + other < row));
       }
     }
+#pragma unroll
+    for (int distance = 1; distance < kJoinLanes; distance *= 2) place += __shfl_xor_sync(~0u, place, distance);
   }
-  index[thread] = place;
+  if (lane == 0) index[thread / kJoinLanes] = place;
   // Write the numbers of the row.
-  if (thread < rows) {
+  if (lane == 0 && row < first + rows) {
     const int at = is_new ? row < taken ? slots.step + row : kNoPosition : slots.position[row];
     static_cast<float*>(join.score)[head_first + place] = is_new ? new_score(p, slots.batch, slots.head, row) : slots.score[row];
     join.position[head_first + place] = at;
@@ -312,14 +318,25 @@ __global__ __launch_bounds__(kJoinRows) void join_kernel(const __grid_constant__
     if (!is_new) join.slot[static_cast<int64_t>(task) * join.visible + place] = row;
   }
   __syncthreads();
-  // Copy keys and values: neighbouring threads take neighbouring pieces of a row.
+  // Copy keys and values: neighbouring threads take neighbouring pieces of a row, and some pieces are on their way at once.
   const auto copy_rows = [&](const uint4* cached, const TensorView& fresh, void* joined, int pieces) {
+    constexpr int kAtOnce = 4;
     uint4* const to = static_cast<uint4*>(joined) + head_first * pieces;
-    for (int at = thread; at < rows * pieces; at += kJoinRows) {
-      const int from = at / pieces, piece = at % pieces;
-      const uint4* const source = is_new ? row_of_chunk(fresh, slots.batch, slots.head, first + from)
-                                         : cached + static_cast<int64_t>(first + from) * pieces;
-      to[static_cast<int64_t>(index[from]) * pieces + piece] = source[piece];
+    for (int begin = thread; begin < rows * pieces; begin += kJoinThreads * kAtOnce) {
+      uint4 piece[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = begin + i * kJoinThreads, from = at / pieces;
+        if (at >= rows * pieces) break;
+        const uint4* const source = is_new ? row_of_chunk(fresh, slots.batch, slots.head, first + from)
+                                           : cached + static_cast<int64_t>(first + from) * pieces;
+        piece[i] = source[at - from * pieces];
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = begin + i * kJoinThreads, from = at / pieces;
+        if (at < rows * pieces) to[static_cast<int64_t>(index[from]) * pieces + at - from * pieces] = piece[i];
+      }
     }
   };
   copy_rows(slots.key, p.new_key, join.key, slots.key_pieces);
@@ -341,7 +358,7 @@ cudaError_t launch_cache_rewind(const CacheParams& p, cudaStream_t stream) {
 cudaError_t launch_cache_join(const JoinParams& join, cudaStream_t stream) {
   const int blocks = (join.visible + kJoinRows - 1) / kJoinRows + (join.cache.tokens + kJoinRows - 1) / kJoinRows;
   const dim3 grid(static_cast<unsigned>(join.cache.batch * join.cache.kv_heads * blocks));
-  return launch_dependent(join_kernel, grid, kJoinRows, 0, stream, join);
+  return launch_dependent(join_kernel, grid, kJoinThreads, 0, stream, join);
 }
 
 cudaError_t launch_cache_extend(const CacheParams& p, int32_t* workspace, cudaStream_t stream) {

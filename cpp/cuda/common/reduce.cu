@@ -135,12 +135,17 @@ __device__ void store_chunk(const ReduceParams& p, int64_t result, int64_t chunk
 // kCount elements that lie one after the other at an address that their size divides.
 template <int kCount, class T>
 __device__ void load_vector(const T* from, T (&to)[kCount]) {
-  static_assert(kCount * sizeof(T) == 16 || kCount * sizeof(T) == 8);
-  if constexpr (kCount * sizeof(T) == 16) {
+  if constexpr (kCount == 1) {
+    to[0] = *from;
+  } else if constexpr (kCount * sizeof(T) == 16) {
     const uint4 bits = *reinterpret_cast<const uint4*>(from);
     memcpy(to, &bits, sizeof(bits));
-  } else {
+  } else if constexpr (kCount * sizeof(T) == 8) {
     const uint2 bits = *reinterpret_cast<const uint2*>(from);
+    memcpy(to, &bits, sizeof(bits));
+  } else {
+    static_assert(kCount * sizeof(T) == 4);
+    const uint32_t bits = *reinterpret_cast<const uint32_t*>(from);
     memcpy(to, &bits, sizeof(bits));
   }
 }
@@ -173,10 +178,27 @@ __device__ void join_row(const typename K::In::Type* from, int64_t stride, int r
   }
 }
 
+// Joins neighbours of a chunk of n elements: those of one vector, those of the warp's vectors, and then groups of 32 vectors.
+// Groups without elements change nothing. Thread 0 has the result.
+template <class K, int kVector>
+__device__ Wide<K> join_lanes(const Wide<K> (&owned)[kOwned], int n) {
+  constexpr int kGroups = kOwned / kVector;
+  Wide<K> groups[kGroups];
+#pragma unroll
+  for (int v = 0; v < kGroups; ++v) {
+    Wide<K> vector[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) vector[e] = owned[v * kVector + e];
+    groups[v] = join_own<typename K::Join, kVector>(vector);
+    if (v * 32 * kVector < n) groups[v] = join_warp<typename K::Join>(groups[v]);
+  }
+  return join_own<typename K::Join, kGroups>(groups);
+}
+
 // input: outer x inner sequences -> partials [outer, inner, chunks], or out [outer, inner]. A warp reduces a chunk.
 template <class K, int kVector>
 __global__ void __launch_bounds__(32 * kWarps) reduce_rows(ReduceParams p, int64_t tasks) {
-  constexpr int kRows = static_cast<int>(kChunk / kChunkLanes), kGroups = kOwned / kVector;
+  constexpr int kRows = static_cast<int>(kChunk / kChunkLanes);
   const int64_t chunks = chunks_of(p);
   int64_t task = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   for (; task < tasks; task += static_cast<int64_t>(gridDim.x) * kWarps) {
@@ -197,59 +219,89 @@ __global__ void __launch_bounds__(32 * kWarps) reduce_rows(ReduceParams p, int64
       }
     }
 
-    // Join neighbours: those of one vector, those of the warp's vectors, and then groups of 32 vectors.
-    Wide<K> groups[kGroups];
-#pragma unroll
-    for (int v = 0; v < kGroups; ++v) {
-      Wide<K> vector[kVector];
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) vector[e] = owned[v * kVector + e];
-      groups[v] = join_warp<typename K::Join>(join_own<typename K::Join, kVector>(vector));
-    }
-    const Wide<K> joined = join_own<typename K::Join, kGroups>(groups);
+    const Wide<K> joined = join_lanes<K, kVector>(owned, n);
     if (threadIdx.x % 32 == 0) store_chunk<K>(p, result, chunk, chunks, joined);
   }
 }
 
-// The same, where neighbouring sequences lie closer than the elements of one. A block reduces a chunk of kBlock / rows sequences;
-// rows is a power of two, such that rows * kOwned lanes are all that have elements. Thread (row, column) owns the lanes
-// row * kOwned + j of its sequence.
-template <class K>
+// The same where a sequence has one row of lanes at most: a warp reduces kAtOnce sequences together, so that more bytes are on
+// their way.
+template <class K, int kVector>
+__global__ void __launch_bounds__(32 * kWarps) reduce_short_rows(ReduceParams p, int64_t results) {
+  constexpr int kAtOnce = 4;
+  const int n = static_cast<int>(p.count);
+  int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * kAtOnce;
+  for (; first < results; first += static_cast<int64_t>(gridDim.x) * kWarps * kAtOnce) {
+    Wide<K> owned[kAtOnce][kOwned];
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) {
+#pragma unroll
+      for (Wide<K>& lane : owned[s]) lane = K::Join::template neutral<Wide<K>>();
+      if (first + s < results) join_row<K, kVector, false>(sequence<K>(p, first + s), p.stride, 0, n, owned[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) {
+      const Wide<K> joined = join_lanes<K, kVector>(owned[s], n);
+      if (threadIdx.x % 32 == 0 && first + s < results) store_chunk<K>(p, first + s, 0, 1, joined);
+    }
+  }
+}
+
+// The same, where neighbouring sequences lie closer than the elements of one. A block reduces a chunk of kVector * kBlock / rows
+// sequences; rows is a power of two, such that rows * kOwned lanes are all that have elements. Thread (row, column) owns the
+// lanes row * kOwned + j of kVector neighbouring sequences, whose elements it loads at once: with kVector > 1 they lie one after
+// the other.
+template <class K, int kVector>
 __global__ void __launch_bounds__(kBlock) reduce_columns(ReduceParams p, int rows, int64_t tasks) {
-  __shared__ Wide<K> joined[kBlock];
+  __shared__ Wide<K> joined[kVector][kBlock];
   const int columns = kBlock / rows;
   const int row = static_cast<int>(threadIdx.x) / columns, own = static_cast<int>(threadIdx.x) % columns;
-  const int64_t chunks = chunks_of(p), blocks = ceil_of_quotient(p.inner, columns);
+  const int64_t chunks = chunks_of(p), blocks = ceil_of_quotient(p.inner, columns * kVector);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t chunk = task / blocks % chunks, outer = task / blocks / chunks;
-    const int64_t column = task % blocks * columns + own;
+    const int64_t column = (task % blocks * columns + own) * kVector;
     const bool has_column = column < p.inner;
     const auto* from = static_cast<const typename K::In::Type*>(p.input) + outer * p.outer_stride + column * p.inner_stride +
                        chunk * kChunk * p.stride;
     const int n = has_column ? static_cast<int>(min(kChunk, p.count - chunk * kChunk)) : 0;
 
     // Each lane takes its elements.
-    Wide<K> owned[kOwned];
+    Wide<K> owned[kVector][kOwned];
 #pragma unroll
-    for (Wide<K>& lane : owned) lane = K::Join::template neutral<Wide<K>>();
+    for (auto& lanes : owned) {
+#pragma unroll
+      for (Wide<K>& lane : lanes) lane = K::Join::template neutral<Wide<K>>();
+    }
     for (int first = row * kOwned; first < n; first += static_cast<int>(kChunkLanes)) {
       const auto* element = from + first * p.stride;
 #pragma unroll
       for (int j = 0; j < kOwned; ++j, element += p.stride) {
-        if (first + j < n) owned[j] = K::Join::join(owned[j], K::In::widen(*element));
+        if (first + j < n) {
+          typename K::In::Type elements[kVector];
+          load_vector(element, elements);
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) owned[v][j] = K::Join::join(owned[v][j], K::In::widen(elements[v]));
+        }
       }
     }
 
     // Join a thread's neighbours, then rows of threads.
-    joined[threadIdx.x] = join_own<typename K::Join, kOwned>(owned);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) joined[v][threadIdx.x] = join_own<typename K::Join, kOwned>(owned[v]);
     __syncthreads();
     for (int away = 1; away < rows; away *= 2) {
       if (row % (2 * away) == 0) {
-        joined[threadIdx.x] = K::Join::join(joined[threadIdx.x], joined[threadIdx.x + away * columns]);
+#pragma unroll
+        for (auto& of_column : joined) {
+          of_column[threadIdx.x] = K::Join::join(of_column[threadIdx.x], of_column[threadIdx.x + away * columns]);
+        }
       }
       __syncthreads();
     }
-    if (row == 0 && has_column) store_chunk<K>(p, outer * p.inner + column, chunk, chunks, joined[threadIdx.x]);
+    if (row == 0 && has_column) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) store_chunk<K>(p, outer * p.inner + column + v, chunk, chunks, joined[v][threadIdx.x]);
+    }
     __syncthreads();  // before the next task writes there
   }
 }
@@ -287,32 +339,52 @@ __global__ void __launch_bounds__(kBlock) reduce_partials(ReduceParams p, int64_
 
 unsigned blocks_for(int64_t tasks) { return static_cast<unsigned>(tasks < kMostBlocks ? tasks : kMostBlocks); }
 
+// Whether `bytes` divides the address of the input and, where they are used, these strides.
+bool is_aligned(const ReduceParams& p, int64_t element_bytes, int64_t bytes, int64_t inner_stride, int64_t stride) {
+  const auto divides = [&](int64_t size, int64_t step) { return size == 1 || step * element_bytes % bytes == 0; };
+  return reinterpret_cast<uintptr_t>(p.input) % static_cast<uintptr_t>(bytes) == 0 && divides(p.outer, p.outer_stride) &&
+         divides(p.inner, inner_stride) && divides(p.count, stride);
+}
+
 // Whether all sequences begin at an address that `bytes` divides, and have no stride.
 bool has_vectors(const ReduceParams& p, int64_t element_bytes, int64_t bytes) {
-  const auto divides = [&](int64_t size, int64_t stride) { return size == 1 || stride * element_bytes % bytes == 0; };
-  return p.stride == 1 && reinterpret_cast<uintptr_t>(p.input) % static_cast<uintptr_t>(bytes) == 0 &&
-         divides(p.outer, p.outer_stride) && divides(p.inner, p.inner_stride);
+  return p.stride == 1 && is_aligned(p, element_bytes, bytes, p.inner_stride, 0);
+}
+
+// Whether elements of neighbouring sequences lie one after the other, and vectors of them at addresses that their size divides.
+bool has_vectors_across(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
+  return p.inner_stride == 1 && p.inner % vector == 0 && is_aligned(p, element_bytes, vector * element_bytes, 0, p.stride);
+}
+
+template <class K, int kVector>
+void launch_columns(const ReduceParams& p, cudaStream_t stream) {
+  int rows = 1;
+  while (rows < 32 && rows * kOwned < p.count) rows *= 2;
+  const int64_t tasks = p.outer * ceil_of_quotient(p.inner, kVector * kBlock / rows) * chunks_of(p);
+  reduce_columns<K, kVector><<<blocks_for(tasks), kBlock, 0, stream>>>(p, rows, tasks);
+}
+
+template <class K, int kVector>
+void launch_rows(const ReduceParams& p, cudaStream_t stream) {
+  const int64_t tasks = p.outer * p.inner * chunks_of(p);
+  if (p.count <= kChunkLanes) {
+    reduce_short_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, 4 * kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
+  } else {
+    reduce_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
+  }
 }
 
 template <class K>
 cudaError_t launch(const ReduceParams& p, cudaStream_t stream) {
   constexpr int kSize = static_cast<int>(sizeof(typename K::In::Type)), kVector = kSize == 1 ? 8 : 16 / kSize;
+  constexpr int kAcross = sizeof(Wide<K>) == 8 ? 2 : 4;  // sequences of a thread that walks several
   const int64_t results = p.outer * p.inner, chunks = chunks_of(p);
 
   // Pass one.
   if (walks_columns(p)) {
-    int rows = 1;
-    while (rows < 32 && rows * kOwned < p.count) rows *= 2;
-    const int64_t tasks = p.outer * ceil_of_quotient(p.inner, kBlock / rows) * chunks;
-    reduce_columns<K><<<blocks_for(tasks), kBlock, 0, stream>>>(p, rows, tasks);
+    has_vectors_across(p, kSize, kAcross) ? launch_columns<K, kAcross>(p, stream) : launch_columns<K, 1>(p, stream);
   } else {
-    const int64_t tasks = results * chunks;
-    const unsigned blocks = blocks_for(ceil_of_quotient(tasks, kWarps));
-    if (has_vectors(p, kSize, kVector * kSize)) {
-      reduce_rows<K, kVector><<<blocks, 32 * kWarps, 0, stream>>>(p, tasks);
-    } else {
-      reduce_rows<K, 1><<<blocks, 32 * kWarps, 0, stream>>>(p, tasks);
-    }
+    has_vectors(p, kSize, kVector * kSize) ? launch_rows<K, kVector>(p, stream) : launch_rows<K, 1>(p, stream);
   }
   const cudaError_t status = cudaGetLastError();
   if (status != cudaSuccess || chunks == 1) return status;
