@@ -32,6 +32,7 @@ class Settings:
     conv: int = 1  # positions of a causal convolution over queries, keys and values, before rotation; 1: none
     rope_theta: float = 10000.0
     rope_share: float = 1.0  # part of the dimensions of a head that rotate
+    rope_plain: bool = False  # whether the plain heads alone rotate
     # Mask: every query sees at most `visible` keys, of which the last `local` and the first `sink` for certain
     mask: str = "dense"  # dense, sliding, streaming, dynamic
     visible: int = 512
@@ -159,6 +160,7 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "flat": {"flat_heads": heads // 4},  # beside recency: heads that look for content wherever it is
         "unrotated": {"rope_share": 0.0},  # beside recency, which says how far away a key is
         "barely": {"rope_share": 0.25},
+        "nearby": {"rope_plain": True},  # beside "mixed": heads that look far away know positions by recency alone
         "ahead": {"lookahead": visible // 8},
     }
     chosen: dict[str, Any] = {}
@@ -235,7 +237,9 @@ class Attention(nn.Module):
         turning = int(self.size * self.settings.rope_share) // 2 * 2
         if not turning:
             return x
-        return torch.cat((rotate(x[..., :turning], self.settings.rope_theta), x[..., turning:]), 3)
+        heads = self.settings.plain_heads if self.settings.rope_plain else self.settings.heads
+        turned = torch.cat((rotate(x[:, :heads, :, :turning], self.settings.rope_theta), x[:, :heads, :, turning:]), 3)
+        return turned if heads == x.shape[1] else torch.cat((turned, x[:, heads:]), 1)
 
     def scores(self, source: Tensor) -> Tensor:
         """[B, H, S], float32."""
