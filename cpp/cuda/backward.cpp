@@ -189,7 +189,9 @@ BackwardResults backward_op(BackwardArguments given) {
   LiveKeysOptions options;
   options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
-  if (is_sm90 && p.query_length >= 65536) options.shortest = 1;  // what a tile of keys costs once is a smaller part then
+  // Long segments: what a tile of keys costs once is a smaller part then. Keys of which many die in their segment come behind
+  // those that outlive it, so that few tiles meet all its queries; in shorter segments that costs more than it gains.
+  if (is_sm90 && p.query_length >= 65536) options.shortest = 1, options.by_lifetime = true;
   const OwnedLiveKeys owned = make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
 

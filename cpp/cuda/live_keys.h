@@ -26,8 +26,8 @@ inline constexpr int kPartGroups =
 inline constexpr int kEntriesPerKey = 6;  // int32 entries reserved per key: its place among the live keys, and room in the lists
 inline constexpr int kOneSegment = 24;    // the shift of a single segment whose queries all see the same keys
 
-// The live keys of each mask head, in key order, and those of each segment of its queries. There are as many mask heads as start
-// and end together tell apart.
+// The live keys of each mask head, in key order, and those of each segment of its queries, in key order unless by_lifetime says
+// otherwise. There are as many mask heads as start and end together tell apart.
 struct LiveKeys {
   int32_t* index = nullptr;  // [mask heads, capacity]: the live keys (if anything reads them), then the lists of the segments;
                              // null: there are no lists, and keys are taken in order
@@ -47,6 +47,7 @@ struct LiveKeys {
   int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); launch_live_keys zeroes it
   bool keeps_live = false;       // are the live keys read, even where no list is made of them?
   bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
+  bool by_lifetime = false;      // do keys that a segment's last query sees come first in its list?
   bool lengthens = false;        // are segments longer than they need be, where their lists are then hardly longer?
   int64_t capacity = 0;          // kEntriesPerKey * Sk, for one segment just Sk
   int64_t most_lists = 0;        // lists that a mask head may have

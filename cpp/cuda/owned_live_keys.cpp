@@ -24,7 +24,7 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   if (!gathers(p)) return {};
   LiveKeys live_keys;
   live_keys.keeps_live = options.keeps_live, live_keys.joins = options.joins, live_keys.lengthens = options.lengthens;
-  live_keys.shortest = options.shortest;
+  live_keys.shortest = options.shortest, live_keys.by_lifetime = options.by_lifetime;
   static_assert(kMostSegments * kSegmentQueries >= 1 << 20);
   check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = segments_at(static_cast<int>(p.query_length), live_keys.shortest);

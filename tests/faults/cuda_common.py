@@ -52,7 +52,7 @@ FAULTS = [
             "a group's last position is that of its last key", LISTS),
     in_file("common/live_keys.cu", "    before += seen.all;\n    __syncthreads();", "    __syncthreads();",
             "the live keys of a part are written over those of the part before", LISTS + " test_cuda_live_keys.py::test_lists_of_many_heads test_cuda_live_keys.py::test_one_list_of_keys_for_all_queries test_cuda_live_keys.py::test_more_than_a_thousand_lists"),
-    in_file("common/live_keys.cu", "at += place, place += all;", "at += place;",
+    in_file("common/live_keys.cu", "front += all & 0xffff, back -= all >> 16;", "back -= all >> 16;",
             "later groups of a list are written over the first", LISTS),
     in_file("common/compact_keys.cu", "call.compact.key_bias[to] = bias[key];", "call.compact.key_bias[to] = bias[at];",
             "compact keys have the key_bias of others", COMPACT),
@@ -129,6 +129,6 @@ FAULTS = [
             "half of the columns' lanes have no thread", REDUCE + 'test_many_neighbouring_sequences'),
     in_file('common/reduce.cu', 'value = join_warp<typename K::Join>(of_warps[thread % 32]);', 'value = of_warps[thread % 32];',
             "of long sequences the first warp's part alone is stored", REDUCE + 'test_the_order_is_the_one_that_is_documented'),
-    in_file("common/reduce.cu", "K::Join::join(joined[threadIdx.x], joined[threadIdx.x + away * columns]);", "K::Join::join(joined[threadIdx.x], joined[threadIdx.x]);",
+    in_file("common/reduce.cu", "of_column[threadIdx.x + away * columns]);", "of_column[threadIdx.x]);",
             "rows of threads are joined with themselves", REDUCE + "test_many_neighbouring_sequences"),
 ]  # fmt: skip

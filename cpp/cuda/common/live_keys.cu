@@ -1,4 +1,5 @@
-// Makes lists of live keys: for each segment of the queries the keys that some query of it sees, in key order.
+// Makes lists of live keys: for each segment of the queries the keys that some query of it sees, in key order, or those that
+// outlive the segment first and the others after them.
 //
 // The length of the segments, and the place of every list, are found as follows. Keys are counted by the first segment that
 // sees them and by the last. The prefix sums of both counts give the length of every list, whatever the length of segments.
@@ -125,17 +126,26 @@ __device__ __forceinline__ bool count_keys(const PartKeys& keys, const MaskHead&
   return has_partial;
 }
 
+// Which of the keys that a segment sees a part of its list takes: all, those that the segment's last query sees, or the others.
+enum class Lifetime { kAny, kOutlives, kEnds };
+
+__device__ __forceinline__ bool has_lifetime(const Span& span, int high, Lifetime lifetime) {
+  return lifetime == Lifetime::kAny || (lifetime == Lifetime::kOutlives) == (span.last > high);
+}
+
 // The keys of a block that some position of [low, high] sees: which of this warp's, how many of the warps before, how many in
 // all.
 struct SeenKeys {
   unsigned seen[kKeysPerLane];  // a bit for each lane, a word for each 32 keys of the warp
   int before = 0, all;
-  __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps]) {
+  __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps],
+                                      Lifetime lifetime = Lifetime::kAny) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int in_warp = 0;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
+      const Span span = keys.entry[i].span;
+      seen[i] = __ballot_sync(0xffffffffu, span.touches(low, high) && has_lifetime(span, high, lifetime));
       in_warp += __popc(seen[i]);
     }
     if (lane == 0) warp_counts[warp] = in_warp;
@@ -164,7 +174,7 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
                                                                const __grid_constant__ LiveKeys live_keys) {
   wait_for_kernel_before();
   let_kernel_after_come();
-  __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
+  __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[3][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
   const int mask_head_index = static_cast<int>(blockIdx.x);  // its keys are one part
@@ -204,16 +214,24 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
   __syncthreads();
   const int shift = chosen_shift, count = segments_at(mask_head.queries, shift);
   const int segment = static_cast<int>(blockIdx.y);
-  const auto write_seen = [&](int low, int high, int place, int (&scratch)[kWarps]) {
-    SeenKeys(keys, low, high, scratch).for_each(keys, [&](int at, const Entry& entry) { mask_head.write(place + at, entry); });
+  const auto write_seen = [&](int low, int high, int place, int (&scratch)[kWarps], Lifetime lifetime) {
+    const SeenKeys seen(keys, low, high, scratch, lifetime);
+    seen.for_each(keys, [&](int at, const Entry& entry) { mask_head.write(place + at, entry); });
+    return seen.all;
   };
   if (count > 1 && segment < count) {
     const int low = mask_head.low + first_query_of(segment, shift),
               high = mask_head.low + min(first_query_of(segment + 1, shift), mask_head.queries) - 1;
-    write_seen(low, high, places[segment], warp_counts[0]);
+    const int place = places[segment];
+    if (live_keys.by_lifetime) {
+      const int outlive = write_seen(low, high, place, warp_counts[0], Lifetime::kOutlives);
+      write_seen(low, high, place + outlive, warp_counts[2], Lifetime::kEnds);
+    } else {
+      write_seen(low, high, place, warp_counts[0], Lifetime::kAny);
+    }
   }
   if (segment == 0 && (count == 1 || live_keys.keeps_live)) {
-    write_seen(mask_head.low, mask_head.low + mask_head.queries - 1, 0, warp_counts[1]);
+    write_seen(mask_head.low, mask_head.low + mask_head.queries - 1, 0, warp_counts[1], Lifetime::kAny);
   }
 }
 
@@ -424,7 +442,10 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
        segment += blocks_of_mask_head) {
     const int low = mask_head.low + first_query_of(segment, shift),
               high = mask_head.low + min(first_query_of(segment + 1, shift), mask_head.queries) - 1;
-    int place = mask_head.lists[segment].x;
+    const int2 list = mask_head.lists[segment];
+    // The list is filled from the front, with the keys that end in the segment from the back.
+    int front = list.x, back = list.x + list.y - 1;
+    const int ending = live_keys.by_lifetime ? high : kFirstPosition;  // keys that end by then come from the back
     for (int first = 0; first < most_groups; first += kListThreads) {
       const int4 group = first > 0 ? group_at(first + thread) : first_group;
       const bool is_touched = group.y > 0 && Span{group.z, group.w}.touches(low, high);
@@ -444,20 +465,24 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
           entry[i].span = is_present ? Span::of(span[i * 32]) : Span::empty();
           entry[i].key = is_present ? index[i * 32] : 0;
         }
-        unsigned seen[kLanes];
-        int in_warp = 0;
+        int in_warp = 0;  // keys from the front in the low half, from the back in the high half
+        bool from_front[kLanes], from_back[kLanes];
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          seen[i] = __ballot_sync(0xffffffffu, entry[i].span.touches(low, high));
-          in_warp += __popc(seen[i]);
+          const bool is_seen = entry[i].span.touches(low, high), ends = entry[i].span.last <= ending;
+          from_front[i] = is_seen && !ends, from_back[i] = is_seen && ends;
+          in_warp += __popc(__ballot_sync(0xffffffffu, from_front[i])) + (__popc(__ballot_sync(0xffffffffu, from_back[i])) << 16);
         }
-        int at;
-        const int all = sum_over_warps(in_warp, at);
-        at += place, place += all;
+        int before_warp;
+        const int all = sum_over_warps(in_warp, before_warp);
+        int front_at = front + (before_warp & 0xffff), back_at = back - (before_warp >> 16);
+        front += all & 0xffff, back -= all >> 16;
 #pragma unroll
         for (int i = 0; i < kLanes; ++i) {
-          if (has_bit(seen[i], lane)) mask_head.write(at + __popc(seen[i] & lanes_before()), entry[i]);
-          at += __popc(seen[i]);
+          const unsigned stay = __ballot_sync(0xffffffffu, from_front[i]), end = __ballot_sync(0xffffffffu, from_back[i]);
+          if (from_front[i]) mask_head.write(front_at + __popc(stay & lanes_before()), entry[i]);
+          if (from_back[i]) mask_head.write(back_at - __popc(end & lanes_before()), entry[i]);
+          front_at += __popc(stay), back_at -= __popc(end);
         }
       }
       __syncthreads();
