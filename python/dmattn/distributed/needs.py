@@ -55,11 +55,16 @@ def slots_of(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, s
     Args:
         start, end: of the whole sequence, [B|1, H|Hkv|1, N]; start None: each key is visible from its own position on.
     """
+    places = places_of(_seen_earlier(start, end, chunks, kv_heads), slots)
+    first = chunks.first(chunks.rank)
+    return torch.where(places < first, places, EMPTY)
+
+
+def _seen_earlier(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int) -> Tensor:
+    """Which keys of earlier ranks some query of this rank sees, bool [B|1, Hkv|1, keys of earlier ranks]."""
     first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
     earlier = None if start is None else start[..., :first]
-    seen = per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)
-    places = places_of(seen, slots)
-    return torch.where(places < first, places, EMPTY)
+    return per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)
 
 
 def wanted_by_later(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int) -> Tensor:
@@ -155,8 +160,6 @@ def slots_from_bound(bound: int, chunks: Chunks) -> list[int]:
 
 def assert_fits(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: Sequence[int]) -> None:
     """Stops, when the graph or the device gets there, where a bound given by the caller is too small for this rank."""
-    first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
-    earlier = None if start is None else start[..., :first]
-    seen = per_key_head(seen_by(earlier, end[..., :first], first, last), kv_heads)
+    seen = _seen_earlier(start, end, chunks, kv_heads)
     fits = (seen.sum(-1) <= slots[chunks.rank]).all()
     torch.ops.aten._assert_async.msg(fits, "window: expected at least the number of earlier keys that some query of a chunk sees")
