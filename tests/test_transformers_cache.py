@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 
 import pytest
 import torch
@@ -307,6 +308,19 @@ def test_packed_sequences_keep_all_keys(model):
     assert_close(out.logits, expected)
     with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a bounded cache"), torch.no_grad():
         model(input_ids=tokens, position_ids=positions, past_key_values=bounded_cache(model))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_packing_is_looked_for_once_a_layer(model, own, monkeypatch):
+    layers = sys.modules["dmattn.integrations.transformers.layers"]
+    asked, look = [], layers.packed_sequences
+    monkeypatch.setattr(layers, "packed_sequences", lambda *given: asked.append(1) or look(*given))
+    with torch.no_grad():
+        if own:
+            automatic(model)(**prompt(), use_cache=True)
+        else:
+            model(**prompt(), past_key_values=bounded_cache(model))
+    assert len(asked) == model.config.num_hidden_layers
 
 
 # What is refused ------------------------------------------------------------------------------------------------------------------------

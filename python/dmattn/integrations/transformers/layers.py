@@ -85,7 +85,7 @@ class SelectingAttention(nn.Module):
         packing = (position_ids, cu_seq_lens_q, cu_seq_lens_k)
         bounded = None if past_key_values is None else self._bounded(past_key_values, query, attention_mask, packing)
         if bounded is not None:
-            out = self._attend_bounded(bounded, query, key, value, attention_mask, packing)
+            out = self._attend_bounded(bounded, query, key, value, attention_mask)
         else:
             out = self._attend(query, key, value, attention_mask, past_key_values, packing)
         return self.o_proj(out[..., : self.head_dim].transpose(1, 2).flatten(2)), None
@@ -147,6 +147,9 @@ class SelectingAttention(nn.Module):
 
         An empty part of a model's own cache becomes a bounded one here if the layer is to make its own: before the first tokens both are
         the same to everybody else. With gradients, dropout or packed sequences it does not, and keeps all keys.
+
+        Raises:
+            ValueError: a bounded cache of another layer, or packed sequences beside one.
         """
         layers: Any = getattr(cache, "layers", ())
         held: Any = layers[self.layer_idx] if self.layer_idx < len(layers) else None
@@ -157,6 +160,15 @@ class SelectingAttention(nn.Module):
             if sizes != given:
                 raise ValueError(
                     f"past_key_values: expected (window, local, sink, local_heads) = {sizes} like the layer, got a cache with {given}"
+                )
+            position_ids, ends_q, ends_k = packing
+            if ends_q is not None or ends_k is not None:
+                raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected None with a bounded cache, which has one sequence a row")
+            is_known = not torch.compiler.is_compiling()
+            if is_known and packed_sequences(query, query, attention_mask, True, position_ids, None, None) is not None:
+                raise ValueError(
+                    "position_ids: expected one sequence a row with a bounded cache, got positions that start again at 0: packed sequences; "
+                    "give each a row, or leave past_key_values out"
                 )
             return held
         if self.cache_rewind is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -180,15 +192,12 @@ class SelectingAttention(nn.Module):
         return BoundedLayer(self.window, self.local, self.sink, self.local_heads, rewind)
 
     def _attend_bounded(
-        self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, packing: Any
+        self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
         if self.training and self.attention_dropout > 0:
             raise ValueError(
                 f"past_key_values: expected eval mode with a bounded cache, got dropout of {self.attention_dropout} in training"
             )
-        position_ids, ends_q, ends_k = packing
-        if ends_q is not None or ends_k is not None:
-            raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected None with a bounded cache, which has one sequence a row")
         real = None
         if attention_mask is not None:
             _check_mask(attention_mask)
@@ -197,12 +206,6 @@ class SelectingAttention(nn.Module):
                     f"attention_mask: expected one about the {key.shape[2]} new tokens, got one about {attention_mask.shape[3]} keys"
                 )
             real = attention_mask[:, 0, 1] > attention_mask[:, 0, 0]
-        is_packed = packed_sequences(query, key, attention_mask, True, position_ids, None, None) is not None
-        if is_packed and not torch.compiler.is_compiling():
-            raise ValueError(
-                "position_ids: expected one sequence a row with a bounded cache, got positions that start again at 0: packed sequences; "
-                "give each a row, or leave past_key_values out"
-            )
         ranks = self.scores(value)
         if self.log_slope is not None:
             slopes, positions = slopes_of(self.log_slope), cache.next_positions(key.shape[2], real, key.device)
