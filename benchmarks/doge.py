@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import provenance
+from dmattn.bench.records import provenance
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
