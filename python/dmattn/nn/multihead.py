@@ -345,7 +345,6 @@ def _with_weights(
     hidden = logits == -math.inf
     hidden = hidden if visible is None else hidden | ~visible
     sees_nothing = hidden.all(3, keepdim=True)
-    logits = logits.masked_fill(hidden, -math.inf).masked_fill(sees_nothing, 0.0)  # a row of -inf would have NaN for its gradient
-    weights = logits.softmax(3).masked_fill(sees_nothing, 0.0)
+    weights = logits.masked_fill(hidden, -math.inf).softmax(3).masked_fill(sees_nothing, 0.0)
     weights = F.dropout(weights, dropout).to(query.dtype)
     return weights @ value, weights
