@@ -201,6 +201,17 @@ def test_a_peer_that_skips_nothing_is_named():
     assert "SKIP" not in line
 
 
+def test_the_share_where_dense_is_as_fast_is_named():
+    def row(window, ours, theirs):
+        times = {"forward": ours, "backward": 2.0, "peer_forward": theirs, "peer_backward": 1.0}
+        return {"workload": "ablation-threshold", "length": 100, "window": window, "peer_names": ["dmattn.attention, dense"],
+                "medians": {}, "kernel_medians": times}  # fmt: skip
+
+    (line,) = suite.crossings([row(75, 2.0, 1.0), row(50, 0.9, 1.0), row(25, 0.5, 1.0)])
+    assert line.startswith("100 tokens, kept shares 0.75, 0.50, 0.25: ")
+    assert line.endswith("forward up to 0.50, backward at none of them")
+
+
 # Runs ------------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -192,7 +192,9 @@ def _of_row(row: Row) -> Iterator[Measurement]:
                 yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts, shape)
     elif "us" in row:
         samples = row.get("samples") or [row["us"]]
-        yield Measurement(of, row["case"], OURS, "step", tuple(us / 1e6 for us in samples), {})
+        tokens = row["keys"] if row.get("kind") == "prefill" else row["batch"] * row.get("queries", 1) if "batch" in row else 0
+        facts = {"tokens_per_second": tokens / (row["us"] / 1e6)} if tokens else {}
+        yield Measurement(of, row["case"], OURS, "step", tuple(us / 1e6 for us in samples), facts)
         for name, us in row.get("peer_us", {}).items():
             samples = row.get("peer_samples", {}).get(name, [us])
             yield Measurement(of, row["case"], name, "step", tuple(us / 1e6 for us in samples), {})

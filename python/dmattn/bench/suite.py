@@ -249,7 +249,7 @@ def remarks(result: Result) -> list[str]:
     lines = [f"REFUSED, no times: {row['refused']}" for row in rows if "refused" in row]
     lines += [row["cannot_run"] for row in rows if "cannot_run" in row]
     lines += [f"{row['case']}: without {name} ({why})" for row in rows for name, why in row.get("left_out", {}).items()]
-    return [*lines, *ideals(rows), *scaling(rows)]
+    return [*lines, *ideals(rows), *crossings(rows), *scaling(rows)]
 
 
 def ideals(rows: list[Row]) -> list[str]:
@@ -264,6 +264,24 @@ def ideals(rows: list[Row]) -> list[str]:
         }
         parts = ", ".join(f"{name} at {part:.0%} of the ideal" for name, part in row["share_of_ideal"].items())
         lines.append(f"{row['case']}: {share:.1%} of the dense pairs; {parts}")
+    return lines
+
+
+def crossings(rows: list[Row]) -> list[str]:
+    """Up to which kept share dynamic masks are faster than our own dense kernel, for each length of the ablation."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.get("workload") == "ablation-threshold" and "dmattn.attention, dense" in row.get("peer_names", [])[:1]:
+            found.setdefault(row["length"], []).append(row)
+    lines = []
+    for length, at in found.items():
+        parts = []
+        for name in ("forward", "backward"):
+            times = [(row["window"] / length, row["kernel_medians"] or row["medians"]) for row in at]
+            faster = [share for share, taken in times if taken[name] < taken["peer_" + name]]
+            parts.append(f"{name} up to {max(faster):.2f}" if faster else f"{name} at none of them")
+        shares = ", ".join(f"{row['window'] / length:.2f}" for row in at)
+        lines.append(f"{length:,} tokens, kept shares {shares}: faster than the dense kernel {', '.join(parts)}")
     return lines
 
 
