@@ -284,6 +284,60 @@ def test_shapes_and_lengths_can_be_asked_for():
     assert suite.shrunk(cases.Case(4096)).length == suite.shrunk(cases.Case(1024)).length == 1024
 
 
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    steps = [("causal", cases.Case(50)), ("decode", workloads.named()["decode"])]
+    assert list(suite.progress(steps)) == steps
+    assert [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "  1/2 causal: 50, dense causal", "  2/2 decode"
+    ]  # fmt: skip
+
+    described = []
+
+    class Bar(list):
+        def __init__(self, given, unit):
+            super().__init__(given)
+
+        def set_description(self, words):
+            described.append(words)
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    assert list(suite.progress(steps)) == steps
+    assert described == ["causal: 50, dense causal", "decode"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_is_described_by_nvidia_smi(monkeypatch):
+    said = types.SimpleNamespace(stdout="1980 MHz, 1980 MHz, 3201 MHz, 80.10 W, 700.00 W, 30\n", returncode=0)
+    asked = []
+    monkeypatch.setattr(records.subprocess, "run", lambda command, **options: asked.append(command) or said)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert records.clocks("cuda")["power.draw"] == "80.10 W"
+    assert "--id=3" in asked[0]
+    assert records.clocks("cpu") == {}
+    said.returncode = 6
+    assert records.clocks("cuda") == {}
+
+    def nowhere(*given, **options):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(records.subprocess, "run", nowhere)
+    assert records.clocks("cuda") == {}
+    assert records.git(Path(), "status") == ""
+
+
+def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(__main__, "checkout", lambda: None)
+    assert __main__.main(["report"]) == 2
+    assert "without them it needs a checkout" in capsys.readouterr().err
+    monkeypatch.setattr(__main__, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(report, "pages", lambda root, check: ["a page"])
+    assert __main__.main(["report", "--check"]) == 1
+    assert "a page: differs from benchmarks/results" in capsys.readouterr().out
+    assert __main__.main(["report"]) == 0
+
+
 BAD_CALLS = {
     "run nothing-of-that-name": "expected a workload, one of",
     "run causal --device cpu --peers cudnn": "--peers: cudnn: needs a GPU",
