@@ -277,6 +277,14 @@ def line_of(outcome: Outcome) -> str:
     )
 
 
+def commit_of_sources() -> str:
+    """What git says, or DMATTN_COMMIT where there is no git or no history."""
+    known = shutil.which("git") and subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return (known.stdout.strip() if known else "") or os.environ.get("DMATTN_COMMIT", "")
+
+
 def read_table(path: Path) -> dict[str, dict[str, str]]:
     """The rows of a table of outcomes, by fault; none where there is no such file."""
     rows = json.loads(path.read_text())["faults"] if path.exists() else []
@@ -285,12 +293,11 @@ def read_table(path: Path) -> dict[str, dict[str, str]]:
 
 def write_table(path: Path, outcomes: list[Outcome]) -> None:
     """Adds outcomes to a table, in place of earlier ones; rows of faults that are planted no longer are left out."""
-    rows = read_table(path)
-    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    rows, commit = read_table(path), commit_of_sources()
     for outcome in outcomes:
         fault = outcome.fault
         row = {"outcome": outcome.state, "kind": fault.kind, "fault": str(fault), "found_by": outcome.detail}
-        rows[f"{fault.kind} {fault}"] = row | {"commit": commit or os.environ.get("DMATTN_COMMIT", "")}
+        rows[f"{fault.kind} {fault}"] = row | {"commit": commit}
     kept = [rows[key] for key in (f"{fault.kind} {fault}" for fault in all_faults() if not fault.harmless) if key in rows]
     found = sum(row["outcome"] == "found" for row in kept)
     table = {

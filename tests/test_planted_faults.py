@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 import re
 import subprocess
 import sys
@@ -53,3 +54,24 @@ def test_the_list_is_printed():
     finished = subprocess.run(program, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "cpu/convert.h: bfloat16 is truncated  [test_rounding.py]" in finished.stdout
+
+
+def test_outcomes_are_added_to_a_table(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    first, second = (fault for fault in FAULTS[:2])
+    survived, found = planted_faults.Outcome(first, "survived"), planted_faults.Outcome(second, "found", "test_x.py::test_y")
+    planted_faults.write_table(path, [found, planted_faults.Outcome(dataclasses.replace(first, wrong="gone"), "found")])
+    monkeypatch.setenv("PATH", "")  # no git
+    monkeypatch.setenv("DMATTN_COMMIT", "0123456")
+    planted_faults.write_table(path, [survived])
+    table = json.loads(path.read_text())
+    assert (table["planted"], table["found"]) == (2, 1)
+    assert [(row["fault"], row["outcome"]) for row in table["faults"]] == [(str(first), "survived"), (str(second), "found")]
+    assert table["faults"][0]["commit"] == "0123456"
+
+
+def test_the_committed_table_is_of_faults_that_exist_and_has_no_survivor():
+    rows = planted_faults.read_table(ROOT / "benchmarks/results/planted_faults.json")
+    assert {row["outcome"] for row in rows.values()} == {"found"}
+    counted = collections.Counter(row["kind"] for row in rows.values())
+    assert min(counted[kind] for kind in KINDS if kind.startswith("cuda")) >= 20

@@ -102,6 +102,14 @@ def install_torch(python: Path, torch: str, shared: Path | None) -> None:
         os.symlink(folder / "nvidia", Path(site) / "nvidia")
 
 
+def commit_of_sources() -> str:
+    """What git says, or DMATTN_COMMIT where there is no git or no history."""
+    known = shutil.which("git") and subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return (known.stdout.strip() if known else "") or os.environ.get("DMATTN_COMMIT", "")
+
+
 def counts(report: Path) -> Row:
     """How the tests of one pytest ended."""
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
@@ -200,9 +208,8 @@ def main() -> int:
         return 0
     wheels = sorted(ROOT.glob("dist/*.whl"), key=lambda path: path.stat().st_mtime)
     wheel = options.wheel or (wheels[-1] if wheels else parser.error("there is no wheel in dist: make wheel"))
-    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     about = {"about": "tests/wheel_matrix.py: one wheel beside several Pythons and torches, on a CPU.", "wheel": wheel.name}
-    about |= {"megabytes": round(wheel.stat().st_size / 1e6, 1), "commit": commit or os.environ.get("DMATTN_COMMIT", "")}
+    about |= {"megabytes": round(wheel.stat().st_size / 1e6, 1), "commit": commit_of_sources()}
     all_good = True
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         for python in options.python:
