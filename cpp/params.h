@@ -193,11 +193,14 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
-DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352dU;
+// mix32 is its first step and the rest. The first step of x ^ y is that of x combined with that of y.
+DMATTN_HOST_DEVICE static inline uint32_t mix32_begin(uint32_t x) { return x ^ (x >> 16); }
+DMATTN_HOST_DEVICE static inline uint32_t mix32_end(uint32_t x) {
+  x *= 0x7feb352dU;
   x = (x ^ (x >> 15)) * 0x846ca68bU;
   return x ^ (x >> 16);
 }
+DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) { return mix32_end(mix32_begin(x)); }
 
 DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
@@ -206,9 +209,16 @@ DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_
   return mix32(head_key ^ mix32(query + 0xc2b2ae35U));
 }
 
+// What a query, and a key, bring to the hash: computed once for each, so that a pair of them costs little.
+DMATTN_HOST_DEVICE static inline uint32_t dropout_row_hash(uint32_t row_key) { return mix32_begin(row_key); }
+DMATTN_HOST_DEVICE static inline uint32_t dropout_key_hash(uint32_t key_index) { return mix32_begin(key_index * 0x9e3779b9U); }
+
 // Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated.
+DMATTN_HOST_DEVICE static inline bool dropout_keeps_pair(uint32_t row_hash, uint32_t key_hash, uint32_t threshold) {
+  return mix32_end(row_hash ^ key_hash) >= threshold;
+}
 DMATTN_HOST_DEVICE static inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
-  return mix32(row_key ^ (key_index * 0x9e3779b9U)) >= threshold;
+  return dropout_keeps_pair(dropout_row_hash(row_key), dropout_key_hash(key_index), threshold);
 }
 
 DMATTN_HOST_DEVICE static inline uint32_t dropout_threshold(double p) {

@@ -14,6 +14,9 @@ enum class Variant : int32_t {
   kGathered,  // live keys, gathered from lists; key_bias
   kGeneral,   // both, and bias, softcap, dropout, any scale
   kDense,     // all keys, or causal ones, and nothing else; only where a family has more for them than kPlain
+  // The same with softcap, dropout or both. Only where a family has them.
+  kDenseOptions,
+  kGatheredOptions,
 };
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.
@@ -46,6 +49,12 @@ struct ForwardCall {
   AttentionParams p;
   LiveKeys live_keys;
   float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale_2 = scale * log2(e), over_scale = 1 / scale
+  // For variants with options and a softcap: scale / softcap. What is multiplied by `scale` there is the tangent, so scale is the
+  // softcap. 0: no softcap.
+  float cap_scale = 0.0f;
+  // For variants with options. threshold: dropout_threshold, 0 without dropout. keep_scale: 1 / (1 - dropout_p).
+  uint32_t threshold = 0;
+  float keep_scale = 1.0f;
   CompactKeys compact;
 };
 

@@ -73,7 +73,21 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
+// The variant with softcap and dropout of what the call would be without them; the general one where there is none. Outside of
+// the bounds a tangent times softcap is not exact enough.
+Variant variant_with_options(const AttentionParams& p, bool is_gathered) {
+  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 2048;
+  AttentionParams plain = p;
+  plain.softcap = 0, plain.dropout_p = 0;
+  const Variant variant = variant_of(plain, is_gathered);
+  const bool is_bounded = p.softcap == 0 || (p.softcap >= kLeastSoftcap && p.softcap <= kMostSoftcap && p.scale <= 1e6);
+  if (variant == Variant::kGeneral || !is_bounded) return Variant::kGeneral;
+  if (variant == Variant::kGathered) return Variant::kGatheredOptions;
+  return p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
+}
+
 const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
+  if (p.softcap != 0 || p.dropout_p != 0) return find_instance(kForward, p, variant_with_options(p, is_gathered));
   const Variant variant = variant_of(p, is_gathered);
   const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
   const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
@@ -86,10 +100,20 @@ bool has_forward(const AttentionParams& p) {
   return p.key_length > 0 && p.query_length > 0 && find_forward(p, gathers(p)) != nullptr;
 }
 
-cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream) {
-  const AttentionParams& p = call.p;
-  const ForwardInstance* const instance = find_forward(p, call.live_keys.index != nullptr);
+cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t stream) {
+  const AttentionParams& p = given.p;
+  const ForwardInstance* const instance = find_forward(p, given.live_keys.index != nullptr);
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
+  ForwardCall call = given;
+  if (p.dropout_seed) {
+    call.threshold = dropout_threshold(p.dropout_p);
+    call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));
+  }
+  if (has_options(instance->variant) && p.softcap > 0) {
+    call.cap_scale = static_cast<float>(p.scale / p.softcap);
+    call.scale = static_cast<float>(p.softcap), call.scale_2 = static_cast<float>(p.softcap * kLog2OfE);
+    call.over_scale = static_cast<float>(1.0 / p.softcap);
+  }
 
   ForwardWork work;
   work.log2_heads_per_tile = find_log2_heads_per_tile(p, instance->shape.rows());

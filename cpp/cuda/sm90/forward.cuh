@@ -84,7 +84,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
 
 // May logits have a bias? Then the running maximum is a logit itself (common/softmax.cuh).
 template <Variant kVariant>
-inline constexpr bool kMayHaveBias = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+inline constexpr bool kMayHaveBias = gathers_keys(kVariant) || kVariant == Variant::kGeneral;
 
 // Products that were not added to the key_bias become logits.
 template <Variant kVariant, int kN, class Chunk>
@@ -99,6 +99,20 @@ __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Chunk&
       scores[0][i][e] = is_natural ? fmaf(scores[0][i][e], scale, bias) : (scores[0][i][e] + bias) * scale;
     }
     asm volatile("" ::: "memory");  // not all loads at once: registers are short here
+  }
+}
+
+// Weights that dropout drops become 0. key_hash: of the keys from the thread's first column on.
+template <int kN>
+__device__ __forceinline__ void drop_weights(float (&weights)[kN][4], const uint32_t* key_hash, const uint32_t (&row_hashes)[2],
+                                             uint32_t threshold) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const uint2 hashes = *reinterpret_cast<const uint2*>(&key_hash[8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!dropout_keeps_pair(row_hashes[e / 2], e % 2 == 0 ? hashes.x : hashes.y, threshold)) weights[i][e] = 0.0f;
+    }
   }
 }
 
@@ -137,16 +151,33 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
       }
     }
   }
+  // Cap the products. A key_bias comes afterwards.
+  bool is_biased = has_bias;
+  if constexpr (has_options(kVariant)) {
+    if (call.cap_scale != 0.0f) {
+      to_tangents(scores[0], call.cap_scale);
+      if constexpr (gathers_keys(kVariant)) {
+        is_biased = p.key_bias.data;
+        if (is_biased && !(flags & kHuge)) {
+#pragma unroll
+          for (int i = 0; i < kN; ++i) {
+            const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+            scores[0][i][0] += pair.x, scores[0][i][1] += pair.y, scores[0][i][2] += pair.x, scores[0][i][3] += pair.y;
+          }
+        }
+      }
+    }
+  }
   // Hide what the note says some rows do not see.
   // A warp all of whose rows see the tested keys has nothing to hide.
-  if (kVariant == Variant::kGathered && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
-  if (has_bias) flags &= ~kGaps;
+  if (gathers_keys(kVariant) && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
+  if (is_biased) flags &= ~kGaps;
   if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
     hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
   }
-  const bool has_huge = kVariant == Variant::kGathered && __any_sync(0xffffffffu, flags & kHuge);
+  const bool has_huge = gathers_keys(kVariant) && __any_sync(0xffffffffu, flags & kHuge);
   if (has_huge) {
     add_bias<kVariant>(scores, note, column, call.scale);
     unit = 1.0f;
@@ -160,6 +191,11 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   }
   // Turn scores into weights and add them to the rows' sums.
   softmax.exponentiate(scores[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
+  if constexpr (has_options(kVariant)) {
+    if (call.threshold != 0) {
+      drop_weights(scores[0], &note.key_hash[column], {shared.row_hash[row], shared.row_hash[row + 8]}, call.threshold);
+    }
+  }
   if constexpr (kVariant == Variant::kGeneral) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -198,6 +234,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sums.finish(0, r, log_sums[r], scales[r]);
+    if constexpr (has_options(kVariant)) scales[r] *= call.keep_scale;
     if constexpr (kVariant == Variant::kGeneral) {
       scales[r] *= Dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r)).keep_scale;
     }
@@ -299,8 +336,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // In the gathered variant key_bias is what products are added to.
-  const bool has_bias = kVariant == Variant::kGathered && p.key_bias.data;
+  // In the gathered variant key_bias is what products are added to, unless they are capped.
+  const bool has_bias = gathers_keys(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
@@ -363,6 +400,19 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
                                             has_bias, between);
   };
+  // Computes dropout's hashes of a tile's rows, each warp of its own.
+  auto hash_rows = [&](uint32_t tile_number) {
+    if constexpr (has_options(kVariant)) {
+      if (call.threshold == 0) return;
+      const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
+        shared.row_hash[row + 8 * r] = dropout_row_hash(dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r)));
+      }
+      __syncwarp();
+    }
+  };
 
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
@@ -394,6 +444,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   pin(scores[0]);
   barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
+  hash_rows(0);
   weigh(shared.notes[0], flags, 0, [] {});
   barrier_arrive(note_empty.at(0));
 
@@ -432,9 +483,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     if (!kByCopy && flags & kLast) free_queries(tile + is_first);
     // Turn the scores of chunk n into weights, beside the product with the values of chunk n - 1.
     const Softmax ended = softmax;
-    if (is_first) softmax = Softmax();
+    if (is_first) {
+      softmax = Softmax();
+      hash_rows(tile + 1);
+    }
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
-      if constexpr (kVariant == Variant::kGathered) {  // such values are long in coming, so their place is freed early
+      if constexpr (gathers_keys(kVariant)) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
         pin(out[0]);
         barrier_arrive(value_empty.at(n - 1));
@@ -448,7 +502,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     look_ahead();
     wait_products<0>();
     pin(out[0]);
-    if constexpr (kVariant != Variant::kGathered) barrier_arrive(value_empty.at(n - 2));
+    if constexpr (!gathers_keys(kVariant)) barrier_arrive(value_empty.at(n - 2));
     // Store the tile that has ended, or rescale its sums if a maximum moved.
     if (ends_tile) {
       store(ended, tile++);
@@ -482,7 +536,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single = kVariant == Variant::kDense || (!call.live_keys.index && !call.p.mask.tiles.data);
+  const bool is_single = is_dense(kVariant) || (!call.live_keys.index && !call.p.mask.tiles.data);
   // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.

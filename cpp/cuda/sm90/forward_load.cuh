@@ -27,6 +27,7 @@ struct alignas(1024) ForwardShared {
   uint16_t value[kShape.stages][kShape.keys * kDim];
   Note<kDim, kVariant> notes[kShape.notes];
   TileNote tiles[kTileNotes];
+  uint32_t row_hash[has_options(kVariant) ? kRows : 1];  // with dropout: dropout_row_hash of each row of the tile at hand
   WalkQueues<kDim, kVariant> queues;
   uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
@@ -135,7 +136,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     barrier_arrive(due);
     due = 0;
   };
-  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr bool kIsGathered = gathers_keys(kVariant);
   // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     auto& note = shared.notes[n % kShape.notes];
     const uint32_t flags = note.flags;
-    const bool in_order = kVariant == Variant::kDense || flags & kInOrder;
+    const bool in_order = is_dense(kVariant) || flags & kInOrder;
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
@@ -201,7 +202,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       return;
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
-    if (kVariant != Variant::kDense && !in_order) {
+    if (!is_dense(kVariant) && !in_order) {
       // The gathered variant has separate code for chunks without missing rows.
       if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled

@@ -49,9 +49,9 @@ __device__ __forceinline__ constexpr int index_place(int row) {
 template <int kDim, Variant kVariant>
 struct Note {
   static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
-  static constexpr bool kIsDense = kVariant == Variant::kDense;                  // has no fields beyond first_key
-  static constexpr bool kHasBits = !kIsDense && kVariant != Variant::kGathered;  // live keys are listed without bits
-  static constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  static constexpr bool kIsDense = is_dense(kVariant);                   // has no fields beyond first_key, with options key_hash
+  static constexpr bool kHasBits = !kIsDense && !gathers_keys(kVariant);  // live keys are listed without bits
+  static constexpr bool kIsGathered = gathers_keys(kVariant);
   static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
   static constexpr int kBiasWarps = kIsGathered ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
@@ -77,6 +77,7 @@ struct Note {
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows.
   alignas(16) float key_bias[kRowNotes];
+  alignas(16) uint32_t key_hash[has_options(kVariant) ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.
   bool has_huge[kBiasWarps];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile

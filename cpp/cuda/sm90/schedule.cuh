@@ -3,13 +3,13 @@
 // Where tiles meet few keys, the short ones of all heads come last, so that the blocks finish together.
 #pragma once
 
-#include "../calls.h"
+#include "tiles.h"
 
 namespace dmattn::cuda::sm90 {
 
 // The variants that walk lists of live keys; the general one only where a call has lists.
 template <Variant kVariant>
-inline constexpr bool kMayGather = kVariant == Variant::kGathered || kVariant == Variant::kGeneral;
+inline constexpr bool kMayGather = gathers_keys(kVariant) || kVariant == Variant::kGeneral;
 
 // How the tiles of a call are numbered. A tile is 2^log2_heads_per_tile heads that share their keys, each with `queries` queries.
 struct ForwardWork {

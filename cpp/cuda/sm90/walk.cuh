@@ -64,7 +64,9 @@ class Walk {
       walk_tile(item);
       // Draw the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
       uint32_t next = items;
-      if (work_.ticket && thread_ == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
+      int thread = thread_;
+      if constexpr (has_options(kVariant)) asm volatile("" : "+r"(thread));  // compared here, not before: registers are short
+      if (work_.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
       const bool is_first = item == blockIdx.x;
       if (thread_ == 0) queues_.item = next;
       sync();
@@ -168,9 +170,9 @@ class Walk {
     high_ = min(tile.first_query + work_.queries, static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
-    if constexpr (kVariant == Variant::kDense) {
+    if constexpr (is_dense(kVariant)) {
       walk_in_order();
-    } else if constexpr (kVariant == Variant::kGathered) {
+    } else if constexpr (gathers_keys(kVariant)) {
       walk_live_keys();
     } else if (Queues::kHasLists && call_.live_keys.index) {
       walk_live_keys();
@@ -226,6 +228,7 @@ class Walk {
       const int base = end - kKeys;
       if (thread_ == 0) note.first_key = base;
       if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
+      note_hashes(note, base);
       accept(kInOrder | (end > limits.whole_limit || base < 0 ? kLimit : 0));
     }
   }
@@ -316,7 +319,7 @@ class Walk {
     const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
     const KeyList list(live_keys, mask_head, first_query_);
     index_ = list.index, span_ = list.span, listed_ = list.count;
-    if (kVariant == Variant::kGathered && is_compact(call_, mask_head)) {
+    if (gathers_keys(kVariant) && is_compact(call_, mask_head)) {
       walk_compact();
       return;
     }
@@ -412,12 +415,13 @@ class Walk {
     Stage& note = begin_chunk();
     const bool is_run = last - first == kKeys - 1;  // keys ascend, so they are neighbours when their ends are so far apart
     if (thread_ == 0) note.first_key = first;
-    if (!is_run || kVariant == Variant::kGeneral) {
+    if (!is_run || kVariant == Variant::kGeneral || drops_keys()) {
 #pragma unroll
       for (int row = thread_; row < kKeys; row += kThreads) {
         const int key = queues_.whole[Queues::place(whole_head_ + row)];
         note.index[index_place<kKeys>(row)] = key;
         note_bias(note, row, key);
+        note_hash(note, row, key);
       }
     }
     whole_head_ += kKeys, whole_count_ -= kKeys;
@@ -447,7 +451,7 @@ class Walk {
     Stage& note = begin_chunk();
     // Without a key that all queries see some query may see none. Then every row is tested, so that the row of such a query stays
     // empty whatever it holds.
-    if (kVariant == Variant::kGathered && from_partial <= kFewRows && from_whole > 0) {
+    if (gathers_keys(kVariant) && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
     if (thread_ == 0) note.rows_present = taken;
@@ -459,6 +463,7 @@ class Walk {
       note.index[index_place<kKeys>(row)] = key[i];
       if (!Stage::kIsGathered) note.span[row] = Seen::of(span[i]);
       note_bias(note, row, key[i]);
+      note_hash(note, row, key[i]);
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
@@ -469,6 +474,20 @@ class Walk {
   __device__ __forceinline__ void note_bias(Stage& note, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
     note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
+  }
+
+  // Does the call drop weights, so that notes need the hashes of keys?
+  __device__ __forceinline__ bool drops_keys() const { return has_options(kVariant) && call_.threshold != 0; }
+  // Dropout's hash of a row's key.
+  __device__ __forceinline__ void note_hash(Stage& note, int row, int key) const {
+    if constexpr (has_options(kVariant)) {
+      if (drops_keys()) note.key_hash[row] = dropout_key_hash(static_cast<uint32_t>(key));
+    }
+  }
+  // The same for a chunk of keys in order.
+  __device__ __forceinline__ void note_hashes(Stage& note, int first_key) const {
+    if (!drops_keys()) return;
+    for (int row = thread_; row < kKeys; row += kThreads) note_hash(note, row, first_key + row);
   }
 
   // The bits from `first` on, none when first is 32 or more: this shift does not take its amount modulo 32.
@@ -515,7 +534,7 @@ class Walk {
 
   static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // entries of a list that are read at once
   static_assert(!Queues::kHasLists || Queues::kRing >= kBlock + 2 * kKeys);
-  static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the general variant has no registers to spare
+  static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the others have no registers to spare
   const ForwardCall& call_;
   const ForwardWork& work_;
   Queues& queues_;
