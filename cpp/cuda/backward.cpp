@@ -74,6 +74,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
   part.lse += terms, part.lse_rest2 += terms;
+  if (part.row_hash) part.row_hash += terms;
   if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
   p.batch = batches, p.heads = kv_heads * group, p.kv_heads = kv_heads;
   return part;
@@ -96,6 +97,17 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
   const int64_t head_parts = batches > 1 ? 1 : std::min(ceil_div(p.kv_heads * floats, kMostFloats), p.kv_heads);
   const int64_t heads = ceil_div(p.kv_heads, head_parts);
 
+  call.logit_scale = call.scale;
+  if (p.softcap > 0) {
+    call.cap_scale = static_cast<float>(p.scale / p.softcap);
+    call.logit_scale = static_cast<float>(p.softcap), call.scale_2 = static_cast<float>(p.softcap * kLog2OfE);
+  }
+  if (p.dropout_seed) {
+    call.threshold = dropout_threshold(p.dropout_p);
+    call.keep_probability = static_cast<float>(1.0 - p.dropout_p);
+    call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));
+    call.scale *= call.keep_scale;
+  }
   std::optional<Tensor> seen;
   if (p.mask.tiles.data) {
     call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
@@ -199,11 +211,13 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const Tensor row_terms = empty_on(query, {4 * terms}, ScalarType::Float);
+  const bool has_hashes = is_sm90 && p.dropout_seed;
+  const Tensor row_terms = empty_on(query, {(has_hashes ? 5 : 4) * terms}, ScalarType::Float);
   call.lse2 = static_cast<float*>(row_terms.data_ptr());
   call.delta = call.lse2 + terms;
   call.lse = call.delta + terms;
   call.lse_rest2 = call.lse + terms;
+  if (has_hashes) call.row_hash = reinterpret_cast<uint32_t*>(call.lse_rest2 + terms);
   std::optional<Tensor> row_flags;
   call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {

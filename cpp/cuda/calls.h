@@ -14,8 +14,9 @@ enum class Variant : int32_t {
   kGathered,  // live keys, gathered from lists; key_bias
   kGeneral,   // both, and bias, softcap, dropout, any scale
   kDense,     // all keys, or causal ones, and nothing else; only where a family has more for them than kPlain
-  // The same with softcap, dropout or both. Only where a family has them.
+  // Those before with softcap, dropout or both, in backward also with key_bias; only where a family has them.
   kDenseOptions,
+  kPlainOptions,
   kGatheredOptions,
 };
 
@@ -62,6 +63,14 @@ struct BackwardCall {
   BackwardParams b;
   LiveKeys live_keys;
   float scale = 0.0f, scale_2 = 0.0f;  // scale_2 = scale * log2(e)
+  // Of Hopper's kernels. A tangent or, without softcap, a product times logit_scale is a logit. Sums of gradients times `scale`
+  // are grad_query and grad_key, and times keep_scale grad_value and the gradient of key_bias.
+  float logit_scale = 0.0f, keep_scale = 1.0f;
+  // For variants with options. cap_scale: scale / softcap, 0 without softcap. threshold: dropout_threshold, 0 without dropout.
+  // keep_probability: 1 - dropout_p, which the scores' gradients are multiplied with, because keep_scale comes at the end.
+  float cap_scale = 0.0f, keep_probability = 1.0f;
+  uint32_t threshold = 0;
+  uint32_t* row_hash = nullptr;  // [B, H, padded_queries]: dropout_row_hash of each query; null: no dropout
   float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
   // [B, H, padded_queries]: <dout, out> - dlse; of a row that sees nothing 0, or NaN when its query or grad_out is not finite.
   float* delta = nullptr;

@@ -5,6 +5,7 @@
 // sums would be most of the memory traffic.
 #include "../calls.h"
 #include "device.cuh"
+#include "logits.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -85,6 +86,10 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_consta
   // A row that sees nothing has zeros in out, so its sum is 0. Or it is NaN, which says that its query or grad_out is not finite
   // and must not be multiplied.
   call.delta[share.row] = is_empty ? sum : sum - grad_lse;
+  if (call.row_hash) {
+    const Dropout dropout(p, static_cast<int>(batch), static_cast<int>(head));
+    call.row_hash[share.row] = dropout_row_hash(dropout.row_key(static_cast<int>(query)));
+  }
   const int flags = (!is_empty && fabsf(lse2) > kHugeExponent ? kHugeRows : 0) | (is_empty && sum != sum ? kBadRows : 0);
   if (flags) atomicOr(call.row_flags, flags);
 }
@@ -151,7 +156,7 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
     }
   };
   store(call.b.grad_key, static_cast<int>(p.head_dim), sums, call.scale);
-  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), 1.0f);
+  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), call.keep_scale);
 }
 
 // query_sums -> grad_query [B, H, Sq, D].

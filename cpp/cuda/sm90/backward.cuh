@@ -105,7 +105,7 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyN
     }
   }
   // Hide what the bits of a block mask hide.
-  if (kVariant != Variant::kGathered && note.bits) {
+  if (!gathers_keys(kVariant) && note.bits) {
     const int words = static_cast<int>(p.mask.tile_k) / 32;
     const ScorePlace<kDim> place;
     const uint32_t* const bits = note.bits + place.column * words + place.row / 32;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
     for (int e = 0; e < 4; ++e) {
       const int64_t at = terms + 8 * i + e % 2;
       scores[i][e] =
-          exp2_approx(probability_exponent(fmaf(scores[i][e], call.scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+          exp2_approx(probability_exponent(fmaf(scores[i][e], call.logit_scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
     }
   }
 }
@@ -156,8 +156,66 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
     const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float shift_2 = (kVariant == Variant::kGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
+      const float shift_2 = (gathers_keys(kVariant) ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
       scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, shift_2));
+    }
+  }
+}
+
+// For variants with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
+// probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
+// them: both as operands of products.
+template <class T, int kDim, int kSteps, int kN>
+__device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
+                                                   const float (&scores)[kN][4], const float* lse2_of, const uint32_t* row_hash,
+                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
+                                                   uint32_t (&slopes)[kSteps][4]) {
+  const AttentionParams& p = call.b.forward;
+  const int column = ScorePlace<kDim>().column;
+  const float curve = call.cap_scale != 0.0f ? -1.0f : 0.0f;
+  const auto weigh = [&](auto exponent_of) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float weight[2], slope[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float score = scores[i][2 * r + e];
+          weight[e] = exp2_approx(exponent_of(score, i, r, e));
+          slope[e] = weight[e] * __saturatef(fmaf(score * curve, score, 1.0f));  // hidden: 0, whatever the product
+        }
+        weights[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(weight[0], weight[1]);
+        slopes[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(slope[0], slope[1]);
+      }
+    }
+  };
+  if (has_huge_rows) {
+    const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + column;
+    weigh([&](float score, int i, int r, int e) {
+      const int64_t at = terms + 8 * i + e;
+      return probability_exponent(fmaf(score, call.logit_scale, bias_2[r] * kLn2), call.lse[at], call.lse_rest2[at]);
+    });
+  } else {
+    weigh([&](float score, int i, int r, int e) {
+      return fmaf(score, call.scale_2, bias_2[r] - lse2_of[column + 8 * i + e]);
+    });
+  }
+  // Drop weights.
+  if (call.threshold != 0) {
+    uint32_t key_hash[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at(tile, ScorePlace<kDim>().row + 8 * r)));
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const uint2 hashes = *reinterpret_cast<const uint2*>(&row_hash[column + 8 * i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t kept = (dropout_keeps_pair(hashes.x, key_hash[r], call.threshold) ? 0xffffu : 0u) |
+                              (dropout_keeps_pair(hashes.y, key_hash[r], call.threshold) ? 0xffff0000u : 0u);
+        weights[i / 2][i % 2 * 2 + r] &= kept;
+        slopes[i / 2][i % 2 * 2 + r] |= ~kept & 0x80008000u;
+      }
     }
   }
 }
@@ -169,7 +227,7 @@ __device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyNo
   const ScorePlace<kDim> place;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = bias_sum[r];
+    float sum = bias_sum[r] * call.keep_scale;
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const int key = key_at(tile, place.row + 8 * r);
@@ -231,7 +289,7 @@ __device__ __forceinline__ void store_key_gradients(const BackwardCall& call, in
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     store(call.b.grad_key, p.head_dim, grad_key, call.scale, r);
-    store(call.b.grad_value, p.value_dim, grad_value, 1.0f, r);
+    store(call.b.grad_value, p.value_dim, grad_value, call.keep_scale, r);
   }
 }
 
@@ -270,7 +328,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
@@ -351,7 +409,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float grad_scores[kN][4], grad_query[kPart / 8][4];
-      uint32_t weights[kSteps][4], gradients[kSteps][4];
+      uint32_t weights[kSteps][4], gradients[kSteps][4], slopes[kSteps][4];  // slopes: with options
       // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
       wait_products<0>();
       pin(scores);
@@ -359,7 +417,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_scores);
       begin_products();
       begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
-      if (kIsGathered && note.head != head) {
+      if (kHasBias && note.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
 #pragma unroll
@@ -371,15 +429,21 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       head = note.head;
 
       // Hide scores, and turn the others into probabilities.
+      if (kHasOptions && call.cap_scale != 0.0f) to_tangents(scores, call.cap_scale);
       hide_scores<kDim, kVariant>(p, tile, note, scores);
       const int column = ScorePlace<kDim>().column;
-      if (kIsGathered && (row_flags & kHugeRows)) {
-        weigh_huge_scores<kDim>(call, tile, note, scores);
+      if constexpr (kHasOptions) {
+        weigh_with_options<T, kDim>(call, tile, note, scores, shared.lse2[stage], shared.row_hash[stage], bias_2,
+                                    row_flags & kHugeRows, weights, slopes);
       } else {
-        weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+        if (kIsGathered && (row_flags & kHugeRows)) {
+          weigh_huge_scores<kDim>(call, tile, note, scores);
+        } else {
+          weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+        }
+        narrow<T>(weights, scores);
       }
       // Issue grad_value += weights dO.
-      narrow<T>(weights, scores);
       pin(grad_value);
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
@@ -390,9 +454,17 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_scores);
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
+        float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
+        if (kHasOptions) delta.x *= call.keep_probability, delta.y *= call.keep_probability;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
+          if constexpr (kHasOptions) {
+            const float2 pair = Element<T>::widen_pair(slopes[i / 2][i % 2 * 2 + e / 2]);
+            const float slope = e % 2 == 0 ? pair.x : pair.y;
+            grad_scores[i][e] = fmaf(-fabsf(slope), e % 2 == 0 ? delta.x : delta.y, fmaxf(slope, 0.0f) * grad_scores[i][e]);
+            bias_sum[e / 2] += grad_scores[i][e];
+            continue;
+          }
           const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
           grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
           if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
@@ -439,7 +511,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     pin(grad_query);
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
-    if (kIsGathered) flush_bias<kDim>(call, tile, head, bias_sum);
+    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
     if (chunks > first_chunk) {

@@ -42,6 +42,7 @@ struct alignas(1024) BackwardShared {
   float grad_query[kConsumers * 4][16 * (kDim / kConsumers)];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
+  alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];  // with dropout
   KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
   uint32_t item;
@@ -59,7 +60,7 @@ template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                           BackwardShared<kDim>& shared) {
   using Shared = BackwardShared<kDim>;
-  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr bool kIsGathered = gathers_keys(kVariant);
   const AttentionParams& p = call.b.forward;
   const int thread = static_cast<int>(threadIdx.x) % kLoaders;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
@@ -205,7 +206,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
       shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
-      barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
+      const bool has_hashes = has_options(kVariant) && call.row_hash;
+      barrier_expect(full.at(n), 2 * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
@@ -213,6 +215,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       }
       const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
       copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
+      if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, full.at(n), panel * 64,
@@ -223,7 +226,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     };
 
     for (int head = note.head; head < note.head + work.heads; ++head) {
-      if (kVariant == Variant::kGathered || !mask.tiles.data) {
+      if (gathers_keys(kVariant) || !mask.tiles.data) {
         // Each tile begins with another chunk, so that blocks do not add to the same rows of grad_query at the same time.
         const int chunks = (to - from + kQueries - 1) / kQueries;
         for (int i = 0, at = chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {

@@ -73,22 +73,24 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-// The variant with softcap and dropout of what the call would be without them; the general one where there is none. Outside of
-// the bounds a tangent times softcap is not exact enough.
-Variant variant_with_options(const AttentionParams& p, bool is_gathered) {
-  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 2048;
+// The variant of a call without softcap and dropout, and in backward without key_bias; kGeneral, too, where a tangent times
+// softcap would not be exact enough.
+Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool is_backward) {
+  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 2048, kMostScale = 1e6;
   AttentionParams plain = p;
   plain.softcap = 0, plain.dropout_p = 0;
-  const Variant variant = variant_of(plain, is_gathered);
-  const bool is_bounded = p.softcap == 0 || (p.softcap >= kLeastSoftcap && p.softcap <= kMostSoftcap && p.scale <= 1e6);
-  if (variant == Variant::kGeneral || !is_bounded) return Variant::kGeneral;
-  if (variant == Variant::kGathered) return Variant::kGatheredOptions;
-  return p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
+  if (is_backward) plain.key_bias = {};
+  const bool is_bounded = p.softcap == 0 || (p.softcap >= kLeastSoftcap && p.softcap <= kMostSoftcap && p.scale <= kMostScale);
+  return is_bounded ? variant_of(plain, is_gathered) : Variant::kGeneral;
 }
 
 const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
-  if (p.softcap != 0 || p.dropout_p != 0) return find_instance(kForward, p, variant_with_options(p, is_gathered));
-  const Variant variant = variant_of(p, is_gathered);
+  Variant variant = variant_of(p, is_gathered);
+  if (p.softcap != 0 || p.dropout_p != 0) {
+    variant = variant_without_options(p, is_gathered, false);
+    if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
+    if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
+  }
   const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
   const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
   return dense && dense->variant == Variant::kDense ? dense : find_instance(kForward, p, variant);
@@ -154,21 +156,34 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   return instance->launch(call, work, maps, blocks, stream);
 }
 
+namespace {
+
+const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered) {
+  Variant variant = variant_of(p, is_gathered);
+  if (variant == Variant::kGeneral) {
+    variant = variant_without_options(p, is_gathered, true);
+    if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
+    if (variant == Variant::kPlain) variant = Variant::kPlainOptions;
+  }
+  return find_instance(kBackward, p, variant);
+}
+
+}  // namespace
+
 bool has_backward(const AttentionParams& p, bool deterministic) {
   // Intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
   return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 &&
-         find_instance(kBackward, p, variant_of(p, gathers(p)));
+         find_backward(p, gathers(p)) != nullptr;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const Variant variant = variant_of(p, call.live_keys);
-  const BackwardInstance* const instance = find_instance(kBackward, p, variant);
+  const BackwardInstance* const instance = find_backward(p, call.live_keys.index != nullptr);
   if (!instance) return cudaErrorNotSupported;
 
   BackwardWork work;
-  const bool is_gathered = variant == Variant::kGathered;
+  const bool is_gathered = gathers_keys(instance->variant);
   const int64_t group = p.heads / p.kv_heads;
   work.heads = static_cast<int>(is_gathered ? std::min(group, call.live_keys.head_divisor) : group);
   const int64_t head_groups = p.batch * p.heads / work.heads;

@@ -15,7 +15,9 @@ inline constexpr int kWarpgroup = 128;
 // What a variant is beside its options.
 constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
 constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions; }
-constexpr bool has_options(Variant v) { return v == Variant::kDenseOptions || v == Variant::kGatheredOptions; }
+constexpr bool has_options(Variant v) {
+  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions;
+}
 
 // A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
 // load, half of them keys and half of them values, and warps that walk the keys: a warpgroup for each of the two jobs, or one
