@@ -188,6 +188,7 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
         weights[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(weight[0], weight[1]);
         slopes[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(slope[0], slope[1]);
       }
+      asm volatile("" ::: "memory");  // not all loads at once: registers are short here
     }
   };
   if (has_huge_rows) {
