@@ -94,8 +94,8 @@ set(DMATTN_SM90_ROWS
   "forward|64|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "forward|128|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "forward|256|kDense,kPlain,kGathered,kGeneral"
-  "backward|64|kPlain,kGathered,kPlainOptions,kGatheredOptions"
-  "backward|128|kPlain,kGathered,kPlainOptions,kGatheredOptions")
+  "backward|64|kPlain,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
+  "backward|128|kPlain,kGathered,kPlainOptions,kGatheredOptions,kPlainBias")
 
 function(dmattn_sm90_instances out_sources out_include)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/generated)

@@ -65,6 +65,12 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
        {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.mask.columns, &p.key_bias, &part.grad_key_bias}) {
     if (row->data) row->data = static_cast<char*>(row->data) + row->offset(batch, head) * 4;
   }
+  if (p.bias.data) {
+    p.bias.data = static_cast<char*>(p.bias.data) + p.bias.offset(batch, head) * (p.bias_dtype == DType::kFloat32 ? 4 : 2);
+  }
+  if (part.grad_bias.data) {
+    part.grad_bias.data = static_cast<char*>(part.grad_bias.data) + part.grad_bias.offset(batch, head) * 4;
+  }
   LiveKeys& live_keys = part.live_keys;
   if (live_keys.index) {
     const int64_t mask_head = live_keys.mask_head_of(static_cast<int>(batch), static_cast<int>(head));

@@ -18,6 +18,7 @@ enum class Variant : int32_t {
   kDenseOptions,
   kPlainOptions,
   kGatheredOptions,
+  kPlainBias,  // backward: kPlain with bias, key_bias and dropout
 };
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.

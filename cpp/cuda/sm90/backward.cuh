@@ -162,17 +162,69 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
   }
 }
 
+// The bias [Sq, Sk] of the thread's scores, and where its gradient goes.
+template <class T, int kDim>
+struct BiasOfScores {
+  const BackwardCall& call;
+  const KeyNote& tile;
+  const QueryNote& note;
+  const ScorePlace<kDim> place;
+  const int first_key = key_at(tile, place.row), second_key = key_at(tile, place.row + 8);  // -1 for none
+
+  __device__ __forceinline__ int query_of(int i, int e) const { return note.first_query + place.column + 8 * i + e; }
+
+  // Products become logits without key_bias. Pairs that do not exist get some bias; they are hidden afterwards.
+  template <int kN>
+  __device__ __forceinline__ void add_to(float (&scores)[kN][4]) const {
+    const AttentionParams& p = call.b.forward;
+    if (p.bias_dtype == DType::kFloat32) {
+      add_to(scores, row_of<const float>(p.bias, tile.batch, note.head), [](float x) { return x; });
+    } else {
+      add_to(scores, row_of<const T>(p.bias, tile.batch, note.head), [](T x) { return Element<T>::widen(x); });
+    }
+  }
+  // Adds the gradients of the logits of pairs that exist.
+  template <int kN>
+  __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4]) const {
+    const AttentionParams& p = call.b.forward;
+    float* const to = row_of<float>(call.grad_bias, tile.batch, note.head);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int key = e / 2 == 0 ? first_key : second_key, query = query_of(i, e % 2);
+        if (key >= 0 && query < p.query_length) atomicAdd(to + query * p.key_length + key, gradients[i][e] * call.keep_scale);
+      }
+    }
+  }
+
+ private:
+  template <int kN, class Stored, class Widen>
+  __device__ __forceinline__ void add_to(float (&scores)[kN][4], const Stored* bias, const Widen& widen) const {
+    const AttentionParams& p = call.b.forward;
+    const int last = static_cast<int>(p.query_length) - 1;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Stored* const row = bias + min(query_of(i, e % 2), last) * p.bias_row_stride;
+        scores[i][e] = fmaf(scores[i][e], call.logit_scale, widen(row[max(e / 2 == 0 ? first_key : second_key, 0)]));
+      }
+    }
+  }
+};
+
 // For variants with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
 // probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
 // them: both as operands of products.
-template <class T, int kDim, int kSteps, int kN>
+template <class T, int kDim, bool kCaps, int kSteps, int kN>
 __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
                                                    const float (&scores)[kN][4], const float* lse2_of, const uint32_t* row_hash,
                                                    const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
                                                    uint32_t (&slopes)[kSteps][4]) {
   const AttentionParams& p = call.b.forward;
   const int column = ScorePlace<kDim>().column;
-  const float curve = call.cap_scale != 0.0f ? -1.0f : 0.0f;
+  const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
   const auto weigh = [&](auto exponent_of) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
@@ -183,7 +235,8 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
         for (int e = 0; e < 2; ++e) {
           const float score = scores[i][2 * r + e];
           weight[e] = exp2_approx(exponent_of(score, i, r, e));
-          slope[e] = weight[e] * __saturatef(fmaf(score * curve, score, 1.0f));  // hidden: 0, whatever the product
+          // Hidden: 0, whatever the product.
+          slope[e] = kCaps ? weight[e] * __saturatef(fmaf(score * curve, score, 1.0f)) : weight[e];
         }
         weights[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(weight[0], weight[1]);
         slopes[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(slope[0], slope[1]);
@@ -195,11 +248,11 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
     const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + column;
     weigh([&](float score, int i, int r, int e) {
       const int64_t at = terms + 8 * i + e;
-      return probability_exponent(fmaf(score, call.logit_scale, bias_2[r] * kLn2), call.lse[at], call.lse_rest2[at]);
+      return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at], call.lse_rest2[at]);
     });
   } else {
     weigh([&](float score, int i, int r, int e) {
-      return fmaf(score, call.scale_2, bias_2[r] - lse2_of[column + 8 * i + e]);
+      return fmaf(score, kCaps ? call.scale_2 : kLog2e, bias_2[r] - lse2_of[column + 8 * i + e]);
     });
   }
   // Drop weights.
@@ -329,7 +382,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions,
+                 kHasBiasMatrix = kVariant == Variant::kPlainBias;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
@@ -424,18 +478,23 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int key = key_at(tile, ScorePlace<kDim>().row + 8 * r);
-          bias_2[r] = bias && key >= 0 ? bias[key] * kLog2e : 0.0f;
+          const float unit = kHasOptions && (row_flags & kHugeRows) ? 1.0f : kLog2e;
+          bias_2[r] = bias && key >= 0 ? bias[key] * unit : 0.0f;
         }
       }
       head = note.head;
 
       // Hide scores, and turn the others into probabilities.
-      if (kHasOptions && call.cap_scale != 0.0f) to_tangents(scores, call.cap_scale);
+      if constexpr (kHasBiasMatrix) {
+        BiasOfScores<T, kDim>{call, tile, note}.add_to(scores);
+      } else if (kHasOptions && call.cap_scale != 0.0f) {
+        to_tangents(scores, call.cap_scale);
+      }
       hide_scores<kDim, kVariant>(p, tile, note, scores);
       const int column = ScorePlace<kDim>().column;
       if constexpr (kHasOptions) {
-        weigh_with_options<T, kDim>(call, tile, note, scores, shared.lse2[stage], shared.row_hash[stage], bias_2,
-                                    row_flags & kHugeRows, weights, slopes);
+        weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.row_hash[stage], bias_2,
+                                    row_flags & kHugeRows, weights, slopes);  // see bias_2
       } else {
         if (kIsGathered && (row_flags & kHugeRows)) {
           weigh_huge_scores<kDim>(call, tile, note, scores);
@@ -470,6 +529,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
           grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
           if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
         }
+      }
+      if constexpr (kHasBiasMatrix) {
+        if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores);
       }
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.

@@ -73,13 +73,13 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-// The variant of a call without softcap and dropout, and in backward without key_bias; kGeneral, too, where a tangent times
+// The variant of a call without softcap and dropout, and in backward without biases; kGeneral, too, where a tangent times
 // softcap would not be exact enough.
 Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool is_backward) {
   constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 2048, kMostScale = 1e6;
   AttentionParams plain = p;
   plain.softcap = 0, plain.dropout_p = 0;
-  if (is_backward) plain.key_bias = {};
+  if (is_backward) plain.key_bias = plain.bias = {};
   const bool is_bounded = p.softcap == 0 || (p.softcap >= kLeastSoftcap && p.softcap <= kMostSoftcap && p.scale <= kMostScale);
   return is_bounded ? variant_of(plain, is_gathered) : Variant::kGeneral;
 }
@@ -160,7 +160,12 @@ namespace {
 
 const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered) {
   Variant variant = variant_of(p, is_gathered);
-  if (variant == Variant::kGeneral) {
+  if (p.bias.data) {
+    AttentionParams without_bias = p;
+    without_bias.bias = {};
+    const bool is_taken = p.softcap == 0 && variant_without_options(without_bias, is_gathered, true) == Variant::kPlain;
+    variant = is_taken ? Variant::kPlainBias : Variant::kGeneral;
+  } else if (variant == Variant::kGeneral) {
     variant = variant_without_options(p, is_gathered, true);
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = Variant::kPlainOptions;

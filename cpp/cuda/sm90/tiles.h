@@ -16,7 +16,7 @@ inline constexpr int kWarpgroup = 128;
 constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
 constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions; }
 constexpr bool has_options(Variant v) {
-  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions;
+  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions || v == Variant::kPlainBias;
 }
 
 // A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
