@@ -58,6 +58,7 @@ struct ForwardCall {
   uint32_t threshold = 0;
   float keep_scale = 1.0f;
   CompactKeys compact;
+  bool has_bias_pairs = false;  // do two neighbours in a row of bias, the first at an even key, lie where one load reads both?
 };
 
 struct BackwardCall {

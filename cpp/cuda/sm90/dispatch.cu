@@ -107,6 +107,11 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   const ForwardInstance* const instance = find_forward(p, given.live_keys.index != nullptr);
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
   ForwardCall call = given;
+  if (p.bias.data) {
+    const int64_t pair_bytes = p.bias_dtype == DType::kFloat32 ? 8 : 4;
+    call.has_bias_pairs = reinterpret_cast<uintptr_t>(p.bias.data) % static_cast<uintptr_t>(pair_bytes) == 0 &&
+                          (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 2 == 0;
+  }
   if (p.dropout_seed) {
     call.threshold = dropout_threshold(p.dropout_p);
     call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));

@@ -116,14 +116,77 @@ __device__ __forceinline__ void drop_weights(float (&weights)[kN][4], const uint
   }
 }
 
+// The bias of a chunk, of the general variant: read while the scores are computed, so that its latency is hidden. Pairs of queries
+// and keys that do not exist get that of some other pair; they are hidden afterwards.
+template <class T, int kN>
+struct ChunkBias {
+  float of[kN][4];
+
+  // `row` and `column` are those of the thread's first score.
+  template <int kDim, Variant kVariant>
+  __device__ __forceinline__ void read(const ForwardCall& call, const ForwardWork& work,
+                                       const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
+                                       uint32_t flags, uint32_t tile_number, int row, int column) {
+    const AttentionParams& p = call.p;
+    const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+    const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && note.first_key % 2 == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int head = tile.head + work.head_of_row(row + 8 * r);
+      const int query = min(tile.first_query + work.query_of_row(row + 8 * r), static_cast<int>(p.query_length) - 1);
+      const int64_t at = query * p.bias_row_stride;
+      if (p.bias_dtype == DType::kFloat32) {
+        const float* const from = row_of<const float>(p.bias, tile.batch, head) + at;
+        if (in_pairs) {
+#pragma unroll
+          for (int i = 0; i < kN; ++i) {
+            const float2 pair = *reinterpret_cast<const float2*>(&from[note.first_key + column + 8 * i]);
+            of[i][2 * r] = pair.x, of[i][2 * r + 1] = pair.y;
+          }
+        } else {
+          read_each(p, note, flags, column, r, [&](int key) { return from[key]; });
+        }
+      } else {
+        const T* const from = row_of<const T>(p.bias, tile.batch, head) + at;
+        if (in_pairs) {
+#pragma unroll
+          for (int i = 0; i < kN; ++i) {
+            const float2 pair =
+                Element<T>::widen_pair(*reinterpret_cast<const uint32_t*>(&from[note.first_key + column + 8 * i]));
+            of[i][2 * r] = pair.x, of[i][2 * r + 1] = pair.y;
+          }
+        } else {
+          read_each(p, note, flags, column, r, [&](int key) { return Element<T>::widen(from[key]); });
+        }
+      }
+    }
+  }
+
+ private:
+  template <class Chunk, class At>
+  __device__ __forceinline__ void read_each(const AttentionParams& p, const Chunk& note, uint32_t flags, int column, int r,
+                                            const At& at) {
+    const int32_t* const indices = &note.index[index_place<Chunk::kKeys>(column)];
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int key = flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Chunk::kKeys>(8 * i + e)];
+        of[i][2 * r + e] = at(min(max(key, 0), static_cast<int>(p.key_length) - 1));
+      }
+    }
+  }
+};
+
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
-// thread's first score, `has_bias` says that products are added to key_bias.
+// thread's first score, `has_bias` says that products are added to key_bias. bias: of the general variant.
 template <class T, int kDim, Variant kVariant, class Softmax, int kN, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
                                              const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
                                              uint32_t flags, uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
-                                             float (&factor)[2], int row, int column, bool has_bias, const Between& between) {
+                                             float (&factor)[2], int row, int column, bool has_bias,
+                                             const ChunkBias<T, kN>& chunk_bias, const Between& between) {
   using Chunk = Note<kDim, kVariant>;
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
@@ -136,18 +199,29 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   if constexpr (kVariant == Variant::kGeneral) {
     unit = 1.0f, to_base_2 = kLog2e;
     const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
+    const LogitCap cap(p.softcap);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const LogitTerms<T> terms(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
-      const int query = tile.first_query + work.query_of_row(row + 8 * r);
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][i][e] *= call.scale;
+    }
+    if (p.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& logit = scores[0][i][2 * r + e];
-          const float bias = terms.bias ? terms.bias_at(query, key_of(i, e), static_cast<int>(p.query_length)) : 0.0f;
-          logit = terms.capped(logit) + key_bias[Chunk::bias_place(8 * i + e)] + bias;
-        }
+        for (int e = 0; e < 4; ++e) scores[0][i][e] = cap(scores[0][i][e]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][i][e] += key_bias[Chunk::bias_place(8 * i + e % 2)];
+    }
+    if (p.bias.data) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[0][i][e] += chunk_bias.of[i][e];
       }
     }
   }
@@ -197,17 +271,16 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     }
   }
   if constexpr (kVariant == Variant::kGeneral) {
+    if (call.threshold != 0) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
-      if (dropout.is_on()) {
-        const uint32_t row_key = dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r));
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t row_hash = shared.row_hash[row + 8 * r];
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const uint32_t key = static_cast<uint32_t>(key_of(i, e));
-            if (!dropout_keeps(row_key, key, dropout.threshold)) scores[0][i][2 * r + e] = 0.0f;
+            const uint32_t key_hash = dropout_key_hash(static_cast<uint32_t>(key_of(i, e)));
+            if (!dropout_keeps_pair(row_hash, key_hash, call.threshold)) scores[0][i][2 * r + e] = 0.0f;
           }
         }
       }
@@ -234,10 +307,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sums.finish(0, r, log_sums[r], scales[r]);
-    if constexpr (has_options(kVariant)) scales[r] *= call.keep_scale;
-    if constexpr (kVariant == Variant::kGeneral) {
-      scales[r] *= Dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r)).keep_scale;
-    }
+    if constexpr (kMayDrop<kVariant>) scales[r] *= call.keep_scale;
   }
   // Clear rows that see nothing: NaN of keys that other rows see must not reach them.
   if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {
@@ -396,13 +466,19 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   Softmax softmax;
   float factor[2];
   bool moves = false;
+  ChunkBias<T, kN> chunk_bias;
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
-                                            has_bias, between);
+                                            has_bias, chunk_bias, between);
+  };
+  auto read_chunk_bias = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
+    if constexpr (kVariant == Variant::kGeneral) {
+      if (p.bias.data) chunk_bias.read(call, work, shared, note, flags, tile_number, row, column);
+    }
   };
   // Computes dropout's hashes of a tile's rows, each warp of its own.
   auto hash_rows = [&](uint32_t tile_number) {
-    if constexpr (has_options(kVariant)) {
+    if constexpr (kMayDrop<kVariant>) {
       if (call.threshold == 0) return;
       const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
 #pragma unroll
@@ -440,6 +516,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   pin(scores[0]);
   begin_products();
   begin_scores(0, 0, flags);
+  read_chunk_bias(shared.notes[0], flags, 0);
   wait_products<0>();
   pin(scores[0]);
   barrier_arrive(key_empty.at(0));
@@ -476,6 +553,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
+    read_chunk_bias(shared.notes[n % kShape.notes], flags, tile + is_first);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
     pin(scores[0]);

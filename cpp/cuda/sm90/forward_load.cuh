@@ -27,7 +27,7 @@ struct alignas(1024) ForwardShared {
   uint16_t value[kShape.stages][kShape.keys * kDim];
   Note<kDim, kVariant> notes[kShape.notes];
   TileNote tiles[kTileNotes];
-  uint32_t row_hash[has_options(kVariant) ? kRows : 1];  // with dropout: dropout_row_hash of each row of the tile at hand
+  uint32_t row_hash[kMayDrop<kVariant> ? kRows : 1];  // with dropout: dropout_row_hash of each row of the tile at hand
   WalkQueues<kDim, kVariant> queues;
   uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];

@@ -38,6 +38,10 @@ struct ForwardShape {
   constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
 };
 
+// May weights be dropped?
+template <Variant kVariant>
+inline constexpr bool kMayDrop = has_options(kVariant) || kVariant == Variant::kGeneral;
+
 struct ForwardRow {
   int dim;
   Variant variant;

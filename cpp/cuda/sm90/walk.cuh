@@ -229,6 +229,7 @@ class Walk {
       if (thread_ == 0) note.first_key = base;
       if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
       note_hashes(note, base);
+      fetch_bias(base);
       accept(kInOrder | (end > limits.whole_limit || base < 0 ? kLimit : 0));
     }
   }
@@ -271,6 +272,7 @@ class Walk {
           const int key = base + thread_;
           note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
         }
+        fetch_bias(base);
         accept(flags);
       }
     }
@@ -474,6 +476,24 @@ class Walk {
   __device__ __forceinline__ void note_bias(Stage& note, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
     note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
+  }
+
+  // Brings the general variant's bias of a chunk from memory into L2. A thread takes a row of the tile.
+  __device__ __forceinline__ void fetch_bias(int first_key) const {
+    const AttentionParams& p = call_.p;
+    if (kVariant != Variant::kGeneral || !p.bias.data) return;
+    int row = thread_;
+    asm volatile("" : "+r"(row));  // so that what follows from it is computed here, not kept: registers are short
+    const int query = first_query_ + work_.query_of_row(row);
+    if (row >= kRows || query >= p.query_length || first_key < 0) return;
+    const int shift = p.bias_dtype == DType::kFloat32 ? 2 : 1;
+    const char* const from = static_cast<const char*>(p.bias.data) +
+                             ((batch_ * p.bias.batch_stride +
+                               (head_ + work_.head_of_row(row)) / static_cast<int>(p.bias.head_divisor) * p.bias.head_stride +
+                               query * p.bias_row_stride + first_key)
+                              << shift);
+    const int last = ((min(kKeys, static_cast<int>(p.key_length) - first_key)) << shift) - 1;
+    prefetch_l2(from), prefetch_l2(from + min(128, last)), prefetch_l2(from + last);
   }
 
   // Does the call drop weights, so that notes need the hashes of keys?
