@@ -115,7 +115,7 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
     call.scale *= call.keep_scale;
   }
   std::optional<Tensor> seen;
-  if (p.mask.tiles.data) {
+  if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
     call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
     seen = empty_on(like, {p.batch * p.kv_heads * call.seen_words}, ScalarType::Int);
     call.seen = static_cast<uint32_t*>(seen->data_ptr());
@@ -210,7 +210,8 @@ BackwardResults backward_op(BackwardArguments given) {
   // Long segments: what a tile of keys costs once is a smaller part then. Keys of which many die in their segment come behind
   // those that outlive it, so that few tiles meet all its queries; in shorter segments that costs more than it gains.
   if (is_sm90 && p.query_length >= 65536) options.shortest = 1, options.by_lifetime = true;
-  const OwnedLiveKeys owned = make_live_keys(p, query, stream, options);
+  const bool is_in_order = is_sm90 && p.bias.data;  // the Hopper kernel with a bias walks keys in order
+  const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
 
   // Compute the terms of each query.

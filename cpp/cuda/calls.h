@@ -88,7 +88,7 @@ struct BackwardCall {
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
-  // With a block mask, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
+  // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias
@@ -107,7 +107,7 @@ constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.h
 // Common kernels.
 cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream);
 cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
-cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen, without intervals
+cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query
 // key_sums -> grad_key and grad_value, zeros for keys nobody sees; without key_sums only those zeros.

@@ -7,6 +7,7 @@
 #include "device.cuh"
 #include "logits.cuh"
 #include "visibility.cuh"
+#include "walk.cuh"
 
 namespace dmattn::cuda {
 namespace {
@@ -184,10 +185,11 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
 
 constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
 
-// A block mask's columns, tiles and bits, causality -> seen [B, Hkv, seen_words]: which keys does some query of the kv head's
-// group see? A block for each kSeenKeys keys of a kv head.
+// A block mask's columns, tiles and bits, intervals, causality -> seen [B, Hkv, seen_words]: which keys does some query of the kv
+// head's group see? A block for each kSeenKeys keys of a kv head.
 __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
   __shared__ uint32_t seen[kSeenWords];
+  __shared__ Span spans[kSeenKeys];
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
   const int blocks = call.seen_words / kSeenWords, pair = static_cast<int>(blockIdx.x / blocks);
@@ -202,6 +204,21 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
   __syncthreads();
   bool is_done = false;
   for (int head = first_head; head < first_head + group && !is_done; ++head) {
+    const SpanSource span_source(mask, static_cast<int>(p.key_length), batch, head);
+    const bool has_intervals = span_source.has_intervals();
+    const Span span = span_source.of_key(first_key + thread);
+    spans[thread] = span;
+    __syncthreads();
+    // Of this warp's keys those that some query in [first, last] sees by their spans alone.
+    const auto touched_by = [&](int first, int last) {
+      const uint32_t of_warp = __ballot_sync(0xffffffffu, span.touches(first + shift, last + shift));
+      if (thread % 32 == 0 && of_warp) atomicOr(&seen[thread / 32], of_warp);
+    };
+    if (!mask.tiles.data) {
+      touched_by(0, static_cast<int>(p.query_length) - 1);
+      __syncthreads();
+      continue;
+    }
     const TileSource source(mask, batch, head);
     const int32_t* const list = source.columns + static_cast<int64_t>(column) * (tiles_q + 1);
     const int entries = min(list[0], tiles_q);
@@ -211,13 +228,17 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
       if (!is_live_tile(mask, state)) continue;
       const uint32_t* const bits = bits_of_tile(mask, state);
       const int rows = min(tile_q, static_cast<int>(p.query_length) - row * tile_q);
+      if (has_intervals && !bits) touched_by(row * tile_q, row * tile_q + rows - 1);
       uint32_t mine[kSeenWords] = {};
-      for (int r = thread; r < rows; r += kSeenKeys) {
+      for (int r = has_intervals && !bits ? rows : thread; r < rows; r += kSeenKeys) {
         const uint32_t* const of_row = bits ? bits + r * words + first_key / 32 % words : nullptr;
         // So many of these keys, by causality.
         const int visible = mask.is_causal ? row * tile_q + r + shift + 1 - first_key : kSeenKeys;
 #pragma unroll
-        for (int w = 0; w < kSeenWords; ++w) mine[w] |= (of_row ? of_row[w] : 0xffffffffu) & first_bits(visible - w * 32);
+        for (int w = 0; w < kSeenWords; ++w) {
+          const uint32_t word = (of_row ? of_row[w] : 0xffffffffu) & first_bits(visible - w * 32);
+          mine[w] |= has_intervals ? bits_seen_at(word & ~mine[w], &spans[w * 32], row * tile_q + r + shift) : word;
+        }
       }
 #pragma unroll
       for (int w = 0; w < kSeenWords; ++w) {

@@ -165,10 +165,10 @@ namespace {
 
 const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered) {
   Variant variant = variant_of(p, is_gathered);
-  if (p.bias.data) {
+  if (p.bias.data) {  // whose kernels walk keys in order
     AttentionParams without_bias = p;
     without_bias.bias = {};
-    const bool is_taken = p.softcap == 0 && variant_without_options(without_bias, is_gathered, true) == Variant::kPlain;
+    const bool is_taken = p.softcap == 0 && variant_without_options(without_bias, false, true) == Variant::kPlain;
     variant = is_taken ? Variant::kPlainBias : Variant::kGeneral;
   } else if (variant == Variant::kGeneral) {
     variant = variant_without_options(p, is_gathered, true);
@@ -181,9 +181,11 @@ const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered
 }  // namespace
 
 bool has_backward(const AttentionParams& p, bool deterministic) {
-  // Intervals beside a block mask are the portable family's.
-  const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
-  return !deterministic && !has_both && p.key_length > 0 && p.query_length > 0 &&
+  // Keys in order are walked once for a whole group of heads, which have to share their intervals then.
+  const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
+  const bool is_in_order = p.mask.tiles.data || p.bias.data;
+  if (is_in_order && !(is_shared(p.mask.start) && is_shared(p.mask.end))) return false;
+  return !deterministic && p.key_length > 0 && p.query_length > 0 &&
          find_backward(p, gathers(p)) != nullptr;
 }
 
