@@ -93,7 +93,7 @@ endfunction()
 set(DMATTN_SM90_ROWS
   "forward|64|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "forward|128|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
-  "forward|256|kDense,kPlain,kGathered,kGeneral"
+  "forward|256|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "backward|64|kPlain,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
   "backward|128|kPlain,kGathered,kPlainOptions,kGatheredOptions,kPlainBias")
 

@@ -66,6 +66,8 @@ inline constexpr ForwardRow kForwardRows[] = {
     {256, Variant::kDense,           {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
     {256, Variant::kPlain,           {        2,   32,      4,           1,     4,       4,       4,       192,      48,      80}},
     {256, Variant::kGathered,        {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
+    {256, Variant::kDenseOptions,    {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
+    {256, Variant::kGatheredOptions, {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
     {256, Variant::kGeneral,         {        2,   32,      4,           1,     4,       4,       4,       200,      32,      80}},
 };
 // clang-format on
