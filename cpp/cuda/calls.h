@@ -73,7 +73,7 @@ struct BackwardCall {
   float cap_scale = 0.0f, keep_probability = 1.0f;
   uint32_t threshold = 0;
   uint32_t* row_hash = nullptr;  // [B, H, padded_queries]: dropout_row_hash of each query; null: no dropout
-  float* lse2 = nullptr;               // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
+  float* lse2 = nullptr;         // [B, H, padded_queries]: lse in base 2, +inf for a row that sees nothing or is padding
   // [B, H, padded_queries]: <dout, out> - dlse; of a row that sees nothing 0, or NaN when its query or grad_out is not finite.
   float* delta = nullptr;
   int32_t* row_flags = nullptr;  // one int: kHugeRows and kBadRows, zero before launch_row_terms
@@ -88,7 +88,8 @@ struct BackwardCall {
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
-  // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some query of the group see?
+  // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
+  // query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias

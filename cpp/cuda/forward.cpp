@@ -77,9 +77,10 @@ ForwardResults forward_op(AttentionArguments given) {
   const bool compacts = is_sm90 && may_compact(p);
   options.joins = compacts, options.lengthens = true;
   const OwnedLiveKeys owned = make_live_keys(p, query, device.stream(), options);
-  ForwardCall call{
-      p, owned.live_keys, static_cast<float>(p.scale), static_cast<float>(p.scale * kLog2OfE), static_cast<float>(1.0 / p.scale),
-      {}};
+  ForwardCall call;
+  call.p = p, call.live_keys = owned.live_keys;
+  call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
+  call.over_scale = static_cast<float>(1.0 / p.scale);
   if (is_sm90) {
     std::optional<Tensor> ticket, compact;
     if (compacts) compact = make_compact_keys(call, query, device.stream());

@@ -18,8 +18,8 @@ struct LogitCap {
   __device__ __forceinline__ float operator()(float x) const { return softcap * tanh_by_exp(x * inverse); }
 };
 
-// A warp's scores x become tanh(x * scale). Up to 1 the tangent is x times a polynomial in x^2, with an error of 7e-6 of it, which
-// leaves the unit of exponentials to the softmax.
+// A warp's scores x become tanh(x * scale). Up to 1 the tangent is x times a polynomial in x^2, with an error of 7e-6 of it,
+// which leaves the unit of exponentials to the softmax.
 template <int kN>
 __device__ __forceinline__ void to_tangents(float (&scores)[kN][4], float scale) {
 #ifdef DMATTN_TANH_APPROX

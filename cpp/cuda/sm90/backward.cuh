@@ -140,8 +140,8 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int64_t at = terms + 8 * i + e % 2;
-      scores[i][e] =
-          exp2_approx(probability_exponent(fmaf(scores[i][e], call.logit_scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+      scores[i][e] = exp2_approx(
+          probability_exponent(fmaf(scores[i][e], call.logit_scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
     }
   }
 }
@@ -248,7 +248,8 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
     const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + column;
     weigh([&](float score, int i, int r, int e) {
       const int64_t at = terms + 8 * i + e;
-      return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at], call.lse_rest2[at]);
+      return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at],
+                                  call.lse_rest2[at]);
     });
   } else {
     weigh([&](float score, int i, int r, int e) {
@@ -259,7 +260,8 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
   if (call.threshold != 0) {
     uint32_t key_hash[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at(tile, ScorePlace<kDim>().row + 8 * r)));
+    for (int r = 0; r < 2; ++r)
+      key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at(tile, ScorePlace<kDim>().row + 8 * r)));
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const uint2 hashes = *reinterpret_cast<const uint2*>(&row_hash[column + 8 * i]);
@@ -271,6 +273,54 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
         slopes[i / 2][i % 2 * 2 + r] |= ~kept & 0x80008000u;
       }
     }
+  }
+}
+
+// For variants with options: the gradients of four scores, of two keys and two queries, from those of the weights. slopes: of
+// each key; delta: of each query.
+template <class T>
+__device__ __forceinline__ void differentiate_with_options(float (&gradients)[4], uint32_t first_slopes, uint32_t second_slopes,
+                                                           const float* delta, float keep_probability, float (&bias_sum)[2]) {
+  const float2 deltas = *reinterpret_cast<const float2*>(delta);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float2 pair = Element<T>::widen_pair(e / 2 == 0 ? first_slopes : second_slopes);
+    const float slope = e % 2 == 0 ? pair.x : pair.y, kept = fmaxf(slope, 0.0f) * gradients[e];
+    gradients[e] = fmaf(-fabsf(slope), (e % 2 == 0 ? deltas.x : deltas.y) * keep_probability, kept);
+    bias_sum[e / 2] += gradients[e];
+  }
+}
+
+// Gradients of the weights become gradients of the scores, and are added to those of key_bias. delta: of the thread's queries.
+template <class T, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
+                                                     const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
+                                                     const float* delta_of, float (&bias_sum)[2]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    if constexpr (has_options(kVariant)) {
+      differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
+                                    call.keep_probability, bias_sum);
+    } else {
+      const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
+        grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
+        if (gathers_keys(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
+      }
+    }
+  }
+}
+
+// key_bias of the thread's two keys in base 2; with is_natural a logit, for rows whose lse is huge. For one head.
+__device__ __forceinline__ void read_key_bias(const AttentionParams& p, const KeyNote& tile, int row, int head, bool is_natural,
+                                              float (&bias_2)[2]) {
+  const float* const bias = row_of<const float>(p.key_bias, tile.batch, head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = key_at(tile, row + 8 * r);
+    bias_2[r] = bias && key >= 0 ? bias[key] * (is_natural ? 1.0f : kLog2e) : 0.0f;
   }
 }
 
@@ -474,13 +524,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
       if (kHasBias && note.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
-        const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int key = key_at(tile, ScorePlace<kDim>().row + 8 * r);
-          const float unit = kHasOptions && (row_flags & kHugeRows) ? 1.0f : kLog2e;
-          bias_2[r] = bias && key >= 0 ? bias[key] * unit : 0.0f;
-        }
+        read_key_bias(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (row_flags & kHugeRows), bias_2);
       }
       head = note.head;
 
@@ -494,7 +538,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       const int column = ScorePlace<kDim>().column;
       if constexpr (kHasOptions) {
         weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.row_hash[stage], bias_2,
-                                    row_flags & kHugeRows, weights, slopes);  // see bias_2
+                                                     row_flags & kHugeRows, weights, slopes);  // see bias_2
       } else {
         if (kIsGathered && (row_flags & kHugeRows)) {
           weigh_huge_scores<kDim>(call, tile, note, scores);
@@ -512,24 +556,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // fp32 would not fit into registers.
       wait_products<1>();
       pin(grad_scores);
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
-        if (kHasOptions) delta.x *= call.keep_probability, delta.y *= call.keep_probability;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (kHasOptions) {
-            const float2 pair = Element<T>::widen_pair(slopes[i / 2][i % 2 * 2 + e / 2]);
-            const float slope = e % 2 == 0 ? pair.x : pair.y;
-            grad_scores[i][e] = fmaf(-fabsf(slope), e % 2 == 0 ? delta.x : delta.y, fmaxf(slope, 0.0f) * grad_scores[i][e]);
-            bias_sum[e / 2] += grad_scores[i][e];
-            continue;
-          }
-          const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
-          grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
-          if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
-        }
-      }
+      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][column], bias_sum);
       if constexpr (kHasBiasMatrix) {
         if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores);
       }

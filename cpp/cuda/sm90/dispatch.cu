@@ -185,8 +185,7 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
   const bool is_in_order = p.mask.tiles.data || p.bias.data;
   if (is_in_order && !(is_shared(p.mask.start) && is_shared(p.mask.end))) return false;
-  return !deterministic && p.key_length > 0 && p.query_length > 0 &&
-         find_backward(p, gathers(p)) != nullptr;
+  return !deterministic && p.key_length > 0 && p.query_length > 0 && find_backward(p, gathers(p)) != nullptr;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {

@@ -116,8 +116,8 @@ __device__ __forceinline__ void drop_weights(float (&weights)[kN][4], const uint
   }
 }
 
-// The bias of a chunk, of the general variant: read while the scores are computed, so that its latency is hidden. Pairs of queries
-// and keys that do not exist get that of some other pair; they are hidden afterwards.
+// The bias of a chunk, of the general variant: read while the scores are computed, so that its latency is hidden. Pairs of
+// queries and keys that do not exist get that of some other pair; they are hidden afterwards.
 template <class T, int kN>
 struct ChunkBias {
   float of[kN][4];
@@ -128,6 +128,7 @@ struct ChunkBias {
                                        const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
                                        uint32_t flags, uint32_t tile_number, int row, int column) {
     const AttentionParams& p = call.p;
+    if (kVariant != Variant::kGeneral || !p.bias.data) return;
     const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
     const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && note.first_key % 2 == 0;
 #pragma unroll
@@ -287,6 +288,22 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     }
   }
   return moves;
+}
+
+// Computes dropout's hashes of a tile's rows, each warp of its own. `row` is the thread's first row.
+template <int kDim, Variant kVariant>
+__device__ __forceinline__ void hash_rows(const ForwardCall& call, const ForwardWork& work, ForwardShared<kDim, kVariant>& shared,
+                                          uint32_t tile_number, int row) {
+  if constexpr (kMayDrop<kVariant>) {
+    if (call.threshold == 0) return;
+    const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Dropout dropout(call.p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
+      shared.row_hash[row + 8 * r] = dropout_row_hash(dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r)));
+    }
+    __syncwarp();
+  }
 }
 
 // Normalises and writes a tile. Where a block has room for two tiles of queries, a warp's rows of the output take the place of
@@ -464,30 +481,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
   using Softmax = OnlineSoftmaxInParts<kNatural>;
   Softmax softmax;
+  ChunkBias<T, kN> chunk_bias;
   float factor[2];
   bool moves = false;
-  ChunkBias<T, kN> chunk_bias;
   auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
                                             has_bias, chunk_bias, between);
-  };
-  auto read_chunk_bias = [&](const Chunk& note, uint32_t flags, uint32_t tile_number) {
-    if constexpr (kVariant == Variant::kGeneral) {
-      if (p.bias.data) chunk_bias.read(call, work, shared, note, flags, tile_number, row, column);
-    }
-  };
-  // Computes dropout's hashes of a tile's rows, each warp of its own.
-  auto hash_rows = [&](uint32_t tile_number) {
-    if constexpr (kMayDrop<kVariant>) {
-      if (call.threshold == 0) return;
-      const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Dropout dropout(p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
-        shared.row_hash[row + 8 * r] = dropout_row_hash(dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r)));
-      }
-      __syncwarp();
-    }
   };
 
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
@@ -516,12 +515,12 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   pin(scores[0]);
   begin_products();
   begin_scores(0, 0, flags);
-  read_chunk_bias(shared.notes[0], flags, 0);
+  chunk_bias.read(call, work, shared, shared.notes[0], flags, 0, row, column);
   wait_products<0>();
   pin(scores[0]);
   barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
-  hash_rows(0);
+  hash_rows(call, work, shared, 0, row);
   weigh(shared.notes[0], flags, 0, [] {});
   barrier_arrive(note_empty.at(0));
 
@@ -553,7 +552,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
-    read_chunk_bias(shared.notes[n % kShape.notes], flags, tile + is_first);
+    chunk_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile + is_first, row, column);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
     pin(scores[0]);
@@ -561,10 +560,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     if (!kByCopy && flags & kLast) free_queries(tile + is_first);
     // Turn the scores of chunk n into weights, beside the product with the values of chunk n - 1.
     const Softmax ended = softmax;
-    if (is_first) {
-      softmax = Softmax();
-      hash_rows(tile + 1);
-    }
+    if (is_first) softmax = Softmax(), hash_rows(call, work, shared, tile + 1, row);
     weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
       if constexpr (gathers_keys(kVariant)) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
