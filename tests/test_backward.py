@@ -346,6 +346,49 @@ def test_softcap_and_dropout(device, dtype, softcap, options):
     assert_matches_reference(make(device, dtype, B=2, H=4, Hkv=2, Sq=90, Sk=150, softcap=softcap, bias=bias, **options))
 
 
+@pytest.mark.parametrize("kind", ["none", "interval", "block", "both"])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 30.0}, {"softcap": 0.4}, {"dropout_p": 0.4}, {"softcap": 2.0, "dropout_p": 0.2}, {}], ids=str
+)
+def test_options_beside_every_mask(device, dtype, kind, options):
+    """A GPU has kernels of their own for softcap and dropout, for bias, and for head sizes; several tiles of queries and of keys."""
+    Sq, Sk, sizes = (300, 420, (64, 128)) if device == "cuda" else (70, 90, (16,))
+    block = BlockMask.from_bool(strategies.random_tensor((1, 2, Sq, Sk), 1, device=device) > 0.5)
+    interval = random_intervals(1, Sk, 7, device)
+    mask = {"none": None, "block": block, "both": interval & block}.get(kind, interval)
+    visible = mask if mask is None else mask.to_bool() if kind == "block" else mask.to_bool(Sq, Sk)
+    key_bias = strategies.random_tensor((1, 4, Sk), 3, device=device)
+    bias = strategies.random_tensor((1, 4, Sq, Sk), 4, device=device)
+    options = {**options, "dropout_seed": 5} if "dropout_p" in options else options
+    for D in sizes:
+        case = make(device, dtype, B=2, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=D, mask=mask, visible=visible, is_causal=True, **options)
+        assert_matches_reference(case)
+        assert_matches_reference(dataclasses.replace(case, key_bias=key_bias))
+        assert_matches_reference(dataclasses.replace(case, bias=bias))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_bias_beside_huge_logits_and_hidden_nan(device, dtype, softcap):
+    """Rows whose lse is huge, pairs hidden by -inf, and NaN in a bias and in keys that no query sees."""
+    Sq, Sk = 150, 200
+    case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=64, is_causal=True, softcap=softcap)
+    bias = strategies.random_tensor((1, 4, Sq, Sk), 4, device=device)
+    bias[:, :2] -= 1e9
+    bias[:, :, ::3, ::5] = -torch.inf
+    bias[:, :, 7] = -torch.inf
+    for start in (-1000, 30):
+        mask = IntervalMask(
+            torch.full((1, 1, Sk), start, dtype=torch.int32, device=device), case.key.new_full((1, 1, Sk), 5000).int()
+        )
+        mask.end[..., 40:70] = -2000
+        visible = mask.to_bool(Sq, Sk)
+        assert_matches_reference(dataclasses.replace(case, mask=mask, visible=visible, bias=bias))
+        hidden = dataclasses.replace(case, mask=mask, visible=visible, bias=bias, key=case.key.clone(), value=case.value.clone())
+        hidden.key[:, :, 40:70] = torch.nan
+        hidden.value[:, :, 40:70] = torch.nan
+        assert_matches_reference(hidden)
+
+
 @pytest.mark.parametrize("kind", ["none", "interval", "block", "both", "heads apart"])
 @pytest.mark.parametrize("lengths", [(300, 300), (150, 400), (400, 150)], ids=str)
 def test_deterministic_is_the_gradient_too(device, dtype, kind, lengths):

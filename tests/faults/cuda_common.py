@@ -65,7 +65,7 @@ FAULTS = [
             "delta lacks the gradient of lse", BACKWARD + "test_ragged_lengths"),
     in_file("common/gradient_sums.cu", "query = share.row % call.padded_queries,", "query = share.row % p.query_length,",
             "terms of padded rows are those of others", BACKWARD + "test_ragged_lengths"),
-    in_file("common/gradient_sums.cu", "sums + sum_width(p.head_dim), 1.0f);", "sums + sum_width(p.head_dim), call.scale);",
+    in_file("common/gradient_sums.cu", "sums + sum_width(p.head_dim), call.keep_scale);", "sums + sum_width(p.head_dim), call.scale);",
             "grad_value is scaled", THRESHOLDS),
     in_file("common/gradient_sums.cu", "for (int i = lane * 4; i < width; i += lanes * 4)", "for (int i = lane * 4; i < width; i += lanes * 8)",
             "sums are added to what the memory held", BACKWARD + "test_gathered_keys_of_other_widths"),

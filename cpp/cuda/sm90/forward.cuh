@@ -425,7 +425,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
   // In the gathered variant key_bias is what products are added to, unless they are capped.
   const bool has_bias = gathers_keys(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
-  constexpr bool kNatural = kMayHaveBias<kVariant>;
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -479,7 +478,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
   };
 
-  using Softmax = OnlineSoftmaxInParts<kNatural>;
+  using Softmax = OnlineSoftmaxInParts<kMayHaveBias<kVariant>>;
   Softmax softmax;
   ChunkBias<T, kN> chunk_bias;
   float factor[2];
