@@ -394,6 +394,12 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
   }
 }
 
+template <int kOut>
+__device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
+#pragma unroll
+  for (int i = 0; i < kOut; ++i) out[i][0] = out[i][1] = out[i][2] = out[i][3] = 0.0f;
+}
+
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq].
 // What a computing warpgroup does: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys [keys, D] and values
 // [keys, Dv] in shared memory, as the notes say. Scores [64, keys] and sums [64, Dv] stay in registers.
@@ -473,10 +479,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
       narrow([](int) {});
     }
   };
-  auto clear_out = [&] {
-#pragma unroll
-    for (int i = 0; i < kOut; ++i) out[0][i][0] = out[0][i][1] = out[0][i][2] = out[0][i][3] = 0.0f;
-  };
 
   using Softmax = OnlineSoftmaxInParts<kMayHaveBias<kVariant>>;
   Softmax softmax;
@@ -506,7 +508,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   uint32_t flags = shared.notes[0].flags;
   if (flags & kEnd) return;
   query_full.wait_full(0);
-  clear_out();
+  clear_sums(out[0]);
   if (has_bias) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
@@ -580,7 +582,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     if (ends_tile) {
       store(ended, tile++);
       is_storing = kByCopy;
-      clear_out();
+      clear_sums(out[0]);
     } else if (moves) {
       Softmax::rescale(out[0], factor);
     }
