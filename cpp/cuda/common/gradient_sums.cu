@@ -196,7 +196,8 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
   const int batch = pair / static_cast<int>(p.kv_heads), group = static_cast<int>(p.heads / p.kv_heads);
   const int first_head = pair % static_cast<int>(p.kv_heads) * group, first_key = blockIdx.x % blocks * kSeenKeys;
   const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-  const int words = static_cast<int>(mask.tile_k) / 32, column = first_key / static_cast<int>(mask.tile_k);
+  const int words = static_cast<int>(mask.tile_k) / 32;
+  const int column = mask.tiles.data ? first_key / static_cast<int>(mask.tile_k) : 0;
   const int shift = static_cast<int>(p.key_length - p.query_length), thread = threadIdx.x;
   const auto first_bits = [](int count) { return count >= 32 ? 0xffffffffu : count > 0 ? (1u << count) - 1 : 0u; };
   // Keys beyond the end count as seen, so that the last tile of keys has no gaps.

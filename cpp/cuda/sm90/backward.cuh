@@ -173,7 +173,7 @@ struct BiasOfScores {
 
   __device__ __forceinline__ int query_of(int i, int e) const { return note.first_query + place.column + 8 * i + e; }
 
-  // Products become logits without key_bias. Pairs that do not exist get some bias; they are hidden afterwards.
+  // Products become logits without key_bias. Keys that do not exist get some bias; they are hidden afterwards.
   template <int kN>
   __device__ __forceinline__ void add_to(float (&scores)[kN][4]) const {
     const AttentionParams& p = call.b.forward;
@@ -207,8 +207,9 @@ struct BiasOfScores {
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const Stored* const row = bias + min(query_of(i, e % 2), last) * p.bias_row_stride;
-        scores[i][e] = fmaf(scores[i][e], call.logit_scale, widen(row[max(e / 2 == 0 ? first_key : second_key, 0)]));
+        const int query = query_of(i, e % 2);
+        const float x = widen(bias[min(query, last) * p.bias_row_stride + max(e / 2 == 0 ? first_key : second_key, 0)]);
+        scores[i][e] = fmaf(scores[i][e], call.logit_scale, query <= last ? x : 0.0f);
       }
     }
   }
