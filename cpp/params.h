@@ -193,14 +193,16 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
-// mix32 is its first step and the rest. The first step of x ^ y is that of x combined with that of y.
+// The first step of x ^ y is that of x combined with that of y.
 DMATTN_HOST_DEVICE static inline uint32_t mix32_begin(uint32_t x) { return x ^ (x >> 16); }
-DMATTN_HOST_DEVICE static inline uint32_t mix32_end(uint32_t x) {
+DMATTN_HOST_DEVICE static inline uint32_t mix32_middle(uint32_t x) {
   x *= 0x7feb352dU;
-  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return (x ^ (x >> 15)) * 0x846ca68bU;
+}
+DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) {
+  x = mix32_middle(mix32_begin(x));
   return x ^ (x >> 16);
 }
-DMATTN_HOST_DEVICE static inline uint32_t mix32(uint32_t x) { return mix32_end(mix32_begin(x)); }
 
 DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_t batch_head, uint32_t query) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
@@ -213,9 +215,10 @@ DMATTN_HOST_DEVICE static inline uint32_t dropout_row_key(uint64_t seed, uint32_
 DMATTN_HOST_DEVICE static inline uint32_t dropout_row_hash(uint32_t row_key) { return mix32_begin(row_key); }
 DMATTN_HOST_DEVICE static inline uint32_t dropout_key_hash(uint32_t key_index) { return mix32_begin(key_index * 0x9e3779b9U); }
 
-// Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated.
+// Kept when the hash reaches the threshold: dropout_threshold(p) = floor(p * 2^32), saturated. The last step of mix32 changes the
+// lower half of a number alone; here, where size decides, it is left out.
 DMATTN_HOST_DEVICE static inline bool dropout_keeps_pair(uint32_t row_hash, uint32_t key_hash, uint32_t threshold) {
-  return mix32_end(row_hash ^ key_hash) >= threshold;
+  return mix32_middle(row_hash ^ key_hash) >= threshold;
 }
 DMATTN_HOST_DEVICE static inline bool dropout_keeps(uint32_t row_key, uint32_t key_index, uint32_t threshold) {
   return dropout_keeps_pair(dropout_row_hash(row_key), dropout_key_hash(key_index), threshold);

@@ -53,14 +53,14 @@ def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is
 # Dropout ----------------------------------------------------------------------------------------------------------------------------
 
 
-def mix32(x):
-    """The finaliser with the constants 0x7feb352d and 0x846ca68b, on 32-bit words held in uint64."""
+def mix32(x, last=True):
+    """The finaliser with the constants 0x7feb352d and 0x846ca68b, with its last step or without it, on 32-bit words held in uint64."""
     word = np.uint64(0xFFFFFFFF)
     x = x ^ (x >> np.uint64(16))
     x = (x * np.uint64(0x7FEB352D)) & word
     x = x ^ (x >> np.uint64(15))
     x = (x * np.uint64(0x846CA68B)) & word
-    return x ^ (x >> np.uint64(16))
+    return x ^ (x >> np.uint64(16)) if last else x
 
 
 def dropout_keeps(seed, p, batch, heads, queries, keys):
@@ -77,7 +77,7 @@ def dropout_keeps(seed, p, batch, heads, queries, keys):
     row_key = mix32(row_key ^ mix32(wrapped(head + np.uint64(0x85EBCA6B))))
     row_key = mix32(row_key[:, None] ^ mix32(wrapped(query + np.uint64(0xC2B2AE35))))
     column = wrapped(np.arange(keys, dtype=np.uint64) * np.uint64(0x9E3779B9))
-    hashed = mix32(row_key[:, :, None] ^ column)
+    hashed = mix32(row_key[:, :, None] ^ column, last=False)
     threshold = min(int(p * 2.0**32), 2**32 - 1)
     return (hashed >= np.uint64(threshold)).reshape(batch, heads, queries, keys)
 

@@ -124,7 +124,6 @@ struct Dropout {
     x ^= static_cast<uint32_t>(key) * 0x9e3779b9U;
     x = (x ^ (x >> 16)) * 0x7feb352dU;
     x = (x ^ (x >> 15)) * 0x846ca68bU;
-    x ^= x >> 16;
     const IntVec<R> kept = __builtin_convertvector(x >= threshold, IntVec<R>);
     return kept ? splat<R>(factor) : Vec<R>{};
   }

@@ -461,10 +461,12 @@ def visible_in_blocks(tiles: Tensor, bits: Tensor, row: Tensor, column: Tensor) 
 def dropout_factors(seed: Tensor, p: float, batch: int, heads: int, place: Place) -> Tensor:
     """0 or 1 / (1 - p) for a tile's pairs, [.., B, H, queries, keys]: the counter-based hash of cpp/params.h. seed: int64 [.., 1]."""
 
-    def mix(x: Tensor) -> Tensor:
+    def spread(x: Tensor) -> Tensor:
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
-        return x ^ (x >> 16)
+        return ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
+
+    def mix(x: Tensor) -> Tensor:
+        return spread(x) ^ (spread(x) >> 16)
 
     device = seed.device
     seed = seed[..., None, None, None]
@@ -473,7 +475,7 @@ def dropout_factors(seed: Tensor, p: float, batch: int, heads: int, place: Place
     row, column = (torch.arange(*span, device=device) for span in place)
     key = mix(mix(mix(low ^ 0x9E3779B9) ^ high) ^ mix(head + 0x85EBCA6B))
     key = mix(key ^ mix(row[:, None] + 0xC2B2AE35))
-    hashed = mix(key ^ ((column * 0x9E3779B9) & 0xFFFFFFFF))
+    hashed = spread(key ^ ((column * 0x9E3779B9) & 0xFFFFFFFF))
     return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
 
 

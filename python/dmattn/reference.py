@@ -30,10 +30,12 @@ def top_k_visible(
 def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
     """0 or 1 / (1 - p) for every element of a [B, H, Sq, Sk] matrix: the counter-based hash of cpp/params.h."""
 
-    def mix(x: Tensor) -> Tensor:
+    def spread(x: Tensor) -> Tensor:
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-        x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
-        return x ^ (x >> 16)
+        return ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
+
+    def mix(x: Tensor) -> Tensor:
+        return spread(x) ^ (spread(x) >> 16)
 
     batch, heads, queries, keys = shape
     count = lambda n: torch.arange(n, dtype=torch.int64, device=device)  # noqa: E731
@@ -41,7 +43,7 @@ def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.
     seed_key = mix(mix(torch.tensor(low ^ 0x9E3779B9, device=device)) ^ high)
     head_key = mix(seed_key ^ mix(count(batch * heads).view(batch, heads, 1, 1) + 0x85EBCA6B))
     key = mix(head_key ^ mix(count(queries).view(-1, 1) + 0xC2B2AE35))
-    hashed = mix(key ^ ((count(keys) * 0x9E3779B9) & 0xFFFFFFFF))
+    hashed = spread(key ^ ((count(keys) * 0x9E3779B9) & 0xFFFFFFFF))
     return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
 
 

@@ -211,7 +211,7 @@ FAULTS = [
             "head size 256 is refused", FORWARD + "test_head_sizes"),
     in_file("tensors.h", "view.batch_stride = tensor.size(0) == 1 ? 0 : tensor.stride(0);", "view.batch_stride = tensor.stride(0);",
             "what all batches share is read beyond its end by the second", FORWARD + "test_drawn_cases"),
-    in_file("params.h", "x = (x ^ (x >> 15)) * 0x846ca68bU;\n  return", "x = (x ^ (x >> 14)) * 0x846ca68bU;\n  return",
+    in_file("params.h", "return (x ^ (x >> 15)) * 0x846ca68bU;", "return (x ^ (x >> 14)) * 0x846ca68bU;",
             "the hash of dropout is another one", FORWARD + "test_dropout_is_a_function_of_the_seed", objects="dmattn_cpu_avx512 dmattn_cpu_avx2 dmattn_cpu_baseline"),
     # Reductions.
     in_file('reduce_arguments.h', 'runs.back().stride == next.size * next.stride', 'runs.back().stride >= next.size * next.stride',

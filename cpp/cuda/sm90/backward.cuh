@@ -183,9 +183,9 @@ struct BiasOfScores {
       add_to(scores, row_of<const T>(p.bias, tile.batch, note.head), [](T x) { return Element<T>::widen(x); });
     }
   }
-  // Adds the gradients of the logits of pairs that exist.
-  template <int kN>
-  __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4]) const {
+  // Adds the gradients of the logits of pairs that exist and whose weight is not 0: not NaN, where a hidden key is beside it.
+  template <int kN, int kSteps>
+  __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4]) const {
     const AttentionParams& p = call.b.forward;
     float* const to = row_of<float>(call.grad_bias, tile.batch, note.head);
 #pragma unroll
@@ -193,7 +193,9 @@ struct BiasOfScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int key = e / 2 == 0 ? first_key : second_key, query = query_of(i, e % 2);
-        if (key >= 0 && query < p.query_length) atomicAdd(to + query * p.key_length + key, gradients[i][e] * call.keep_scale);
+        const uint32_t slope = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
+        if (slope != 0 && key >= 0 && query < p.query_length)
+          atomicAdd(to + query * p.key_length + key, gradients[i][e] * call.keep_scale);
       }
     }
   }
@@ -215,14 +217,22 @@ struct BiasOfScores {
   }
 };
 
+// Is the gradient of key_bias another one than that of the scores, and wanted? With softcap the slope of tanh is no part of it.
+template <bool kCaps>
+__device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
+  return kCaps && call.cap_scale != 0.0f && call.grad_key_bias.data;
+}
+
 // For variants with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
 // probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
-// them: both as operands of products.
+// them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs add to a
+// gradient of key_bias of its own is added to bias_sum.
 template <class T, int kDim, bool kCaps, int kSteps, int kN>
 __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
-                                                   const float (&scores)[kN][4], const float* lse2_of, const uint32_t* row_hash,
-                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
-                                                   uint32_t (&slopes)[kSteps][4]) {
+                                                   const float (&scores)[kN][4], const float* lse2_of, const float* delta_of,
+                                                   const uint32_t* row_hash, const float (&bias_2)[2], bool has_huge_rows,
+                                                   uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                                   float (&bias_sum)[2]) {
   const AttentionParams& p = call.b.forward;
   const int column = ScorePlace<kDim>().column;
   const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
@@ -270,6 +280,11 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
       for (int r = 0; r < 2; ++r) {
         const uint32_t kept = (dropout_keeps_pair(hashes.x, key_hash[r], call.threshold) ? 0xffffu : 0u) |
                               (dropout_keeps_pair(hashes.y, key_hash[r], call.threshold) ? 0xffff0000u : 0u);
+        if (has_apart_bias<kCaps>(call)) {
+          const float2 dropped = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + r] & ~kept);
+          const float2 delta = *reinterpret_cast<const float2*>(&delta_of[column + 8 * i]);
+          bias_sum[r] -= fmaf(dropped.x, delta.x, dropped.y * delta.y) * call.keep_probability;
+        }
         weights[i / 2][i % 2 * 2 + r] &= kept;
         slopes[i / 2][i % 2 * 2 + r] |= ~kept & 0x80008000u;
       }
@@ -281,14 +296,15 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
 // each key; delta: of each query.
 template <class T>
 __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4], uint32_t first_slopes, uint32_t second_slopes,
-                                                           const float* delta, float keep_probability, float (&bias_sum)[2]) {
+                                                           const float* delta, float keep_probability, float bias_factor,
+                                                           float (&bias_sum)[2]) {
   const float2 deltas = *reinterpret_cast<const float2*>(delta);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float2 pair = Element<T>::widen_pair(e / 2 == 0 ? first_slopes : second_slopes);
     const float slope = e % 2 == 0 ? pair.x : pair.y, kept = fmaxf(slope, 0.0f) * gradients[e];
     gradients[e] = fmaf(-fabsf(slope), (e % 2 == 0 ? deltas.x : deltas.y) * keep_probability, kept);
-    bias_sum[e / 2] += gradients[e];
+    bias_sum[e / 2] = fmaf(gradients[e], bias_factor, bias_sum[e / 2]);
   }
 }
 
@@ -297,11 +313,25 @@ template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
                                                      const float* delta_of, float (&bias_sum)[2]) {
+  const bool is_apart = has_apart_bias < has_options(kVariant) && kVariant != Variant::kPlainBias > (call);
+  if (is_apart) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + r]);
+        bias_sum[r] = fmaf(pair.x, fmaf(-delta.x, call.keep_probability, grad_scores[i][2 * r]), bias_sum[r]);
+        bias_sum[r] = fmaf(pair.y, fmaf(-delta.y, call.keep_probability, grad_scores[i][2 * r + 1]), bias_sum[r]);
+      }
+    }
+  }
+  const float bias_factor = is_apart ? 0.0f : 1.0f;
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     if constexpr (has_options(kVariant)) {
       differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
-                                    call.keep_probability, bias_sum);
+                                    call.keep_probability, bias_factor, bias_sum);
     } else {
       const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
 #pragma unroll
@@ -520,9 +550,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       wait_products<0>();
       pin(scores);
       if (row_flags & kBadRows) clear_bad_rows(shared, stage);
-      pin(grad_scores);
-      begin_products();
-      begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
+      auto begin_grad_scores = [&] {
+        pin(grad_scores);
+        begin_products();
+        begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
+      };
+      if (!kHasOptions) begin_grad_scores();
       if (kHasBias && note.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         read_key_bias(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (row_flags & kHugeRows), bias_2);
@@ -538,8 +571,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       hide_scores<kDim, kVariant>(p, tile, note, scores);
       const int column = ScorePlace<kDim>().column;
       if constexpr (kHasOptions) {
-        weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.row_hash[stage], bias_2,
-                                                     row_flags & kHugeRows, weights, slopes);  // see bias_2
+        weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
+                                                     shared.row_hash[stage], bias_2, row_flags & kHugeRows, weights, slopes,
+                                                     bias_sum);
       } else {
         if (kIsGathered && (row_flags & kHugeRows)) {
           weigh_huge_scores<kDim>(call, tile, note, scores);
@@ -549,6 +583,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         narrow<T>(weights, scores);
       }
       // Issue grad_value += weights dO.
+      if (kHasOptions) begin_grad_scores();  // not before: registers are short
       pin(grad_value);
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
@@ -559,7 +594,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_scores);
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][column], bias_sum);
       if constexpr (kHasBiasMatrix) {
-        if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores);
+        if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores, slopes);
       }
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.

@@ -76,7 +76,7 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
 // The variant of a call without softcap and dropout, and in backward without biases; kGeneral, too, where a tangent times
 // softcap would not be exact enough.
 Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool is_backward) {
-  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 2048, kMostScale = 1e6;
+  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 256, kMostScale = 1e6;
   AttentionParams plain = p;
   plain.softcap = 0, plain.dropout_p = 0;
   if (is_backward) plain.key_bias = plain.bias = {};
