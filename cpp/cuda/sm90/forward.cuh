@@ -201,22 +201,19 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     unit = 1.0f, to_base_2 = kLog2e;
     const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
     const LogitCap cap(p.softcap);
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][i][e] *= call.scale;
-    }
+    float to_logit = call.scale;  // the factor that is still to be applied
     if (p.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) scores[0][i][e] = cap(scores[0][i][e]);
+        for (int e = 0; e < 4; ++e) scores[0][i][e] = cap(scores[0][i][e] * to_logit);
       }
+      to_logit = 1.0f;
     }
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][i][e] += key_bias[Chunk::bias_place(8 * i + e % 2)];
+      for (int e = 0; e < 4; ++e) scores[0][i][e] = fmaf(scores[0][i][e], to_logit, key_bias[Chunk::bias_place(8 * i + e % 2)]);
     }
     if (p.bias.data) {
 #pragma unroll
@@ -260,12 +257,17 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   // Move the running maximum where scores have outgrown it.
   const bool moves = softmax.move_maximum(scores[0], unit, factor);
   between();
-  if (has_huge || kVariant == Variant::kGeneral) {
+  bool is_subtracted = has_huge;
+  if constexpr (kVariant == Variant::kGeneral) {
+    const auto is_huge = [](float maximum) { return fabsf(Softmax::reference_of(maximum)) > kHugeBias; };
+    is_subtracted = __any_sync(0xffffffffu, is_huge(softmax.maximum[0][0]) || is_huge(softmax.maximum[0][1]));
+  }
+  if (is_subtracted) {
     if constexpr (kNatural) softmax.subtract_maximum(scores[0]);
     to_base_2 = 1.0f;
   }
   // Turn scores into weights and add them to the rows' sums.
-  softmax.exponentiate(scores[0], to_base_2, has_huge || kVariant == Variant::kGeneral);
+  softmax.exponentiate(scores[0], to_base_2, is_subtracted);
   if constexpr (has_options(kVariant)) {
     if (call.threshold != 0) {
       drop_weights(scores[0], &note.key_hash[column], {shared.row_hash[row], shared.row_hash[row + 8]}, call.threshold);
