@@ -15,48 +15,79 @@ namespace dmattn::cuda::sm90 {
 // short.
 template <int kDim>
 struct ScorePlace {
-  int lane, column, row, first_row, first_column;
+  int lane, column, row, first_row;
   __device__ __forceinline__ ScorePlace() {
     const int thread = static_cast<int>(thread_index());
     lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
-    first_column = thread / kWarpgroup * (kDim / kConsumers);
   }
 };
 
 // The key in a row of the tile, -1 for none.
 __device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
 
-// Adds the grad_query of a chunk to global memory, each warp its part: 16 queries and kPart columns. The copy engine does it,
-// because adds by the threads would hold them up.
+// Leaves the grad_query of chunk n, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
+// `number` counts the parts that a warpgroup has left. A tile of 64 queries by 16 columns lies behind the other.
 template <int kDim, int kTiles>
-__device__ __forceinline__ void add_grad_query(const BackwardCall& call, BackwardShared<kDim>& shared,
-                                               const float (&from)[kTiles][4], uint32_t n, int batch) {
-  constexpr int kPart = kTiles * 8;
+__device__ __forceinline__ void leave_grad_query(const BackwardCall& call, BackwardShared<kDim>& shared,
+                                                 const float (&from)[kTiles][4], uint32_t number, uint32_t n, int batch) {
+  using Shared = BackwardShared<kDim>;
   const AttentionParams& p = call.b.forward;
-  const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
   const ScorePlace<kDim> place;
-  const int width = static_cast<int>(sum_width(p.head_dim));
-  const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
-  float* const to = call.query_sums + first_row * width + place.first_column * 8;
-  constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
-  const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
-  if (place.lane == 0) wait_stores_read();  // those of the chunk before
-  __syncwarp();
+  const int group = place.first_row / 64, warp = place.first_row % 64 / 16;
+  const Ring<1> sums_full{shared_address(&shared.sums_full[group])}, sums_empty{shared_address(&shared.sums_empty[group])};
+  sums_empty.wait_empty(number);
+  if (place.first_row % 64 == 0 && place.lane == 0) {
+    const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
+    const int64_t first_row =
+        (batch * p.heads + note.head) * call.padded_queries + note.first_query + group * Shared::kPartQueries % Shared::kShape.queries;
+    shared.sums_to[group] = call.query_sums + first_row * sum_width(p.head_dim) + group * Shared::kPartColumns % kDim * 64;
+  }
+  const uint32_t to = shared_address(shared.grad_query[group]) + warp * (16 * 64) + place.lane * 16;
 #pragma unroll
-  for (int i = 0; i < kPart / 8; i += 2) {
+  for (int i = 0; i < kTiles; i += 2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
+      store_shared_16(to + i / 2 * (64 * 64) + r * (8 * 64), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
                       from[i + 1][2 * r + 1]);
     }
   }
   fence_async();
   __syncwarp();
-  const int bytes = min(kPart, width - place.first_column) * 8 * 4;
-  if (place.lane == 0 && bytes > 0) {
-    add_floats(to, staged, bytes);
-    add_floats(to + 8 * width, staged + kRowBytes, bytes);
-    commit_stores();
+  if (place.lane == 0) barrier_arrive(sums_full.at(number));
+}
+
+// Tells the warp that adds that this warpgroup leaves nothing more.
+template <int kDim>
+__device__ __forceinline__ void leave_end(BackwardShared<kDim>& shared, uint32_t number) {
+  const ScorePlace<kDim> place;
+  const int group = place.first_row / 64;
+  const Ring<1> sums_full{shared_address(&shared.sums_full[group])}, sums_empty{shared_address(&shared.sums_empty[group])};
+  sums_empty.wait_empty(number);
+  if (place.first_row % 64 == 0 && place.lane == 0) shared.sums_to[group] = nullptr;
+  __syncwarp();
+  if (place.lane == 0) barrier_arrive(sums_full.at(number));
+}
+
+// What the warpgroups leave of grad_query -> query_sums [B, H, padded_queries, D] in tiles of 64 queries by 16 columns. By one
+// thread. The copy engine adds; the warpgroups that compute neither issue nor await it.
+template <int kDim>
+__device__ __forceinline__ void add_grad_queries(const BackwardCall& call, BackwardShared<kDim>& shared) {
+  using Shared = BackwardShared<kDim>;
+  const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
+  for (uint32_t number = 0;; ++number) {
+#pragma unroll
+    for (int group = 0; group < kConsumers; ++group) {
+      Ring<1>{shared_address(&shared.sums_full[group])}.wait_full(number);
+      float* const to = shared.sums_to[group];
+      if (!to) return wait_stores_read();
+      const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;
+      if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
+      commit_stores();
+    }
+    wait_stores_read<1>();
+    barrier_arrive(shared_address(&shared.sums_empty[0]));
+    wait_stores_read();
+    barrier_arrive(shared_address(&shared.sums_empty[1]));
   }
 }
 
@@ -257,7 +288,7 @@ __device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gr
   const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
+    store_matrix(to + k / 4 * (kBackwardKeys * 128) + (swizzle ^ k % 4 * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
   }
 }
 
@@ -269,7 +300,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   using Shared = BackwardShared<kDim>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
-  constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
+  constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
@@ -282,11 +313,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
   const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
   const uint32_t my_keys = keys + group * step_of(64 * 128);
-  const uint32_t my_columns = keys + step_of(group * kPart / 64 * kKeyPanel + group * kPart % 64 * 2);
+  const uint32_t my_columns = keys + step_of(group * kPart % kDim / 64 * kKeyPanel);
   constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
   constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
   const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
+  const uint32_t my_queries = grad_score_tiles + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel);
 
   float grad_key[kOut][4], grad_value[kOut][4];
   const int row_flags = *call.row_flags;
@@ -306,9 +338,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + step_of(k * (16 * 128))));
     commit_products();
   };
-  // Issues the sum over keys: this warpgroup's columns of grad_query.
+  // Issues the sum over keys: this warpgroup's part of grad_query.
   auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
-    const uint32_t a = grad_score_tiles + chunk % 2 * kScoreStep;
+    const uint32_t a = my_queries + chunk % 2 * kScoreStep;
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
@@ -320,10 +352,17 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
+  // Leaves grad_query of the chunk with this note. Notes that ended a visit do not count among the parts left.
+  auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note, uint32_t visit, int batch) {
+    leave_grad_query<kDim>(call, shared, grad_query, note - visit, note, batch);
+  };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
-    if (tile.head < 0) break;
+    if (tile.head < 0) {
+      leave_end(shared, n - visit);
+      break;
+    }
     head = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
@@ -419,10 +458,10 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_key);
       barrier_arrive(query_empty.at(n - 1));
       has_chunk = begin_scores();
-      // Add grad_query of the chunk before to global memory.
+      // Leave grad_query of the chunk before to the warp that adds it.
       if (chunk > first_chunk) {
         barrier_arrive(score_empty.at(chunk - 1));
-        add_grad_query(call, shared, grad_query, n - 2, tile.batch);
+        leave(grad_query, n - 2, visit, tile.batch);
       }
     }
 
@@ -444,7 +483,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
     if (chunks > first_chunk) {
       barrier_arrive(score_empty.at(chunks - 1));
-      add_grad_query(call, shared, grad_query, n - 1, batch);
+      leave(grad_query, n - 1, visit, batch);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
@@ -455,7 +494,6 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       store_key_gradients<T, kDim>(call, batch, kv_head, first_key, grad_key, grad_value);
     }
   }
-  wait_stores_read();
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
@@ -487,6 +525,10 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       barrier_init(shared_address(&shared.score_full[i]), kComputing);
       barrier_init(shared_address(&shared.score_empty[i]), kComputing);
     }
+    for (int i = 0; i < kConsumers; ++i) {
+      barrier_init(shared_address(&shared.sums_full[i]), kWarpgroup / 32);
+      barrier_init(shared_address(&shared.sums_empty[i]), 1);
+    }
     fence_barrier_init();
   }
   __syncthreads();
@@ -501,6 +543,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread == kLoaders + 32) {
+      add_grad_queries(call, shared);
     }
   }
 }

@@ -33,13 +33,15 @@ struct alignas(1024) BackwardShared {
   static constexpr int kKeyNotes = 2;    // the next visit's queries come before this visit has ended
   static constexpr int kQueryNotes = 8;  // a note is read until the chunk after it has been computed
   static_assert(kQueryNotes > kShape.query_stages + 2);
+  // The part of a chunk's grad_query that a warpgroup computes: half of its columns, or of its queries.
+  static constexpr int kPartQueries = 64, kPartColumns = kDim * kShape.queries / (kConsumers * kPartQueries);
   uint16_t key[kBackwardKeys * kDim];
   uint16_t value[kBackwardKeys * kDim];
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
-  uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // keys by queries
-  // For each warp, on the way to global memory: tiles of 8 queries by 16 columns.
-  float grad_query[kConsumers * 4][16 * (kDim / kConsumers)];
+  uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // panels of 64 queries: keys by queries
+  // For each warpgroup, on the way to global memory: tiles of 64 queries by 16 columns.
+  float grad_query[kConsumers][kPartQueries * kPartColumns];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   KeyNote key_notes[kKeyNotes];
@@ -49,6 +51,8 @@ struct alignas(1024) BackwardShared {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
+  uint64_t sums_full[kConsumers], sums_empty[kConsumers];
+  float* sums_to[kConsumers];  // where grad_query is to be added; null: nothing more comes
 };
 
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's

@@ -104,7 +104,7 @@ struct BackwardRow {
 inline constexpr BackwardRow kBackwardRows[] = {
     //                            registers of a thread:
     //dim  queries  query_stages  computing  loading
-    { 64, {     64,            3,       224,      56}},
+    { 64, {    128,            2,       224,      56}},
     {128, {     64,            2,       224,      56}},
 };
 // clang-format on
@@ -124,7 +124,7 @@ constexpr bool is_valid(BackwardShape s) {
   }
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   constexpr int kPool = 65536 / kBackwardThreads / 8 * 8 * kBackwardThreads;
-  return s.queries == 64 && s.query_stages >= 2 &&
+  return (s.queries == 64 || s.queries == 128) && s.query_stages >= 2 &&
          (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
 }
 
