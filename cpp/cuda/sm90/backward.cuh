@@ -302,6 +302,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
   constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
   constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  constexpr bool kBoth = kDim == 128;  // are both score products of a chunk issued before either is awaited?
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
@@ -375,29 +376,35 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     // a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
     // through the loop.
     const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
-    float scores[kN][4];
+    float scores[kN][4], grad_scores[kN][4];
+    auto begin_grad_scores = [&] {
+      pin(grad_scores);
+      begin_products();
+      begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + n % kShape.query_stages * kQueryStep);
+    };
     auto begin_scores = [&] {
       query_full.wait_full(n);
+      const bool has_chunk = !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
+      if ((row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       pin(scores);
       begin_products();
       begin_rows(scores, my_keys, queries + n % kShape.query_stages * kQueryStep);
-      return !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
+      if (kBoth) begin_grad_scores();
+      return has_chunk;
     };
     key_full.wait_full(visit);
+    if (kBoth) value_full.wait_full(visit);
     bool has_chunk = begin_scores();
-    value_full.wait_full(visit);
+    if (!kBoth) value_full.wait_full(visit);
+    wait_products<kBoth ? 1 : 0>();
+    pin(scores);
     while (has_chunk) {
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-      float grad_scores[kN][4], grad_query[kPart / 8][4];
+      float grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
-      wait_products<0>();
-      pin(scores);
-      if (row_flags & kBadRows) clear_bad_rows(shared, stage);
-      pin(grad_scores);
-      begin_products();
-      begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
+      if (!kBoth) begin_grad_scores();
       if (kIsGathered && note.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
@@ -419,14 +426,20 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       // Issue grad_value += weights dO.
       narrow<T>(weights, scores);
+      if (kBoth) {
+        wait_products<0>();
+        pin(grad_scores);
+      }
       pin(grad_value);
       begin_products();
       begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
 
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
-      wait_products<1>();
-      pin(grad_scores);
+      if (!kBoth) {
+        wait_products<1>();
+        pin(grad_scores);
+      }
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
         const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
@@ -450,25 +463,28 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
       fence_async();
       barrier_arrive(score_full.at(chunk));
-      // Wait for the three products; the chunk's place is free. Issue the scores of the next chunk.
       ++n;
-      wait_products<0>();
+      // Leave grad_query of the chunk before to the warp that adds it, beside the last product.
+      wait_products<1>();
       pin(grad_value);
       pin(grad_query);
-      pin(grad_key);
-      barrier_arrive(query_empty.at(n - 1));
-      has_chunk = begin_scores();
-      // Leave grad_query of the chunk before to the warp that adds it.
       if (chunk > first_chunk) {
         barrier_arrive(score_empty.at(chunk - 1));
         leave(grad_query, n - 2, visit, tile.batch);
       }
+      // Issue the scores of the next chunk. This one's place is free when its last product is done.
+      has_chunk = begin_scores();
+      wait_products<kBoth ? 2 : 1>();
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n - 1));
+      wait_products<kBoth ? 1 : 0>();
+      pin(scores);
     }
 
     // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
     const uint32_t chunks = n - visit;
     wait_products<0>();
-    pin(scores);
+    pin(grad_scores);
     if (chunks > first_chunk) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);

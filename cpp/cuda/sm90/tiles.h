@@ -104,8 +104,8 @@ struct BackwardRow {
 inline constexpr BackwardRow kBackwardRows[] = {
     //                            registers of a thread:
     //dim  queries  query_stages  computing  loading
-    { 64, {    128,            2,       224,      56}},
-    {128, {     64,            2,       224,      56}},
+    { 64, {    128,            2,       232,      40}},
+    {128, {     64,            2,       232,      40}},
 };
 // clang-format on
 
