@@ -45,6 +45,14 @@ __device__ __forceinline__ uint32_t thread_index() {
   return index;
 }
 
+// The same pointer, of which the compiler knows nothing: what is computed from values behind it is not kept in registers over a
+// loop.
+template <class T>
+__device__ __forceinline__ const T* read_anew(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool wanted) {

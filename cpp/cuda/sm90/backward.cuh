@@ -103,7 +103,8 @@ __device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim>& shared, uin
   __syncwarp();
   if (is_bad) {
 #pragma unroll 1
-    for (uint16_t* const tile : {shared.query[stage], shared.grad_out[stage]}) {
+    for (int tensor = 0; tensor < 2; ++tensor) {
+      uint16_t* const tile = tensor == 0 ? shared.query[stage] : shared.grad_out[stage];
 #pragma unroll 1
       for (int panel = 0; panel < kDim / 64; ++panel) {
 #pragma unroll 1
@@ -386,6 +387,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       query_full.wait_full(n);
       const bool has_chunk = !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
       if ((row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      if (kBoth && !has_chunk) return false;
       pin(scores);
       begin_products();
       begin_rows(scores, my_keys, queries + n % kShape.query_stages * kQueryStep);
@@ -396,8 +398,10 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     if (kBoth) value_full.wait_full(visit);
     bool has_chunk = begin_scores();
     if (!kBoth) value_full.wait_full(visit);
-    wait_products<kBoth ? 1 : 0>();
-    pin(scores);
+    if (!kBoth || has_chunk) {
+      wait_products<kBoth ? 1 : 0>();
+      pin(scores);
+    }
     while (has_chunk) {
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
@@ -474,6 +478,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       // Issue the scores of the next chunk. This one's place is free when its last product is done.
       has_chunk = begin_scores();
+      if (kBoth && !has_chunk) break;
       wait_products<kBoth ? 2 : 1>();
       pin(grad_key);
       barrier_arrive(query_empty.at(n - 1));
@@ -484,7 +489,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
     const uint32_t chunks = n - visit;
     wait_products<0>();
-    pin(grad_scores);
+    pin(grad_key);
+    if (kBoth && chunks > first_chunk) barrier_arrive(query_empty.at(n - 1));
     if (chunks > first_chunk) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);

@@ -136,24 +136,22 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   };
 
   for (uint32_t number = blockIdx.x; number < work.items;) {
-    // Draw the next item now and look at it later, so that the latency is hidden.
-    uint32_t next = work.items;
-    if (work.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1));
-    const BackwardItem item(p, work, number);
+    const BackwardItem item(*read_anew(&p), *read_anew(&work), number);
     const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
-      const LiveKeys& live_keys = call.live_keys;
+      const LiveKeys& live_keys = read_anew(&call)->live_keys;
       const int64_t mask_head = live_keys.mask_head_of(item.batch, item.head);
       const int shift = live_keys.shift[mask_head], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
       if (segment < segments_at(query_length, shift)) {
         const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment];
         const int64_t begin = mask_head * live_keys.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
+#pragma unroll 1
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
               item, base, first_query_of(segment, shift), to,
-              [&](int row) { return base + row < list.y ? live_keys.index[begin + base + row] : -1; },
-              [&](int row, int) { return Span::of(live_keys.span[begin + base + row]); });
+              [&](int row) { return base + row < list.y ? read_anew(&call)->live_keys.index[begin + base + row] : -1; },
+              [&](int row, int) { return Span::of(read_anew(&call)->live_keys.span[begin + base + row]); });
         }
       }
     } else {
@@ -167,7 +165,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    if (thread == 0) shared.item = next;
+    // Draw the next item. Its latency is hidden, because the last visit has only begun.
+    if (thread == 0) shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
@@ -226,27 +225,32 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       ++n;
     };
 
+#pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
-      if (kVariant == Variant::kGathered || !mask.tiles.data) {
-        // Each tile begins with another chunk, so that blocks do not add to the same rows of grad_query at the same time.
-        const int chunks = (to - from + kQueries - 1) / kQueries;
-        for (int i = 0, at = chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
-          send(from + at * kQueries, head, kTileFull, 0);
-          if (++at == chunks) at = 0;
-        }
-        continue;
-      }
+      const bool has_blocks = kVariant != Variant::kGathered && mask.tiles.data;
       const TileSource source(mask, note.batch, head);
       const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-      const int tile_column = note.first_place / static_cast<int>(mask.tile_k);
+      const int tile_column = has_blocks ? note.first_place / static_cast<int>(mask.tile_k) : 0;
       const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
-      for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
-        const int row = list[entry];
-        const int state =
-            row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
-        if (!is_live_tile(mask, state)) continue;
-        const int first = row * tile_q, stop = min(first + tile_q, to);
-        for (int query = max(first, from); query < stop; query += kQueries) send(query, head, state, query - first);
+      const int entries = has_blocks ? min(list[0], tiles_q) : 1;
+#pragma unroll 1
+      for (int entry = 1; entry <= entries; ++entry) {
+        // Find the queries [first, stop): all of the visit, or those of a tile of the block mask.
+        int state = kTileFull, first = from, stop = to, first_of_tile = 0;
+        if (has_blocks) {
+          const int row = list[entry];
+          state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
+          if (!is_live_tile(mask, state)) continue;
+          first_of_tile = row * tile_q, first = max(first_of_tile, from), stop = min(first_of_tile + tile_q, to);
+        }
+        // Without a block mask each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at
+        // the same time.
+        const int chunks = (stop - first + kQueries - 1) / kQueries;
+#pragma unroll 1
+        for (int i = 0, at = !has_blocks && chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+          send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
+          if (++at == chunks) at = 0;
+        }
       }
     }
     empty.wait_empty(n);
