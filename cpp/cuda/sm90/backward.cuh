@@ -477,11 +477,18 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         leave(grad_query, n - 2, visit, tile.batch);
       }
       // Issue the scores of the next chunk. This one's place is free when its last product is done.
+      if (kBoth) {
+        wait_products<0>();
+        pin(grad_key);
+        barrier_arrive(query_empty.at(n - 1));
+      }
       has_chunk = begin_scores();
       if (kBoth && !has_chunk) break;
-      wait_products<kBoth ? 2 : 1>();
-      pin(grad_key);
-      barrier_arrive(query_empty.at(n - 1));
+      if (!kBoth) {
+        wait_products<1>();
+        pin(grad_key);
+        barrier_arrive(query_empty.at(n - 1));
+      }
       wait_products<kBoth ? 1 : 0>();
       pin(scores);
     }
@@ -490,7 +497,6 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const uint32_t chunks = n - visit;
     wait_products<0>();
     pin(grad_key);
-    if (kBoth && chunks > first_chunk) barrier_arrive(query_empty.at(n - 1));
     if (chunks > first_chunk) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
