@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_grad_queries(const BackwardCall& call, Backw
   for (uint32_t number = 0;; ++number) {
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
-      Ring<1>{shared_address(&shared.sums_full[group])}.wait_full(number);
+      Ring<1>{shared_address(&shared.sums_full[group])}.sleep_full(number);
       float* const to = shared.sums_to[group];
       if (!to) return wait_stores_read();
       const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;

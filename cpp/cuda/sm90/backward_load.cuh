@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   // Begins a visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) are its keys, -1 for none, and their
   // spans. A tile without gaps comes in one piece.
   auto load = [&](const BackwardItem& item, int first_place, int from, int to, auto key_of, auto span_of) {
-    note_empty.wait_empty(visit);
+    note_empty.sleep_empty(visit);
     KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
     bool has_gaps = kIsGathered;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     }
     barrier_arrive(note_full.at(visit));
     has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // also waits until all of index is written
-    tile_empty.wait_empty(visit);
+    tile_empty.sleep_empty(visit);
     const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const TensorView& tensor, int64_t width, uint32_t full) {
       const uint32_t tile = shared_address(to);
       if (has_gaps) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
   }
-  note_empty.wait_empty(visit);
+  note_empty.sleep_empty(visit);
   if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
   barrier_arrive(note_full.at(visit));
 }
@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
   uint32_t n = 0;
   for (uint32_t visit = 0;; ++visit) {
-    note_full.wait_full(visit);
+    note_full.sleep_full(visit);
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
     const int shift = static_cast<int>(p.key_length - p.query_length);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 
     auto send = [&](int first_query, int head, int state, int row_in_tile) {
       const uint32_t stage = n % kShape.query_stages;
-      empty.wait_empty(n);
+      empty.sleep_empty(n);
       const int low = first_query + shift;
       const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         }
       }
     }
-    empty.wait_empty(n);
+    empty.sleep_empty(n);
     shared.query_notes[n % Shared::kQueryNotes].ends_visit = true;
     barrier_arrive(full.at(n));
     ++n;
