@@ -34,8 +34,7 @@ __device__ __forceinline__ void leave_grad_query(const BackwardCall& call, Backw
   const AttentionParams& p = call.b.forward;
   const ScorePlace<kDim> place;
   const int group = place.first_row / 64, warp = place.first_row % 64 / 16;
-  const Ring<1> sums_full{shared_address(&shared.sums_full[group])}, sums_empty{shared_address(&shared.sums_empty[group])};
-  sums_empty.wait_empty(number);
+  Ring<1>{shared_address(&shared.sums_empty[group])}.wait_empty(number);
   if (place.first_row % 64 == 0 && place.lane == 0) {
     const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
     const int64_t first_row =
@@ -51,9 +50,14 @@ __device__ __forceinline__ void leave_grad_query(const BackwardCall& call, Backw
                       from[i + 1][2 * r + 1]);
     }
   }
-  fence_async();
+}
+
+// Tells the warp that adds that this warpgroup has left a part, and fenced it.
+template <int kDim>
+__device__ __forceinline__ void announce_grad_query(BackwardShared<kDim>& shared, uint32_t number) {
+  const ScorePlace<kDim> place;
   __syncwarp();
-  if (place.lane == 0) barrier_arrive(sums_full.at(number));
+  if (place.lane == 0) barrier_arrive(Ring<1>{shared_address(&shared.sums_full[place.first_row / 64])}.at(number));
 }
 
 // Tells the warp that adds that this warpgroup leaves nothing more.
@@ -61,11 +65,9 @@ template <int kDim>
 __device__ __forceinline__ void leave_end(BackwardShared<kDim>& shared, uint32_t number) {
   const ScorePlace<kDim> place;
   const int group = place.first_row / 64;
-  const Ring<1> sums_full{shared_address(&shared.sums_full[group])}, sums_empty{shared_address(&shared.sums_empty[group])};
-  sums_empty.wait_empty(number);
+  Ring<1>{shared_address(&shared.sums_empty[group])}.wait_empty(number);
   if (place.first_row % 64 == 0 && place.lane == 0) shared.sums_to[group] = nullptr;
-  __syncwarp();
-  if (place.lane == 0) barrier_arrive(sums_full.at(number));
+  announce_grad_query(shared, number);
 }
 
 // What the warpgroups leave of grad_query -> query_sums [B, H, padded_queries, D] in tiles of 64 queries by 16 columns. By one
@@ -462,20 +464,21 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       begin_grad_query(grad_query, chunk - 1);
       begin_sums(grad_key, gradients, queries + stage * kQueryStep);
-      // Leave the score gradients in shared memory for grad_query.
+      // Leave the score gradients in shared memory for grad_query, and grad_query of the chunk before to the warp that adds it,
+      // beside the last product.
       score_empty.wait_empty(chunk);
       put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
-      fence_async();
-      barrier_arrive(score_full.at(chunk));
-      ++n;
-      // Leave grad_query of the chunk before to the warp that adds it, beside the last product.
       wait_products<1>();
       pin(grad_value);
       pin(grad_query);
+      if (chunk > first_chunk) leave(grad_query, n - 1, visit, tile.batch);
+      fence_async();
+      barrier_arrive(score_full.at(chunk));
       if (chunk > first_chunk) {
         barrier_arrive(score_empty.at(chunk - 1));
-        leave(grad_query, n - 2, visit, tile.batch);
+        announce_grad_query(shared, chunk - 1);
       }
+      ++n;
       // Issue the scores of the next chunk. This one's place is free when its last product is done.
       if (kBoth) {
         wait_products<0>();
@@ -512,6 +515,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     if (chunks > first_chunk) {
       barrier_arrive(score_empty.at(chunks - 1));
       leave(grad_query, n - 1, visit, batch);
+      fence_async();
+      announce_grad_query(shared, chunks - 1);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
