@@ -314,13 +314,14 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
   constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
   constexpr uint32_t kQueryStep = step_of(kQueries * kDim * 2), kScoreStep = step_of(kBackwardKeys * kQueries * 2);
-  const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
+  const uint32_t group = same_in_lanes(threadIdx.x / kWarpgroup);
   const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
   const uint32_t my_keys = keys + group * step_of(64 * 128);
   const uint32_t my_columns = keys + step_of(group * kPart % kDim / 64 * kKeyPanel);
   constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
   const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
   constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  const auto stage_at = [&](uint32_t n) { return queries + same_in_lanes(n % kShape.query_stages * kQueryStep); };
   const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
   const uint32_t my_queries = grad_score_tiles + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel);
 
@@ -344,7 +345,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   };
   // Issues the sum over keys: this warpgroup's part of grad_query.
   auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
-    const uint32_t a = my_queries + chunk % 2 * kScoreStep;
+    const uint32_t a = my_queries + same_in_lanes(chunk % 2 * kScoreStep);
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
@@ -383,7 +384,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     auto begin_grad_scores = [&] {
       pin(grad_scores);
       begin_products();
-      begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + n % kShape.query_stages * kQueryStep);
+      begin_rows(grad_scores, my_keys + kToValues, stage_at(n) + kToGradOuts);
     };
     auto begin_scores = [&] {
       query_full.wait_full(n);
@@ -392,7 +393,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       if (kBoth && !has_chunk) return false;
       pin(scores);
       begin_products();
-      begin_rows(scores, my_keys, queries + n % kShape.query_stages * kQueryStep);
+      begin_rows(scores, my_keys, stage_at(n));
       if (kBoth) begin_grad_scores();
       return has_chunk;
     };
@@ -438,7 +439,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       pin(grad_value);
       begin_products();
-      begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
+      begin_sums(grad_value, weights, stage_at(n) + kToGradOuts);
 
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
@@ -463,7 +464,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_key);
       begin_products();
       begin_grad_query(grad_query, chunk - 1);
-      begin_sums(grad_key, gradients, queries + stage * kQueryStep);
+      begin_sums(grad_key, gradients, stage_at(n));
       // Leave the score gradients in shared memory for grad_query, and grad_query of the chunk before to the warp that adds it,
       // beside the last product.
       score_empty.wait_empty(chunk);
