@@ -190,8 +190,25 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
     const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float shift_2 = (kVariant == Variant::kGathered ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
-      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, shift_2));
+      const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
+      scores[i][e] =
+          exp2_approx(fmaf(scores[i][e], scale_2, kVariant == Variant::kGathered ? bias_2[e / 2] + minus_lse2 : minus_lse2));
+    }
+  }
+}
+
+// Gradients of the weights become gradients of the scores, and are added to those of key_bias. delta_of: of the thread's queries.
+template <class T, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void differentiate_scores(float (&grad_scores)[kN][4], const uint32_t (&weights)[kSteps][4],
+                                                     const float* delta_of, float (&bias_sum)[2]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
+      grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
+      if (kVariant == Variant::kGathered) bias_sum[e / 2] += grad_scores[i][e];
     }
   }
 }
@@ -447,16 +464,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         wait_products<1>();
         pin(grad_scores);
       }
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][column + 8 * i]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
-          grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
-          if (kIsGathered) bias_sum[e / 2] += grad_scores[i][e];
-        }
-      }
+      differentiate_scores<T, kVariant>(grad_scores, weights, &shared.delta[stage][column], bias_sum);
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (chunk > first_chunk) score_full.wait_full(chunk - 1);
