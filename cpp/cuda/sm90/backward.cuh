@@ -25,23 +25,18 @@ struct ScorePlace {
 // The key in a row of the tile, -1 for none.
 __device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
 
-// Leaves the grad_query of chunk n, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
-// `number` counts the parts that a warpgroup has left. A tile of 64 queries by 16 columns lies behind the other.
+// Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums. Tiles
+// of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
 template <int kDim, int kTiles>
-__device__ __forceinline__ void leave_grad_query(const BackwardCall& call, BackwardShared<kDim>& shared,
-                                                 const float (&from)[kTiles][4], uint32_t number, uint32_t n, int batch) {
+__device__ __forceinline__ void leave_grad_query(BackwardShared<kDim>& shared, const float (&from)[kTiles][4], uint32_t group,
+                                                 const QueryNote& note, int width) {
   using Shared = BackwardShared<kDim>;
-  const AttentionParams& p = call.b.forward;
   const ScorePlace<kDim> place;
-  const int group = place.first_row / 64, warp = place.first_row % 64 / 16;
-  Ring<1>{shared_address(&shared.sums_empty[group])}.wait_empty(number);
+  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
   if (place.first_row % 64 == 0 && place.lane == 0) {
-    const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-    const int64_t first_row =
-        (batch * p.heads + note.head) * call.padded_queries + note.first_query + group * Shared::kPartQueries % Shared::kShape.queries;
-    shared.sums_to[group] = call.query_sums + first_row * sum_width(p.head_dim) + group * Shared::kPartColumns % kDim * 64;
+    shared.sums_to[group] = note.sums + group * 64 * (Shared::kPartColumns < kDim ? Shared::kPartColumns : width);
   }
-  const uint32_t to = shared_address(shared.grad_query[group]) + warp * (16 * 64) + place.lane * 16;
+  const uint32_t to = shared_address(shared.grad_query[group]) + place.first_row % 64 * 64 + place.lane * 16;
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
 #pragma unroll
@@ -51,45 +46,48 @@ __device__ __forceinline__ void leave_grad_query(const BackwardCall& call, Backw
     }
   }
 }
-
-// Tells the warp that adds that this warpgroup has left a part, and fenced it.
-template <int kDim>
-__device__ __forceinline__ void announce_grad_query(BackwardShared<kDim>& shared, uint32_t number) {
-  const ScorePlace<kDim> place;
-  __syncwarp();
-  if (place.lane == 0) barrier_arrive(Ring<1>{shared_address(&shared.sums_full[place.first_row / 64])}.at(number));
+__device__ __forceinline__ void announce_grad_query(uint32_t group) {
+  group_arrive(static_cast<int>(kSumsFullBarrier + group), kSumsThreads);
 }
 
 // Tells the warp that adds that this warpgroup leaves nothing more.
 template <int kDim>
-__device__ __forceinline__ void leave_end(BackwardShared<kDim>& shared, uint32_t number) {
-  const ScorePlace<kDim> place;
-  const int group = place.first_row / 64;
-  Ring<1>{shared_address(&shared.sums_empty[group])}.wait_empty(number);
-  if (place.first_row % 64 == 0 && place.lane == 0) shared.sums_to[group] = nullptr;
-  announce_grad_query(shared, number);
+__device__ __forceinline__ void leave_end(BackwardShared<kDim>& shared, uint32_t group) {
+  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
+  if (threadIdx.x % kWarpgroup == 0) shared.sums_to[group] = nullptr;
+  announce_grad_query(group);
 }
 
 // What the warpgroups leave of grad_query -> query_sums [B, H, padded_queries, D] in tiles of 64 queries by 16 columns. By one
-// thread. The copy engine adds; the warpgroups that compute neither issue nor await it.
+// warp. The copy engine adds; the warps that compute neither issue that nor wait for its end.
 template <int kDim>
 __device__ __forceinline__ void add_grad_queries(const BackwardCall& call, BackwardShared<kDim>& shared) {
   using Shared = BackwardShared<kDim>;
-  const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
-  for (uint32_t number = 0;; ++number) {
+  const bool is_first = read_lane() == 0;
+  const auto free_part = [](int group) { group_arrive(kSumsEmptyBarrier + group, kSumsThreads); };
+  for (int group = 0; group < kConsumers; ++group) free_part(group);
+  for (bool has_parts = true; has_parts;) {
 #pragma unroll
     for (int group = 0; group < kConsumers; ++group) {
-      Ring<1>{shared_address(&shared.sums_full[group])}.sleep_full(number);
+      group_sync(kSumsFullBarrier + group, kSumsThreads);
       float* const to = shared.sums_to[group];
-      if (!to) return wait_stores_read();
-      const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;
-      if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
-      commit_stores();
+      has_parts = to != nullptr;
+      if (is_first && has_parts) {
+        const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
+        const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;
+        if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
+        commit_stores();
+      }
+      __syncwarp();
     }
-    wait_stores_read<1>();
-    barrier_arrive(shared_address(&shared.sums_empty[0]));
-    wait_stores_read();
-    barrier_arrive(shared_address(&shared.sums_empty[1]));
+    if (has_parts) {
+      if (is_first) wait_stores_read<1>();
+      __syncwarp();
+      free_part(0);
+      if (is_first) wait_stores_read();
+      __syncwarp();
+      free_part(1);
+    }
   }
 }
 
@@ -374,15 +372,16 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
-  // Leaves grad_query of the chunk with this note. Notes that ended a visit do not count among the parts left.
-  auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note, uint32_t visit, int batch) {
-    leave_grad_query<kDim>(call, shared, grad_query, note - visit, note, batch);
+  // Leaves grad_query of the chunk with this note.
+  auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
+    leave_grad_query<kDim>(shared, grad_query, group, shared.query_notes[note % Shared::kQueryNotes],
+                           static_cast<int>(sum_width(p.head_dim)));
   };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
     if (tile.head < 0) {
-      leave_end(shared, n - visit);
+      leave_end(shared, group);
       break;
     }
     head = -1;
@@ -403,20 +402,23 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       begin_rows(grad_scores, my_keys + kToValues, stage_at(n) + kToGradOuts);
     };
-    auto begin_scores = [&] {
+    // Waits for the next note; false: it ends the visit.
+    auto await_chunk = [&] {
       query_full.wait_full(n);
       const bool has_chunk = !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
       if ((row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
-      if (kBoth && !has_chunk) return false;
+      return has_chunk;
+    };
+    auto begin_scores = [&] {
       pin(scores);
       begin_products();
       begin_rows(scores, my_keys, stage_at(n));
       if (kBoth) begin_grad_scores();
-      return has_chunk;
     };
     key_full.wait_full(visit);
     if (kBoth) value_full.wait_full(visit);
-    bool has_chunk = begin_scores();
+    bool has_chunk = await_chunk();
+    if (!kBoth || has_chunk) begin_scores();
     if (!kBoth) value_full.wait_full(visit);
     if (!kBoth || has_chunk) {
       wait_products<kBoth ? 1 : 0>();
@@ -480,13 +482,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       wait_products<1>();
       pin(grad_value);
       pin(grad_query);
-      if (chunk > first_chunk) leave(grad_query, n - 1, visit, tile.batch);
-      fence_async();
-      barrier_arrive(score_full.at(chunk));
-      if (chunk > first_chunk) {
-        barrier_arrive(score_empty.at(chunk - 1));
-        announce_grad_query(shared, chunk - 1);
-      }
+      if (chunk > first_chunk) leave(grad_query, n - 1);
       ++n;
       // Issue the scores of the next chunk. This one's place is free when its last product is done.
       if (kBoth) {
@@ -494,8 +490,21 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         pin(grad_key);
         barrier_arrive(query_empty.at(n - 1));
       }
-      has_chunk = begin_scores();
-      if (kBoth && !has_chunk) break;
+      has_chunk = await_chunk();
+      const auto announce = [&] {
+        fence_async();
+        barrier_arrive(score_full.at(chunk));
+        if (chunk > first_chunk) {
+          barrier_arrive(score_empty.at(chunk - 1));
+          announce_grad_query(group);
+        }
+      };
+      if (kBoth && !has_chunk) {
+        announce();
+        break;
+      }
+      begin_scores();
+      announce();  // by now all that was left is in shared memory, so that the fence takes no time
       if (!kBoth) {
         wait_products<1>();
         pin(grad_key);
@@ -523,9 +532,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
     if (chunks > first_chunk) {
       barrier_arrive(score_empty.at(chunks - 1));
-      leave(grad_query, n - 1, visit, batch);
+      leave(grad_query, n - 1);
       fence_async();
-      announce_grad_query(shared, chunks - 1);
+      announce_grad_query(group);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
@@ -567,10 +576,6 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       barrier_init(shared_address(&shared.score_full[i]), kComputing);
       barrier_init(shared_address(&shared.score_empty[i]), kComputing);
     }
-    for (int i = 0; i < kConsumers; ++i) {
-      barrier_init(shared_address(&shared.sums_full[i]), kWarpgroup / 32);
-      barrier_init(shared_address(&shared.sums_empty[i]), 1);
-    }
     fence_barrier_init();
   }
   __syncthreads();
@@ -585,7 +590,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (thread == kLoaders + 32) {
+    } else if (thread >= kLoaders + 32) {
       add_grad_queries(call, shared);
     }
   }

@@ -23,6 +23,7 @@ struct KeyNote {
 // A chunk of queries, or the end of a visit.
 struct QueryNote {
   const uint32_t* bits;  // those of the first query, from the tile's first key on; null: no bits have to be tested
+  float* sums;           // of grad_query
   int first_query, head;
   bool ends_visit, needs_test;
 };
@@ -51,11 +52,13 @@ struct alignas(1024) BackwardShared {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
-  uint64_t sums_full[kConsumers], sums_empty[kConsumers];
   float* sums_to[kConsumers];  // where grad_query is to be added; null: nothing more comes
 };
 
-inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
+// Named barriers: of the loading and of the computing warps; for each computing warpgroup, of it and the warp that adds its part
+// of grad_query. 0 is the whole block's.
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kSumsFullBarrier = 3, kSumsEmptyBarrier = 5;
+inline constexpr int kSumsThreads = kWarpgroup + 32;
 
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each visit, with a note.
 // By half a warpgroup.
@@ -206,7 +209,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const uint32_t* bits = bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
-      shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
+      const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
+      shared.query_notes[n % Shared::kQueryNotes] = {bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false,
+                                                     !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
 #pragma unroll
@@ -214,7 +219,6 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
                  head, note.batch);
       }
-      const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
       copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
