@@ -403,9 +403,13 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_rows(grad_scores, my_keys + kToValues, stage_at(n) + kToGradOuts);
     };
     // Waits for the next note; false: it ends the visit.
+    bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
     auto await_chunk = [&] {
       query_full.wait_full(n);
-      const bool has_chunk = !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
+      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
+      const bool has_chunk = !note.ends_visit;
+      has_test = note.needs_test || note.bits;
+      if (kIsGathered) is_new_head = note.head != head;
       if ((row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
@@ -431,7 +435,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
       if (!kBoth) begin_grad_scores();
-      if (kIsGathered && note.head != head) {
+      if (kIsGathered && is_new_head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
 #pragma unroll
@@ -440,10 +444,10 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
           bias_2[r] = bias && key >= 0 ? bias[key] * kLog2e : 0.0f;
         }
       }
-      head = note.head;
+      if (kIsGathered) head = note.head;
 
       // Hide scores, and turn the others into probabilities.
-      hide_scores<kDim, kVariant>(p, tile, note, scores);
+      if (has_test) hide_scores<kDim, kVariant>(p, tile, note, scores);
       const int column = ScorePlace<kDim>().column;
       if (kIsGathered && (row_flags & kHugeRows)) {
         weigh_huge_scores<kDim>(call, tile, note, scores);
