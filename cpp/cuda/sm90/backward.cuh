@@ -25,8 +25,8 @@ struct ScorePlace {
 // The key in a row of the tile, -1 for none.
 __device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
 
-// Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums. Tiles
-// of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
+// Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
+// Tiles of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
 template <int kDim, int kTiles>
 __device__ __forceinline__ void leave_grad_query(BackwardShared<kDim>& shared, const float (&from)[kTiles][4], uint32_t group,
                                                  const QueryNote& note, int width) {
@@ -306,82 +306,106 @@ __device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gr
   const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    store_matrix(to + k / 4 * (kBackwardKeys * 128) + (swizzle ^ k % 4 * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
+    store_matrix(to + k / 4 * (kBackwardKeys * 128) + (swizzle ^ k % 4 * 32), gradients[k][0], gradients[k][1], gradients[k][2],
+                 gradients[k][3]);
   }
 }
 
-// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of 64
-// queries. Scores and their gradients are [64 keys, 64 queries].
-template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
+// The products of a computing warpgroup, by described tiles in shared memory. Each function issues one, and its end has to be
+// awaited.
+template <class T, int kDim>
+struct BackwardProducts {
   using Shared = BackwardShared<kDim>;
-  constexpr BackwardShape kShape = Shared::kShape;
-  constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
-  constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = kVariant == Variant::kGathered;
-  constexpr bool kBoth = kDim == 128;  // are both score products of a chunk issued before either is awaited?
-  const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
-  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
-      tile_empty{shared_address(&shared.tile_empty)};
-  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
-  constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
-  constexpr uint32_t kQueryStep = step_of(kQueries * kDim * 2), kScoreStep = step_of(kBackwardKeys * kQueries * 2);
+  static constexpr int kQueries = Shared::kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
+  static constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
+  static constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
   const uint32_t group = same_in_lanes(threadIdx.x / kWarpgroup);
-  const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
-  const uint32_t my_keys = keys + group * step_of(64 * 128);
-  const uint32_t my_columns = keys + step_of(group * kPart % kDim / 64 * kKeyPanel);
-  constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
-  const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
-  constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
-  const auto stage_at = [&](uint32_t n) { return queries + same_in_lanes(n % kShape.query_stages * kQueryStep); };
-  const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
-  const uint32_t my_queries = grad_score_tiles + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel);
+  uint32_t keys, queries, scores;
 
-  float grad_key[kOut][4], grad_value[kOut][4];
-  const int row_flags = *call.row_flags;
+  __device__ __forceinline__ explicit BackwardProducts(const Shared& shared)
+      : keys(describe_panels(shared_address(shared.key), kKeyPanel)),
+        queries(describe_panels(shared_address(shared.query), kQueryPanel)),
+        scores(describe_panels(shared_address(shared.grad_score), kKeyPanel)) {}
 
-  // Issues a product of rows: to = keys * queries^T, or values * grad_out^T.
-  auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
+  // The queries and the grad_out of the chunk with this note.
+  __device__ __forceinline__ uint32_t queries_of(uint32_t note) const {
+    return queries + same_in_lanes(note % Shared::kShape.query_stages * step_of(kQueries * kDim * 2));
+  }
+  __device__ __forceinline__ uint32_t grad_outs_of(uint32_t note) const {
+    return queries_of(note) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  }
+
+  // to = keys * queries^T
+  __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t note) const {
+    begin_rows(to, keys + group * step_of(64 * 128), queries_of(note));
+  }
+  // to = values * grad_out^T
+  __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t note) const {
+    begin_rows(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
+               grad_outs_of(note));
+  }
+  __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kQueries>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
                                         complete(b + step_of_columns(k, kQueryPanel)), k > 0);
     }
     commit_products();
-  };
-  // Issues a sum over queries: to += scores * queries, or scores * grad_out.
-  auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t b) {
+  }
+  // A sum over queries: to += operand * rows, which are queries or grad_out.
+  __device__ __forceinline__ void begin_sums(float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t rows) const {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + step_of(k * (16 * 128))));
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(rows + step_of(k * (16 * 128))));
     commit_products();
-  };
-  // Issues the sum over keys: this warpgroup's part of grad_query.
-  auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
-    const uint32_t a = my_queries + same_in_lanes(chunk % 2 * kScoreStep);
+  }
+  // The sum over keys: this warpgroup's part of grad_query, of the score gradients of this chunk.
+  __device__ __forceinline__ void begin_grad_query(float (&to)[kPart / 8][4], uint32_t chunk) const {
+    const uint32_t a = scores + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel) +
+                       same_in_lanes(chunk % 2 * step_of(kBackwardKeys * kQueries * 2));
+    const uint32_t b = keys + step_of(group * kPart % kDim / 64 * kKeyPanel);
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
-                                                    complete(my_columns + step_of(k * (16 * 128))), k > 0);
+                                                    complete(b + step_of(k * (16 * 128))), k > 0);
     }
     commit_products();
-  };
+  }
+};
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of
+// queries. Scores and their gradients are [64 keys, queries].
+template <class T, int kDim, Variant kVariant>
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
+  using Shared = BackwardShared<kDim>;
+  using Products = BackwardProducts<T, kDim>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
+  constexpr bool kIsGathered = kVariant == Variant::kGathered;
+  const AttentionParams& p = call.b.forward;
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
+  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
+  const Products products(shared);
+
+  float grad_key[kOut][4], grad_value[kOut][4];
+
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
   // Leaves grad_query of the chunk with this note.
   auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
-    leave_grad_query<kDim>(shared, grad_query, group, shared.query_notes[note % Shared::kQueryNotes],
+    leave_grad_query<kDim>(shared, grad_query, products.group, shared.query_notes[note % Shared::kQueryNotes],
                            static_cast<int>(sum_width(p.head_dim)));
   };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
     if (tile.head < 0) {
-      leave_end(shared, group);
+      leave_end(shared, products.group);
       break;
     }
     head = -1;
@@ -391,50 +415,43 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes
-    // a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
-    // through the loop.
-    const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
+    // The tensor cores always have a product to do beside what the threads do. Both products of scores are begun at the end of
+    // the chunk before, and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first
+    // chunk computes a grad_query that means nothing, so that registers are the same on all ways through the loop.
+    bool has_chunk_before = false;
     float scores[kN][4], grad_scores[kN][4];
-    auto begin_grad_scores = [&] {
-      pin(grad_scores);
-      begin_products();
-      begin_rows(grad_scores, my_keys + kToValues, stage_at(n) + kToGradOuts);
-    };
-    // Waits for the next note; false: it ends the visit.
     bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
+    // Waits for the next note; false: it ends the visit.
     auto await_chunk = [&] {
       query_full.wait_full(n);
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       const bool has_chunk = !note.ends_visit;
       has_test = note.needs_test || note.bits;
       if (kIsGathered) is_new_head = note.head != head;
-      if ((row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      if ((shared.row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
+    // Issues scores = K Q^T and grad_scores = V dO^T.
     auto begin_scores = [&] {
       pin(scores);
+      pin(grad_scores);
       begin_products();
-      begin_rows(scores, my_keys, stage_at(n));
-      if (kBoth) begin_grad_scores();
+      products.begin_scores(scores, n);
+      products.begin_grad_scores(grad_scores, n);
     };
     key_full.wait_full(visit);
-    if (kBoth) value_full.wait_full(visit);
+    value_full.wait_full(visit);
     bool has_chunk = await_chunk();
-    if (!kBoth || has_chunk) begin_scores();
-    if (!kBoth) value_full.wait_full(visit);
-    if (!kBoth || has_chunk) {
-      wait_products<kBoth ? 1 : 0>();
+    if (has_chunk) {
+      begin_scores();
+      wait_products<1>();
       pin(scores);
     }
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
+      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;  // notes that ended a visit do not count
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
-      // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
-      if (!kBoth) begin_grad_scores();
       if (kIsGathered && is_new_head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
@@ -449,36 +466,29 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // Hide scores, and turn the others into probabilities.
       if (has_test) hide_scores<kDim, kVariant>(p, tile, note, scores);
       const int column = ScorePlace<kDim>().column;
-      if (kIsGathered && (row_flags & kHugeRows)) {
+      if (kIsGathered && (shared.row_flags & kHugeRows)) {
         weigh_huge_scores<kDim>(call, tile, note, scores);
       } else {
         weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
       }
-      // Issue grad_value += weights dO.
       narrow<T>(weights, scores);
-      if (kBoth) {
-        wait_products<0>();
-        pin(grad_scores);
-      }
+      // Wait for grad_scores, and issue grad_value += weights dO.
+      wait_products<0>();
+      pin(grad_scores);
       pin(grad_value);
       begin_products();
-      begin_sums(grad_value, weights, stage_at(n) + kToGradOuts);
-
+      products.begin_sums(grad_value, weights, products.grad_outs_of(n));
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
-      if (!kBoth) {
-        wait_products<1>();
-        pin(grad_scores);
-      }
       differentiate_scores<T, kVariant>(grad_scores, weights, &shared.delta[stage][column], bias_sum);
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
-      if (chunk > first_chunk) score_full.wait_full(chunk - 1);
+      if (has_chunk_before) score_full.wait_full(chunk - 1);
       pin(grad_query);
       pin(grad_key);
       begin_products();
-      begin_grad_query(grad_query, chunk - 1);
-      begin_sums(grad_key, gradients, stage_at(n));
+      products.begin_grad_query(grad_query, chunk - 1);
+      products.begin_sums(grad_key, gradients, products.queries_of(n));
       // Leave the score gradients in shared memory for grad_query, and grad_query of the chunk before to the warp that adds it,
       // beside the last product.
       score_empty.wait_empty(chunk);
@@ -486,47 +496,41 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       wait_products<1>();
       pin(grad_value);
       pin(grad_query);
-      if (chunk > first_chunk) leave(grad_query, n - 1);
+      if (has_chunk_before) leave(grad_query, n - 1);
+      // When that product is done, the chunk's place is free.
+      wait_products<0>();
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n));
       ++n;
-      // Issue the scores of the next chunk. This one's place is free when its last product is done.
-      if (kBoth) {
-        wait_products<0>();
-        pin(grad_key);
-        barrier_arrive(query_empty.at(n - 1));
-      }
-      has_chunk = await_chunk();
+      // Issue the scores of the next chunk. Only then tell the others what was left: by now it has reached shared memory, and the
+      // fence takes no time.
       const auto announce = [&] {
         fence_async();
         barrier_arrive(score_full.at(chunk));
-        if (chunk > first_chunk) {
+        if (has_chunk_before) {
           barrier_arrive(score_empty.at(chunk - 1));
-          announce_grad_query(group);
+          announce_grad_query(products.group);
         }
+        has_chunk_before = true;
       };
-      if (kBoth && !has_chunk) {
+      has_chunk = await_chunk();
+      if (!has_chunk) {
         announce();
         break;
       }
       begin_scores();
-      announce();  // by now all that was left is in shared memory, so that the fence takes no time
-      if (!kBoth) {
-        wait_products<1>();
-        pin(grad_key);
-        barrier_arrive(query_empty.at(n - 1));
-      }
-      wait_products<kBoth ? 1 : 0>();
+      announce();
+      wait_products<1>();
       pin(scores);
     }
 
     // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
     const uint32_t chunks = n - visit;
-    wait_products<0>();
-    pin(grad_key);
-    if (chunks > first_chunk) score_full.wait_full(chunks - 1);
+    if (has_chunk_before) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
     begin_products();
-    begin_grad_query(grad_query, chunks - 1);
+    products.begin_grad_query(grad_query, chunks - 1);
     wait_products<0>();
     pin(grad_query);
     barrier_arrive(tile_empty.at(visit));
@@ -534,16 +538,16 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     if (kIsGathered) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
-    if (chunks > first_chunk) {
+    if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
       leave(grad_query, n - 1);
       fence_async();
-      announce_grad_query(group);
+      announce_grad_query(products.group);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
     if constexpr (kIsGathered) {
-      if (chunks == first_chunk) continue;  // nothing was added
+      if (!has_chunk_before) continue;  // nothing was added
       add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
       store_key_gradients<T, kDim>(call, batch, kv_head, first_key, grad_key, grad_value);
@@ -581,6 +585,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       barrier_init(shared_address(&shared.score_empty[i]), kComputing);
     }
     fence_barrier_init();
+    shared.row_flags = *call.row_flags;
   }
   __syncthreads();
   // Give each warp its role.

@@ -47,7 +47,8 @@ struct alignas(1024) BackwardShared {
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
-  uint32_t item;
+  uint32_t item, query_visit;
+  int row_flags;  // a copy
   uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
@@ -110,7 +111,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       const uint32_t tile = shared_address(to);
       if (has_gaps) {
         const char* const data =
-            static_cast<const char*>(tensor.data) + (item.batch * tensor.batch_stride + item.kv_head * tensor.head_stride) * 2;
+            static_cast<const char*>(tensor.data) + (note.batch * tensor.batch_stride + note.kv_head * tensor.head_stride) * 2;
         gather_rows<kDim, kBackwardKeys, kLoaders, true, false, 1>(thread, tile, note.index, kBackwardKeys, data,
                                                                    static_cast<uint32_t>(tensor.row_stride * 2),
                                                                    static_cast<int>(width), [] {});
@@ -119,7 +120,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         barrier_expect(full, kBackwardKeys * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, item.kv_head, item.batch);
+          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, note.kv_head, note.batch);
         }
       } else {
         barrier_arrive(full);
@@ -169,7 +170,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
     // Draw the next item. Its latency is hidden, because the last visit has only begun.
-    if (thread == 0) shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1)) : work.items;
+    if (thread_index() % kLoaders == 0)
+      shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
@@ -191,8 +193,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   const MaskParams& mask = p.mask;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
+  uint32_t& visit = shared.query_visit;  // not in a register, because those are short
   uint32_t n = 0;
-  for (uint32_t visit = 0;; ++visit) {
+  for (visit = 0;; ++visit) {
     note_full.sleep_full(visit);
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
@@ -210,22 +213,22 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
       const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
-      shared.query_notes[n % Shared::kQueryNotes] = {bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false,
-                                                     !is_whole};
+      shared.query_notes[n % Shared::kQueryNotes] = {
+          bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       barrier_expect(full.at(n), 2 * kTileBytes + 2 * kTermBytes);
+      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
+      copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
                  head, note.batch);
       }
-      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, full.at(n), panel * 64,
                  first_query, head, note.batch);
       }
-      copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
       ++n;
     };
 
