@@ -87,7 +87,7 @@ struct BackwardCall {
   // that do not exist.
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
-  bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 8 rows by 16 columns one after the other
+  bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 64 rows by 16 columns one after the other
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
   // query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys

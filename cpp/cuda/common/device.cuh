@@ -45,6 +45,14 @@ __device__ __forceinline__ uint32_t thread_index() {
   return index;
 }
 
+// The same pointer, of which the compiler knows nothing: what is computed from values behind it is not kept in registers over a
+// loop.
+template <class T>
+__device__ __forceinline__ const T* read_anew(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, const void* from, bool wanted) {
@@ -92,8 +100,9 @@ struct Element<__nv_bfloat16> {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
+  // A bfloat16 is the upper half of a float: one instruction each, where the conversion of pairs takes two.
   static __device__ __forceinline__ float2 widen_pair(uint32_t pair) {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
   static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
   // d += a * b, a 16 x 16 row-major, b 16 x 8 column-major, d 16 x 8

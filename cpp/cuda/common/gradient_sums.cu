@@ -177,7 +177,7 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   if (call.lse2[row] == -negative_infinity()) {  // sees nothing: NaN of keys that other rows see must not reach it
     *reinterpret_cast<uint4*>(to + share.part * 8) = {0, 0, 0, 0};
   } else if (call.query_sums_in_tiles) {
-    store_8(to + share.part * 8, call.query_sums + row / 8 * 8 * width + row % 8 * 16, share.part, call.scale, 8 * 16);
+    store_8(to + share.part * 8, call.query_sums + row / 64 * 64 * width + row % 64 * 16, share.part, call.scale, 64 * 16);
   } else {
     store_8(to + share.part * 8, call.query_sums + share.row * width, share.part, call.scale);
   }

@@ -15,56 +15,87 @@ namespace dmattn::cuda::sm90 {
 // short.
 template <int kDim>
 struct ScorePlace {
-  int lane, column, row, first_row, first_column;
+  int lane, column, row, first_row;
   __device__ __forceinline__ ScorePlace() {
     const int thread = static_cast<int>(thread_index());
     lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
-    first_column = thread / kWarpgroup * (kDim / kConsumers);
   }
 };
 
 // The key in a row of the tile, -1 for none.
 __device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
 
-// Adds the grad_query of a chunk to global memory, each warp its part: 16 queries and kPart columns. The copy engine does it,
-// because adds by the threads would hold them up.
-template <int kDim, int kTiles>
-__device__ __forceinline__ void add_grad_query(const BackwardCall& call, BackwardShared<kDim>& shared,
-                                               const float (&from)[kTiles][4], uint32_t n, int batch) {
-  constexpr int kPart = kTiles * 8;
-  const AttentionParams& p = call.b.forward;
-  const QueryNote& note = shared.query_notes[n % BackwardShared<kDim>::kQueryNotes];
+// Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
+// Tiles of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
+template <int kDim, bool kHasOptions, int kTiles>
+__device__ __forceinline__ void leave_grad_query(BackwardShared<kDim, kHasOptions>& shared, const float (&from)[kTiles][4],
+                                                 uint32_t group, const QueryNote& note, int width) {
+  using Shared = BackwardShared<kDim, kHasOptions>;
   const ScorePlace<kDim> place;
-  const int width = static_cast<int>(sum_width(p.head_dim));
-  const int64_t first_row = (batch * p.heads + note.head) * call.padded_queries + note.first_query + place.first_row % 64;
-  float* const to = call.query_sums + first_row * width + place.first_column * 8;
-  constexpr int kRowBytes = kPart * 8 * 4;  // of 8 queries
-  const uint32_t staged = shared_address(shared.grad_query[place.first_row / 16]);
-  if (place.lane == 0) wait_stores_read();  // those of the chunk before
-  __syncwarp();
+  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
+  if (place.first_row % 64 == 0 && place.lane == 0) {
+    shared.sums_to[group] = note.sums + group * 64 * (Shared::kPartColumns < kDim ? Shared::kPartColumns : width);
+  }
+  const uint32_t to = shared_address(shared.grad_query[group]) + place.first_row % 64 * 64 + place.lane * 16;
 #pragma unroll
-  for (int i = 0; i < kPart / 8; i += 2) {
+  for (int i = 0; i < kTiles; i += 2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      store_shared_16(staged + r * kRowBytes + i * 256 + place.lane * 16, from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
+      store_shared_16(to + i / 2 * (64 * 64) + r * (8 * 64), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
                       from[i + 1][2 * r + 1]);
     }
   }
-  fence_async();
-  __syncwarp();
-  const int bytes = min(kPart, width - place.first_column) * 8 * 4;
-  if (place.lane == 0 && bytes > 0) {
-    add_floats(to, staged, bytes);
-    add_floats(to + 8 * width, staged + kRowBytes, bytes);
-    commit_stores();
+}
+__device__ __forceinline__ void announce_grad_query(uint32_t group) {
+  group_arrive(static_cast<int>(kSumsFullBarrier + group), kSumsThreads);
+}
+
+// Tells the warp that adds that this warpgroup leaves nothing more.
+template <int kDim, bool kHasOptions>
+__device__ __forceinline__ void leave_end(BackwardShared<kDim, kHasOptions>& shared, uint32_t group) {
+  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
+  if (threadIdx.x % kWarpgroup == 0) shared.sums_to[group] = nullptr;
+  announce_grad_query(group);
+}
+
+// What the warpgroups leave of grad_query -> query_sums [B, H, padded_queries, D] in tiles of 64 queries by 16 columns. By one
+// warp. The copy engine adds; the warps that compute neither issue that nor wait for its end.
+template <int kDim, bool kHasOptions>
+__device__ __forceinline__ void add_grad_queries(const BackwardCall& call, BackwardShared<kDim, kHasOptions>& shared) {
+  using Shared = BackwardShared<kDim, kHasOptions>;
+  const bool is_first = read_lane() == 0;
+  const auto free_part = [](int group) { group_arrive(kSumsEmptyBarrier + group, kSumsThreads); };
+  for (int group = 0; group < kConsumers; ++group) free_part(group);
+  for (bool has_parts = true; has_parts;) {
+#pragma unroll
+    for (int group = 0; group < kConsumers; ++group) {
+      group_sync(kSumsFullBarrier + group, kSumsThreads);
+      float* const to = shared.sums_to[group];
+      has_parts = to != nullptr;
+      if (is_first && has_parts) {
+        const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
+        const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;
+        if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
+        commit_stores();
+      }
+      __syncwarp();
+    }
+    if (has_parts) {
+      if (is_first) wait_stores_read<1>();
+      __syncwarp();
+      free_part(0);
+      if (is_first) wait_stores_read();
+      __syncwarp();
+      free_part(1);
+    }
   }
 }
 
 // Clears queries that see nothing, where query or grad_out is not finite: not even a weight of 0 may be multiplied with those.
 // Their delta is NaN.
-template <int kDim>
-__device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim>& shared, uint32_t stage) {
-  constexpr int kQueries = BackwardShared<kDim>::kShape.queries;
+template <int kDim, bool kHasOptions>
+__device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim, kHasOptions>& shared, uint32_t stage) {
+  constexpr int kQueries = BackwardShared<kDim, kHasOptions>::kShape.queries;
   constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
   group_sync(kClearBarrier, kThreads);
   const int thread = static_cast<int>(thread_index()), row = thread / kEach;
@@ -72,7 +103,8 @@ __device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim>& shared, uin
   __syncwarp();
   if (is_bad) {
 #pragma unroll 1
-    for (uint16_t* const tile : {shared.query[stage], shared.grad_out[stage]}) {
+    for (int tensor = 0; tensor < 2; ++tensor) {
+      uint16_t* const tile = tensor == 0 ? shared.query[stage] : shared.grad_out[stage];
 #pragma unroll 1
       for (int panel = 0; panel < kDim / 64; ++panel) {
 #pragma unroll 1
@@ -156,8 +188,8 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
     const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float shift_2 = (gathers_keys(kVariant) ? bias_2[e / 2] : 0.0f) - (e % 2 == 0 ? lse2.x : lse2.y);
-      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, shift_2));
+      const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
+      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, gathers_keys(kVariant) ? bias_2[e / 2] + minus_lse2 : minus_lse2));
     }
   }
 }
@@ -446,6 +478,34 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
   }
 }
 
+// A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
+// gradients. has_test: are there scores to hide?
+template <class T, int kDim, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared,
+                                            const KeyNote& tile, const QueryNote& note, uint32_t stage, bool has_test,
+                                            float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
+                                            uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4]) {
+  constexpr bool kHasBiasMatrix = kVariant == Variant::kPlainBias;
+  const bool has_huge_rows = shared.row_flags & kHugeRows;
+  if constexpr (kHasBiasMatrix) {
+    BiasOfScores<T, kDim>{call, tile, note}.add_to(scores);
+  } else if (has_options(kVariant) && call.cap_scale != 0.0f) {
+    to_tangents(scores, call.cap_scale);
+  }
+  if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, note, scores);
+  if constexpr (has_options(kVariant)) {
+    weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
+                                                 shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
+  } else {
+    if (gathers_keys(kVariant) && has_huge_rows) {
+      weigh_huge_scores<kDim>(call, tile, note, scores);
+    } else {
+      weigh_scores<kVariant>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
+    }
+    narrow<T>(weights, scores);
+  }
+}
+
 // Score gradients [keys, queries] of the warp to their tile in shared memory.
 template <int kDim, int kSteps>
 __device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gradients)[kSteps][4]) {
@@ -455,74 +515,108 @@ __device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gr
   const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    store_matrix(to + (swizzle ^ k * 32), gradients[k][0], gradients[k][1], gradients[k][2], gradients[k][3]);
+    store_matrix(to + k / 4 * (kBackwardKeys * 128) + (swizzle ^ k % 4 * 32), gradients[k][0], gradients[k][1], gradients[k][2],
+                 gradients[k][3]);
   }
 }
 
-// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of 64
-// queries. Scores and their gradients are [64 keys, 64 queries].
-template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim>& shared) {
-  using Shared = BackwardShared<kDim>;
-  constexpr BackwardShape kShape = Shared::kShape;
-  constexpr int kQueries = kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
-  constexpr int kPart = kDim / kConsumers;  // columns of grad_query that a warpgroup computes
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions,
-                 kHasBiasMatrix = kVariant == Variant::kPlainBias;
-  const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
-  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
-      tile_empty{shared_address(&shared.tile_empty)};
-  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
-  constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
-  constexpr uint32_t kQueryStep = step_of(kQueries * kDim * 2), kScoreStep = step_of(kBackwardKeys * kQueries * 2);
-  const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
-  const uint32_t keys = describe_panels(shared_address(shared.key), kKeyPanel);
-  const uint32_t my_keys = keys + group * step_of(64 * 128);
-  const uint32_t my_columns = keys + step_of(group * kPart / 64 * kKeyPanel + group * kPart % 64 * 2);
-  constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
-  const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
-  constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
-  const uint32_t grad_score_tiles = describe_panels(shared_address(shared.grad_score), kKeyPanel);
+// The products of a computing warpgroup, by described tiles in shared memory. Each function issues one, and its end has to be
+// awaited.
+template <class T, int kDim, bool kHasOptions>
+struct BackwardProducts {
+  using Shared = BackwardShared<kDim, kHasOptions>;
+  static constexpr int kQueries = Shared::kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
+  static constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
+  static constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
+  const uint32_t group = same_in_lanes(threadIdx.x / kWarpgroup);
+  uint32_t keys, queries, scores;
 
-  float grad_key[kOut][4], grad_value[kOut][4];
-  const int row_flags = *call.row_flags;
+  __device__ __forceinline__ explicit BackwardProducts(const Shared& shared)
+      : keys(describe_panels(shared_address(shared.key), kKeyPanel)),
+        queries(describe_panels(shared_address(shared.query), kQueryPanel)),
+        scores(describe_panels(shared_address(shared.grad_score), kKeyPanel)) {}
 
-  // Issues a product of rows: to = keys * queries^T, or values * grad_out^T.
-  auto begin_rows = [&](float (&to)[kN][4], uint32_t a, uint32_t b) {
+  // The queries and the grad_out of the chunk with this note.
+  __device__ __forceinline__ uint32_t queries_of(uint32_t note) const {
+    return queries + same_in_lanes(note % Shared::kShape.query_stages * step_of(kQueries * kDim * 2));
+  }
+  __device__ __forceinline__ uint32_t grad_outs_of(uint32_t note) const {
+    return queries_of(note) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  }
+
+  // to = keys * queries^T
+  __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t note) const {
+    begin_rows(to, keys + group * step_of(64 * 128), queries_of(note));
+  }
+  // to = values * grad_out^T
+  __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t note) const {
+    begin_rows(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
+               grad_outs_of(note));
+  }
+  __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kQueries>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
                                         complete(b + step_of_columns(k, kQueryPanel)), k > 0);
     }
     commit_products();
-  };
-  // Issues a sum over queries: to += scores * queries, or scores * grad_out.
-  auto begin_sums = [&](float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t b) {
+  }
+  // A sum over queries: to += operand * rows, which are queries or grad_out.
+  __device__ __forceinline__ void begin_sums(float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t rows) const {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(b + step_of(k * (16 * 128))));
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(rows + step_of(k * (16 * 128))));
     commit_products();
-  };
-  // Issues the sum over keys: this warpgroup's columns of grad_query.
-  auto begin_grad_query = [&](float (&to)[kPart / 8][4], uint32_t chunk) {
-    const uint32_t a = grad_score_tiles + chunk % 2 * kScoreStep;
+  }
+  // The sum over keys: this warpgroup's part of grad_query, of the score gradients of this chunk.
+  __device__ __forceinline__ void begin_grad_query(float (&to)[kPart / 8][4], uint32_t chunk) const {
+    const uint32_t a = scores + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel) +
+                       same_in_lanes(chunk % 2 * step_of(kBackwardKeys * kQueries * 2));
+    const uint32_t b = keys + step_of(group * kPart % kDim / 64 * kKeyPanel + group * kPart % kDim % 64 * 2);
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
-                                                    complete(my_columns + step_of(k * (16 * 128))), k > 0);
+                                                    complete(b + step_of(k * (16 * 128))), k > 0);
     }
     commit_products();
-  };
+  }
+};
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of
+// queries. Scores and their gradients are [64 keys, queries].
+template <class T, int kDim, Variant kVariant>
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  using Products = BackwardProducts<T, kDim, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions;
+  const AttentionParams& p = call.b.forward;
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
+  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
+  const Products products(shared);
+
+  float grad_key[kOut][4], grad_value[kOut][4];
+
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
+  // Leaves grad_query of the chunk with this note.
+  auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
+    leave_grad_query(shared, grad_query, products.group, shared.query_notes[note % Shared::kQueryNotes],
+                     static_cast<int>(sum_width(p.head_dim)));
+  };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
-    if (tile.head < 0) break;
+    if (tile.head < 0) {
+      leave_end(shared, products.group);
+      break;
+    }
     head = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
@@ -530,114 +624,123 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes
-    // a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
-    // through the loop.
-    const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
-    float scores[kN][4];
-    auto begin_scores = [&] {
+    // The tensor cores always have a product to do beside what the threads do. Both products of scores are begun at the end of
+    // the chunk before, and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first
+    // chunk computes a grad_query that means nothing, so that registers are the same on all ways through the loop.
+    bool has_chunk_before = false;
+    float scores[kN][4], grad_scores[kN][4];
+    bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
+    // Waits for the next note; false: it ends the visit.
+    auto await_chunk = [&] {
       query_full.wait_full(n);
+      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
+      const bool has_chunk = !note.ends_visit;
+      has_test = note.needs_test || note.bits;
+      if (kHasBias) is_new_head = note.head != head;
+      if ((shared.row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      return has_chunk;
+    };
+    // Issues grad_scores = V dO^T.
+    auto begin_grad_scores = [&] {
+      pin(grad_scores);
+      begin_products();
+      products.begin_grad_scores(grad_scores, n);
+    };
+    // Issues scores = K Q^T and grad_scores. With options registers do not suffice for both before the scores are weighed.
+    auto begin_scores = [&] {
       pin(scores);
       begin_products();
-      begin_rows(scores, my_keys, queries + n % kShape.query_stages * kQueryStep);
-      return !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
+      products.begin_scores(scores, n);
+      if (!kHasOptions) begin_grad_scores();
+    };
+    auto await_scores = [&] {
+      wait_products<kHasOptions ? 0 : 1>();
+      pin(scores);
     };
     key_full.wait_full(visit);
-    bool has_chunk = begin_scores();
     value_full.wait_full(visit);
+    bool has_chunk = await_chunk();
+    if (has_chunk) {
+      begin_scores();
+      await_scores();
+    }
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
+      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;  // notes that ended a visit do not count
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-      float grad_scores[kN][4], grad_query[kPart / 8][4];
+      float grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4], slopes[kSteps][4];  // slopes: with options
-      // Wait for scores = K Q^T of this chunk, and issue grad_scores = V dO^T.
-      wait_products<0>();
-      pin(scores);
-      if (row_flags & kBadRows) clear_bad_rows(shared, stage);
-      auto begin_grad_scores = [&] {
-        pin(grad_scores);
-        begin_products();
-        begin_rows(grad_scores, my_keys + kToValues, queries + kToGradOuts + stage * kQueryStep);
-      };
-      if (!kHasOptions) begin_grad_scores();
-      if (kHasBias && note.head != head) {
+      if (kHasBias && is_new_head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (row_flags & kHugeRows), bias_2);
+        read_key_bias(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
       }
-      head = note.head;
+      if (kHasBias) head = note.head;
 
-      // Hide scores, and turn the others into probabilities.
-      if constexpr (kHasBiasMatrix) {
-        BiasOfScores<T, kDim>{call, tile, note}.add_to(scores);
-      } else if (kHasOptions && call.cap_scale != 0.0f) {
-        to_tangents(scores, call.cap_scale);
-      }
-      hide_scores<kDim, kVariant>(p, tile, note, scores);
-      const int column = ScorePlace<kDim>().column;
-      if constexpr (kHasOptions) {
-        weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
-                                                     shared.row_hash[stage], bias_2, row_flags & kHugeRows, weights, slopes,
-                                                     bias_sum);
-      } else {
-        if (kIsGathered && (row_flags & kHugeRows)) {
-          weigh_huge_scores<kDim>(call, tile, note, scores);
-        } else {
-          weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
-        }
-        narrow<T>(weights, scores);
-      }
-      // Issue grad_value += weights dO.
-      if (kHasOptions) begin_grad_scores();  // not before: registers are short
+      weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes);
+      // Issue grad_value += weights dO, and wait for grad_scores.
+      if (kHasOptions) begin_grad_scores();
+      if (!kHasOptions) wait_products<0>();
+      pin(grad_scores);
       pin(grad_value);
       begin_products();
-      begin_sums(grad_value, weights, queries + kToGradOuts + stage * kQueryStep);
-
+      products.begin_sums(grad_value, weights, products.grad_outs_of(n));
+      if (kHasOptions) wait_products<1>();
+      pin(grad_scores);
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
-      wait_products<1>();
-      pin(grad_scores);
-      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][column], bias_sum);
-      if constexpr (kHasBiasMatrix) {
+      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
+                                        bias_sum);
+      if constexpr (kVariant == Variant::kPlainBias) {
         if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores, slopes);
       }
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
-      if (chunk > first_chunk) score_full.wait_full(chunk - 1);
+      if (has_chunk_before) score_full.wait_full(chunk - 1);
       pin(grad_query);
       pin(grad_key);
       begin_products();
-      begin_grad_query(grad_query, chunk - 1);
-      begin_sums(grad_key, gradients, queries + stage * kQueryStep);
-      // Leave the score gradients in shared memory for grad_query.
+      products.begin_grad_query(grad_query, chunk - 1);
+      products.begin_sums(grad_key, gradients, products.queries_of(n));
+      // Leave the score gradients in shared memory for grad_query, and grad_query of the chunk before to the warp that adds it,
+      // beside the last product.
       score_empty.wait_empty(chunk);
       put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
-      fence_async();
-      barrier_arrive(score_full.at(chunk));
-      // Wait for the three products; the chunk's place is free. Issue the scores of the next chunk.
-      ++n;
-      wait_products<0>();
+      wait_products<1>();
       pin(grad_value);
       pin(grad_query);
+      if (has_chunk_before) leave(grad_query, n - 1);
+      // When that product is done, the chunk's place is free.
+      wait_products<0>();
       pin(grad_key);
-      barrier_arrive(query_empty.at(n - 1));
-      has_chunk = begin_scores();
-      // Add grad_query of the chunk before to global memory.
-      if (chunk > first_chunk) {
-        barrier_arrive(score_empty.at(chunk - 1));
-        add_grad_query(call, shared, grad_query, n - 2, tile.batch);
+      barrier_arrive(query_empty.at(n));
+      ++n;
+      // Issue the scores of the next chunk. Only then tell the others what was left: by now it has reached shared memory, and the
+      // fence takes no time.
+      const auto announce = [&] {
+        fence_async();
+        barrier_arrive(score_full.at(chunk));
+        if (has_chunk_before) {
+          barrier_arrive(score_empty.at(chunk - 1));
+          announce_grad_query(products.group);
+        }
+        has_chunk_before = true;
+      };
+      has_chunk = await_chunk();
+      if (!has_chunk) {
+        announce();
+        break;
       }
+      begin_scores();
+      announce();
+      await_scores();
     }
 
     // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
     const uint32_t chunks = n - visit;
-    wait_products<0>();
-    pin(scores);
-    if (chunks > first_chunk) score_full.wait_full(chunks - 1);
+    if (has_chunk_before) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
     begin_products();
-    begin_grad_query(grad_query, chunks - 1);
+    products.begin_grad_query(grad_query, chunks - 1);
     wait_products<0>();
     pin(grad_query);
     barrier_arrive(tile_empty.at(visit));
@@ -645,20 +748,21 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
-    if (chunks > first_chunk) {
+    if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
-      add_grad_query(call, shared, grad_query, n - 1, batch);
+      leave(grad_query, n - 1);
+      fence_async();
+      announce_grad_query(products.group);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
     if constexpr (kIsGathered) {
-      if (chunks == first_chunk) continue;  // nothing was added
+      if (!has_chunk_before) continue;  // nothing was added
       add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
       store_key_gradients<T, kDim>(call, batch, kv_head, first_key, grad_key, grad_value);
     }
   }
-  wait_stores_read();
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
@@ -668,7 +772,7 @@ template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
                                                                        const __grid_constant__ BackwardMaps maps) {
-  using Shared = BackwardShared<kDim>;
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
@@ -691,6 +795,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       barrier_init(shared_address(&shared.score_empty[i]), kComputing);
     }
     fence_barrier_init();
+    shared.row_flags = *call.row_flags;
   }
   __syncthreads();
   // Give each warp its role.
@@ -704,6 +809,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread >= kLoaders + 32) {
+      add_grad_queries(call, shared);
     }
   }
 }
@@ -711,8 +818,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                             cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim>));
+  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
   const auto kernel = backward_kernel<T, kDim, kVariant>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;

@@ -23,43 +23,51 @@ struct KeyNote {
 // A chunk of queries, or the end of a visit.
 struct QueryNote {
   const uint32_t* bits;  // those of the first query, from the tile's first key on; null: no bits have to be tested
+  float* sums;           // of grad_query
   int first_query, head;
   bool ends_visit, needs_test;
 };
 
-template <int kDim>
+template <int kDim, bool kHasOptions>
 struct alignas(1024) BackwardShared {
-  static constexpr BackwardShape kShape = kBackwardShape<kDim>;
+  static constexpr BackwardShape kShape = kBackwardShape<kDim, kHasOptions>;
   static constexpr int kKeyNotes = 2;    // the next visit's queries come before this visit has ended
   static constexpr int kQueryNotes = 8;  // a note is read until the chunk after it has been computed
   static_assert(kQueryNotes > kShape.query_stages + 2);
+  // The part of a chunk's grad_query that a warpgroup computes: half of its columns, or of its queries.
+  static constexpr int kPartQueries = 64, kPartColumns = kDim * kShape.queries / (kConsumers * kPartQueries);
   uint16_t key[kBackwardKeys * kDim];
   uint16_t value[kBackwardKeys * kDim];
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
-  uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // keys by queries
-  // For each warp, on the way to global memory: tiles of 8 queries by 16 columns.
-  float grad_query[kConsumers * 4][16 * (kDim / kConsumers)];
+  uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // panels of 64 queries: keys by queries
+  // For each warpgroup, on the way to global memory: tiles of 64 queries by 16 columns.
+  float grad_query[kConsumers][kPartQueries * kPartColumns];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];  // with dropout
   KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
-  uint32_t item;
+  uint32_t item, query_visit;
+  int row_flags;  // a copy
   uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
+  float* sums_to[kConsumers];  // where grad_query is to be added; null: nothing more comes
 };
 
-inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
+// Named barriers: of the loading and of the computing warps; for each computing warpgroup, of it and the warp that adds its part
+// of grad_query. 0 is the whole block's.
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kSumsFullBarrier = 3, kSumsEmptyBarrier = 5;
+inline constexpr int kSumsThreads = kWarpgroup + 32;
 
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each visit, with a note.
 // By half a warpgroup.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                          BackwardShared<kDim>& shared) {
-  using Shared = BackwardShared<kDim>;
+                                          BackwardShared<kDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr bool kIsGathered = gathers_keys(kVariant);
   const AttentionParams& p = call.b.forward;
   const int thread = static_cast<int>(threadIdx.x) % kLoaders;
@@ -71,7 +79,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   // Begins a visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) are its keys, -1 for none, and their
   // spans. A tile without gaps comes in one piece.
   auto load = [&](const BackwardItem& item, int first_place, int from, int to, auto key_of, auto span_of) {
-    note_empty.wait_empty(visit);
+    note_empty.sleep_empty(visit);
     KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
     bool has_gaps = kIsGathered;
@@ -99,12 +107,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     }
     barrier_arrive(note_full.at(visit));
     has_gaps = group_any(kLoadBarrier, kLoaders, has_gaps);  // also waits until all of index is written
-    tile_empty.wait_empty(visit);
+    tile_empty.sleep_empty(visit);
     const auto bring = [&](const uint16_t* to, const CUtensorMap* map, const TensorView& tensor, int64_t width, uint32_t full) {
       const uint32_t tile = shared_address(to);
       if (has_gaps) {
         const char* const data =
-            static_cast<const char*>(tensor.data) + (item.batch * tensor.batch_stride + item.kv_head * tensor.head_stride) * 2;
+            static_cast<const char*>(tensor.data) + (note.batch * tensor.batch_stride + note.kv_head * tensor.head_stride) * 2;
         gather_rows<kDim, kBackwardKeys, kLoaders, true, false, 1>(thread, tile, note.index, kBackwardKeys, data,
                                                                    static_cast<uint32_t>(tensor.row_stride * 2),
                                                                    static_cast<int>(width), [] {});
@@ -113,7 +121,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         barrier_expect(full, kBackwardKeys * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, item.kv_head, item.batch);
+          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, note.kv_head, note.batch);
         }
       } else {
         barrier_arrive(full);
@@ -133,24 +141,22 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   };
 
   for (uint32_t number = blockIdx.x; number < work.items;) {
-    // Draw the next item now and look at it later, so that the latency is hidden.
-    uint32_t next = work.items;
-    if (work.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work.ticket, 1));
-    const BackwardItem item(p, work, number);
+    const BackwardItem item(*read_anew(&p), *read_anew(&work), number);
     const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
-      const LiveKeys& live_keys = call.live_keys;
+      const LiveKeys& live_keys = read_anew(&call)->live_keys;
       const int64_t mask_head = live_keys.mask_head_of(item.batch, item.head);
       const int shift = live_keys.shift[mask_head], segment = work.tiles / work.shares - 1 - item.tile / work.shares;
       if (segment < segments_at(query_length, shift)) {
         const int2 list = live_keys.lists[mask_head * live_keys.most_lists + segment];
         const int64_t begin = mask_head * live_keys.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
+#pragma unroll 1
         for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
           load(
               item, base, first_query_of(segment, shift), to,
-              [&](int row) { return base + row < list.y ? live_keys.index[begin + base + row] : -1; },
-              [&](int row, int) { return Span::of(live_keys.span[begin + base + row]); });
+              [&](int row) { return base + row < list.y ? read_anew(&call)->live_keys.index[begin + base + row] : -1; },
+              [&](int row, int) { return Span::of(read_anew(&call)->live_keys.span[begin + base + row]); });
         }
       }
     } else {
@@ -164,12 +170,14 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    if (thread == 0) shared.item = next;
+    // Draw the next item. Its latency is hidden, because the last visit has only begun.
+    if (thread_index() % kLoaders == 0)
+      shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
     number = shared.item;
     group_sync(kLoadBarrier, kLoaders);
   }
-  note_empty.wait_empty(visit);
+  note_empty.sleep_empty(visit);
   if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
   barrier_arrive(note_full.at(visit));
 }
@@ -178,17 +186,18 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
 // with notes. By one thread.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                             BackwardShared<kDim>& shared) {
-  using Shared = BackwardShared<kDim>;
+                                             BackwardShared<kDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries;
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
+  uint32_t& visit = shared.query_visit;  // not in a register, because those are short
   uint32_t n = 0;
-  for (uint32_t visit = 0;; ++visit) {
-    note_full.wait_full(visit);
+  for (visit = 0;; ++visit) {
+    note_full.sleep_full(visit);
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
     const int shift = static_cast<int>(p.key_length - p.query_length);
@@ -197,58 +206,64 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 
     auto send = [&](int first_query, int head, int state, int row_in_tile) {
       const uint32_t stage = n % kShape.query_stages;
-      empty.wait_empty(n);
+      empty.sleep_empty(n);
       const int low = first_query + shift;
       const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
       const uint32_t* bits = bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
-      shared.query_notes[n % Shared::kQueryNotes] = {bits, first_query, head, false, !is_whole};
+      const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
+      shared.query_notes[n % Shared::kQueryNotes] = {
+          bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = has_options(kVariant) && call.row_hash;
       barrier_expect(full.at(n), 2 * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
+      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
+      copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
+      if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
                  head, note.batch);
       }
-      const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
-      copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
-      if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, full.at(n), panel * 64,
                  first_query, head, note.batch);
       }
-      copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
       ++n;
     };
 
+#pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
-      if (gathers_keys(kVariant) || !mask.tiles.data) {
-        // Each tile begins with another chunk, so that blocks do not add to the same rows of grad_query at the same time.
-        const int chunks = (to - from + kQueries - 1) / kQueries;
-        for (int i = 0, at = chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
-          send(from + at * kQueries, head, kTileFull, 0);
-          if (++at == chunks) at = 0;
-        }
-        continue;
-      }
+      const bool has_blocks = !gathers_keys(kVariant) && mask.tiles.data;
       const TileSource source(mask, note.batch, head);
       const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-      const int tile_column = note.first_place / static_cast<int>(mask.tile_k);
+      const int tile_column = has_blocks ? note.first_place / static_cast<int>(mask.tile_k) : 0;
       const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
-      for (int entry = 1; entry <= min(list[0], tiles_q); ++entry) {
-        const int row = list[entry];
-        const int state =
-            row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
-        if (!is_live_tile(mask, state)) continue;
-        const int first = row * tile_q, stop = min(first + tile_q, to);
-        for (int query = max(first, from); query < stop; query += kQueries) send(query, head, state, query - first);
+      const int entries = has_blocks ? min(list[0], tiles_q) : 1;
+#pragma unroll 1
+      for (int entry = 1; entry <= entries; ++entry) {
+        // Find the queries [first, stop): all of the visit, or those of a tile of the block mask.
+        int state = kTileFull, first = from, stop = to, first_of_tile = 0;
+        if (has_blocks) {
+          const int row = list[entry];
+          state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
+          if (!is_live_tile(mask, state)) continue;
+          first_of_tile = row * tile_q, first = max(first_of_tile, from), stop = min(first_of_tile + tile_q, to);
+        }
+        // Without a block mask each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at
+        // the same time.
+        const int chunks = (stop - first + kQueries - 1) / kQueries;
+#pragma unroll 1
+        for (int i = 0, at = !has_blocks && chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+          send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
+          if (++at == chunks) at = 0;
+        }
       }
     }
-    empty.wait_empty(n);
+    empty.sleep_empty(n);
     shared.query_notes[n % Shared::kQueryNotes].ends_visit = true;
     barrier_arrive(full.at(n));
     ++n;

@@ -31,6 +31,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+inline constexpr unsigned kSleep = 64;  // nanoseconds
+
 // Has the phase with this parity ended?
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -41,7 +43,15 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) 
   return done != 0;
 }
 
-// Named barriers of `threads` threads of the block: wait for all; does any thread say so; how many do.
+// Waits as barrier_wait does, but sleeps between looks: every look takes a turn at shared memory from the products.
+__device__ __forceinline__ void barrier_sleep(uint32_t barrier, uint32_t parity) {
+  while (!barrier_test(barrier, parity)) __nanosleep(kSleep);
+}
+
+// Named barriers of `threads` threads of the block: arrive; arrive and wait for all; does any thread say so; how many do.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

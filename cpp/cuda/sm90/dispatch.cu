@@ -30,8 +30,9 @@ struct BackwardInstance {
   {DType::DTYPE, DIM, Variant::VARIANT, launch_forward<TYPE, DIM, Variant::VARIANT>, kForwardShape<DIM, Variant::VARIANT>},
 constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM>.queries},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT)                                         \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, \
+   kBackwardShape<DIM, has_options(Variant::VARIANT)>.queries},
 constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 

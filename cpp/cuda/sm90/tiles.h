@@ -115,25 +115,28 @@ inline constexpr int kBackwardKeys = kConsumers * 64, kBackwardThreads = (kConsu
 
 struct BackwardRow {
   int dim;
+  bool has_options;
   BackwardShape shape;
 };
 // clang-format off
 inline constexpr BackwardRow kBackwardRows[] = {
-    //                            registers of a thread:
-    //dim  queries  query_stages  computing  loading
-    { 64, {     64,            3,       224,      56}},
-    {128, {     64,            2,       224,      56}},
+    //                                     registers of a thread:
+    //dim options  queries  query_stages  computing  loading
+    { 64, false, {    128,            2,       232,      40}},
+    { 64, true,  {     64,            3,       232,      40}},
+    {128, false, {     64,            2,       232,      40}},
+    {128, true,  {     64,            2,       232,      40}},
 };
 // clang-format on
 
-constexpr BackwardShape find_backward_shape(int dim) {
+constexpr BackwardShape find_backward_shape(int dim, bool has_options) {
   for (const BackwardRow& row : kBackwardRows) {
-    if (row.dim == dim) return row.shape;
+    if (row.dim == dim && row.has_options == has_options) return row.shape;
   }
   return {};  // no kernel compiles with it
 }
-template <int kDim>
-inline constexpr BackwardShape kBackwardShape = find_backward_shape(kDim);
+template <int kDim, bool kHasOptions>
+inline constexpr BackwardShape kBackwardShape = find_backward_shape(kDim, kHasOptions);
 
 constexpr bool is_valid(BackwardShape s) {
   for (const int registers : {s.computing_registers, s.loading_registers}) {
@@ -141,7 +144,7 @@ constexpr bool is_valid(BackwardShape s) {
   }
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   constexpr int kPool = 65536 / kBackwardThreads / 8 * 8 * kBackwardThreads;
-  return s.queries == 64 && s.query_stages >= 2 &&
+  return (s.queries == 64 || s.queries == 128) && s.query_stages >= 2 &&
          (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
 }
 

@@ -47,7 +47,10 @@ __device__ __forceinline__ void add_floats(float* to, uint32_t from, int bytes) 
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until this thread's stores have read shared memory.
-__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until this thread's stores, but for the last kPending, have read shared memory.
+template <int kPending = 0>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 }  // namespace dmattn::cuda::sm90

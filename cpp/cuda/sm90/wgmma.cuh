@@ -15,6 +15,9 @@ __device__ __forceinline__ int read_lane() {
   return lane;
 }
 
+// A value that is the same in all lanes of a warp, in a register that they share: descriptions of tiles are wanted there.
+__device__ __forceinline__ uint32_t same_in_lanes(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
