@@ -34,9 +34,7 @@ def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.
         x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
         return ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
 
-    def mix(x: Tensor) -> Tensor:
-        return spread(x) ^ (spread(x) >> 16)
-
+    mix = lambda x: spread(x) ^ (spread(x) >> 16)  # noqa: E731
     batch, heads, queries, keys = shape
     count = lambda n: torch.arange(n, dtype=torch.int64, device=device)  # noqa: E731
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
