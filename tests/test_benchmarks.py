@@ -570,6 +570,31 @@ def test_committed_results_can_be_compared():
             assert compare.compared(result, result, 0.05)[:2] == ([], [])
 
 
+def test_rows_of_scripts_are_measurements_too():
+    sweep = {
+        "length": 256,
+        "heads": 4,
+        "window": 16,
+        "forward": 1.0,
+        "backward": 2.0,
+        "dense_forward": 3.0,
+        "dense_backward": 4.0,
+    }
+    pack = {"case": "4 documents", "forward_ms": 5.0, "backward_ms": 6.0, "torch_forward_ms": 7.0}
+    ranks = {"length": 64, "ranks": 2, "ours": {"forward_ms": 8.0}, "torch_context_parallel_cudnn": {"error": "none here"}}
+    found = {each.key[1:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
+    assert found == {
+        ("256 tokens, 4 heads, window 16", "", "dmattn", "forward kernels"): 1.0,
+        ("256 tokens, 4 heads, window 16", "", "dmattn", "backward kernels"): 2.0,
+        ("256 tokens, 4 heads, window 16", "", "dmattn, dense", "forward kernels"): 3.0,
+        ("256 tokens, 4 heads, window 16", "", "dmattn, dense", "backward kernels"): 4.0,
+        ("4 documents", "", "dmattn", "forward"): 0.005,
+        ("4 documents", "", "dmattn", "backward"): 0.006,
+        ("4 documents", "", "torch", "forward"): 0.007,
+        ("context parallel, 64 tokens on 2 ranks", "", "dmattn", "forward"): 0.008,
+    }
+
+
 def test_a_report_has_tables_and_plots(ran, tmp_path):
     pytest.importorskip("matplotlib")
     committed = [BENCHMARKS / "results/nvidia-h200" / name for name in ("cuda.json", "quality.jsonl")]

@@ -206,6 +206,16 @@ def _of_row(row: Row) -> Iterator[Measurement]:
         facts = {"tokens_per_second": row["tokens_per_second"]}
         facts |= {"peak_bytes": row["peak_gib"] * 2**30} if row["peak_gib"] is not None else {}
         yield Measurement(of, case, who, "step", tuple(samples), facts)
+    elif "dense_forward" in row:  # of a sweep beside dense attention
+        case = f"{row['length']} tokens, {row['heads']} heads, window {row['window']}"
+        for what in ("forward", "backward"):
+            yield Measurement(of, case, OURS, f"{what} kernels", (row[what],), {})
+            yield Measurement(of, case, "dmattn, dense", f"{what} kernels", (row[f"dense_{what}"],), {})
+    elif "forward_ms" in row:  # of packed sequences
+        for prefix, who in (("", OURS), ("torch_", "torch")):
+            for what in ("forward", "backward"):
+                if f"{prefix}{what}_ms" in row:
+                    yield Measurement(of, row["case"], who, what, (row[f"{prefix}{what}_ms"] / 1e3,), {})
     elif "ours" in row:
         case = f"context parallel, {row['length']} tokens on {row['ranks']} ranks"
         for key, who in (("ours", OURS), ("one_chunk_alone", "one chunk alone"), ("torch_context_parallel_cudnn", "torch")):
