@@ -264,11 +264,12 @@ def of_results(paths: list[Path], folder: Path) -> Path:
 def about(result: Result) -> str:
     """What a result was measured on, in a line."""
     machine = result.get("machine", {})
+    changed = " with uncommitted changes" if result.get("uncommitted_changes") else ""
     words = [machine.get("gpu") or f"{machine.get('cpu', 'unknown machine')}, {machine.get('threads', '?')} threads"]
     words += [f"driver {machine['driver']}, CUDA {result['cuda']}"] if "driver" in machine else []
     words += [
         f"torch {result.get('torch', '?')}",
-        f"commit {str(result.get('commit', ''))[:9] or 'unknown'}",
+        f"commit {str(result.get('commit', ''))[:9] or 'unknown'}{changed}",
         str(result.get("date", ""))[:10],
     ]
     for dtype, most in result.get("ceiling", {}).items():
@@ -280,15 +281,18 @@ def about(result: Result) -> str:
     return "; ".join(words) + "."
 
 
+def number(value: float | None) -> str:
+    """Three digits, and all before the point."""
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def everything(result: Result) -> str:
     """Markdown: a line for each measurement, in microseconds where they are short."""
     titles = ["case", "who", "what", "samples", "median", "mean", "std", "p95", "p99", "tokens/s", "TFLOP/s", "% of matmul", "MB"]
     lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * (len(titles) - 3)]
     for found in measurements(result):
         of, facts = summary(found.samples), found.facts
-        rates = [
-            f"{facts[name]:,.3g}" if name in facts else "-" for name in ("tokens_per_second", "tflops", "percent_of_ceiling")
-        ]
+        rates = [number(facts.get(name)) for name in ("tokens_per_second", "tflops", "percent_of_ceiling")]
         memory = f"{facts['peak_bytes'] / 2**20:,.1f}" if "peak_bytes" in facts else "-"
         times = [duration(of[name]) for name in ("p50", "mean", "std", "p95", "p99")]
         lines.append(f"| {' | '.join([found.case, short(found.who), found.what, str(of['n']), *times, *rates, memory])} |")
