@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dmattn.bench import workloads
+from dmattn.bench import report, workloads
 from dmattn.bench.cases import Case, Workload, workload
 from dmattn.bench.measure import (
     SECONDS_A_CASE,
@@ -231,7 +231,7 @@ def table(result: Result) -> str:
         rates = [found.facts.get(name) for name in ("tokens_per_second", "tflops", "percent_of_ceiling", "peak_bytes")]
         if rates[3] is not None:
             rates[3] /= 2**20
-        words = ["" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" for rate in rates]
+        words = ["" if rate is None else report.number(rate) for rate in rates]
         cells = [f"{of[name] * 1e3:.4g}" for name in ("p50", "mean", "std", "p95", "p99")]
         lines.append([found.case if found.key[:2] != last else "", found.who, found.what, str(of["n"]), *cells, *words])
         last = found.key[:2]
