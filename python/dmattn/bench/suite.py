@@ -208,14 +208,21 @@ def case_row(case: Case, options: Options, most: dict[str, float]) -> Row:
 def with_peers_that_run(load: Workload, left_out: dict[str, str]) -> Workload:
     """Tries each peer once, forward and backward; one that fails is left out, with the reason."""
     kept = []
-    for call in load.peers:
-        try:
-            out = call.run()
-            if call.inputs:
-                torch.autograd.grad(out, call.inputs, load.grad_out)
-            kept.append(call)
-        except Exception as error:  # compilers and other libraries raise all sorts of errors
-            left_out[call.name] = f"{type(error).__name__}: {error}".split("\n")[0]
+    # Not on the default stream: what autograd notes of inputs there could not be captured later.
+    stream = torch.cuda.Stream() if load.grad_out.is_cuda else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in load.peers:
+            try:
+                out = call.run()
+                if call.inputs:
+                    torch.autograd.grad(out, call.inputs, load.grad_out)
+                if stream is not None:
+                    stream.synchronize()  # kernels that fail, fail here
+                kept.append(call)
+            except Exception as error:  # compilers and other libraries raise all sorts of errors
+                left_out[call.name] = f"{type(error).__name__}: {error}".split("\n")[0]
     return dataclasses.replace(load, peers=tuple(kept))
 
 
