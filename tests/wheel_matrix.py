@@ -151,6 +151,8 @@ def one(wheel: Path, program: str, torch: str, place: Path, options: argparse.Na
             text=True,
         )
         row |= {"tests": "all" if options.all_tests else "quick", "seconds": round(time.monotonic() - began)}
+        if options.pytest:
+            row["pytest"] = shlex.join(options.pytest)
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
             (options.logs / f"{place.name}.log").write_text(finished.stdout + finished.stderr)
