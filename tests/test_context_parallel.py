@@ -336,6 +336,21 @@ def test_arguments_that_one_rank_can_refuse(alone, changes, error, message):
         context_parallel_attention(**{**given, **changes})
 
 
+def test_groups_that_are_refused(alone):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    with pytest.raises(ValueError, match="mesh, group: expected at most one of them, got both"):
+        context_parallel_attention(**arguments(), mesh=mesh, group=torch.distributed.group.WORLD)
+    with pytest.raises(ValueError, match="group: expected a group that this rank is a member of"):
+        context_parallel_attention(**arguments(), group=torch.distributed.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_masks_of_another_device_are_refused(alone):
+    given = {name: x for name, x in arguments().items() if name not in ("scores", "window")}
+    mask = IntervalMask.sliding_window(8, 2).to("meta")
+    with pytest.raises(ValueError, match="mask: expected device cpu like query, got meta"):
+        context_parallel_attention(**given, mask=mask)
+
+
 def test_without_a_process_group():
     with pytest.raises(ValueError, match=r"group: expected torch\.distributed to be initialised"):
         context_parallel_attention(**arguments())

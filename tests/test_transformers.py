@@ -400,6 +400,23 @@ def test_what_cannot_be_honoured_is_refused(options, error, message):
     assert message in str(raised.value)
 
 
+def test_listed_keys_beside_a_mask_of_keys():
+    """A mask [B, 1, 1, Sk] is the same for all queries, also where it meets keys that are listed for each."""
+    indices = torch.tensor([[[0, 2, 4]] * 6, [[1, 3, 5]] * 6], dtype=torch.int32)
+    real = torch.tensor([1, 1, 1, 0, 0, 1], dtype=torch.bool)
+    seen = torch.zeros(2, 6, 6, dtype=torch.bool)
+    seen[0, :, [0, 2]] = True
+    seen[1, :, [1, 5]] = True
+    out = call(indices=indices, attention_mask=real.expand(2, 1, 1, 6))[0]
+    assert torch.equal(out, call(attention_mask=seen[:, None])[0])
+
+
+def test_one_sequence_of_queries_for_a_batch_of_keys():
+    q, k = strategies.random_tensor((1, 4, 6, 8), 0), strategies.random_tensor((2, 2, 6, 8), 1)
+    out, _ = attention_forward(Layer(), q, k, k, None)
+    assert torch.equal(out, attention_forward(Layer(), q.expand(2, -1, -1, -1), k, k, None)[0])
+
+
 def test_listed_keys_are_those_that_causality_shows():
     """Models that select keys by an index pass them to every attention; a row that asks for later keys does not get them."""
     indices = torch.tensor([[[5, 0, -1]] * 6, [[1, 2, 3]] * 6], dtype=torch.int32)
