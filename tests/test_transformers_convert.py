@@ -364,7 +364,7 @@ def test_models_that_are_refused(tmp_path):
         set_window(convert(built(), 4), 0)
     both_ways = built()
     both_ways.config.is_causal = False
-    with pytest.raises(ValueError, match="model: expected config.is_causal=True, got False"):
+    with pytest.raises(ValueError, match=r"model: expected config.is_causal=True, got False"):
         convert(both_ways, 4)
     taught = convert(built(), 4, **RECOMMENDED)
     with pytest.raises(ValueError, match="got no score loss from layer 0"):
