@@ -149,7 +149,8 @@ def test_at_most_window_rows_a_key_head_come_in(ranks, world):
         groups, row = 2 * 2, (8 + 8) * 4 + 4
         most = sum(options.values())
         assert [0 < one["rows"] <= groups * most * row for one in traffic] == [False] + [True] * (world - 1)
-        assert [one["scores"] for one in traffic] == [groups * 4 * (length - length // world)] * world
+        # Two ranks select without the other's scores.
+        assert [one["scores"] for one in traffic] == [groups * 4 * (length - length // world) if world > 2 else 0] * world
         if world > 2:  # exactly those that some query sees
             visible = top_k_visible(scores, **options)
             cuts = even_cuts(length, world)
@@ -436,5 +437,5 @@ def test_the_benchmark_runs_on_two_ranks(tmp_path):
     assert process.returncode == 0, printed.decode()
     (row,) = json.loads(output.read_text())["rows"]
     assert row["bytes_in"]["rows"] == row["most_bytes_of_rows"] == 64 * (2 * 16 * 2 + 4)
-    assert row["bytes_in"]["scores"] == 512 * 4
+    assert row["bytes_in"]["scores"] == 0
     assert row["ours"]["forward_ms"] > 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dmattn.distributed.chunks import all_gather_flat
+from dmattn.distributed.chunks import begin_all_gather_flat
 
 # What a rank says, in this order. "length" is its own and may differ; the rest is the same on every rank.
 FIELDS = (
@@ -40,6 +42,17 @@ FIELDS = (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
 
+MOST_ANSWERS = 64  # that a group remembers
+
+
+class Answer(NamedTuple):
+    """What every rank said, int64 [ranks * fields], and the lengths of their chunks."""
+
+    everyone: torch.Tensor
+    lengths: list[int]
+
+
+_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Answer]] = weakref.WeakKeyDictionary()
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -49,16 +62,51 @@ def float_bits(value: float) -> int:
     return bits
 
 
-def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
-    """The lengths of all chunks, after every rank has said what it was called with.
+class Question:
+    """An exchange of arguments that has begun: this rank has said what it was called with, and the others' answers are on their way.
 
-    The exchange is one between hosts, over gloo, so that it waits for no GPU.
-
-    Raises:
-        ValueError: ranks differ; on every rank, with the argument, its values and ranks.
-        RuntimeError: torch's own, where a rank does not answer within the group's timeout.
+    The exchange is one between hosts, over gloo, so that it waits for no GPU. What a rank does meanwhile may build on :attr:`expected`, but
+    nothing may leave the rank before :meth:`answer` has returned: ranks that differ would wait for each other in exchanges that do not fit.
     """
-    everyone = _exchange(group, said)
+
+    def __init__(self, group: dist.ProcessGroup, said: Sequence[int]) -> None:
+        world = dist.get_world_size(group)
+        self._said = tuple(said)
+        self._answers = _answers.setdefault(group, {})
+        self._everyone = torch.empty(world * len(FIELDS), dtype=torch.int64)
+        self._work = begin_all_gather_flat(self._everyone, torch.tensor(said, dtype=torch.int64), _host_group(group))
+
+    @property
+    def expected(self) -> list[int] | None:
+        """The lengths of all chunks when this rank last said the same; None if it never has."""
+        known = self._answers.get(self._said)
+        return None if known is None else known.lengths
+
+    def answer(self) -> list[int]:
+        """The lengths of all chunks, after every rank has said what it was called with.
+
+        Raises:
+            ValueError: ranks differ; on every rank, with the argument, its values and ranks.
+            RuntimeError: torch's own, where a rank does not answer within the group's timeout.
+        """
+        self._work.wait()
+        known = self._answers.get(self._said)
+        if known is not None and torch.equal(known.everyone, self._everyone):
+            return known.lengths
+        everyone = self._everyone.view(-1, len(FIELDS)).tolist()
+        lengths = _compared(everyone)
+        if len(self._answers) == MOST_ANSWERS:
+            self._answers.clear()
+        self._answers[self._said] = Answer(self._everyone, lengths)
+        return lengths
+
+
+def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
+    """The answer to a :class:`Question` that nothing is done beside."""
+    return Question(group, said).answer()
+
+
+def _compared(everyone: list[list[int]]) -> list[int]:
     failed = [rank for rank, one in enumerate(everyone) if one[0]]
     if failed:
         raise ValueError(f"rank {failed[0]} refused its own arguments; its error says why")
@@ -75,7 +123,8 @@ def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
 
 def fail(group: dist.ProcessGroup) -> None:
     """Tells the other ranks that this one has refused its arguments."""
-    _exchange(group, [1, *(0 for _ in FIELDS[1:])])
+    with contextlib.suppress(ValueError):
+        agree(group, [1, *(0 for _ in FIELDS[1:])])
 
 
 def _shown(name: str, value: int) -> object:
@@ -84,15 +133,6 @@ def _shown(name: str, value: int) -> object:
     if name in ("dtype", "scores' dtype"):
         return "none" if value < 0 else str(DTYPES[value]).removeprefix("torch.")
     return value
-
-
-def _exchange(group: dist.ProcessGroup, said: Sequence[int]) -> list[list[int]]:
-    mine = torch.tensor(list(said), dtype=torch.int64)
-    world = dist.get_world_size(group)
-    everyone = torch.empty(world * len(FIELDS), dtype=torch.int64)
-    all_gather_flat(everyone, mine, _host_group(group))
-    rows: list[list[int]] = everyone.view(world, len(FIELDS)).tolist()
-    return rows
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

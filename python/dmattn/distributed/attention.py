@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dmattn import checks
 from dmattn.attention import attention
-from dmattn.call import autocast, options_of
-from dmattn.distributed import agreement, exchange, needs
+from dmattn.call import NO_MASK, Options, attend, autocast, options_of
+from dmattn.distributed import agreement, exchange, needs, pair
 from dmattn.distributed.agreement import DTYPES, float_bits
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     bound: int | None  # the most earlier keys that a chunk sees, if the caller or the selection says so
     selection: tuple[int, int, int]  # window, local, sink
     base: IntervalMask | None
-    key_bias: Tensor | None  # [B, Hkv, n, 1 or H / Hkv], scores included
+    key_bias: Tensor | None  # [B, Hkv, n, 1 or H / Hkv], without scores
 
     @property
     def mask_length(self) -> int:
@@ -129,6 +129,9 @@ def context_parallel_attention(
             agreement.fail(ranks)
         raise
     said = _said(given, (query, key, value, key_bias, scores), options, compiling)
+    if not compiling and world == 2 and scores is not None and base is None and options.dropout_seed is None:
+        out, lse = _between_two(ranks, said, (query, key, value), given, options)
+        return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
     else:
@@ -140,12 +143,13 @@ def context_parallel_attention(
         raise ValueError(
             f"{name}: expected one for {chunks.length} keys, the sum of the chunks {lengths}, got one for {given.mask_length}"
         )
-    if not compiling and chunks.length > checks.MAX_LENGTH:
-        raise ValueError(f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {chunks.length}")
+    if not compiling:
+        _check_length(chunks)
 
     # Begin to copy this rank's rows behind its slots.
     counts = _slot_counts(given, chunks)
-    carried = [key, value] if given.key_bias is None else [key, value, given.key_bias]
+    bias = _added_to_logits(given)
+    carried = [key, value] if bias is None else [key, value, bias]
     room = exchange.make_room(carried, counts[rank]) if world > 1 and not compiling else None
 
     # Know the mask of the whole sequence.
@@ -155,7 +159,6 @@ def context_parallel_attention(
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
-    bias = given.key_bias
     if world > 1:
         exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, said
         if room is None:  # while compiling: one node of the graph
@@ -163,7 +166,7 @@ def context_parallel_attention(
         else:
             key, value, joined_bias, _ = exchange.Carry.apply(*exchanged, room)
         bias = None if bias is None else joined_bias
-    flat_bias = None if bias is None else bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
+    flat_bias = None if bias is None else _by_head(bias)
     seed = options.dropout_seed
     if seed is not None and dropout_seed is None and world > 1:
         seed = torch.ops.dmattn_distributed.share_seed(seed, chunks.group)
@@ -228,10 +231,25 @@ def _checked(
         if isinstance(given, IntervalMask):
             _check_mask(name, given, sizes)
     bias = None if key_bias is None else _bias_rows(key_bias, sizes)
-    if scores is not None:
-        added = scores.to(accumulate_dtype(sizes.dtype))[..., None]
-        bias = added if bias is None else bias + added
     return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink), base, bias)
+
+
+def _added_to_logits(given: Arguments) -> Tensor | None:
+    """key_bias and scores together, [B, Hkv, n, 1 or H / Hkv]."""
+    if given.scores is None:
+        return given.key_bias
+    added = given.scores.to(accumulate_dtype(given.sizes.dtype))[..., None]
+    return added if given.key_bias is None else given.key_bias + added
+
+
+def _by_head(bias: Tensor) -> Tensor:
+    """[B, Hkv, keys, 1 or H / Hkv] to [B, Hkv|H, keys]."""
+    return bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
+
+
+def _check_length(chunks: Chunks) -> None:
+    if chunks.length > checks.MAX_LENGTH:
+        raise ValueError(f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {chunks.length}")
 
 
 def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
@@ -328,6 +346,35 @@ def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
         seen = max(needs.slots_from_mask(given.mask, chunks, given.sizes.kv_heads))
         if seen > (given.bound or 0):
             raise ValueError(f"window: expected at least {seen}, the most earlier keys that a chunk sees, got {given.bound}")
+
+
+def _between_two(
+    group: dist.ProcessGroup, said: list[int], tensors: tuple[Tensor, Tensor, Tensor], given: Arguments, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attention to keys that scores select, on one of two ranks; see :mod:`.pair`."""
+    query, key, value = tensors
+    assert given.scores is not None
+    # A wider dtype has the same order and ties, and its gradients are added in float32.
+    scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))
+    rows = [key, value] if given.key_bias is None else [key, value, given.key_bias]
+
+    def begun(lengths: list[int]) -> pair.Begun:
+        return pair.begin(rows, scores, pair.Selection(*given.selection), Chunks(group.group_name, dist.get_rank(group), lengths))
+
+    # While the other rank answers, begin with what it has answered before.
+    question = agreement.Question(group, said)
+    expected = question.expected
+    start = None if expected is None else begun(expected)
+    lengths = question.answer()
+    if start is None or lengths != expected:
+        _check_length(Chunks(group.group_name, 0, lengths))
+        start = begun(lengths)
+    key, value, scores, key_bias, end = pair.Fetch.apply(key, value, scores, given.key_bias, start)
+    bias = scores if key_bias is None else _by_head(key_bias + scores[..., None])
+    results = attend(query, key, value, sizes_of(query, key, value), (None, end, *NO_MASK[2:]), bias, None, options)
+    for work in start.sent:
+        work.wait()
+    return results
 
 
 def _at_positions(

@@ -78,6 +78,16 @@ def _group_of_mesh(mesh: object) -> dist.ProcessGroup:
 
 
 def all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """Everybody's ``sent`` [n] in rank order into ``received`` [ranks * n]; newer releases of torch have another name for it."""
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(received, sent, group=group)
+    """Everybody's ``sent`` [n] in rank order into ``received`` [ranks * n]."""
+    _all_gather()(received, sent, group=group)
+
+
+def begin_all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """:func:`all_gather_flat`, which is done when the result has been waited for."""
+    work: dist.Work = _all_gather()(received, sent, group=group, async_op=True)
+    return work
+
+
+def _all_gather() -> Any:
+    """Newer releases of torch have another name for it."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

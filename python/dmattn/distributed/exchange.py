@@ -35,7 +35,7 @@ _ops.define(
 )
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_named(name: str) -> dist.ProcessGroup:
     group: dist.ProcessGroup = getattr(distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
     return group
 
@@ -56,7 +56,7 @@ def _agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int
 
 def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
     """[B, Hkv, n] of every rank -> [B, Hkv, N]."""
-    ranks = _group(group)
+    ranks = group_named(group)
     _agreed(ranks, said, lengths)
     longest, own = max(lengths), lengths[rank]
     batch, heads, _ = scores.shape
@@ -74,7 +74,7 @@ def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str
 def _share_seed(seed: Tensor, group: str) -> Tensor:
     """The first rank's seed."""
     shared = seed.clone()
-    dist.broadcast(shared, group=_group(group), group_src=0)
+    dist.broadcast(shared, group=group_named(group), group_src=0)
     return shared
 
 
@@ -195,7 +195,7 @@ def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _exchanged(packed: Tensor, sent: list[int], received: list[int], chunks: Chunks, kind: str) -> Tensor:
     incoming = packed.new_empty(sum(received), packed.shape[1])
-    dist.all_to_all_single(incoming, packed, received, sent, group=_group(chunks.group))
+    dist.all_to_all_single(incoming, packed, received, sent, group=group_named(chunks.group))
     traffic.count(kind, incoming.numel())
     return incoming
 
@@ -216,7 +216,7 @@ def _carry(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """key, value and key_bias [B, Hkv, n, *] with the rows in this rank's M slots in front, [B, Hkv, M + n, *], and the numbers of rows sent and
     received, int64 [2, ranks] on the CPU."""
-    _agreed(_group(group), said, lengths)
+    _agreed(group_named(group), said, lengths)
     chunks = Chunks(group, rank, lengths)
     batch, heads, own, _ = key.shape
     count = slots.shape[-1]
