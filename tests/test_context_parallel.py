@@ -15,7 +15,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask
-from dmattn.distributed import context_parallel_attention
+from dmattn.distributed import agreement, context_parallel_attention
 from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
 from hypothesis import given, settings
@@ -217,6 +217,32 @@ def test_on_one_dimension_of_a_mesh(ranks):
         tolerance.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
 
 
+@pytest.mark.parametrize("options", [{"window": 9}, {"window": 9, "local": 4, "sink": 2}], ids=["best", "local and sink"])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float64], ids=["narrow", "wide"])
+def test_few_keys_that_can_be_selected(ranks, options, wide):
+    """Fewer than a window are alive where the second chunk begins, so slots stay empty; scores of other dtypes than the query's select."""
+    length = 60
+    query, key, value, scores = dynamic_case(length, dtype=torch.float32)
+    scores = scores.to(wide)
+    scores[:, :, 5:24] = -torch.inf
+    whole = {"query": query, "key": key, "value": value, "scores": scores, **options}
+    for cuts in ([0, 30, 60], [0, 50, 60], [0, 0, 60], [0, 60, 60], [0, 20, 30, 60]):
+        out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
+        expected = dmattn.dynamic_mask_attention(query, key, value, scores, **options)
+        tolerance.assert_same_in_another_order(out, expected, torch.float32)
+
+
+def test_chunks_whose_lengths_change_between_calls(ranks):
+    """A rank that says what it said before goes by what the others say now."""
+    for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (40, [0, 20, 40]), (45, [0, 25, 45]), (39, [0, 14, 39])):
+        query, key, value, scores = dynamic_case(length)
+        whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
+        for _ in range(2):
+            out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
+            expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2)
+            tolerance.assert_same_in_another_order(out, expected, torch.float64)
+
+
 def test_a_group_of_one(ranks):
     query, key, value, scores = dynamic_case(30)
     whole = {
@@ -276,6 +302,28 @@ def test_a_rank_that_was_called_differently_is_an_error_on_every_rank(ranks, cha
         differing |= changes
     for world in (2, 3):
         every_rank_says(ranks, [arguments(), differing] + [arguments()] * (world - 2), message)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_ranks_remember_of_each_other_hides_no_difference(ranks, world):
+    """After calls that agreed, a rank that differs is an error on every rank, and the next calls that agree work."""
+    same = [arguments() for _ in range(world)]
+    for changes in ({"window": 5}, {"softcap": 1.0}, {"window": 0}):
+        first = ranks.run("rank_calls:call", [(one,) for one in same])
+        for place in range(world):
+            given = [{**one, **changes} if rank == place else one for rank, one in enumerate(same)]
+            every_rank_says(ranks, given, r"ValueError: (window|softcap|rank \d refused)")
+        for out, again in zip(first, ranks.run("rank_calls:call", [(one,) for one in same]), strict=True):
+            assert torch.equal(out, again)
+
+
+def test_a_group_remembers_a_bounded_number_of_answers(alone):
+    group = torch.distributed.group.WORLD
+    for length in range(agreement.MOST_ANSWERS + 10):
+        said = [0, length, *(7 for _ in agreement.FIELDS[2:])]
+        assert agreement.Question(group, said).expected is None
+        assert agreement.agree(group, said) == [length] == agreement.Question(group, said).expected
+        assert len(agreement._answers[group]) <= agreement.MOST_ANSWERS
 
 
 def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks):
@@ -371,6 +419,7 @@ def test_a_rank_that_is_missing_or_gone_is_torchs_own_error():
     pool = Ranks(2, timeout=3.0)
     try:
         pool.run("rank_calls:stay_away", [()] * 2)
+        pool.run("rank_calls:call", [(arguments(),)] * 2)  # each now knows what the other one says
         for absent in ("stay_away", "leave"):
             pool.ask(1, f"rank_calls:{absent}", 2, ())
             pool.ask(0, "rank_calls:call", 2, (arguments(),))
