@@ -129,7 +129,7 @@ def context_parallel_attention(
             agreement.fail(ranks)
         raise
     said = _said(given, (query, key, value, key_bias, scores), options, compiling)
-    if not compiling and world == 2 and scores is not None and base is None and options.dropout_seed is None:
+    if world == 2 and scores is not None and base is None and options.dropout_seed is None:
         out, lse = _between_two(ranks, said, (query, key, value), given, options)
         return (out, lse) if return_lse else out
     if compiling:
@@ -358,6 +358,13 @@ def _between_two(
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))
     rows = [key, value] if given.key_bias is None else [key, value, given.key_bias]
 
+    if torch.compiler.is_compiling():
+        lengths = _lengths_while_compiling(given, 2, dist.get_rank(group))
+        fetch = torch.ops.dmattn_distributed.fetch
+        place = (*given.selection, lengths, dist.get_rank(group), group.group_name, said)
+        key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *place)
+        return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
+
     def begun(lengths: list[int]) -> pair.Begun:
         return pair.begin(rows, scores, pair.Selection(*given.selection), Chunks(group.group_name, dist.get_rank(group), lengths))
 
@@ -370,11 +377,18 @@ def _between_two(
         _check_length(Chunks(group.group_name, 0, lengths))
         start = begun(lengths)
     key, value, scores, key_bias, end = pair.Fetch.apply(key, value, scores, given.key_bias, start)
-    bias = scores if key_bias is None else _by_head(key_bias + scores[..., None])
-    results = attend(query, key, value, sizes_of(query, key, value), (None, end, *NO_MASK[2:]), bias, None, options)
+    results = _over_slots(query, key, value, scores, key_bias, end, options)
     for work in start.sent:
         work.wait()
     return results
+
+
+def _over_slots(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, end: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attention to slots and own keys, [B, Hkv, M + n, *], whose ends are known."""
+    bias = scores if key_bias is None else _by_head(key_bias + scores[..., None])
+    return attend(query, key, value, sizes_of(query, key, value), (None, end, *NO_MASK[2:]), bias, None, options)
 
 
 def _at_positions(

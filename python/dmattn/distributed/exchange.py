@@ -22,16 +22,24 @@ from dmattn._library import renewed
 from dmattn.distributed import agreement, needs, traffic
 from dmattn.distributed.chunks import Chunks, all_gather_flat
 
-_ops = renewed("dmattn_distributed")
-_ops.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] said) -> Tensor")
-_ops.define("share_seed(Tensor seed, str group) -> Tensor")
-_ops.define(
+library = renewed("dmattn_distributed")
+library.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] said) -> Tensor")
+library.define("share_seed(Tensor seed, str group) -> Tensor")
+library.define(
     "carry(Tensor key, Tensor value, Tensor? key_bias, Tensor? start, Tensor end, Tensor slots, SymInt[] counts, SymInt[] lengths, int rank, "
     "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_ops.define(
+library.define(
     "carry_back(Tensor grad_key, Tensor grad_value, Tensor? grad_key_bias, Tensor? start, Tensor end, Tensor slots, Tensor splits, "
     "SymInt[] counts, SymInt[] lengths, int rank, str group) -> (Tensor, Tensor, Tensor)"
+)
+library.define(
+    "fetch(Tensor key, Tensor value, Tensor scores, Tensor? key_bias, int window, int local, int sink, SymInt[] lengths, int rank, "
+    "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+library.define(
+    "fetch_back(Tensor grad_key, Tensor grad_value, Tensor grad_scores, Tensor? grad_key_bias, Tensor positions, SymInt count, "
+    "SymInt[] lengths, int rank, str group) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -40,7 +48,7 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int]) -> None:
+def agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int]) -> None:
     """In a compiled graph the first exchange is where ranks compare their arguments; eager calls have done so before."""
     if said:
         given = agreement.agree(group, said)
@@ -57,7 +65,7 @@ def _agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int
 def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
     """[B, Hkv, n] of every rank -> [B, Hkv, N]."""
     ranks = group_named(group)
-    _agreed(ranks, said, lengths)
+    agreed(ranks, said, lengths)
     longest, own = max(lengths), lengths[rank]
     batch, heads, _ = scores.shape
     sent = scores if own == longest else torch.nn.functional.pad(scores, (0, longest - own))
@@ -216,7 +224,7 @@ def _carry(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """key, value and key_bias [B, Hkv, n, *] with the rows in this rank's M slots in front, [B, Hkv, M + n, *], and the numbers of rows sent and
     received, int64 [2, ranks] on the CPU."""
-    _agreed(group_named(group), said, lengths)
+    agreed(group_named(group), said, lengths)
     chunks = Chunks(group, rank, lengths)
     batch, heads, own, _ = key.shape
     count = slots.shape[-1]
@@ -291,23 +299,23 @@ def _add_rows(total: Tensor, places: Tensor, rows: Tensor, counts: Sequence[int]
 
 # Registration --------------------------------------------------------------------------------------------------------------------------
 
-_ops.impl("gather_scores", _gather_scores, "CompositeExplicitAutograd")
-_ops.impl("share_seed", _share_seed, "CompositeExplicitAutograd")
-_ops.impl("carry", _carry, "CompositeExplicitAutograd")
-_ops.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
+library.impl("gather_scores", _gather_scores, "CompositeExplicitAutograd")
+library.impl("share_seed", _share_seed, "CompositeExplicitAutograd")
+library.impl("carry", _carry, "CompositeExplicitAutograd")
+library.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("dmattn_distributed::gather_scores", lib=_ops)
+@torch.library.register_fake("dmattn_distributed::gather_scores", lib=library)
 def _(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
     return scores.new_empty(*scores.shape[:2], sum(lengths))
 
 
-@torch.library.register_fake("dmattn_distributed::share_seed", lib=_ops)
+@torch.library.register_fake("dmattn_distributed::share_seed", lib=library)
 def _(seed: Tensor, group: str) -> Tensor:
     return torch.empty_like(seed)
 
 
-@torch.library.register_fake("dmattn_distributed::carry", lib=_ops)
+@torch.library.register_fake("dmattn_distributed::carry", lib=library)
 def _(
     key: Tensor, value: Tensor, key_bias: Tensor | None, start: Any, end: Any, slots: Tensor, counts: Any, lengths: Any, *_: Any
 ) -> Any:
@@ -319,7 +327,7 @@ def _(
     return *joined, torch.empty(2, len(lengths), dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("dmattn_distributed::carry_back", lib=_ops)
+@torch.library.register_fake("dmattn_distributed::carry_back", lib=library)
 def _(grad_key: Tensor, grad_value: Tensor, grad_key_bias: Tensor | None, start: Any, end: Any, slots: Tensor, *_: Any) -> Any:
     own = grad_key.shape[2] - slots.shape[-1]
     return tuple(
@@ -359,4 +367,4 @@ class Carry(torch.autograd.Function):
         return *_gradients(_carry_back, ctx, *gradients[:3], True), None
 
 
-torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=_ops)
+torch.library.register_autograd("dmattn_distributed::carry", _backward, setup_context=_keep, lib=library)

@@ -97,56 +97,71 @@ def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | 
     return selected, places > last
 
 
-class Fetch(torch.autograd.Function):
-    """(key, value, scores, key_bias or None, :class:`Begun`) -> the same four with the rows of the rank's slots in front, and end for these.
+def _fetch(key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun) -> tuple[Any, ...]:
+    """(key, value, scores, key_bias or None) with the rows of the rank's slots in front, and end for these."""
+    chunks, _, count, end, positions, moving, *_ = begun
+    rows = [key, value] if key_bias is None else [key, value, key_bias]
+    if end is None:
+        scores, end, joined = _receive(rows, begun)
+        return joined[0], joined[1], scores, None if key_bias is None else joined[2], end
+    if count:
+        assert positions is not None
+        begun.sent.append(_move(moving.view(torch.uint8).flatten(), 0, chunks, "rows"))
+        packed, parts = _packet(rows, count)
+        for part, tensor in zip(parts, rows, strict=True):
+            torch.gather(tensor, 2, positions[..., None].expand(-1, -1, -1, tensor.shape[3]), out=part)
+        begun.sent.append(_move(packed, 0, chunks, "rows"))
+    return key, value, scores, key_bias, end
 
-    Keys that nobody sees have gradients of zero, so those that empty slots send back change nothing.
+
+def _send_back(
+    gradients: Sequence[Tensor], positions: Tensor | None, count: int, chunks: Chunks, in_place: bool
+) -> Sequence[Tensor]:
+    """Gradients [B, Hkv, M + n, *] of what :func:`_fetch` gave -> those of the rank's own rows, the other rank's part included.
+
+    Keys that nobody sees have gradients of zero, so those that empty slots send back change nothing. ``in_place``: results may be parts of
+    what is given, which nobody needs any more.
     """
+    if not count:
+        return gradients if in_place else [tensor.clone() for tensor in gradients]
+    packed, parts = _packet(gradients, count)
+    if chunks.rank == 1:
+        for part, tensor in zip(parts, gradients, strict=True):
+            part.copy_(tensor[:, :, :count])
+        _move(packed, 1, chunks, "gradients").wait()
+        own = [tensor[:, :, count:] for tensor in gradients]
+        return own if in_place else [tensor.clone(memory_format=torch.contiguous_format) for tensor in own]
+    assert positions is not None
+    contiguous = torch.contiguous_format
+    own = [tensor.contiguous() if in_place else tensor.clone(memory_format=contiguous) for tensor in gradients]
+    batch, heads, length, _ = own[0].shape
+    groups = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1)
+    places = (positions + groups * length).flatten()
+    _move(packed, 1, chunks, "gradients").wait()
+    for tensor, part in zip(own, parts, strict=True):
+        tensor.view(-1, tensor.shape[3]).index_add_(0, places, part.view(-1, part.shape[3]))
+    return own
+
+
+class Fetch(torch.autograd.Function):
+    """:func:`_fetch` for eager calls, which have begun before the other rank has answered."""
 
     @staticmethod
     def forward(
         ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun
-    ) -> tuple[Tensor | None, ...]:
-        chunks, _, count, end, positions, moving, *_ = begun
-        ctx.rest = chunks, count
-        ctx.save_for_backward(positions)
-        rows = [key, value] if key_bias is None else [key, value, key_bias]
-        if end is None:
-            scores, end, joined = _receive(rows, begun)
-            key, value, key_bias = joined[0], joined[1], None if key_bias is None else joined[2]
-        elif count:
-            assert positions is not None
-            begun.sent.append(_move(moving.view(torch.uint8).flatten(), 0, chunks, "rows"))
-            packed, parts = _packet(rows, count)
-            for part, tensor in zip(parts, rows, strict=True):
-                torch.gather(tensor, 2, positions[..., None].expand(-1, -1, -1, tensor.shape[3]), out=part)
-            begun.sent.append(_move(packed, 0, chunks, "rows"))
-        ctx.mark_non_differentiable(end)
-        return key, value, scores, key_bias, end
+    ) -> tuple[Any, ...]:
+        output = _fetch(key, value, scores, key_bias, begun)
+        ctx.rest = begun.count, begun.chunks
+        ctx.save_for_backward(begun.positions)
+        ctx.mark_non_differentiable(output[4])
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        chunks, count = ctx.rest
         key, value, scores, key_bias, _ = gradients
         rows = [key, value, scores[..., None]] if key_bias is None else [key, value, scores[..., None], key_bias]
-        packed, parts = _packet(rows, count)
-        if chunks.rank == 1 and count:
-            for part, tensor in zip(parts, rows, strict=True):
-                part.copy_(tensor[:, :, :count])
-            _move(packed, 1, chunks, "gradients").wait()
-            own = [tensor[:, :, count:] for tensor in rows]
-        elif count:
-            (positions,) = ctx.saved_tensors
-            own = [tensor.contiguous() for tensor in rows]
-            batch, heads, length, _ = key.shape
-            groups = torch.arange(batch * heads, device=key.device).view(batch, heads, 1)
-            places = (positions + groups * length).flatten()
-            _move(packed, 1, chunks, "gradients").wait()
-            for tensor, part in zip(own, parts, strict=True):
-                tensor.view(-1, tensor.shape[3]).index_add_(0, places, part.view(-1, part.shape[3]))
-        else:
-            own = rows
+        own = _send_back(rows, *ctx.saved_tensors, *ctx.rest, True)
         return own[0], own[1], own[2][..., 0], None if key_bias is None else own[3], None
 
 
@@ -196,3 +211,83 @@ def _move(packed: Tensor, source: int, chunks: Chunks, kind: str) -> dist.Work:
     work: dist.Work = dist.all_to_all_single(incoming, outgoing, received, sent, group=exchange.group_named(chunks.group), async_op=True)
     return work
 
+
+# Compiled calls ------------------------------------------------------------------------------------------------------------------------
+
+
+def _fetch_op(
+    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink: int, lengths: Sequence[int],
+    rank: int, group: str, said: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What :func:`_fetch` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
+    rows = [key, value] if key_bias is None else [key, value, key_bias]
+    begun = begin(rows, scores, Selection(window, local, sink), Chunks(group, rank, lengths))
+    exchange.agreed(exchange.group_named(group), said, lengths)
+    *results, end = _fetch(key, value, scores, key_bias, begun)
+    for work in begun.sent:
+        work.wait()
+    if begun.end is not None:
+        results = [None if tensor is None else tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
+    nothing = key.new_empty(0)
+    positions = torch.empty(0, dtype=torch.int64, device=key.device) if begun.positions is None else begun.positions.contiguous()
+    return results[0], results[1], results[2], nothing if key_bias is None else results[3], end, positions
+
+
+def _fetch_back_op(
+    grad_key: Tensor, grad_value: Tensor, grad_scores: Tensor, grad_key_bias: Tensor | None, positions: Tensor, count: int,
+    lengths: Sequence[int], rank: int, group: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = [grad_key, grad_value, grad_scores[..., None], *(() if grad_key_bias is None else (grad_key_bias,))]
+    own = _send_back(rows, positions, count, Chunks(group, rank, lengths), False)
+    return own[0], own[1], own[2][..., 0], grad_key.new_empty(0) if grad_key_bias is None else own[3]
+
+
+@torch.library.register_fake("dmattn_distributed::fetch", lib=exchange.library)
+def _(
+    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink: int, lengths: Sequence[int],
+    rank: int, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    count = sum(Selection(window, local, sink).slots(lengths[0]))
+    batch, heads, own, _ = key.shape
+    length = own + (count if rank == 1 else 0)
+    joined = [
+        key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, length, tensor.shape[3])
+        for tensor in (key, value, key_bias)
+    ]
+    positions = key.new_empty((batch, heads, count) if rank == 0 else 0, dtype=torch.int64)
+    whole = scores.new_empty(batch, heads, length)
+    return joined[0], joined[1], whole, joined[2], torch.empty_like(whole, dtype=torch.int32), positions
+
+
+@torch.library.register_fake("dmattn_distributed::fetch_back", lib=exchange.library)
+def _(
+    grad_key: Tensor, grad_value: Tensor, grad_scores: Tensor, grad_key_bias: Tensor | None, positions: Tensor, count: int,
+    lengths: Sequence[int], rank: int, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    batch, heads, length, _ = grad_key.shape
+    own = length - (count if rank == 1 else 0)
+    key, value, key_bias = (
+        grad_key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, own, tensor.shape[3])
+        for tensor in (grad_key, grad_value, grad_key_bias)
+    )
+    return key, value, grad_scores.new_empty(batch, heads, own), key_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, _, _, key_bias, window, local, sink, lengths, rank, group, _ = inputs
+    ctx.mark_non_differentiable(output[4], output[5])
+    ctx.save_for_backward(output[5])
+    ctx.has_bias = key_bias is not None
+    ctx.rest = sum(Selection(window, local, sink).slots(lengths[0])), lengths, rank, group
+
+
+def _backward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor, *_: Any) -> tuple[Any, ...]:
+    own = torch.ops.dmattn_distributed.fetch_back(
+        key, value, scores, key_bias if ctx.has_bias else None, *ctx.saved_tensors, *ctx.rest
+    )
+    return *own[:3], own[3] if ctx.has_bias else None, *(None for _ in range(7))
+
+
+exchange.library.impl("fetch", _fetch_op, "CompositeExplicitAutograd")
+exchange.library.impl("fetch_back", _fetch_back_op, "CompositeExplicitAutograd")
+torch.library.register_autograd("dmattn_distributed::fetch", _backward, setup_context=_keep, lib=exchange.library)
