@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
     Attributes:
         chunks, selection: what it was done for.
-        count: the number M of the second rank's slots.
+        room_for: the number M of the second rank's slots.
         end: on the first rank, of its own keys, [B, Hkv, n]; on the second only if it has no slots.
         positions: on the first rank, of the keys that the slots get, int64 [B, Hkv, M].
         scores: on the first rank of these keys, [B, Hkv, M]; on the second of slots and its own keys, [B, Hkv, M + n].
@@ -54,7 +54,7 @@ class Begun(NamedTuple):
 
     chunks: Chunks
     selection: Selection
-    count: int
+    room_for: int
     end: Tensor | None
     positions: Tensor | None
     scores: Tensor
@@ -147,11 +147,9 @@ class Fetch(torch.autograd.Function):
     """:func:`_fetch` for eager calls, which have begun before the other rank has answered."""
 
     @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun
-    ) -> tuple[Any, ...]:
+    def forward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun) -> tuple[Any, ...]:
         output = _fetch(key, value, scores, key_bias, begun)
-        ctx.rest = begun.count, begun.chunks
+        ctx.rest = begun.room_for, begun.chunks
         ctx.save_for_backward(begun.positions)
         ctx.mark_non_differentiable(output[4])
         return output
@@ -161,7 +159,8 @@ class Fetch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         key, value, scores, key_bias, _ = gradients
         rows = [key, value, scores[..., None]] if key_bias is None else [key, value, scores[..., None], key_bias]
-        own = _send_back(rows, *ctx.saved_tensors, *ctx.rest, True)
+        (positions,), (count, chunks) = ctx.saved_tensors, ctx.rest
+        own = _send_back(rows, positions, count, chunks, in_place=True)
         return own[0], own[1], own[2][..., 0], None if key_bias is None else own[3], None
 
 
@@ -208,7 +207,9 @@ def _move(packed: Tensor, source: int, chunks: Chunks, kind: str) -> dist.Work:
     incoming, outgoing = (nothing, packed) if is_source else (packed, nothing)
     if not is_source:
         traffic.count(kind, packed.numel())
-    work: dist.Work = dist.all_to_all_single(incoming, outgoing, received, sent, group=exchange.group_named(chunks.group), async_op=True)
+    work: dist.Work = dist.all_to_all_single(
+        incoming, outgoing, received, sent, group=exchange.group_named(chunks.group), async_op=True
+    )
     return work
 
 
@@ -245,10 +246,10 @@ def _fetch_back_op(
 @torch.library.register_fake("dmattn_distributed::fetch", lib=exchange.library)
 def _(
     key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink: int, lengths: Sequence[int],
-    rank: int, *_: Any,
+    rank: int, *_: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     count = sum(Selection(window, local, sink).slots(lengths[0]))
-    batch, heads, own, _ = key.shape
+    batch, heads, own = key.shape[:3]
     length = own + (count if rank == 1 else 0)
     joined = [
         key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, length, tensor.shape[3])
@@ -264,7 +265,7 @@ def _(
     grad_key: Tensor, grad_value: Tensor, grad_scores: Tensor, grad_key_bias: Tensor | None, positions: Tensor, count: int,
     lengths: Sequence[int], rank: int, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    batch, heads, length, _ = grad_key.shape
+    batch, heads, length = grad_key.shape[:3]
     own = length - (count if rank == 1 else 0)
     key, value, key_bias = (
         grad_key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, own, tensor.shape[3])
