@@ -421,3 +421,13 @@ def test_autocast_selects_in_float32():
     assert out.dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert dmattn.nn.scores.recency_of(layer.log_slope.bfloat16(), 5).dtype == torch.float32
+
+
+def test_a_rotation_that_is_shared_is_the_layers_own():
+    """One table turns the heads of any layer; heads lie side by side in memory, so attention's output does, too."""
+    layer = DynamicMaskAttention(64, 4, 8, num_kv_heads=2, partial_rotary_factor=0.5)
+    hidden, positions = torch.randn(2, 20, 64), torch.randint(0, 1000, (2, 20))
+    table = DynamicMaskAttention(32, 2, 8, partial_rotary_factor=0.5).rotation(positions)
+    for own, shared in zip(layer.projected(hidden, positions), layer.projected(hidden, rotation=table), strict=True):
+        assert torch.equal(own, shared)
+        assert own.transpose(1, 2).is_contiguous()

@@ -45,9 +45,9 @@ class Layer(nn.Module):
         self.up, self.gate = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(3 * width, width, bias=False)
 
-    def attend(self, x: Tensor, positions: Tensor) -> Tensor:
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         attention = self.attention
-        query, key, value = attention.projected(x, positions)
+        query, key, value = attention.projected(x, rotation=rotation)
         if self.window is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
         scores = attention.scores(value)
@@ -56,8 +56,8 @@ class Layer(nn.Module):
             return dmattn.dynamic_mask_attention(query, key, value, scores, self.window, base=base)
         return context_parallel_attention(query, key, value, scores=scores, window=self.window)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        x = x + self.attention.o_proj(self.attend(self.attention_norm(x), positions).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention.o_proj(self.attend(self.attention_norm(x), rotation).transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
         result: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
         return result
@@ -76,8 +76,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, following: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        rotation = self.layers[0].attention.rotation(positions)
         for layer in self.layers:
-            x = layer(x, positions)
+            x = layer(x, rotation)
         return self.loss(x, following)
 
     def loss(self, x: Tensor, following: Tensor) -> Tensor:

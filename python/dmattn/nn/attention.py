@@ -16,7 +16,7 @@ from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
-from dmattn.nn.rotation import rotate
+from dmattn.nn.rotation import rotation_table, turned
 from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.nn.shards import own_part
 from dmattn.unsupported import scripting_refused
@@ -402,16 +402,44 @@ class DynamicMaskAttention(nn.Module):
             select_only=self.taught,
         )  # fmt: skip
 
-    def projected(self, hidden_states: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B, S], by
-        default 0, 1, ... in every sequence."""
+    def projected(
+        self, hidden_states: Tensor, positions: Tensor | None = None, *, rotation: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B|1, S], by
+        default 0, 1, ... in every sequence, or by ``rotation``, what :meth:`rotation` of any layer with the same heads gave."""
         query, key, value = (
-            proj(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(hidden_states).unflatten(2, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.rope_theta is not None:
-            query, key = (rotate(x, self.rope_theta, positions, self.partial_rotary_factor) for x in (query, key))
-        return query, key, value
+            if rotation is None:
+                positions = torch.arange(query.shape[1], device=query.device)[None] if positions is None else positions
+                rotation = self.rotation(positions, query.dtype)
+            rows = [*rotation[0].shape[:2]]
+            if rows[0] not in (1, query.shape[0]) or rows[1] != query.shape[1]:
+                raise ValueError(
+                    f"positions, rotation: expected them for [B|1, S] with B={query.shape[0]}, S={query.shape[1]}, got {rows}"
+                )
+            query, key = turned(query, rotation), turned(key, rotation)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines that rotate to positions [B|1, S], for :meth:`projected`. A model whose layers are compiled one by one computes
+        them once: a layer that computes them itself does so for every head, forward and backward.
+
+        Args:
+            positions: integers.
+            dtype: of query and key; default: that of the projections.
+
+        Returns:
+            two tensors [B|1, S, 1, number of pairs that rotate].
+
+        Raises:
+            ValueError: a layer that does not rotate.
+        """
+        if self.rope_theta is None:
+            raise ValueError("rotation: expected a layer with rope_theta, got one with None")
+        dtype = self.q_proj.weight.dtype if dtype is None else dtype
+        return rotation_table(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor, dtype)
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 

@@ -26,15 +26,26 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
         shape = checks.tensor("positions", positions).shape
         if len(shape) != 2 or shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[2]:
             raise ValueError(f"positions: expected [B|1, S] with B={x.shape[0]}, S={x.shape[2]}, got {list(shape)}")
-    half = int(x.shape[3] * factor) // 2
+    if positions is None:
+        positions = torch.arange(x.shape[2], device=x.device)[None]
+    table = rotation_table(positions, x.shape[3], theta, factor, x.dtype)
+    return turned(x.transpose(1, 2), table).transpose(1, 2)
+
+
+def rotation_table(positions: Tensor, size: int, theta: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines by which :func:`turned` rotates heads of ``size`` dimensions to positions [B|1, S]: two tensors [B|1, S, 1, half]."""
+    half = int(size * factor) // 2
+    frequency = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angle = positions[:, :, None, None].to(torch.float32) * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def turned(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """x [B, S, H, D], rotated by a :func:`rotation_table`. Heads stay side by side in memory, so that their outputs need no copy."""
+    half = table[0].shape[3]
     if not half:
         return x
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    if positions is None:
-        angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * frequency
-    else:
-        angle = positions[:, None, :, None].to(torch.float32) * frequency
-    cos, sin = (beside(x, part.to(x.dtype)) for part in (angle.cos(), angle.sin()))
+    cos, sin = (beside(x, part) for part in table)
     first, second = x[..., :half], x[..., half : 2 * half]
     unturned = (x[..., 2 * half :],) if 2 * half < x.shape[3] else ()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), dim=-1)
