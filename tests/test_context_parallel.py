@@ -172,16 +172,19 @@ def test_a_sliding_window_brings_in_its_left_side(ranks, world):
         assert [one["rows"] for one in traffic] == [0] + [2 * 2 * left * (8 + 8) * 4] * (world - 1)
 
 
-def test_scores_and_key_bias_together(ranks):
-    length = 50
+@pytest.mark.parametrize("cuts", [[0, 20, 50], [0, 20, 21, 50]], ids=["two ranks", "three"])
+@pytest.mark.parametrize("bias_heads", [2, 4])
+def test_scores_and_key_bias_together(ranks, cuts, bias_heads):
+    """Bias of each key head, whose gradient is the scores' one, or of each query head."""
+    length = cuts[-1]
     query, key, value, scores = dynamic_case(length)
-    bias = tensor((2, 4, length), 5, torch.float64, "cpu")
+    bias = tensor((2, bias_heads, length), 5, torch.float64, "cpu")
     leaves = {"query": query, "key": key, "value": value, "scores": scores, "key_bias": bias}
     grad_out = tensor(query.shape, 7, torch.float64, "cpu")
-    parts = zip(cut(leaves, [0, 20, 21, 50]), cut({"out": grad_out, "lse": grad_out[..., 0]}, [0, 20, 21, 50]), strict=True)
+    parts = zip(cut(leaves, cuts), cut({"out": grad_out, "lse": grad_out[..., 0]}, cuts), strict=True)
     answers = ranks.run("rank_calls:attend", [(leaf, grad["out"], grad["lse"], {"window": 6}) for leaf, grad in parts])
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
-    both = scores.double().repeat_interleave(2, dim=1) + bias
+    both = scores.double().repeat_interleave(bias_heads // 2, dim=1) + bias
     mask = IntervalMask.top_k(scores.detach(), 6)
     out, lse = dmattn.attention(query, key, value, mask, key_bias=both, is_causal=True, return_lse=True)
     wanted = [out, *torch.autograd.grad((out, lse), list(leaves.values()), (grad_out, grad_out[..., 0]))]

@@ -77,7 +77,7 @@ class Job:
 
 
 def timed(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Milliseconds of one run: the median, of the slowest rank."""
+    """Milliseconds of one run that begins when all ranks and GPUs are idle: the median, of the slowest rank."""
     samples = []
     for turn in range(repeats + 2):
         dist.barrier()
@@ -97,6 +97,20 @@ def timed(run: Callable[[], object], repeats: int, device: torch.device) -> floa
     return largest(statistics.median(samples), device)
 
 
+def in_a_row(run: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Milliseconds of each of several runs that follow each other, as layers of a model do: hosts work ahead of their GPUs."""
+    run()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(2 * repeats):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return largest((time.perf_counter() - began) * 1e3 / (2 * repeats), device)
+
+
 def largest(number: float, device: torch.device) -> float:
     """Of all ranks."""
     shared = torch.tensor([number], dtype=torch.float64, device=device)
@@ -105,10 +119,15 @@ def largest(number: float, device: torch.device) -> float:
 
 
 def times(run: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad_out: Tensor, repeats: int) -> dict[str, float]:
+    def both() -> object:
+        return torch.autograd.grad(run(), inputs, grad_out)
+
+    device = grad_out.device
     with torch.no_grad():
-        forward = timed(run, repeats, grad_out.device)
-    both = timed(lambda: torch.autograd.grad(run(), inputs, grad_out), repeats, grad_out.device)
-    return {"forward_ms": forward, "forward_backward_ms": both}
+        result = {"forward_ms": timed(run, repeats, device), "forward_in_a_row_ms": in_a_row(run, repeats, device)}
+    return result | {
+        "forward_backward_ms": timed(both, repeats, device), "forward_backward_in_a_row_ms": in_a_row(both, repeats, device)
+    }  # fmt: skip
 
 
 def peer_times(job: Job, repeats: int) -> dict[str, float]:
@@ -134,7 +153,9 @@ def exchange_only(job: Job) -> None:
     ops = torch.ops.dmattn_distributed
     if job.world == 2:
         selection = job.options.window, 0, 0
-        rows = ops.fetch(*job.inputs[1:], None, *selection, chunks.lengths, job.rank, chunks.group, [])[:3]
+        rows = ops.fetch(job.key, job.value, job.scores[..., None], None, *selection, chunks.lengths, job.rank, chunks.group, [])[
+            :3
+        ]
         torch.autograd.grad(rows, job.inputs[1:], [torch.ones_like(x) for x in rows])
         return
     scores = ops.gather_scores(job.scores.detach(), chunks.lengths, job.rank, chunks.group, [])
@@ -199,7 +220,7 @@ def shown(result: Row) -> str:
     text = f"{result['length']:>8} tokens on {result['ranks']} ranks: bytes in {result['bytes_in']}"
     if isinstance(ours, dict) and isinstance(alone, dict):
         for name, milliseconds in ours.items():
-            text += f"\n    {name:20} {milliseconds:9.2f}, one chunk alone {alone[name]:9.2f} (+{100 * (milliseconds / alone[name] - 1):.0f} %)"
+            text += f"\n    {name:31} {milliseconds:9.2f}, one chunk alone {alone[name]:9.2f} (+{100 * (milliseconds / alone[name] - 1):.0f} %)"
             if isinstance(peer, dict) and name in peer:
                 text += f", torch's {peer[name]:9.2f}: {peer[name] / milliseconds:.1f}x"
     if isinstance(peer, dict) and "error" in peer:

@@ -355,18 +355,17 @@ def _between_two(
     query, key, value = tensors
     assert given.scores is not None
     # A wider dtype has the same order and ties, and its gradients are added in float32.
-    scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))
-    rows = [key, value] if given.key_bias is None else [key, value, given.key_bias]
-
+    scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
+    rank = dist.get_rank(group)
     if torch.compiler.is_compiling():
-        lengths = _lengths_while_compiling(given, 2, dist.get_rank(group))
+        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, said
         fetch = torch.ops.dmattn_distributed.fetch
-        place = (*given.selection, lengths, dist.get_rank(group), group.group_name, said)
-        key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *place)
+        key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *given.selection, *place)
         return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
+    rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
 
     def begun(lengths: list[int]) -> pair.Begun:
-        return pair.begin(rows, scores, pair.Selection(*given.selection), Chunks(group.group_name, dist.get_rank(group), lengths))
+        return pair.begin(rows, pair.Selection(*given.selection), Chunks(group.group_name, rank, lengths))
 
     # While the other rank answers, begin with what it has answered before.
     question = agreement.Question(group, said)
@@ -376,8 +375,8 @@ def _between_two(
     if start is None or lengths != expected:
         _check_length(Chunks(group.group_name, 0, lengths))
         start = begun(lengths)
-    key, value, scores, key_bias, end = pair.Fetch.apply(key, value, scores, given.key_bias, start)
-    results = _over_slots(query, key, value, scores, key_bias, end, options)
+    scores, key, value, *biases, end = pair.Fetch.apply(start, *rows)
+    results = _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
     for work in start.sent:
         work.wait()
     return results
@@ -387,7 +386,7 @@ def _over_slots(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, end: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Attention to slots and own keys, [B, Hkv, M + n, *], whose ends are known."""
-    bias = scores if key_bias is None else _by_head(key_bias + scores[..., None])
+    bias = _by_head(scores if key_bias is None else key_bias + scores)
     return attend(query, key, value, sizes_of(query, key, value), (None, end, *NO_MASK[2:]), bias, None, options)
 
 

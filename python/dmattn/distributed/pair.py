@@ -1,8 +1,8 @@
 """The short way between two ranks where scores select: neither needs the mask of the whole sequence.
 
-The first rank selects among its own keys. Those that are alive behind its chunk take the second rank's slots: their scores leave first and
-their rows follow. The second rank selects among slots and its own keys, which gives the ends that the whole sequence gives, and does so
-while rows come in.
+The first rank selects among its own keys. Those that are alive behind its chunk take the second rank's slots: their scores and rows leave in
+one message. Meanwhile the second rank copies its own rows behind its slots. Then it selects among slots and its own keys, which gives the
+ends that the whole sequence gives.
 
 Slots hold, in the order of positions: the sinks; the keys that have been selected, at most ``window``; the last ``local`` keys, which do not
 compete yet. So every slot that counts as local is as far from the second rank's queries as in the whole sequence, and all others are
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dmattn import ops
-from dmattn.distributed import exchange, needs, traffic
+from dmattn.distributed import exchange, traffic
 from dmattn.distributed.chunks import Chunks
 
 ALIGNMENT = 16  # bytes at whose multiples each tensor's rows begin within what is sent
@@ -47,9 +47,10 @@ class Begun(NamedTuple):
         room_for: the number M of the second rank's slots.
         end: on the first rank, of its own keys, [B, Hkv, n]; on the second only if it has no slots.
         positions: on the first rank, of the keys that the slots get, int64 [B, Hkv, M].
-        scores: on the first rank of these keys, [B, Hkv, M]; on the second of slots and its own keys, [B, Hkv, M + n].
-        room: on the second rank, for the rows of slots before its own.
-        sent: on the first rank, what leaves it, once it does; to be waited for after attention.
+        packed: the message, as bytes: on the first rank what leaves it, on the second room for what comes.
+        parts: of the message, [B, Hkv, M, *], of scores (* is 1), key, value and, if given, key_bias.
+        joined: on the second rank, of the same tensors, [B, Hkv, M + n, *], whose slots are still to be filled.
+        sent: on the first rank, the message on its way, to be waited for after attention.
     """
 
     chunks: Chunks
@@ -57,61 +58,65 @@ class Begun(NamedTuple):
     room_for: int
     end: Tensor | None
     positions: Tensor | None
-    scores: Tensor
-    room: exchange.Room | None
+    packed: Tensor | None
+    parts: list[Tensor]
+    joined: list[Tensor]
     sent: list[dist.Work]
 
 
 @torch.no_grad()
-def begin(tensors: Sequence[Tensor], scores: Tensor, selection: Selection, chunks: Chunks) -> Begun:
-    """Everything that needs nothing from the other rank. tensors: rows [B, Hkv, n, *]; scores: [B, Hkv, n]."""
+def begin(tensors: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Begun:
+    """Everything that needs nothing from the other rank. tensors: scores [B, Hkv, n, 1], key, value and, if given, key_bias [B, Hkv, n, *]."""
     slots = selection.slots(chunks.first(1))
     count = sum(slots)
+    if count and chunks.rank == 1:
+        joined = [tensor.new_empty(*tensor.shape[:2], count + tensor.shape[2], tensor.shape[3]) for tensor in tensors]
+        for whole, tensor in zip(joined, tensors, strict=True):
+            exchange.copy_rows(whole[:, :, count:], tensor)
+        return Begun(chunks, selection, count, None, None, *_packet(tensors, count), joined, [])
     window, local, sink = selection
-    if chunks.rank == 1 and count:
-        whole = scores.new_empty(*scores.shape[:2], count + scores.shape[2])
-        whole[..., count:] = scores
-        return Begun(chunks, selection, count, None, None, whole, exchange.make_room(tensors, count), [])
-    end = ops.select(scores.detach(), None, window, True, local, sink)
-    if chunks.rank == 1:  # the first rank has no keys
-        return Begun(chunks, selection, 0, end, None, scores, None, [])
+    end = ops.select(tensors[0].detach()[..., 0], None, window, True, local, sink)
+    if not count or chunks.rank == 1:
+        return Begun(chunks, selection, 0, end, None, None, [], [], [])
     positions, is_empty = _living(end, slots)
-    leaving = scores.gather(2, positions)
+    packed, parts = _packet(tensors, count)
+    for part, tensor in zip(parts, tensors, strict=True):
+        torch.gather(tensor, 2, positions[..., None].expand(part.shape), out=part)
     if is_empty is not None:
-        leaving[..., slots[0] : slots[0] + slots[1]].masked_fill_(is_empty, -math.inf)
-    return Begun(chunks, selection, count, end, positions, leaving, None, [])
+        parts[0][:, :, slots[0] : slots[0] + slots[1], 0].masked_fill_(is_empty, -math.inf)
+    return Begun(chunks, selection, count, end, positions, packed, parts, [], [])
 
 
 def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     """Positions of the keys for slots, int64 [B, Hkv, M], and which slots of selected keys stay empty; None if none does."""
     sink, window, local = slots
     length = end.shape[2]
-    everything = torch.arange(length, device=end.device).expand(end.shape)
+    places = torch.arange(length, dtype=torch.int32, device=end.device)
     if sink + window + local == length:
-        return everything, None
-    places = needs.places_of(end[..., sink : length - local] > length, window)
-    last = length - local - sink - 1
-    selected = places.clamp(max=last).long()
+        return places.long().expand(end.shape), None
+    # The earliest positions of keys that live on; where there are fewer than the window, others stand behind them.
+    last = length - local
+    found, positions = torch.where(end[..., sink:last] > length, places[sink:last], length).topk(window, largest=False)
     if sink or local:
-        selected = torch.cat((everything[..., :sink], selected + sink, everything[..., length - local :]), dim=2)
-    return selected, places > last
+        own = places.long().expand(end.shape)
+        positions = torch.cat((own[..., :sink], positions + sink, own[..., last:]), dim=2)
+    return positions, found == length
 
 
-def _fetch(key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun) -> tuple[Any, ...]:
-    """(key, value, scores, key_bias or None) with the rows of the rank's slots in front, and end for these."""
-    chunks, _, count, end, positions, moving, *_ = begun
-    rows = [key, value] if key_bias is None else [key, value, key_bias]
-    if end is None:
-        scores, end, joined = _receive(rows, begun)
-        return joined[0], joined[1], scores, None if key_bias is None else joined[2], end
-    if count:
-        assert positions is not None
-        begun.sent.append(_move(moving.view(torch.uint8).flatten(), 0, chunks, "rows"))
-        packed, parts = _packet(rows, count)
-        for part, tensor in zip(parts, rows, strict=True):
-            torch.gather(tensor, 2, positions[..., None].expand(-1, -1, -1, tensor.shape[3]), out=part)
-        begun.sent.append(_move(packed, 0, chunks, "rows"))
-    return key, value, scores, key_bias, end
+def _fetch(tensors: Sequence[Tensor], begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
+    """The tensors of :func:`begin` with the rows of the rank's slots in front, and end for these."""
+    chunks, (window, local, sink), count, end, _, packed, parts, joined, sent = begun
+    if packed is None:
+        assert end is not None
+        return tensors, end
+    work = _move(packed, 0, chunks, "rows")
+    if end is not None:
+        sent.append(work)
+        return tensors, end
+    work.wait()
+    for whole, part in zip(joined, parts, strict=True):
+        exchange.copy_rows(whole[:, :, :count], part)
+    return joined, ops.select(joined[0][..., 0], None, window, True, local, sink)
 
 
 def _send_back(
@@ -132,55 +137,46 @@ def _send_back(
         own = [tensor[:, :, count:] for tensor in gradients]
         return own if in_place else [tensor.clone(memory_format=torch.contiguous_format) for tensor in own]
     assert positions is not None
+    # Scores and key_bias may have one gradient between them, and it is small: only those of key and value are worth adding to in place.
     contiguous = torch.contiguous_format
-    own = [tensor.contiguous() if in_place else tensor.clone(memory_format=contiguous) for tensor in gradients]
-    batch, heads, length, _ = own[0].shape
-    groups = torch.arange(batch * heads, device=positions.device).view(batch, heads, 1)
-    places = (positions + groups * length).flatten()
+    own = [
+        tensor if in_place and place in (1, 2) else tensor.clone(memory_format=contiguous)
+        for place, tensor in enumerate(gradients)
+    ]
     _move(packed, 1, chunks, "gradients").wait()
-    for tensor, part in zip(own, parts, strict=True):
-        tensor.view(-1, tensor.shape[3]).index_add_(0, places, part.view(-1, part.shape[3]))
-    return own
+    return [_with_rows(tensor, positions, part) for tensor, part in zip(own, parts, strict=True)]
+
+
+def _with_rows(total: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    """Adds rows [B, Hkv, M, *] to those of ``total`` [B, Hkv, n, *] at their positions: in place if heads or positions lie side by side."""
+    batch, heads, length, width = total.shape
+    head = torch.arange(heads, device=total.device)[:, None]
+    sequence = torch.arange(batch, device=total.device)[:, None, None]
+    turned = total.transpose(1, 2)
+    if turned.is_contiguous():
+        turned.view(-1, width).index_add_(0, ((sequence * length + positions) * heads + head).flatten(), rows.view(-1, width))
+        return total
+    total = total.contiguous()
+    total.view(-1, width).index_add_(0, ((sequence * heads + head) * length + positions).flatten(), rows.view(-1, width))
+    return total
 
 
 class Fetch(torch.autograd.Function):
-    """:func:`_fetch` for eager calls, which have begun before the other rank has answered."""
+    """:func:`_fetch` for eager calls, which have begun before the other rank has answered: its results, and end."""
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, begun: Begun) -> tuple[Any, ...]:
-        output = _fetch(key, value, scores, key_bias, begun)
+    def forward(ctx: Any, begun: Begun, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results, end = _fetch(tensors, begun)
         ctx.rest = begun.room_for, begun.chunks
         ctx.save_for_backward(begun.positions)
-        ctx.mark_non_differentiable(output[4])
-        return output
+        ctx.mark_non_differentiable(end)
+        return *results, end
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        key, value, scores, key_bias, _ = gradients
-        rows = [key, value, scores[..., None]] if key_bias is None else [key, value, scores[..., None], key_bias]
         (positions,), (count, chunks) = ctx.saved_tensors, ctx.rest
-        own = _send_back(rows, positions, count, chunks, in_place=True)
-        return own[0], own[1], own[2][..., 0], None if key_bias is None else own[3], None
-
-
-def _receive(rows: Sequence[Tensor], begun: Begun) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """On the second rank: scores and end of slots and own keys, [B, Hkv, M + n], and the joined rows [B, Hkv, M + n, *]."""
-    chunks, (window, local, sink), count, _, _, scores, room, _ = begun
-    assert room is not None
-    first = scores.new_empty(*scores.shape[:2], count)
-    scores_come = _move(first.view(torch.uint8).flatten(), 0, chunks, "rows")
-    packed, parts = _packet(rows, count)
-    rows_come = _move(packed, 0, chunks, "rows")
-    scores_come.wait()
-    scores[..., :count] = first
-    end = ops.select(scores, None, window, True, local, sink)
-    rows_come.wait()
-    for whole, part in zip(room.joined, parts, strict=True):
-        whole[:, :, :count] = part
-    if room.done is not None:
-        room.done.wait()
-    return scores, end, room.joined
+        return None, *_send_back(gradients[:-1], positions, count, chunks, in_place=True)
 
 
 def _packet(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
@@ -221,26 +217,29 @@ def _fetch_op(
     rank: int, group: str, said: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What :func:`_fetch` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
-    rows = [key, value] if key_bias is None else [key, value, key_bias]
-    begun = begin(rows, scores, Selection(window, local, sink), Chunks(group, rank, lengths))
+    tensors = _listed(key, value, scores, key_bias)
+    begun = begin(tensors, Selection(window, local, sink), Chunks(group, rank, lengths))
     exchange.agreed(exchange.group_named(group), said, lengths)
-    *results, end = _fetch(key, value, scores, key_bias, begun)
+    results, end = _fetch(tensors, begun)
     for work in begun.sent:
         work.wait()
     if begun.end is not None:
-        results = [None if tensor is None else tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
-    nothing = key.new_empty(0)
+        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
     positions = torch.empty(0, dtype=torch.int64, device=key.device) if begun.positions is None else begun.positions.contiguous()
-    return results[0], results[1], results[2], nothing if key_bias is None else results[3], end, positions
+    return results[1], results[2], results[0], key.new_empty(0) if key_bias is None else results[3], end, positions
 
 
 def _fetch_back_op(
     grad_key: Tensor, grad_value: Tensor, grad_scores: Tensor, grad_key_bias: Tensor | None, positions: Tensor, count: int,
     lengths: Sequence[int], rank: int, group: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    rows = [grad_key, grad_value, grad_scores[..., None], *(() if grad_key_bias is None else (grad_key_bias,))]
-    own = _send_back(rows, positions, count, Chunks(group, rank, lengths), False)
-    return own[0], own[1], own[2][..., 0], grad_key.new_empty(0) if grad_key_bias is None else own[3]
+    gradients = [tensor.contiguous() for tensor in _listed(grad_key, grad_value, grad_scores, grad_key_bias)]
+    own = _send_back(gradients, positions, count, Chunks(group, rank, lengths), in_place=False)
+    return own[1], own[2], own[0], grad_key.new_empty(0) if grad_key_bias is None else own[3]
+
+
+def _listed(key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None) -> list[Tensor]:
+    return [scores, key, value] if key_bias is None else [scores, key, value, key_bias]
 
 
 @torch.library.register_fake("dmattn_distributed::fetch", lib=exchange.library)
@@ -253,25 +252,23 @@ def _(
     length = own + (count if rank == 1 else 0)
     joined = [
         key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, length, tensor.shape[3])
-        for tensor in (key, value, key_bias)
+        for tensor in (key, value, scores, key_bias)
     ]
     positions = key.new_empty((batch, heads, count) if rank == 0 else 0, dtype=torch.int64)
-    whole = scores.new_empty(batch, heads, length)
-    return joined[0], joined[1], whole, joined[2], torch.empty_like(whole, dtype=torch.int32), positions
+    return *joined, key.new_empty((batch, heads, length), dtype=torch.int32), positions
 
 
 @torch.library.register_fake("dmattn_distributed::fetch_back", lib=exchange.library)
 def _(
     grad_key: Tensor, grad_value: Tensor, grad_scores: Tensor, grad_key_bias: Tensor | None, positions: Tensor, count: int,
-    lengths: Sequence[int], rank: int, *_: Any,
+    lengths: Sequence[int], rank: int, *_: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, length = grad_key.shape[:3]
     own = length - (count if rank == 1 else 0)
-    key, value, key_bias = (
+    return tuple(
         grad_key.new_empty(0) if tensor is None else tensor.new_empty(batch, heads, own, tensor.shape[3])
-        for tensor in (grad_key, grad_value, grad_key_bias)
+        for tensor in (grad_key, grad_value, grad_scores, grad_key_bias)
     )
-    return key, value, grad_scores.new_empty(batch, heads, own), key_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -282,7 +279,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.rest = sum(Selection(window, local, sink).slots(lengths[0])), lengths, rank, group
 
 
-def _backward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor, *_: object) -> tuple[Any, ...]:
     own = torch.ops.dmattn_distributed.fetch_back(
         key, value, scores, key_bias if ctx.has_bias else None, *ctx.saved_tensors, *ctx.rest
     )
