@@ -3,7 +3,7 @@
 Both models are the same but for attention, bfloat16, and compiled layer by layer; each query sees length / 64 keys, but at least 1,024.
 Of long documents, dynamic masks select within each; the peer has no mask for them. With its own options:
 ``python -m dmattn.bench.training_step``. Started by ``torchrun -m``, ranks share the sequence: ours with ``dmattn.distributed``, the peer
-with torch's ``context_parallel``.
+with torch's ``context_parallel``. ``--output`` keeps the rows of other cases in the file.
 """
 
 from __future__ import annotations
@@ -185,6 +185,17 @@ def document_rows(options: JobOptions) -> list[Row]:
     return rows(options, documents=8)
 
 
+def write(path: Path, found: list[Row]) -> None:
+    """The rows, and those of other lengths, numbers of ranks and models that the file had."""
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return row["ranks"], row["length"], row.get("documents", 0), row["name"]
+
+    kept = [old for old in json.loads(path.read_text())["rows"] if case(old) not in map(case, found)] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": sorted(kept + found, key=case)}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 32768 131072 on one rank, 262144 on several")
@@ -219,13 +230,11 @@ def main() -> None:
                 torch.cuda.empty_cache()
             if rank == 0:
                 print("  ".join(f"{key} {x:.1f}" if isinstance(x, float) else f"{x}" for key, x in pair[-1].items()), flush=True)
-        found += pair
-        if rank == 0:
-            if "milliseconds" in pair[1]:
-                print(f"  dynamic is {pair[1]['milliseconds'] / pair[0]['milliseconds']:.2f}x faster", flush=True)
-            if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({**provenance(device.type), "rows": found}, indent=1) + "\n")
+                found.append({**provenance(device.type), **pair[-1]})
+                if options.output:
+                    write(options.output, found)
+        if rank == 0 and "milliseconds" in pair[1]:
+            print(f"  dynamic is {pair[1]['milliseconds'] / pair[0]['milliseconds']:.2f}x faster", flush=True)
     if world > 1:
         dist.destroy_process_group()
 
