@@ -76,7 +76,9 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, following: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        rotation = self.layers[0].attention.rotation(positions)
+        first = self.layers[0]
+        assert isinstance(first, Layer)
+        rotation = first.attention.rotation(positions)
         for layer in self.layers:
             x = layer(x, rotation)
         return self.loss(x, following)
