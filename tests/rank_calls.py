@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask
 from dmattn.distributed import context_parallel_attention, record_traffic
+from dmattn.testing.strategies import random_tensor
+from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order
+from rank_sharding import device_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -84,3 +88,42 @@ def leave(group: dist.ProcessGroup) -> None:
 
 def stay_away(group: dist.ProcessGroup) -> None:
     """Takes no part."""
+
+
+def compare_with_one_process(group: dist.ProcessGroup, length: int, first: int, options: dict[str, Any], with_bias: bool) -> None:
+    """Two ranks, twice, on their own devices: out and gradients of this rank's chunk are those of the whole sequence. Then a rank differs."""
+    device, rank = device_of(group), dist.get_rank(group)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    same = assert_same_by_another_way if device == "cuda" else assert_same_in_another_order
+    chunk = slice(0, first) if rank == 0 else slice(first, length)
+    shapes = {"query": (2, length, 4, 64), "key": (2, length, 2, 64), "value": (2, length, 2, 32)}
+    # Heads lie side by side in memory, as projections leave them.
+    leaves = {
+        name: random_tensor(shape, seed, dtype, device).transpose(1, 2) for seed, (name, shape) in enumerate(shapes.items())
+    }
+    wide = torch.float32 if device == "cuda" else torch.float64
+    leaves["scores"] = random_tensor((2, 2, length), 7, wide, device)
+    leaves["scores"][:, :, 3 : first - 5] = -torch.inf
+    if with_bias:
+        leaves["key_bias"] = random_tensor((2, 2, length), 8, wide, device)
+    grad_out = random_tensor((2, 4, length, 32), 9, dtype, device)
+    own = {name: leaf[:, :, chunk].detach().requires_grad_() for name, leaf in leaves.items()}
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    bias = leaves["scores"] + leaves["key_bias"] if with_bias else leaves["scores"]
+    mask = IntervalMask.top_k(leaves["scores"].detach(), **options)
+    out = dmattn.attention(leaves["query"], leaves["key"], leaves["value"], mask, key_bias=bias, is_causal=True)
+    wanted = [out, *torch.autograd.grad(out, list(leaves.values()), grad_out)]
+    for _ in range(2):
+        out = context_parallel_attention(**own, **options, group=group)
+        got = [out, *torch.autograd.grad(out, list(own.values()), grad_out[:, :, chunk])]
+        for ours, expected in zip(got, wanted, strict=True):
+            same(ours, expected[:, :, chunk], dtype)
+    differing = {**options, "window": options["window"] + rank}
+    refused = ""
+    try:
+        context_parallel_attention(**own, **differing, group=group)
+    except ValueError as error:
+        refused = str(error)
+    assert refused.startswith("window: expected the same on every rank"), refused
+    again = context_parallel_attention(**own, **options, group=group)
+    same(again, wanted[0][:, :, chunk], dtype)

@@ -235,6 +235,13 @@ def test_few_keys_that_can_be_selected(ranks, options, wide):
         tolerance.assert_same_in_another_order(out, expected, torch.float32)
 
 
+@pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores and bias"])
+@pytest.mark.parametrize("options", [{"window": 24}, {"window": 24, "local": 8, "sink": 2}], ids=["best", "local and sink"])
+def test_two_ranks_on_their_devices(device_ranks, options, with_bias):
+    """Over gloo on the CPU, over NCCL on two GPUs."""
+    device_ranks.run("rank_calls:compare_with_one_process", [(200, 90, options, with_bias)] * 2)
+
+
 def test_chunks_whose_lengths_change_between_calls(ranks):
     """A rank that says what it said before goes by what the others say now."""
     for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (25, [0, 5, 25]), (45, [0, 25, 45]), (23, [0, 3, 23])):

@@ -57,6 +57,8 @@ FAULTS = [
             "a chunk of another length than in the last call is cut as it was", RANKS + "test_chunks_whose_lengths_change_between_calls"),
     in_file("distributed/pair.py", "masked_fill_(is_empty, -math.inf)", "masked_fill_(is_empty, math.inf)",
             "an empty slot is selected", RANKS + "test_few_keys_that_can_be_selected"),
+    in_file("distributed/pair.py", "tensor if in_place and place in (1, 2) else", "tensor if in_place else",
+            "one gradient of scores and key_bias is added to twice", RANKS + "test_scores_and_key_bias_together"),
     in_file("distributed/pair.py", "part.copy_(tensor[:, :, :count])", "part.copy_(tensor[:, :, -count:])",
             "the second rank sends back gradients of its own keys", RANKS + "test_ranks_compute_what_one_process_computes"),
     in_file("distributed/chunks.py", "if ranks != sorted(ranks):", "if False:",
