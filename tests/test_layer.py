@@ -431,3 +431,7 @@ def test_a_rotation_that_is_shared_is_the_layers_own():
     for own, shared in zip(layer.projected(hidden, positions), layer.projected(hidden, rotation=table), strict=True):
         assert torch.equal(own, shared)
         assert own.transpose(1, 2).is_contiguous()
+    causal = torch.arange(20)[None]
+    assert torch.equal(layer(hidden, rotation=layer.rotation(causal)), layer(hidden))
+    with pytest.raises(ValueError, match="rotation: expected its default with a cache"), torch.no_grad():
+        layer(hidden, cache=layer.new_cache(2), rotation=layer.rotation(causal))

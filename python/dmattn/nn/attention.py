@@ -276,13 +276,13 @@ class DynamicMaskAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[False] = False, lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
+        padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, hidden_states: Tensor, base: IntervalMask | None = None, cache: BoundedCache | MixedCache | None = None, *,
         window: int | None = None, with_score_loss: Literal[True], lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
+        padding_side: PaddingSide = "right", position_ids: Tensor | None = None, rotation: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
@@ -295,6 +295,7 @@ class DynamicMaskAttention(nn.Module):
         lengths: Tensor | None = None,
         padding_side: PaddingSide = "right",
         position_ids: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of hidden states to each other or, with a cache, to all that came before, too; and the loss that teaches the scores if
         asked for.
@@ -311,6 +312,7 @@ class DynamicMaskAttention(nn.Module):
             position_ids: integers [B|1, S] or [S], the positions that query and key are rotated to; default 0, 1, ... in every sequence.
                 Without ``base`` a document begins wherever they do not grow: packed documents whose positions restart are kept apart.
                 Not with a cache, which counts by itself.
+            rotation: what :meth:`rotation` gave for these positions, to compute it once for all layers. Not with a cache.
 
         Returns:
             [B, S, E], or (that, the loss).
@@ -326,7 +328,7 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         if cache is not None:
             given = {"base": base is not None, "window": window is not None, "with_score_loss": with_score_loss}
-            given["position_ids"] = position_ids is not None
+            given |= {"position_ids": position_ids is not None, "rotation": rotation is not None}
             for name in (name for name, is_given in given.items() if is_given):
                 raise ValueError(f"{name}: expected its default with a cache, whose sequences, positions and window are its own")
             generated: Tensor = self.o_proj(
@@ -342,7 +344,7 @@ class DynamicMaskAttention(nn.Module):
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, self.is_causal) if base is None else base
-        query, key, value = self.projected(hidden_states, position_ids)
+        query, key, value = self.projected(hidden_states, position_ids, rotation=rotation)
         ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
