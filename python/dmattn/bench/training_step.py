@@ -143,7 +143,7 @@ def measured(name: str, length: int, options: argparse.Namespace, device: torch.
         began = clock()
         step()
         first = clock() - began
-        for _ in range(2):
+        for _ in range(options.warm_ups):
             step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -171,7 +171,7 @@ def rows(options: JobOptions, documents: int = 0) -> list[Row]:
     elif options.quick:
         sizes = {**sizes, "layers": 2}
     lengths = [512] if not is_cuda else [8192] if options.quick else [32_768, 131_072]
-    given = argparse.Namespace(**sizes, documents=documents, repeats=options.repeats or 5)
+    given = argparse.Namespace(**sizes, documents=documents, repeats=options.repeats or 5, warm_ups=2)
     device = torch.device(options.device)
     found = []
     for length in lengths:
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--least-window", type=int, default=1024)
     parser.add_argument("--documents", type=int, default=0, help="how many documents a sequence holds; on one rank")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-ups", type=int, default=2, help="steps that are not timed, beside the first")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
