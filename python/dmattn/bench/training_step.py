@@ -195,7 +195,7 @@ def write(path: Path, found: list[Row]) -> None:
 
     kept = [old for old in json.loads(path.read_text())["rows"] if case(old) not in map(case, found)] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": sorted(kept + found, key=case)}, indent=1) + "\n")
+    path.write_text(json.dumps({"rows": sorted(kept + found, key=lambda row: case(row)[:3])}, indent=1) + "\n")
 
 
 def main() -> None:
