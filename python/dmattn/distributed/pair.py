@@ -90,17 +90,27 @@ def begin(tensors: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Be
 def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     """Positions of the keys for slots, int64 [B, Hkv, M], and which slots of selected keys stay empty; None if none does."""
     sink, window, local = slots
-    length = end.shape[2]
-    places = torch.arange(length, dtype=torch.int32, device=end.device)
+    batch, heads, length = end.shape
     if sink + window + local == length:
-        return places.long().expand(end.shape), None
-    # The earliest positions of keys that live on; where there are fewer than the window, others stand behind them.
+        return torch.arange(length, device=end.device).expand(end.shape), None
     last = length - local
-    found, positions = torch.where(end[..., sink:last] > length, places[sink:last], length).topk(window, largest=False)
+    # Count the keys that live on through all heads: one long scan keeps a GPU busy, a short one for each head does not.
+    lives = torch.gt(
+        end[..., sink:last], length, out=torch.empty_like(end[..., sink:last], memory_format=torch.contiguous_format)
+    )
+    lives = lives.view(batch * heads, last - sink)
+    counted = lives.view(-1).cumsum(0, dtype=torch.int32).view(lives.shape)
+    before = counted[:, :1] - lives[:, :1]
+    ordinals = before + torch.arange(1, window + 1, dtype=torch.int32, device=end.device)
+    found = torch.searchsorted(counted.view(-1), ordinals)
+    # Where a head has fewer than the window, what is found lies in the next one.
+    firsts = torch.arange(0, lives.numel(), lives.shape[1], device=end.device)[:, None]
+    places = (found - firsts).view(batch, heads, window)
+    positions = places.clamp(max=last - sink - 1)
     if sink or local:
-        own = places.long().expand(end.shape)
+        own = torch.arange(length, device=end.device).expand(end.shape)
         positions = torch.cat((own[..., :sink], positions + sink, own[..., last:]), dim=2)
-    return positions, found == length
+    return positions, places >= last - sink
 
 
 def _fetch(tensors: Sequence[Tensor], begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
