@@ -434,7 +434,7 @@ def traffic() -> Drawing:
 
     lines: list[tuple[str, str, Callable[[int], float]]] = [
         ("ring or all-gather: all rows", INK, lambda world: others(world) * row),
-        ("ours: rows and scores", ORANGE, lambda world: window * (row + 4) + others(world) * 4),
+        ("ours: rows and scores", ORANGE, lambda world: window * (row + 4) + (others(world) * 4 if world > 2 else 0)),
         ("of these, rows", BLUE, lambda world: window * (row + 4)),
     ]
     for name, color, received in lines:
