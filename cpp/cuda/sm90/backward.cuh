@@ -677,14 +677,19 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 
       weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes);
       // Issue grad_value += weights dO, and wait for grad_scores.
-      if (kHasOptions) begin_grad_scores();
-      if (!kHasOptions) wait_products<0>();
-      pin(grad_scores);
+      if constexpr (kHasOptions) {
+        begin_grad_scores();
+      } else {
+        wait_products<0>();
+        pin(grad_scores);
+      }
       pin(grad_value);
       begin_products();
       products.begin_sums(grad_value, weights, products.grad_outs_of(n));
-      if (kHasOptions) wait_products<1>();
-      pin(grad_scores);
+      if constexpr (kHasOptions) {
+        wait_products<1>();
+        pin(grad_scores);
+      }
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
