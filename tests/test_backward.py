@@ -484,14 +484,15 @@ def test_one_key_of_a_tile_ends_with_a_chunk_of_queries(device, dtype, alone, la
         assert_matches_reference(case)
 
 
+@pytest.mark.parametrize("D", [16, 72])  # on Hopper chunks of 128 and of 64 queries
 @pytest.mark.parametrize("last", [62, 63, 64, 127, 128])
-def test_keys_that_end_with_a_chunk_of_queries(device, dtype, last):
+def test_keys_that_end_with_a_chunk_of_queries(device, dtype, last, D):
     """All keys of a tile are seen up to query ``last``, or up to the one before."""
     for end in (last, last + 1):
         ends = torch.full((200,), end, dtype=torch.int32, device=device)
         mask = IntervalMask(ends * 0 - 1000, ends)
         key_bias = strategies.random_tensor((200,), 3, device=device)
-        assert_matches_reference(make(device, dtype, Sq=200, D=16, mask=mask, visible=mask.to_bool(200, 200), key_bias=key_bias))
+        assert_matches_reference(make(device, dtype, Sq=200, D=D, mask=mask, visible=mask.to_bool(200, 200), key_bias=key_bias))
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(16, 64), (64, 8), (40, 56)])
