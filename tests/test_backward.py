@@ -503,6 +503,22 @@ def test_gathered_keys_of_other_widths(device, dtype, D, Dv):
     )
 
 
+@pytest.mark.parametrize(("D", "Dv"), [(136, 256), (256, 136), (200, 192)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(70, 200), (200, 70)])
+@pytest.mark.parametrize("kind", ["full", "causal", "block", "interval"])
+def test_wide_heads(device, dtype, D, Dv, Sq, Sk, kind):
+    """Sizes beyond 128, where tiles and chunks are smaller and two warpgroups of a GPU share the columns of a tile's gradients."""
+    case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=D, Dv=Dv, is_causal=kind == "causal")
+    if kind == "block":
+        visible = strategies.random_tensor((1, 2, Sq, Sk), 1, device=device) > -0.3
+        case = dataclasses.replace(case, mask=BlockMask.from_bool(visible), visible=visible)
+    if kind == "interval":
+        mask = random_intervals(2, Sk, 5, device)
+        key_bias = strategies.random_tensor((1, 2, Sk), 4, device=device)
+        case = dataclasses.replace(case, mask=mask, visible=mask.to_bool(Sq, Sk), key_bias=key_bias)
+    assert_matches_reference(case)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("interval", [False, True])
 def test_bad_keys_behind_a_block_mask(device, dtype, bad, interval):

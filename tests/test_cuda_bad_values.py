@@ -26,10 +26,11 @@ def test_an_infinite_value_of_a_key_that_all_see(place):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["interval", "causal", "few keys"])
-def test_queries_that_see_nothing_beside_bad_keys(kind, deterministic, bad):
+@pytest.mark.parametrize("size", [128, 256])
+def test_queries_that_see_nothing_beside_bad_keys(size, kind, deterministic, bad):
     """The first 250 of 600, in tiles with queries that see bad keys; some of them are bad themselves."""
     keys = {"interval": 600, "causal": 350, "few keys": 20}[kind]
-    q, k, v, scores, grad_out = inputs(600, 2, 2, 128, batch=1)
+    q, k, v, scores, grad_out = inputs(600, 2, 2, size, batch=1)
     k, v = k[:, :, :keys].contiguous(), v[:, :, :keys].contiguous()
     k[:, :, 3], v[:, :, 5] = bad, bad
     q[:, :, 200] = bad
@@ -59,9 +60,10 @@ def test_a_bad_value_stays_among_queries_near_those_that_see_it():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_keys_that_a_block_mask_hides_from_all(bad):
+@pytest.mark.parametrize("size", [128, 256])
+def test_keys_that_a_block_mask_hides_from_all(size, bad):
     """In a tile that comes in one piece otherwise."""
-    q, k, v, _, grad_out = inputs(500, 2, 2, 128, batch=1)
+    q, k, v, _, grad_out = inputs(500, 2, 2, size, batch=1)
     visible = torch.rand(1, 2, 500, 500, device="cuda") < 0.5
     visible[:, :, :, 3::7] = visible[:, :, 200:, 128:256] = False
     hidden = ~visible.any(-2)

@@ -11,7 +11,7 @@ from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(
     ("kind", "lengths"), [(k, n) for k, n in LONG_KINDS if n[0] > 1 and sum(n) > 4096 and n[0] * n[1] < 2e8], ids=str
 )

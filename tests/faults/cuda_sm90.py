@@ -14,6 +14,7 @@ FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
 LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
+WIDE = BACKWARD + "test_wide_heads"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
@@ -110,9 +111,17 @@ FAULTS = [
             "a chunk of queries comes twice and the first never", THRESHOLDS + " " + RAGGED),
     in_file("backward_load.cuh", "terms = (note.batch * p.heads + head) * call.padded_queries + first_query;", "terms = (note.batch * p.heads + head) * p.query_length + first_query;",
             "lse and delta are those of other queries", RAGGED),
+    in_file("backward_wide.cuh", "my_queries = queries + step_of(group * kMine * 128);", "my_queries = queries;",
+            "both warpgroups compute the scores of the earlier queries", WIDE),
+    in_file("backward_wide.cuh", "      pin(grad_query);\n      add(1);", "      pin(grad_query);",
+            "a piece of grad_query of a visit's last chunk is left out", WIDE),
+    in_file("backward_wide.cuh", "score_full.wait_full(chunk);", "score_full.wait_full(chunk - 1);",
+            "score gradients are read before the other warpgroup has left them", WIDE),
+    in_file("backward_wide.cuh", "if (first_column + i * 8 < both - key_width) {", "if (first_column + i * 8 < key_width) {",
+            "grad_value of gathered keys has the width of keys", WIDE),
     in_file("schedule.cuh", "head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;", "head = static_cast<int>(head_group % head_groups_per_batch);",
             "packs of heads overlap", RAGGED + " " + THRESHOLDS),
-    in_file("backward_load.cuh", "base < list.y; base += work.shares * kBackwardKeys", "base + kBackwardKeys <= list.y; base += work.shares * kBackwardKeys",
+    in_file("backward_load.cuh", "base < list.y; base += work.shares * kKeys", "base + kKeys <= list.y; base += work.shares * kKeys",
             "the last keys of a list are dropped", THRESHOLDS),
     # Laying out the work.
     in_file("dispatch.cu", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",

@@ -23,7 +23,10 @@ struct ScorePlace {
 };
 
 // The key in a row of the tile, -1 for none.
-__device__ __forceinline__ int key_at(const KeyNote& tile, int row) { return tile.index[index_place<kBackwardKeys>(row)]; }
+template <int kDim>
+__device__ __forceinline__ int key_at(const KeyNote& tile, int row) {
+  return tile.index[index_place<kBackwardShape<kDim, false>.keys>(row)];
+}
 
 // Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
 // Tiles of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
@@ -164,7 +167,7 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
   float bias_of[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int key = key_at(tile, place.row + 8 * r);
+    const int key = key_at<kDim>(tile, place.row + 8 * r);
     bias_of[r] = bias && key >= 0 ? bias[key] : 0.0f;
   }
 #pragma unroll
@@ -201,7 +204,7 @@ struct BiasOfScores {
   const KeyNote& tile;
   const QueryNote& note;
   const ScorePlace<kDim> place;
-  const int first_key = key_at(tile, place.row), second_key = key_at(tile, place.row + 8);  // -1 for none
+  const int first_key = key_at<kDim>(tile, place.row), second_key = key_at<kDim>(tile, place.row + 8);  // -1 for none
 
   __device__ __forceinline__ int query_of(int i, int e) const { return note.first_query + place.column + 8 * i + e; }
 
@@ -309,7 +312,7 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
     uint32_t key_hash[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at(tile, ScorePlace<kDim>().row + 8 * r)));
+      key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at<kDim>(tile, ScorePlace<kDim>().row + 8 * r)));
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const uint2 hashes = *reinterpret_cast<const uint2*>(&row_hash[column + 8 * i]);
@@ -382,12 +385,13 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
 }
 
 // key_bias of the thread's two keys in base 2; with is_natural a logit, for rows whose lse is huge. For one head.
+template <int kDim>
 __device__ __forceinline__ void read_key_bias(const AttentionParams& p, const KeyNote& tile, int row, int head, bool is_natural,
                                               float (&bias_2)[2]) {
   const float* const bias = row_of<const float>(p.key_bias, tile.batch, head);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int key = key_at(tile, row + 8 * r);
+    const int key = key_at<kDim>(tile, row + 8 * r);
     bias_2[r] = bias && key >= 0 ? bias[key] * (is_natural ? 1.0f : kLog2e) : 0.0f;
   }
 }
@@ -402,7 +406,7 @@ __device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyNo
     float sum = bias_sum[r] * call.keep_scale;
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const int key = key_at(tile, place.row + 8 * r);
+    const int key = key_at<kDim>(tile, place.row + 8 * r);
     if (place.lane % 4 == 0 && key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, tile.batch, head) + key, sum);
     bias_sum[r] = 0.0f;
   }
@@ -671,7 +675,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       uint32_t weights[kSteps][4], gradients[kSteps][4], slopes[kSteps][4];  // slopes: with options
       if (kHasBias && is_new_head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
       }
       if (kHasBias) head = note.head;
 
@@ -752,7 +756,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     barrier_arrive(query_empty.at(n));
     if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
-    const int keys_of_rows[2] = {key_at(tile, ScorePlace<kDim>().row), key_at(tile, ScorePlace<kDim>().row + 8)};
+    const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
       leave(grad_query, n - 1);

@@ -31,8 +31,10 @@ struct QueryNote {
 template <int kDim, bool kHasOptions>
 struct alignas(1024) BackwardShared {
   static constexpr BackwardShape kShape = kBackwardShape<kDim, kHasOptions>;
-  static constexpr int kKeyNotes = 2;    // the next visit's queries come before this visit has ended
-  static constexpr int kQueryNotes = 8;  // a note is read until the chunk after it has been computed
+  static_assert(kShape.keys == kBackwardKeys);
+  static constexpr bool kSplitsChunks = false;  // query and grad_out of a chunk are announced together
+  static constexpr int kKeyNotes = 2;           // the next visit's queries come before this visit has ended
+  static constexpr int kQueryNotes = 8;         // a note is read until the chunk after it has been computed
   static_assert(kQueryNotes > kShape.query_stages + 2);
   // The part of a chunk's grad_query that a warpgroup computes: half of its columns, or of its queries.
   static constexpr int kPartQueries = 64, kPartColumns = kDim * kShape.queries / (kConsumers * kPartQueries);
@@ -68,6 +70,7 @@ template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
                                           BackwardShared<kDim, has_options(kVariant)>& shared) {
   using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  constexpr int kKeys = Shared::kShape.keys;
   constexpr bool kIsGathered = gathers_keys(kVariant);
   const AttentionParams& p = call.b.forward;
   const int thread = static_cast<int>(threadIdx.x) % kLoaders;
@@ -84,12 +87,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
     bool has_gaps = kIsGathered;
 #pragma unroll 1
-    for (int row = thread; row < kBackwardKeys; row += kLoaders) {
+    for (int row = thread; row < kKeys; row += kLoaders) {
       const int key = key_of(row);
       const Span span = key >= 0 ? span_of(row, key) : Span::empty();
       const bool is_key = span.first < span.last;
       has_gaps |= key < 0;
-      note.index[index_place<kBackwardKeys>(row)] = key < p.key_length ? key : -1;
+      note.index[index_place<kKeys>(row)] = key < p.key_length ? key : -1;
       note.span[row] = Seen::of(span);
       bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
       bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
@@ -113,15 +116,14 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       if (has_gaps) {
         const char* const data =
             static_cast<const char*>(tensor.data) + (note.batch * tensor.batch_stride + note.kv_head * tensor.head_stride) * 2;
-        gather_rows<kDim, kBackwardKeys, kLoaders, true, false, 1>(thread, tile, note.index, kBackwardKeys, data,
-                                                                   static_cast<uint32_t>(tensor.row_stride * 2),
-                                                                   static_cast<int>(width), [] {});
+        gather_rows<kDim, kKeys, kLoaders, true, false, 1>(
+            thread, tile, note.index, kKeys, data, static_cast<uint32_t>(tensor.row_stride * 2), static_cast<int>(width), [] {});
         copy_async_commit();
       } else if (thread == 0) {
-        barrier_expect(full, kBackwardKeys * kDim * 2);
+        barrier_expect(full, kKeys * kDim * 2);
 #pragma unroll
         for (int panel = 0; panel < kDim / 64; ++panel) {
-          copy_box(tile + panel * (kBackwardKeys * 128), map, full, panel * 64, first_place, note.kv_head, note.batch);
+          copy_box(tile + panel * (kKeys * 128), map, full, panel * 64, first_place, note.kv_head, note.batch);
         }
       } else {
         barrier_arrive(full);
@@ -152,7 +154,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         const int64_t begin = mask_head * live_keys.capacity + list.x;
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
 #pragma unroll 1
-        for (int base = item.tile % work.shares * kBackwardKeys; base < list.y; base += work.shares * kBackwardKeys) {
+        for (int base = item.tile % work.shares * kKeys; base < list.y; base += work.shares * kKeys) {
           load(
               item, base, first_query_of(segment, shift), to,
               [&](int row) { return base + row < list.y ? read_anew(&call)->live_keys.index[begin + base + row] : -1; },
@@ -160,7 +162,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         }
       }
     } else {
-      const int first_key = item.tile * kBackwardKeys;
+      const int first_key = item.tile * kKeys;
       load(
           item, first_key, 0, query_length,
           [&](int row) {
@@ -194,6 +196,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   const MaskParams& mask = p.mask;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<kShape.query_stages> full{shared_address(shared.query_full)}, empty{shared_address(shared.query_empty)};
+  Ring<kShape.query_stages> grad_out_full = full;
+  if constexpr (Shared::kSplitsChunks) grad_out_full.base = shared_address(shared.grad_out_full);
   uint32_t& visit = shared.query_visit;  // not in a register, because those are short
   uint32_t n = 0;
   for (visit = 0;; ++visit) {
@@ -218,10 +222,13 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
           bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false, !is_whole};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = has_options(kVariant) && call.row_hash;
-      barrier_expect(full.at(n), 2 * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
+      barrier_expect(full.at(n), (Shared::kSplitsChunks ? 1 : 2) * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
+      if (Shared::kSplitsChunks) barrier_expect(grad_out_full.at(n), kTileBytes);
       copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
       copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
-      if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
+      if constexpr (has_options(kVariant)) {
+        if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
+      }
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
         copy_box(shared_address(shared.query[stage]) + panel * (kQueries * 128), &maps.query, full.at(n), panel * 64, first_query,
@@ -229,8 +236,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       }
 #pragma unroll
       for (int panel = 0; panel < kDim / 64; ++panel) {
-        copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, full.at(n), panel * 64,
-                 first_query, head, note.batch);
+        copy_box(shared_address(shared.grad_out[stage]) + panel * (kQueries * 128), &maps.grad_out, grad_out_full.at(n),
+                 panel * 64, first_query, head, note.batch);
       }
       ++n;
     };
@@ -257,7 +264,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         // the same time.
         const int chunks = (stop - first + kQueries - 1) / kQueries;
 #pragma unroll 1
-        for (int i = 0, at = !has_blocks && chunks > 0 ? note.first_place / kBackwardKeys % chunks : 0; i < chunks; ++i) {
+        for (int i = 0, at = !has_blocks && chunks > 0 ? note.first_place / kShape.keys % chunks : 0; i < chunks; ++i) {
           send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
           if (++at == chunks) at = 0;
         }
@@ -266,6 +273,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     empty.sleep_empty(n);
     shared.query_notes[n % Shared::kQueryNotes].ends_visit = true;
     barrier_arrive(full.at(n));
+    if (Shared::kSplitsChunks) barrier_arrive(grad_out_full.at(n));
     ++n;
     barrier_arrive(note_empty.at(visit));
   }

@@ -1,7 +1,7 @@
 // Picks an instance of the sm90 kernels and lays out the work.
 #include <algorithm>
 
-#include "backward.cuh"
+#include "backward_wide.cuh"
 #include "dispatch.h"
 #include "encode_maps.h"
 #include "forward.cuh"
@@ -23,7 +23,7 @@ struct BackwardInstance {
   int dim;
   Variant variant;
   cudaError_t (*launch)(const BackwardCall&, const BackwardWork&, const BackwardMaps&, int, cudaStream_t);
-  int queries;
+  BackwardShape shape;
 };
 
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
@@ -32,8 +32,11 @@ constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT)                                         \
   {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, \
-   kBackwardShape<DIM, has_options(Variant::VARIANT)>.queries},
-constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW)};
+   kBackwardShape<DIM, has_options(Variant::VARIANT)>},
+#define DMATTN_WIDE_ROW(DTYPE, TYPE, DIM, VARIANT) \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward_wide<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM, false>},
+constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW) DMATTN_SM90_BACKWARD_WIDE(DMATTN_WIDE_ROW)};
+#undef DMATTN_WIDE_ROW
 #undef DMATTN_ROW
 
 // Finds an instance of the smallest head size that is large enough, and of the special variant rather than the general one.
@@ -186,7 +189,11 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
   const bool is_in_order = p.mask.tiles.data || p.bias.data;
   if (is_in_order && !(is_shared(p.mask.start) && is_shared(p.mask.end))) return false;
-  return !deterministic && p.key_length > 0 && p.query_length > 0 && find_backward(p, gathers(p)) != nullptr;
+  const BackwardInstance* const instance = find_backward(p, gathers(p));
+  // Wide heads with intervals beside a block mask are the portable family's.
+  const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
+  if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;
+  return !deterministic && p.key_length > 0 && p.query_length > 0;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
@@ -194,12 +201,13 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const BackwardInstance* const instance = find_backward(p, call.live_keys.index != nullptr);
   if (!instance) return cudaErrorNotSupported;
 
+  const int keys = instance->shape.keys, queries = instance->shape.queries;
   BackwardWork work;
   const bool is_gathered = gathers_keys(instance->variant);
   const int64_t group = p.heads / p.kv_heads;
   work.heads = static_cast<int>(is_gathered ? std::min(group, call.live_keys.head_divisor) : group);
   const int64_t head_groups = p.batch * p.heads / work.heads;
-  int64_t tiles = (p.key_length + kBackwardKeys - 1) / kBackwardKeys;
+  int64_t tiles = (p.key_length + keys - 1) / keys;
   work.shares = 1;
   if (is_gathered) {
     // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
@@ -220,11 +228,10 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.ticket = items > blocks ? ticket : nullptr;
 
   BackwardMaps maps;
-  const bool is_encoded =
-      encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, instance->queries) &&
-      encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch, instance->queries) &&
-      encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys) &&
-      encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, kBackwardKeys);
+  const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&
+                          encode_rows(&maps.grad_out, call.b.grad_out, p.value_dim, p.query_length, p.heads, p.batch, queries) &&
+                          encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, keys) &&
+                          encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, keys);
   if (!is_encoded) return cudaErrorNotSupported;
   const cudaError_t status = work.ticket ? cudaMemsetAsync(work.ticket, 0, sizeof(int), stream) : cudaSuccess;
   return status == cudaSuccess ? instance->launch(call, work, maps, blocks, stream) : status;

@@ -104,9 +104,11 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
          (s.query_tiles == 1 || s.query_tiles == 2);
 }
 
-// Backward: a block is two warpgroups that compute 64 keys of the tile each, and one that loads: half of it the keys of the tile.
+// Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and one
+// that loads: half of it the keys of the tile.
 inline constexpr int kConsumers = 2, kLoaders = kWarpgroup / 2;
 struct BackwardShape {
+  int keys;                                    // of a tile
   int queries;                                 // of a chunk
   int query_stages;                            // chunks of queries in flight
   int computing_registers, loading_registers;  // per thread
@@ -120,12 +122,13 @@ struct BackwardRow {
 };
 // clang-format off
 inline constexpr BackwardRow kBackwardRows[] = {
-    //                                     registers of a thread:
-    //dim options  queries  query_stages  computing  loading
-    { 64, false, {    128,            2,       232,      40}},
-    { 64, true,  {     64,            3,       232,      40}},
-    {128, false, {     64,            2,       232,      40}},
-    {128, true,  {     64,            2,       232,      40}},
+    //                                           registers of a thread:
+    //dim options  keys  queries  query_stages  computing  loading
+    { 64, false, { 128,     128,            2,       232,      40}},
+    { 64, true,  { 128,      64,            3,       232,      40}},
+    {128, false, { 128,      64,            2,       232,      40}},
+    {128, true,  { 128,      64,            2,       232,      40}},
+    {256, false, {  64,      64,            2,       224,      56}},
 };
 // clang-format on
 
@@ -144,7 +147,7 @@ constexpr bool is_valid(BackwardShape s) {
   }
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   constexpr int kPool = 65536 / kBackwardThreads / 8 * 8 * kBackwardThreads;
-  return (s.queries == 64 || s.queries == 128) && s.query_stages >= 2 &&
+  return (s.keys == 64 || s.keys == kBackwardKeys) && (s.queries == 64 || s.queries == 128) && s.query_stages >= 2 &&
          (kConsumers * s.computing_registers + s.loading_registers) * kWarpgroup <= kPool;
 }
 
