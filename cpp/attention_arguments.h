@@ -61,7 +61,7 @@ inline void fill_block_mask(AttentionArguments& given, AttentionParams& p) {
   check(count == 0 || count == 4, "tiles, rows, columns, bits: expected all four of a block mask or none, got ", count);
   if (count == 0) return;
   MaskParams& mask = p.mask;
-  const auto in_order = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  const auto in_order = [](const Tensor& tensor) { return as_contiguous(tensor); };
   for (auto [name, tensor] :
        {std::pair{"tiles", &given.tiles}, {"rows", &given.rows}, {"columns", &given.columns}, {"bits", &given.bits}}) {
     check_dtype(name, **tensor, ScalarType::Int);

@@ -59,7 +59,7 @@ inline std::optional<Tensor> check_like_lse(const char* name, const std::optiona
   check_shape(name, *tensor, {p.batch, p.heads, p.query_length}, "[B, H, Sq]");
   check_dtype(name, *tensor, accumulate_type(forward.query.scalar_type()));
   check_device(name, *tensor, forward.query);
-  return torch::stable::contiguous(*tensor);
+  return as_contiguous(*tensor);
 }
 
 // Zeros in the shape of a bias, or nothing where its gradient is not wanted.

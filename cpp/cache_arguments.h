@@ -121,7 +121,7 @@ struct CheckedExtend {
 inline CheckedExtend check_extend(const CacheTensors& cache, const Tensor& key, const Tensor& value, const Tensor& scores,
                                   const Tensor& position, const Tensor& slot, const Tensor& end, std::optional<Tensor> lengths,
                                   int64_t window, int64_t local, int64_t sink) {
-  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  const auto dense = [](const Tensor& tensor) { return as_contiguous(tensor); };
   CheckedExtend checked{key, value, scores, position, slot, end, std::move(lengths), check_cache(cache, window, local, sink)};
   CacheParams& p = checked.params;
   const int64_t visible = window + local + sink;
@@ -168,7 +168,7 @@ struct CheckedJoin {
 inline CheckedJoin check_join(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache,
                               const Tensor& position, const Tensor& steps, const Tensor& key, const Tensor& value,
                               std::optional<Tensor> scores, std::optional<Tensor> lengths, int64_t visible) {
-  const auto dense = [](const Tensor& tensor) { return torch::stable::contiguous(tensor); };
+  const auto dense = [](const Tensor& tensor) { return as_contiguous(tensor); };
   CheckedJoin checked;
   JoinParams& join = checked.params;
   CacheParams& p = join.cache;

@@ -77,7 +77,7 @@ inline CheckedDecode check_decode(const Tensor& query, const Tensor& key, const 
     check_dtype("sinks", *checked.sinks, sum_type);
     check_device("sinks", *checked.sinks, query);
     check_shape("sinks", *checked.sinks, {p.heads}, "[H]");
-    checked.sinks = torch::stable::contiguous(*checked.sinks);
+    checked.sinks = as_contiguous(*checked.sinks);
     p.sinks = checked.sinks->data_ptr();
   }
 

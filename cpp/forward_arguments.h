@@ -37,7 +37,8 @@ inline CheckedForward check_forward(AttentionArguments given) {
   p.out = view_of(checked.out);
   p.lse = checked.lse.data_ptr();
   const bool has_bias = p.key_bias.data || p.bias.data;
-  checked.lse_rest = has_bias ? torch::stable::empty_like(checked.lse) : empty_on(query, {0}, checked.lse.scalar_type());
+  checked.lse_rest = has_bias ? empty_on(query, {p.batch, p.heads, p.query_length}, checked.lse.scalar_type())
+                              : empty_on(query, {0}, checked.lse.scalar_type());
   p.lse_rest = has_bias ? checked.lse_rest.data_ptr() : nullptr;
   return checked;
 }

@@ -22,6 +22,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // specialise.
 inline int64_t table_size(int64_t length, int64_t tile) { return length / tile + 2; }
 
+// The given tensor where it is contiguous, otherwise a copy. torch's own op costs an eager call a microsecond even for nothing.
+inline Tensor as_contiguous(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
+
 // A tensor that kernels can walk: the given one, or a contiguous copy when its last dimension is strided.
 inline Tensor with_dense_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
@@ -37,7 +40,7 @@ inline const int32_t* to_per_sequence(const char* name, Tensor& tensor, const Te
   check_dtype(name, tensor, ScalarType::Int);
   check_device(name, tensor, like);
   check_shape(name, tensor, {like.size(0)}, "[B]");
-  tensor = torch::stable::contiguous(tensor);
+  tensor = as_contiguous(tensor);
   return static_cast<const int32_t*>(tensor.data_ptr());
 }
 
@@ -65,6 +68,24 @@ inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like,
   return view;
 }
 
+// A new tensor on the device of `like`. In one call of torch, because an op takes an eager call a microsecond or two.
+template <class Sizes>
+inline Tensor empty_strided_on(const Tensor& like, const Sizes& sizes, const std::array<int64_t, 4>& strides, ScalarType type) {
+  check(sizes.size() <= strides.size(), "expected at most 4 dimensions, got ", sizes.size());
+  const int64_t* const first = sizes.size() > 0 ? &*sizes.begin() : strides.data();
+  AtenTensorHandle handle = nullptr;
+  const auto device = like.device();
+  const int32_t status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), first, strides.data(),
+                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                                  static_cast<int32_t>(device.type()), device.index(), &handle);
+  if (status != 0) {
+    std::ostringstream shape;
+    for (int64_t size : sizes) shape << (shape.tellp() > 0 ? ", " : "") << size;
+    fail("could not allocate a tensor of shape [", shape.str(), "]");
+  }
+  return Tensor(handle);
+}
+
 // An empty [B, heads, S, width] tensor whose dimensions lie in memory in the order of `like`'s (python/dmattn/fake.py has the
 // same rule).
 inline Tensor empty_in_order_of(const Tensor& like, int64_t width) {
@@ -82,18 +103,18 @@ inline Tensor empty_in_order_of(const Tensor& like, int64_t width) {
     strides[order[i]] = step;
     step *= sizes[order[i]] > 0 ? sizes[order[i]] : 1;
   }
-  AtenTensorHandle handle = nullptr;
-  const auto device = like.device();
-  const int32_t status = aoti_torch_empty_strided(
-      4, sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type())),
-      static_cast<int32_t>(device.type()), device.index(), &handle);
-  check(status == 0, "could not allocate an output of shape [", sizes[0], ", ", sizes[1], ", ", sizes[2], ", ", sizes[3], "]");
-  return Tensor(handle);
+  return empty_strided_on(like, sizes, strides, like.scalar_type());
 }
 
+// A contiguous tensor of up to 4 dimensions.
 inline Tensor empty_on(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {
-  const std::vector<int64_t> sizes(shape);
-  return torch::stable::new_empty(like, sizes, type);
+  std::array<int64_t, 4> strides = {};
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= shape.begin()[i] > 0 ? shape.begin()[i] : 1;
+  }
+  return empty_strided_on(like, shape, strides, type);
 }
 
 inline Tensor zeros_on(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType type) {

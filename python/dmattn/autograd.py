@@ -23,6 +23,7 @@ TENSORS = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", 
 OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
 INPUTS = len(TENSORS) + len(OPTIONS)
+PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
 # backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest at the end.
 GRADIENT_INPUTS = INPUTS + 7
 NEEDS = slice(INPUTS + 4, INPUTS + 6)
@@ -47,23 +48,29 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    gradients: list[Any] = [None] * INPUTS
+    needs = ctx.needs_input_grad
+    gradients[:3], gradients[KEY_BIAS], gradients[BIAS] = _of_inputs(ctx, grad_out, grad_lse, needs[KEY_BIAS], needs[BIAS])
+    return tuple(gradients)
+
+
+def _of_inputs(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, need_key_bias: bool, need_bias: bool
+) -> tuple[tuple[Any, Any, Any], Any, Any]:
+    """The gradients of query, key and value, of key_bias and of bias."""
     query, key, value, *masks, out, lse, lse_rest = ctx.saved_tensors
-    none = (None,) * INPUTS
     if grad_out is None and grad_lse is None:
-        return none
+        return (None, None, None), None, None
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    need_key_bias, need_bias = ctx.needs_input_grad[KEY_BIAS], ctx.needs_input_grad[BIAS]
     grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _gradients(
         (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest)
     )
-    gradients = list(none)
-    gradients[:3] = grad_query, grad_key, grad_value
-    if need_key_bias:
-        gradients[KEY_BIAS] = grad_key_bias
-    if need_bias:
-        gradients[BIAS] = grad_bias.to(masks[BIAS - 3].dtype)
-    return tuple(gradients)
+    return (
+        (grad_query, grad_key, grad_value),
+        grad_key_bias if need_key_bias else None,
+        grad_bias.to(masks[BIAS - 3].dtype) if need_bias else None,
+    )
 
 
 def _gradients(inputs: tuple[Any, ...]) -> Any:
@@ -76,15 +83,28 @@ def _gradients(inputs: tuple[Any, ...]) -> Any:
 
 
 class ShortAttention(torch.autograd.Function):
-    """:class:`Attention` for eager calls outside of torch.func and forward mode."""
+    """:class:`Attention` for eager calls outside of torch.func and forward mode; :func:`short_attention` calls it.
+
+    It takes the five differentiable arguments and then all of them in one tuple: every argument of a Function costs a call time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, bias: Tensor | None, inputs: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         output: tuple[Tensor, Tensor, Tensor] = below_autograd(torch.ops.dmattn.forward, inputs)
         save_for_backward(ctx, inputs, output)
         return output
 
-    backward = staticmethod(forward_gradients)
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+        of_inputs, of_key_bias, of_bias = _of_inputs(ctx, grad_out, grad_lse, *ctx.needs_input_grad[3:5])
+        return *of_inputs, of_key_bias, of_bias, None
+
+
+def short_attention(inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    results: tuple[Tensor, Tensor, Tensor] = ShortAttention.apply(*inputs[:3], inputs[KEY_BIAS], inputs[BIAS], inputs)
+    return results
 
 
 class Attention(torch.autograd.Function):
@@ -180,19 +200,32 @@ class AttentionGradients(torch.autograd.Function):
 _rules = rules()
 
 
+def are_plain(inputs: tuple[Any, ...]) -> bool:
+    """Whether nothing among them is symbolic, fake, wrapped or otherwise special."""
+    return PLAIN.issuperset(map(type, inputs))
+
+
 def has_tangent(inputs: tuple[Any, ...]) -> bool:
     """Asks the tensors: a forward-mode level that compiled code has opened does not show in ``forward_ad._current_level``."""
-    tensors = (x for x in inputs if isinstance(x, Tensor) and x.layout == torch.strided and x.is_floating_point())
-    return any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in tensors)
+    tensors = (x for x in inputs if isinstance(x, Tensor) and x.layout is torch.strided and x.is_floating_point())
+    return any(_tangent_of(x) is not None for x in tensors)
+
+
+def _tangent_of(x: Tensor) -> Tensor | None:
+    if type(x) in PLAIN:  # forward_ad.unpack_dual in less time
+        tangent: Tensor | None = torch._VF._unpack_dual(x, level=0)[1]
+    else:
+        tangent = forward_ad.unpack_dual(x, level=0).tangent
+    return tangent
 
 
 def _forward_rule(*inputs: Any) -> Any:
-    if sharding.any_sharded(inputs):
+    if not are_plain(inputs) and sharding.any_sharded(inputs):
         return sharding.forward(inputs)
     if has_tangent(inputs):
         return Attention.apply(*inputs)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return ShortAttention.apply(*inputs)
+        return short_attention(inputs)
     return below_autograd(torch.ops.dmattn.forward, inputs)
 
 
@@ -215,7 +248,7 @@ def refuse_gradients(name: str = "decode_attention") -> None:
 
 
 def _decode_rule(*inputs: Any) -> Any:
-    if sharding.any_sharded(inputs):
+    if not are_plain(inputs) and sharding.any_sharded(inputs):
         return sharding.decode(inputs)
     if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         refuse_gradients()

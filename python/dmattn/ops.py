@@ -15,9 +15,6 @@ from torch.autograd import forward_ad
 
 from dmattn import autograd, sharding, unsupported
 
-# nothing symbolic, fake, wrapped or otherwise special
-PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
-
 
 def forward(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.forward(*inputs)`` in less time: all of the op's arguments in, (out, lse) with their derivatives out."""
@@ -30,7 +27,7 @@ def forward(*inputs: object) -> tuple[Tensor, Tensor]:
         else:
             out, lse, _ = autograd.Attention.apply(*inputs)
     elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        out, lse, _ = autograd.ShortAttention.apply(*inputs)
+        out, lse, _ = autograd.short_attention(inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, _ = torch.ops.dmattn.forward(*inputs)
@@ -115,7 +112,7 @@ def _watched(inputs: tuple[object, ...]) -> bool:
     """Whether anything but plain eager execution may want to see the op as it is registered."""
     return (
         torch.compiler.is_compiling()
-        or not PLAIN.issuperset(map(type, inputs))
+        or not autograd.are_plain(inputs)
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0

@@ -133,15 +133,15 @@ FAULTS = [
     in_file("integrations/transformers/convert.py", "return loss + taught", "return loss",
             "the score loss is part of no loss", "test_transformers_convert.py::test_taught_scores_learn_from_a_loss_of_their_own"),
     # The gradient rule.
-    in_file("autograd.py", "gradients[BIAS] = grad_bias.to(", "gradients[BIAS] = 2 * grad_bias.to(",
+    in_file("autograd.py", "grad_bias.to(masks[BIAS - 3].dtype) if need_bias", "2 * grad_bias.to(masks[BIAS - 3].dtype) if need_bias",
             "grad_bias is doubled", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast"),
-    in_file("autograd.py", "ctx.needs_input_grad[KEY_BIAS], ctx.needs_input_grad[BIAS]", "ctx.needs_input_grad[BIAS], ctx.needs_input_grad[KEY_BIAS]",
+    in_file("autograd.py", "*ctx.needs_input_grad[3:5])", "*ctx.needs_input_grad[4:2:-1])",
             "who wants gradients of biases is mixed up", BACKWARD + "test_only_some_tensors_want_gradients"),
     in_file("autograd.py", "grad_out = torch.zeros_like(out)", "grad_out = torch.ones_like(out)",
             "a gradient through lse alone brings one through out", BACKWARD + "test_gradient_through_lse_alone"),
     in_file("ops.py", "        or torch._C._is_tracing()\n", "",
             "torch.jit.trace does not see the op", AUTOGRAD + "test_jit_trace_records_the_op"),
-    in_file("autograd.py", "    if need_key_bias:\n", "    if need_bias:\n",
+    in_file("autograd.py", "grad_key_bias if need_key_bias else None", "grad_key_bias if need_bias else None",
             "grad_key_bias is returned when grad_bias is wanted", AUTOGRAD + "test_both_ways_give_the_same " + BACKWARD + "test_only_some_tensors_want_gradients"),
     # Fakes.
     in_file("fake.py", "if like.stride(order[a]) < like.stride(order[b])", "if like.stride(order[a]) > like.stride(order[b])",
