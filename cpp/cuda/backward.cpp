@@ -86,23 +86,52 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   return part;
 }
 
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the sums would need
-// more than kMostFloats, the call runs in parts, some batches or kv heads at a time, which use the same memory for their sums.
-// The heads of a kv head's group stay together. Where the sums of one group are too large, a gathered call is left to the
-// portable kernels, which need no sums for queries.
-bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
-  constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
+// Do the heads of a group share their intervals?
+bool shares_mask(const AttentionParams& p) {
+  const int64_t group = p.heads / p.kv_heads;
+  for (const PerHead* row : {&p.mask.start, &p.mask.end}) {
+    if (row->data && row->head_divisor % group != 0) return false;
+  }
+  return true;
+}
+
+// Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
+// all queries, which for few queries costs less than the sums, and a group of heads that share their mask.
+bool has_one_visit(const AttentionParams& p) {
+  return shares_mask(p) && gathers(p) && p.query_length <= kMostOneList && p.key_length <= kMostOneList;
+}
+
+// The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,
+// some batches or kv heads at a time, which use the same memory. The heads of a kv head's group stay together. Where the sums of
+// one group are too large, a gathered call is left to the portable kernels, which need no sums for queries.
+struct Sums {
+  int64_t query_floats, key_floats;  // of a kv head
+  int64_t batches, heads;            // batches and kv heads of a part
+  bool is_too_large;
+
+  Sums(const BackwardCall& call, bool sums_keys) {
+    constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
+    const AttentionParams& p = call.b.forward;
+    query_floats = p.heads / p.kv_heads * call.padded_queries * sum_width(p.head_dim);
+    key_floats = sums_keys ? p.key_length * key_sum_width(p) : 0;
+    const int64_t floats = query_floats + key_floats;
+    is_too_large = call.live_keys.index && floats > kTooMany;
+    const int64_t batch_parts = std::clamp<int64_t>(ceil_div(p.batch * p.kv_heads * floats, kMostFloats), 1, p.batch);
+    batches = ceil_div(p.batch, batch_parts);
+    const int64_t head_parts = batches > 1 ? 1 : std::clamp<int64_t>(ceil_div(p.kv_heads * floats, kMostFloats), 1, p.kv_heads);
+    heads = ceil_div(p.kv_heads, head_parts);
+  }
+  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && heads == p.kv_heads; }
+};
+
+// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the call is one
+// part, launch_row_terms has cleared the sums of queries, and the ticket is zero.
+bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor& like, const Device& device) {
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
-  const bool is_gathered = call.live_keys.index;
-  const int64_t query_floats = p.heads / p.kv_heads * call.padded_queries * sum_width(p.head_dim);
-  const int64_t key_floats = is_gathered ? p.key_length * key_sum_width(p) : 0, floats = query_floats + key_floats;
-  if (is_gathered && floats > kTooMany) return false;
-  const int64_t batch_parts = std::min(ceil_div(p.batch * p.kv_heads * floats, kMostFloats), p.batch);
-  const int64_t batches = ceil_div(p.batch, batch_parts);
-  const int64_t head_parts = batches > 1 ? 1 : std::min(ceil_div(p.kv_heads * floats, kMostFloats), p.kv_heads);
-  const int64_t heads = ceil_div(p.kv_heads, head_parts);
-
+  const bool is_gathered = call.live_keys.index, is_one_part = sums.is_one_part(p);
+  const int64_t batches = sums.batches, heads = sums.heads;
+  std::optional<Tensor> seen, key_sums;
   call.logit_scale = call.scale;
   if (p.softcap > 0) {
     call.cap_scale = static_cast<float>(p.scale / p.softcap);
@@ -114,27 +143,28 @@ bool run_sm90(BackwardCall call, const Tensor& like, const Device& device) {
     call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));
     call.scale *= call.keep_scale;
   }
-  std::optional<Tensor> seen;
   if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
     call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
     seen = empty_on(like, {p.batch * p.kv_heads * call.seen_words}, ScalarType::Int);
     call.seen = static_cast<uint32_t*>(seen->data_ptr());
     DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   }
-  const Tensor query_sums = empty_on(like, {batches * heads * query_floats}, ScalarType::Float);
-  const Tensor key_sums = empty_on(like, {is_gathered ? batches * heads * key_floats + key_sum_width(p) : 0}, ScalarType::Float);
-  const Tensor ticket = empty_on(like, {1}, ScalarType::Int);
-  call.query_sums_in_tiles = true;
-  call.query_sums = static_cast<float*>(query_sums.data_ptr());
-  if (is_gathered) call.key_sums = static_cast<float*>(key_sums.data_ptr());
+  if (sums.key_floats > 0) {
+    key_sums = empty_on(like, {batches * heads * sums.key_floats + key_sum_width(p)}, ScalarType::Float);
+    call.key_sums = static_cast<float*>(key_sums->data_ptr());
+  }
   for (int64_t batch = 0; batch < p.batch; batch += batches) {
     for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head += heads) {
       const BackwardCall part =
           part_of(call, batch, std::min(batches, p.batch - batch), kv_head, std::min(heads, p.kv_heads - kv_head));
       const int64_t rows = part.b.forward.batch * part.b.forward.kv_heads;
-      DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(rows * query_floats) * sizeof(float), stream));
-      if (is_gathered) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
-      const cudaError_t status = sm90_backward(part, static_cast<int*>(ticket.data_ptr()), device);
+      if (!is_one_part) {
+        const size_t bytes = static_cast<size_t>(rows * sums.query_floats) * sizeof(float);
+        DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
+        DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
+      }
+      if (call.key_sums) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
+      const cudaError_t status = sm90_backward(part, ticket, device);
       if (status == cudaErrorNotSupported) return false;
       check_cuda(status, "attention kernel");
       DMATTN_CUDA_CHECK(launch_store_query_sums(part, stream));
@@ -211,6 +241,7 @@ BackwardResults backward_op(BackwardArguments given) {
   // those that outlive it, so that few tiles meet all its queries; in shorter segments that costs more than it gains.
   if (is_sm90 && p.query_length >= 65536) options.shortest = 1, options.by_lifetime = true;
   const bool is_in_order = is_sm90 && p.bias.data;  // the Hopper kernel with a bias walks keys in order
+  options.is_one = is_sm90 && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
 
@@ -218,23 +249,30 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const bool has_hashes = is_sm90 && p.dropout_seed;
-  const Tensor row_terms = empty_on(query, {(has_hashes ? 5 : 4) * terms}, ScalarType::Float);
-  call.lse2 = static_cast<float*>(row_terms.data_ptr());
+  const Sums sums(call, call.live_keys.index && !options.is_one);
+  const bool runs_sm90 = is_sm90 && !sums.is_too_large, has_hashes = is_sm90 && p.dropout_seed;
+  const int64_t query_floats = runs_sm90 ? sums.batches * sums.heads * sums.query_floats : 0;
+  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2}, ScalarType::Float);
+  float* const floats = static_cast<float*>(memory.data_ptr());
+  call.lse2 = floats + query_floats;
   call.delta = call.lse2 + terms;
   call.lse = call.delta + terms;
   call.lse_rest2 = call.lse + terms;
   if (has_hashes) call.row_hash = reinterpret_cast<uint32_t*>(call.lse_rest2 + terms);
-  std::optional<Tensor> row_flags;
+  int32_t* ticket = owned.live_keys.ticket;
   call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {
-    row_flags = empty_on(query, {1}, ScalarType::Int);
-    call.row_flags = static_cast<int32_t*>(row_flags->data_ptr());
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, sizeof(int32_t), stream));
+    call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), ticket = call.row_flags + 1;
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, 2 * sizeof(int32_t), stream));
   }
-  DMATTN_CUDA_CHECK(launch_row_terms(call, stream));
+  if (runs_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
+  BackwardCall for_terms = call;
+  if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
+  DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
-  if (!is_sm90 || !run_sm90(call, query, device)) run_sm80(call, query, device);
+  if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
+  call.query_sums = nullptr, call.query_sums_in_tiles = false;
+  run_sm80(call, query, device);
   return checked.results();
 }
 

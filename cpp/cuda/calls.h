@@ -107,7 +107,7 @@ constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.h
 
 // Common kernels.
 cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream);
-cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2 and delta
+cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream);         // lse2, delta; clears query_sums if given
 cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream);         // seen
 cudaError_t launch_clear_key_sums(const BackwardCall& call, cudaStream_t stream);    // rows of key_sums that some query sees
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream);  // query_sums -> grad_query

@@ -18,6 +18,14 @@ bool sm90_has_forward([[maybe_unused]] const AttentionParams& p) {
 #endif
 }
 
+bool sm90_walks_directly([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::walks_directly(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
+#else
+  return false;
+#endif
+}
+
 cudaError_t sm90_forward([[maybe_unused]] const ForwardCall& call, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
   return sm90::forward(call, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
@@ -74,9 +82,14 @@ ForwardResults forward_op(AttentionArguments given) {
   if (family == Family::kSm90 && p.key_length > 0) check_sm90(is_sm90, p);
   LiveKeysOptions options;
   options.orders = !is_sm90;
-  const bool compacts = is_sm90 && may_compact(p);
+  const bool is_direct = is_sm90 && sm90_walks_directly(p, device), compacts = is_sm90 && !is_direct && may_compact(p);
   options.joins = compacts, options.lengthens = true;
-  const OwnedLiveKeys owned = make_live_keys(p, query, device.stream(), options);
+  OwnedLiveKeys owned;
+  if (is_direct) {
+    owned.live_keys.is_direct = true;
+  } else {
+    owned = make_live_keys(p, query, device.stream(), options);
+  }
   ForwardCall call;
   call.p = p, call.live_keys = owned.live_keys;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);

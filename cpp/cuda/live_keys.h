@@ -15,8 +15,9 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kListBlock = 512;     // entries of a list that the portable walk reads at once
-inline constexpr int kQueryPadding = 128;  // rows per (batch, head) of the per-query terms are a multiple of this
+inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers for walks without lists
+inline constexpr int kListBlock = 512;      // entries of a list that the portable walk reads at once
+inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
@@ -24,7 +25,9 @@ inline constexpr int kPartKeys = 4096;       // keys of a part: what a block loo
 inline constexpr int kPartGroups =
     32;  // groups of a part's live keys, of kPartKeys / kPartGroups keys; the last have fewer or none
 inline constexpr int kEntriesPerKey = 6;  // int32 entries reserved per key: its place among the live keys, and room in the lists
-inline constexpr int kOneSegment = 24;    // the shift of a single segment whose queries all see the same keys
+inline constexpr int kMostOneList =
+    4096;                               // queries, and keys, of calls whose live keys may be one list in the order of their ends
+inline constexpr int kOneSegment = 24;  // the shift of a single segment whose queries all see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of its queries, in key order unless by_lifetime says
 // otherwise. There are as many mask heads as start and end together tell apart.
@@ -60,6 +63,12 @@ struct LiveKeys {
     return batch * batch_stride + head / static_cast<int>(head_divisor);
   }
 
+  // There are no lists: a walk looks up the spans of all keys that a tile may see. For short sequences, where making lists takes
+  // longer than reading what is not in them.
+  bool is_direct = false;
+  // Are keys gathered, from lists or without?
+  __host__ __device__ bool gathers() const { return index || is_direct; }
+
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
@@ -88,6 +97,8 @@ inline int64_t blocks_per_mask_head(int64_t parts, int64_t mask_heads, int64_t o
 }
 
 cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
+// One list for all queries, up to kMostOneList of them and of keys: `shortest` says that they are one segment.
+cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

@@ -24,7 +24,9 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   if (!gathers(p)) return {};
   LiveKeys live_keys;
   live_keys.keeps_live = options.keeps_live, live_keys.joins = options.joins, live_keys.lengthens = options.lengthens;
-  live_keys.shortest = options.shortest, live_keys.by_lifetime = options.by_lifetime;
+  live_keys.shortest = options.shortest;
+  live_keys.by_lifetime = options.by_lifetime;
+  while (options.is_one && segments_at(static_cast<int>(p.query_length), live_keys.shortest) > 1) ++live_keys.shortest;
   static_assert(kMostSegments * kSegmentQueries >= 1 << 20);
   check(p.query_length <= int64_t{1} << 20, "query: expected at most 2^20 queries, got ", p.query_length);
   const int64_t segments = segments_at(static_cast<int>(p.query_length), live_keys.shortest);
@@ -56,7 +58,7 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   live_keys.shift = live_keys.count + mask_heads;
   live_keys.ticket = live_keys.shift + mask_heads;
   live_keys.row_flags = live_keys.ticket + 1;
-  DMATTN_CUDA_CHECK(launch_live_keys(p, live_keys, stream));
+  DMATTN_CUDA_CHECK(options.is_one ? launch_one_list(p, live_keys, stream) : launch_live_keys(p, live_keys, stream));
   return {memory, live_keys};
 }
 

@@ -19,6 +19,7 @@ struct LiveKeysOptions {
   bool keeps_live = false;   // for kernels that walk keys, not queries
   bool joins = false;        // for kernels that read one long list as fast as many short ones
   bool lengthens = false;    // for kernels that do not mind lists a sixteenth longer
+  bool is_one = false;       // one list for all queries, in the order of launch_one_list
   bool by_lifetime = false;  // for kernels that walk the queries of a tile of keys, on any order of keys
   int shortest = 0;          // segments have at least 2^shortest * kSegmentQueries queries
 };

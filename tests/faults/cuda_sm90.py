@@ -91,7 +91,7 @@ FAULTS = [
             "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     in_file("backward.cuh", "if (!has_bit(word, 8)) scores[i][2 + e]", "if (!has_bit(word, 7)) scores[i][2 + e]",
             "keys 8 further on have the bits of others", TILES),
-    in_file("backward.cuh", "const int key = first_key + place.row + 8 * r;", "const int key = first_key + place.row;",
+    in_file("backward.cuh", "const int key = keys_of_rows[r];\n    T* const", "const int key = keys_of_rows[0];\n    T* const",
             "grad_key of eight rows is written over that of the eight before", RAGGED),
     in_file("backward.cuh", "if (i * 8 < both - key_width) {", "if (i * 8 < key_width) {",
             "grad_value of gathered keys has the width of keys", BACKWARD + "test_grouped_heads_add_up " + BACKWARD + "test_gathered_keys_of_other_widths"),

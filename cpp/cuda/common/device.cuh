@@ -38,6 +38,13 @@ __device__ __forceinline__ uint32_t block_index() {
   return index;
 }
 
+// gridDim.x, likewise.
+__device__ __forceinline__ uint32_t grid_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
+}
+
 // threadIdx.x, likewise.
 __device__ __forceinline__ uint32_t thread_index() {
   uint32_t index;

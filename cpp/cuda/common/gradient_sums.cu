@@ -42,13 +42,18 @@ __device__ __forceinline__ void store_8(T* to, const float* row, int part, float
 }
 
 // out, grad_out [B, H, Sq, Dv], query [B, H, Sq, D], lse, lse_rest, grad_lse [B, H, Sq] -> lse2, delta, lse, lse_rest2
-// [B, H, padded_queries], row_flags. Some lanes share a row.
+// [B, H, padded_queries], row_flags, and query_sums, where they are given, cleared. Some lanes share a row.
 template <class T>
 __global__ __launch_bounds__(kThreads) void row_terms_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const int lanes = lanes_of(p.value_dim);
   const RowShare share(lanes);
   const bool inside = share.row < p.batch * p.heads * call.padded_queries;
+  if (call.query_sums && inside) {
+    const int width = static_cast<int>(sum_width(p.head_dim));
+    float* const to = call.query_sums + share.row * width;
+    for (int i = share.part * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(to + i) = {0.0f, 0.0f, 0.0f, 0.0f};
+  }
   const int64_t query = share.row % call.padded_queries, batch_head = share.row / call.padded_queries;
   const int64_t head = batch_head % p.heads, batch = batch_head / p.heads;
   const bool is_query = inside && query < p.query_length;

@@ -44,6 +44,9 @@ struct SpanSource {
         key_length(length),
         is_causal(mask.is_causal) {}
 
+  __device__ __forceinline__ SpanSource(const MaskParams& mask, int length, const int32_t* starts, const int32_t* ends)
+      : start(starts), end(ends), key_length(length), is_causal(mask.is_causal) {}
+
   __device__ __forceinline__ bool has_intervals() const { return start || end; }
   __device__ __forceinline__ Span of_key(int key) const {
     if (key < 0 || key >= key_length) return Span::empty();

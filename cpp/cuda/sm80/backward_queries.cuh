@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "../common/kernel_limits.cuh"
 #include "backward_tile.cuh"
 
 namespace dmattn::cuda::sm80 {
@@ -227,7 +228,8 @@ cudaError_t launch_query_major(const BackwardCall& call, cudaStream_t stream) {
   constexpr int kBytes = sizeof(QueryMajorShared<kDim, kRoom>);
   static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
   const auto kernel = query_major_kernel<T, kDim, kVariant, kRoom>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
   const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;

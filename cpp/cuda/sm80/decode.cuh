@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
 #include "token_step.cuh"
 
@@ -326,10 +327,11 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   const int bytes = kBytes + (kTakesToken ? Token::bytes(call.parts) : 0) +
                     (call.is_cluster ? ClusterShares<kDim>(call.parts, call.rows).bytes() : 0);
   const auto kernel = decode_kernel<T, kDim, kRows, Call>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  static KernelAttribute shared_bytes, large_clusters;
+  cudaError_t status = allow_shared_bytes(shared_bytes, kernel, bytes);
   const unsigned cluster = call.is_cluster ? static_cast<unsigned>(call.parts) : 1;
   if (status == cudaSuccess && cluster > 8) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    status = large_clusters.raise(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (status != cudaSuccess) return status;
   static ClusterSizes known{};

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../calls.h"
+#include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
 #include "walk.cuh"
@@ -195,7 +196,8 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
   constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
   static_assert(kBytes <= 99 * 1024);
   const auto kernel = forward_kernel<T, kDim, kVariant>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const int64_t blocks = (call.p.query_length + kShape.queries - 1) / kShape.queries * call.p.batch * call.p.heads;
   if (blocks == 0) return cudaSuccess;

@@ -5,6 +5,7 @@
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
 #pragma once
 
+#include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
 #include "backward_load.cuh"
 
@@ -438,17 +439,17 @@ __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch
   }
 }
 
-// Writes grad_key and grad_value of keys in order, of which the tile's first is first_key.
+// Writes grad_key and grad_value of the thread's two keys; keys below 0 or beyond the length have none.
 template <class T, int kDim>
-__device__ __forceinline__ void store_key_gradients(const BackwardCall& call, int batch, int kv_head, int first_key,
-                                                    const float (&grad_key)[kDim / 8][4],
+__device__ __forceinline__ void store_key_gradients(const BackwardCall& call, int batch, int kv_head,
+                                                    const int (&keys_of_rows)[2], const float (&grad_key)[kDim / 8][4],
                                                     const float (&grad_value)[kDim / 8][4]) {
   constexpr int kOut = kDim / 8;
   const AttentionParams& p = call.b.forward;
   const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
     asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
     const ScorePlace<kDim> place;
-    const int key = first_key + place.row + 8 * r;
+    const int key = keys_of_rows[r];
     T* const to =
         static_cast<T*>(tensor.data) + batch * tensor.batch_stride + kv_head * tensor.head_stride + key * tensor.row_stride;
 #pragma unroll
@@ -459,7 +460,8 @@ __device__ __forceinline__ void store_key_gradients(const BackwardCall& call, in
         piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
       transpose_quad(piece);
       const int at = (i + place.lane % 4) * 8;
-      if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
+      if (key >= 0 && key < p.key_length && at < dim)
+        *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
     }
   };
 #pragma unroll
@@ -766,10 +768,15 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     barrier_arrive(note_empty.at(visit));
     ++n;
     if constexpr (kIsGathered) {
-      if (!has_chunk_before) continue;  // nothing was added
-      add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      if (call.key_sums) {
+        if (!has_chunk_before) continue;  // nothing was added
+        add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      } else {  // this visit is the only one of its keys
+        store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      }
     } else {
-      store_key_gradients<T, kDim>(call, batch, kv_head, first_key, grad_key, grad_value);
+      const int row = first_key + ScorePlace<kDim>().row;
+      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
     }
   }
 }
@@ -830,7 +837,8 @@ cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, 
   constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
   static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
   const auto kernel = backward_kernel<T, kDim, kVariant>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, kBytes, stream>>>(call, work, maps);
   return cudaGetLastError();

@@ -102,13 +102,23 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
 
 }  // namespace
 
+bool walks_directly(const AttentionParams& p, int processors) {
+  constexpr int64_t kMostDirect = 512, kMostDirectAtOnce = 1024;
+  const ForwardInstance* const instance = find_forward(p, true);
+  if (!instance || instance->variant != Variant::kGathered || p.mask.tiles.data) return false;
+  // With a key_bias and no intervals the gathered variant walks keys in order: the plain one has no key_bias.
+  if (!gathers(p)) return p.key_bias.data && p.key_length > 0;
+  const bool is_at_once = p.batch * p.heads * p.query_length <= static_cast<int64_t>(processors) * instance->shape.rows();
+  return p.key_length <= (is_at_once ? kMostDirectAtOnce : kMostDirect) && instance->dim <= kMostDirectDim;
+}
+
 bool has_forward(const AttentionParams& p) {
-  return p.key_length > 0 && p.query_length > 0 && find_forward(p, gathers(p)) != nullptr;
+  return p.key_length > 0 && p.query_length > 0 && find_forward(p, gathers(p) || p.key_bias.data) != nullptr;
 }
 
 cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t stream) {
   const AttentionParams& p = given.p;
-  const ForwardInstance* const instance = find_forward(p, given.live_keys.index != nullptr);
+  const ForwardInstance* const instance = find_forward(p, given.live_keys.gathers());
   if (!instance || p.key_length == 0) return cudaErrorNotSupported;
   ForwardCall call = given;
   if (p.bias.data) {
@@ -134,7 +144,7 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   work.tiles = static_cast<int>((p.query_length + queries - 1) / queries);
   work.head_groups = static_cast<uint32_t>(head_groups);
   const int64_t head_group_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * heads_per_tile * p.kv_heads / p.heads;
-  const bool is_local = call.live_keys.index != nullptr;  // tiles of few keys
+  const bool is_local = call.live_keys.gathers() && gathers(p);  // tiles of few keys
   const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kNonCausalSectionBytes;
   work.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, work.head_groups)
                                       : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
@@ -142,7 +152,11 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   const int64_t items = work.tiles * head_groups;
   if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  work.ticket = items > blocks ? call.live_keys.ticket : nullptr;
+  // Where there is no ticket that another kernel has cleared, and tiles are short, clearing one takes longer than blocks would
+  // wait for each other.
+  constexpr int64_t kFewTurns = 32;
+  work.is_in_turn = call.live_keys.is_direct && is_local && items <= kFewTurns * blocks;
+  work.ticket = items > blocks && !work.is_in_turn ? call.live_keys.ticket : nullptr;
 
   ForwardMaps maps;
   const int keys = instance->shape.keys, heads_per_warp = static_cast<int>(std::min<int64_t>(heads_per_tile, 16));
@@ -213,7 +227,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
     // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
     const int64_t segments = segments_at(static_cast<int>(p.query_length), call.live_keys.shortest),
                   few = head_groups * std::min<int64_t>(segments, 4);
-    work.shares = static_cast<int>(std::clamp<int64_t>(2 * processors / few, 4, std::max<int64_t>(tiles, 4)));
+    const int64_t rounds = call.key_sums ? 2 : 8;  // without sums a share costs little more than its tiles
+    work.shares = static_cast<int>(std::clamp<int64_t>(rounds * processors / few, 4, std::max<int64_t>(tiles, 4)));
     tiles = segments * work.shares;
   }
   const int64_t items = tiles * head_groups;
@@ -233,8 +248,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
                           encode_rows(&maps.key, p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, keys) &&
                           encode_rows(&maps.value, p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, keys);
   if (!is_encoded) return cudaErrorNotSupported;
-  const cudaError_t status = work.ticket ? cudaMemsetAsync(work.ticket, 0, sizeof(int), stream) : cudaSuccess;
-  return status == cudaSuccess ? instance->launch(call, work, maps, blocks, stream) : status;
+  return instance->launch(call, work, maps, blocks, stream);
 }
 
 }  // namespace dmattn::cuda::sm90

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
 #include "forward_load.cuh"
@@ -613,7 +614,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single = is_dense(kVariant) || (!call.live_keys.index && !call.p.mask.tiles.data);
+  const bool is_single = is_dense(kVariant) || (!call.live_keys.gathers() && !call.p.mask.tiles.data);
   // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
@@ -663,7 +664,8 @@ cudaError_t launch_forward(const ForwardCall& call, const ForwardWork& work, con
   constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
   static_assert(kBytes <= 227 * 1024 && is_valid(kForwardShape<kDim, kVariant>, kVariant));
   const auto kernel = forward_kernel<T, kDim, kVariant>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardThreads<kDim, kVariant>, kBytes, stream, call, work,
                           maps);

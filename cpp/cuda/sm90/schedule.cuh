@@ -18,7 +18,8 @@ struct ForwardWork {
   uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
   int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
   int log2_heads_per_tile;
-  int* ticket;  // tiles handed out beyond the first of each block, zero at the start; null: no block has a second
+  int* ticket;      // tiles handed out beyond the first of each block, zero at the start; null: no block draws any
+  bool is_in_turn;  // blocks take tiles in turn and draw none
 
   // A row of a tile is a (query, head) pair, the heads of a query one after the other: which head, and which query, counted from
   // the tile's first.

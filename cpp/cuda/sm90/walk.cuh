@@ -59,21 +59,24 @@ class Walk {
 
   // Walks tile after tile, and leaves a note with kEnd when none is left.
   __device__ __forceinline__ void run() {
-    const uint32_t items = static_cast<uint32_t>(work_.tiles) * work_.head_groups;
-    for (uint32_t item = blockIdx.x; item < items;) {  // the first one's queries are being loaded: load_tiles counts on it
+    if (thread_ == 0) queues_.item = blockIdx.x;
+    for (uint32_t item = blockIdx.x;
+         item < count_items();) {  // the first one's queries are being loaded: load_tiles counts on it
       walk_tile(item);
       // Draw the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
-      uint32_t next = items;
-      int thread = thread_;
-      if constexpr (has_options(kVariant)) asm volatile("" : "+r"(thread));  // compared here, not before: registers are short
-      if (work_.ticket && thread == 0) next = gridDim.x + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
       const bool is_first = item == blockIdx.x;
-      if (thread_ == 0) queues_.item = next;
+      if (thread_ == 0) {
+        uint32_t next = count_items();
+        if (work_.is_in_turn) next = queues_.item + grid_size();
+        if (work_.ticket) next = grid_size() + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
+        queues_.item = next;
+      }
       sync();
       item = queues_.item;
       sync();
       if constexpr (Queues::kHasOrder) {
         const MaskParams& mask = call_.p.mask;
+        const uint32_t items = count_items();
         if (item >= items || !mask.tiles.data || mask.is_causal || items - gridDim.x > kMostOrdered) continue;
         if (is_first) find_short_tiles(items);
         if (queues_.short_tiles > 0) item = long_first(item - gridDim.x, items);
@@ -88,6 +91,13 @@ class Walk {
   static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Stage::kKeys, kRows = Stage::kRows,
                        kNotes = kForwardShape<kDim, kVariant>.notes,
                        kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk of listed keys
+
+  // Computed anew at every call: registers are short.
+  __device__ __forceinline__ uint32_t count_items() const {
+    uint32_t items;
+    asm volatile("mul.lo.u32 %0, %1, %2;" : "=r"(items) : "r"(work_.tiles), "r"(work_.head_groups));
+    return items;
+  }
 
   static constexpr int kBarrier = 1;  // 0 is the whole block's
   __device__ __forceinline__ void sync() const { group_sync(kBarrier, kThreads); }
@@ -318,24 +328,45 @@ class Walk {
 
   __device__ __forceinline__ void walk_live_keys() {
     const LiveKeys& live_keys = call_.live_keys;
+    const AttentionParams& p = call_.p;
+    if (kVariant == Variant::kGathered && live_keys.is_direct && !p.mask.start.data && !p.mask.end.data) {
+      walk_in_order();
+      return;
+    }
+    if (kMayBeDirect && live_keys.is_direct) {
+      index_ = row_of<const int32_t>(p.mask.start, batch_, head_);
+      span_ = reinterpret_cast<const int2*>(row_of<const int32_t>(p.mask.end, batch_, head_));
+      listed_ = KeyLimits(p.mask, static_cast<int>(p.key_length), low_, high_).limit;
+      walk_list<kMayBeDirect>();
+      return;
+    }
     const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
     const KeyList list(live_keys, mask_head, first_query_);
     index_ = list.index, span_ = list.span, listed_ = list.count;
     if (gathers_keys(kVariant) && is_compact(call_, mask_head)) {
       walk_compact();
-      return;
+    } else {
+      walk_list<false>();
     }
+  }
+
+  // kIsDirect: there is no list, all keys up to the last that the tile may see are listed, and index_ and span_ are the head's
+  // rows of start and end.
+  template <bool kIsDirect>
+  __device__ __forceinline__ void walk_list() {
     at_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
-    fetch();
+    fetch<kIsDirect>();
     for (;;) {
       // Read on until there is a chunk, and until it is known whether another one follows.
-      while (has_fetched() && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) refill();
+      while (has_fetched() && (max(whole_count_, partial_count_) < kKeys || whole_count_ + partial_count_ == kKeys)) {
+        refill<kIsDirect>();
+      }
       if (whole_count_ + partial_count_ == 0) break;
       if (whole_count_ >= kKeys) {
         take_whole_chunk();
       } else {
-        take_mixed_chunk();
+        take_mixed_chunk<kIsDirect>();
       }
       if (whole_count_ + partial_count_ > 0) publish(0);
     }
@@ -351,30 +382,41 @@ class Walk {
     }
   }
 
+  // The span of a listed key.
+  template <bool kIsDirect>
+  __device__ __forceinline__ Span span_at(int at) const {
+    if (!kIsDirect) return Span::of(span_[at]);
+    const int32_t* const end = reinterpret_cast<const int32_t*>(span_);
+    return SpanSource(call_.p.mask, static_cast<int>(call_.p.key_length), index_, end).of_key(at);
+  }
+
   // Does the list have keys that are not in the queues yet?
   __device__ __forceinline__ bool has_fetched() const { return at_ - kBlock < listed_; }
 
   // Moves on to the next keys of the list, and where registers allow starts to read them, a refill ahead, so that the latency is
   // hidden.
+  template <bool kIsDirect>
   __device__ __forceinline__ void fetch() {
     // A warp's keys are neighbours in the list, so that the queues keep the order of the keys.
     fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
     at_ += kBlock;
-    if (kReadsAhead) read();
+    if (kReadsAhead) read<kIsDirect>();
   }
 
+  template <bool kIsDirect>
   __device__ __forceinline__ void read() {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int at = fetched_at_ + i * 32;
-      fetched_[i] = at < listed_ ? Span::of(span_[at]) : Span::empty();
-      fetched_key_[i] = at < listed_ ? index_[at] : 0;
+      fetched_[i] = at < listed_ ? span_at<kIsDirect>(at) : Span::empty();
+      if (!kIsDirect) fetched_key_[i] = at < listed_ ? index_[at] : 0;
     }
   }
 
   // Puts the keys that were read into the queues, and moves on to the next.
+  template <bool kIsDirect>
   __device__ __forceinline__ void refill() {
-    if (!kReadsAhead) read();
+    if (!kReadsAhead) read<kIsDirect>();
     const int warp = thread_ / 32, block_at = fetched_at_;
     const uint32_t before = (1u << (thread_ % 32)) - 1;
     int key[kPerThread];
@@ -382,13 +424,13 @@ class Walk {
     int counts = 0;  // whole in the low half, partial in the high half
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      key[i] = fetched_key_[i];
+      key[i] = kIsDirect ? fetched_at_ + i * 32 : fetched_key_[i];
       const bool touches = fetched_[i].touches(low_, high_), covers = fetched_[i].covers(low_, high_);
       whole[i] = __ballot_sync(0xffffffffu, touches && covers);
       partial[i] = __ballot_sync(0xffffffffu, touches && !covers);
       counts += __popc(whole[i]) + (__popc(partial[i]) << 16);
     }
-    fetch();
+    fetch<kIsDirect>();
     buffer_ ^= 1;
     if (thread_ % 32 == 0) queues_.warp_counts[buffer_][warp] = counts;
     sync();
@@ -431,6 +473,7 @@ class Walk {
   }
 
   // A chunk of keys that some queries see, filled up with keys that all of them see.
+  template <bool kIsDirect>
   __device__ __forceinline__ void take_mixed_chunk() {
     const int from_partial = min(partial_count_, kKeys);
     const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
@@ -442,8 +485,8 @@ class Walk {
       key[i] = Stage::kIsGathered ? 0 : -1, span[i] = Span::empty();
       if (row < from_partial) {
         const int at = queues_.partial[Queues::place(partial_head_ + row)];
-        key[i] = index_[at];
-        span[i] = Span::of(span_[at]);
+        key[i] = kIsDirect ? at : index_[at];
+        span[i] = span_at<kIsDirect>(at);
       } else if (row < taken) {
         key[i] = queues_.whole[Queues::place(whole_head_ + row - from_partial)];
         span[i] = {kFirstPosition, kLastPosition};
@@ -552,6 +595,7 @@ class Walk {
     return all * kTested;
   }
 
+  static constexpr bool kMayBeDirect = kVariant == Variant::kGathered && kDim <= kMostDirectDim;
   static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // entries of a list that are read at once
   static_assert(!Queues::kHasLists || Queues::kRing >= kBlock + 2 * kKeys);
   static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the others have no registers to spare

@@ -26,6 +26,7 @@
 #include "best.cuh"
 #include "groups.cuh"
 #include "keys.cuh"
+#include "short.cuh"
 #include "sort.cuh"
 
 namespace dmattn::cuda {
@@ -305,7 +306,7 @@ size_t lay_out(const SelectParams& p, char* memory, Work& work) {
     if (memory != nullptr) pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + used);
     used += (static_cast<size_t>(count) * bytes + 255) / 256 * 256;
   };
-  if (has_one_set(p) || (keeps_all_or_none(p) && p.sink == 0)) return 0;
+  if (has_one_set(p) || is_short(p) || (keeps_all_or_none(p) && p.sink == 0)) return 0;
   if (p.segment_end.data != nullptr) {
     work.group_batches = static_cast<int32_t>(p.segment_end.batch_stride == 0 ? 1 : p.batch);
     work.group_heads = static_cast<int32_t>(p.segment_end.head_stride == 0 ? 1 : p.heads);
@@ -368,6 +369,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   Work work;
   lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
+  if (is_short(p) && !keeps_all_or_none(p)) return launch_select_short(p, work.window, stream);
   if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
     return launch_dependent_clusters(keep_best_of_head, blocks, static_cast<unsigned>(batch_heads) * blocks, kBestThreads, 0,

@@ -1,0 +1,160 @@
+"""Times dynamic-mask attention beside dense attention of the same shape over length, window and heads: ``python benchmarks/sweep.py``.
+
+Both are dmattn's, causal, D = 128, bfloat16, with random scores, on CUDA. Times are of the kernels alone, from CUDA graphs, selection
+included. A ratio is the dense time divided by that of the dynamic mask: above 1 the mask is faster. Prints every ratio, says whether any is
+below what is promised (a dynamic mask takes at most 5 % longer than no mask), and writes JSON with --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import dmattn
+import torch
+from dmattn.bench.records import provenance
+from torch import Tensor
+
+HEAD_DIM = 128
+LENGTHS = tuple(256 * 4**i for i in range(7))
+SHARES = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0)
+HEADS = (1, 16, 512)
+PROMISE = 1 / 1.05
+MOST_KEYS = 1 << 22  # length x heads: more would not fit into memory
+MOST_PAIRS = 1.2e12  # length^2 x heads: more would take minutes
+SHORT = 2e-4  # seconds: calls that take less are put into one graph several times
+PASSES = ("forward", "backward")
+Row = dict[str, object]
+
+
+def graph_of(run: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
+    """A graph that holds a call some times, on the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    graph.capture_begin()
+    try:
+        for _ in range(times):
+            run()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    graph.replay()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
+def seconds_of(run: Callable[[], object], budget: float) -> float:
+    """The median time of a call in graphs; long calls are measured fewer times, once at least."""
+    run()
+    once = replayed(graph_of(run, 1))
+    if once > budget:
+        return once
+    many = 20 if once < SHORT else 1
+    graph = graph_of(run, many)
+    repeats = int(min(7, max(1, budget / (once * many))))
+    return statistics.median(replayed(graph) for _ in range(repeats)) / many
+
+
+def measure(length: int, heads: int, budget: float) -> list[Row]:
+    """A row for each window at one length and number of heads."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
+    # More heads than a model has are a batch of them.
+    batch, each = max(1, heads // 16), min(heads, 16)
+    query, key, value, grad_out = (draw(batch, each, length, HEAD_DIM).bfloat16() for _ in range(4))
+    scores = draw(batch, each, length)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    learned = scores.requires_grad_()
+
+    def timed(forward: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
+        with torch.no_grad():
+            alone = seconds_of(forward, budget)
+        out = forward()
+        return alone, seconds_of(lambda: torch.autograd.grad(out, inputs, grad_out, retain_graph=True), budget)
+
+    def dense() -> Tensor:
+        return dmattn.attention(query, key, value, is_causal=True)
+
+    dense_forward, dense_backward = timed(dense, leaves)
+    rows: list[Row] = []
+    for share in SHARES:
+        window = max(1, int(length * share))
+
+        def masked(window: int = window) -> Tensor:
+            return dmattn.dynamic_mask_attention(query, key, value, scores, window)
+
+        forward, backward = timed(masked, [*leaves, learned])
+        rows.append(
+            {
+                "length": length,
+                "heads": heads,
+                "window": window,
+                "share": share,
+                "forward": forward,
+                "backward": backward,
+                "dense_forward": dense_forward,
+                "dense_backward": dense_backward,
+            }
+        )
+    return rows
+
+
+def ratio(row: Row, name: str) -> float:
+    return float(row[f"dense_{name}"]) / float(row[name])  # type: ignore[arg-type]
+
+
+def line(rows: list[Row]) -> str:
+    cells = [f"{ratio(row, 'forward'):5.2f}/{ratio(row, 'backward'):5.2f}" for row in rows]
+    dense = f"{float(rows[0]['dense_forward']) * 1e6:9.0f}/{float(rows[0]['dense_backward']) * 1e6:9.0f}"  # type: ignore[arg-type]
+    return f"{rows[0]['length']:>8} {rows[0]['heads']:>5} {dense}   " + "  ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="default: 256 to 1048576")
+    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="batches x heads (default: 1 16 512)")
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds of repeats of one call (default 0.1)")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("sweep: expected a GPU, found none")
+    began, rows = time.perf_counter(), []
+    print("dense time over the dynamic mask's, forward/backward, by window as a share of the length")
+    print(f"{'length':>8} {'heads':>5} {'dense us':>19}   " + "  ".join(f"{share:>11.4g}" for share in SHARES))
+    stream = torch.cuda.Stream()  # the default stream cannot be captured
+    with torch.cuda.stream(stream):
+        for length in options.lengths:
+            for heads in options.heads:
+                if length * heads > MOST_KEYS or length**2 * heads > MOST_PAIRS:
+                    continue
+                some = measure(length, heads, options.budget)
+                print(line(some), flush=True)
+                rows += some
+                torch.cuda.empty_cache()
+    ratios = [(ratio(row, name), name, row["length"], row["heads"], row["window"]) for row in rows for name in PASSES]
+    worst = min(ratios, key=lambda each: each[0])
+    verdict = "kept" if worst[0] >= PROMISE else "BROKEN"
+    print(f"lowest ratio {worst[0]:.2f}: {worst[1]} at length {worst[2]}, {worst[3]} heads, window {worst[4]}")
+    print(f"at most 5 % slower than dense: {verdict}; {time.perf_counter() - began:.0f} s")
+    if options.output is not None:
+        result = {**provenance("cuda"), "head_dim": HEAD_DIM, "rows": rows}
+        path = options.output / result["machine"]["name"] / "sweep.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"Written: {path}")
+
+
+if __name__ == "__main__":
+    main()
