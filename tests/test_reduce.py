@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 # torch's forward mode and Inductor import parts of torch that warn about themselves.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning",
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    "ignore:`torch.jit.script` is deprecated",
+    "ignore:`torch.jit.script_method` is deprecated",
     "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
 )
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.export import Dim
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    "ignore:`torch.jit.script_method` is deprecated",
     "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
 )
 

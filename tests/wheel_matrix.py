@@ -102,6 +102,21 @@ def install_torch(python: Path, torch: str, shared: Path | None) -> None:
         os.symlink(folder / "nvidia", Path(site) / "nvidia")
 
 
+def install_wheel(python: Path, wheel: Path, alone: bool) -> None:
+    """Installs the wheel and what it needs; ``alone``: without what torch needs, which pip would complete."""
+    run(python, "-m", "pip", "install", "-q", *(["--no-deps"] if alone else []), wheel)
+    if alone:
+        needed = json.loads(run(python, "-c", "import importlib.metadata as m, json; print(json.dumps(m.requires('dmattn')))"))
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            *[need for need in needed if not re.match(r"torch\b", need) and "extra ==" not in need],
+        )
+
+
 def commit_of_sources() -> str:
     """What git says, or DMATTN_COMMIT where there is no git or no history."""
     known = shutil.which("git") and subprocess.run(
@@ -131,7 +146,7 @@ def one(wheel: Path, program: str, torch: str, place: Path, options: argparse.Na
         python = place / "bin/python"
         run(python, "-m", "pip", "install", "-q", "pip>=25.1")
         install_torch(python, torch, options.share_cuda)
-        run(python, "-m", "pip", "install", "-q", wheel)
+        install_wheel(python, wheel, options.share_cuda is not None)
         needs = ["--group", f"{ROOT}/pyproject.toml:test"] if options.all_tests else QUICK_NEEDS
         run(python, "-m", "pip", "install", "-q", *needs)
         # Import from a folder that has no dmattn; the first time compiles Python files.

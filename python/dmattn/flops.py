@@ -5,18 +5,24 @@ Counting pairs reads the mask's values (a device sync); a counter is a diagnosti
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import repeat_heads
 from dmattn.masks.tables import elements
 
+COUNTER = "torch.utils.flop_counter"
 CHUNK = 1 << 22  # elements of interval & block that are counted at once
 
 
@@ -115,11 +121,6 @@ def _pairs_by_element(
     return total
 
 
-for _op in (torch.ops.dmattn.forward, torch.ops.dmattn.backward, torch.ops.dmattn.decode, torch.ops.dmattn.cache_step):
-    flop_registry.pop(_op, None)  # of an earlier import
-
-
-@register_flop_formula(torch.ops.dmattn.forward, get_raw=True)
 def _forward_flops(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, end: Tensor | None, tiles: Tensor | None, rows: Tensor | None,
     columns: Tensor | None, bits: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None,
@@ -130,7 +131,6 @@ def _forward_flops(
     return 2 * pairs * (size + value.shape[3])
 
 
-@register_flop_formula(torch.ops.dmattn.backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
                     *mask_and_options: Any, **kwargs: object) -> int:  # fmt: skip
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
@@ -138,7 +138,6 @@ def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, ke
     return forward * 5 // 2
 
 
-@register_flop_formula(torch.ops.dmattn.cache_step, get_raw=True)
 def _step_flops(key_cache: Tensor, value_cache: Tensor, score_cache: Tensor, position: Tensor, entered: Tensor, steps: Tensor,
                 kept: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, lengths: Tensor | None,
                 window: int, local: int, sink: int, *options: Any, **kwargs: Any) -> int:  # fmt: skip
@@ -148,7 +147,6 @@ def _step_flops(key_cache: Tensor, value_cache: Tensor, score_cache: Tensor, pos
     return 2 * taken * query.shape[1] * (window + local + sink) * (query.shape[3] + value.shape[3])
 
 
-@register_flop_formula(torch.ops.dmattn.decode, get_raw=True)
 def _decode_flops(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, key_bias: Tensor | None,
     sinks: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
@@ -160,3 +158,40 @@ def _decode_flops(
     given = lengths.long().clamp(0, capacity).tolist() if known and lengths is not None else [capacity] * batch
     pairs = sum(max(0, length - later) for length in given for later in (range(queries) if is_causal else [0] * queries))
     return 2 * heads * pairs * (size + value.shape[3])
+
+
+def _register(counter: ModuleType) -> None:
+    formulas: dict[Any, Callable[..., int]] = {
+        torch.ops.dmattn.forward: _forward_flops,
+        torch.ops.dmattn.backward: _backward_flops,
+        torch.ops.dmattn.cache_step: _step_flops,
+        torch.ops.dmattn.decode: _decode_flops,
+    }
+    for op, formula in formulas.items():
+        counter.flop_registry.pop(op, None)  # of an earlier import
+        counter.register_flop_formula(op, get_raw=True)(formula)
+
+
+class _Registering(importlib.abc.MetaPathFinder):
+    """Registers the formulas once somebody imports torch's counter, which is slow to import beside triton."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                _register(module)
+
+            spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if COUNTER in sys.modules:
+    _register(sys.modules[COUNTER])
+else:
+    sys.meta_path.insert(0, _Registering())

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import flex_attention
 
 from dmattn import checks
 from dmattn.fake import table_size
@@ -23,6 +22,9 @@ from dmattn.masks.detect import function_sizes, on_grid
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import IntervalMask
 from dmattn.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from torch.nn.attention import flex_attention
 
 GPU_TILE = 128  # queries and keys: the tiles that CUDA kernels walk
 
@@ -132,6 +134,8 @@ class BlockMask(MaskData):
     @classmethod
     def from_flex(cls, block_mask: flex_attention.BlockMask) -> BlockMask:
         """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks."""
+        from torch.nn.attention import flex_attention  # it is slow to import where torch does not do so itself
+
         if not isinstance(block_mask, flex_attention.BlockMask):
             raise TypeError(
                 f"block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got {checks.type_of(block_mask)}"
