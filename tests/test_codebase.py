@@ -182,7 +182,19 @@ def test_few_files_announce_a_surprise():
 SHARED_STEMS = {"dispatch", "forward", "tiles", "walk"}
 OWN_STEMS = {
     "sm80": {"backward_keys", "backward_queries", "backward_tile", "decode", "decode_parts", "tile", "token_step"},
-    "sm90": {"backward", "backward_load", "backward_wide", "barrier", "encode_maps", "forward_load", "maps", "note", "schedule", "tma", "wgmma"},
+    "sm90": {
+        "backward",
+        "backward_load",
+        "backward_wide",
+        "barrier",
+        "encode_maps",
+        "forward_load",
+        "maps",
+        "note",
+        "schedule",
+        "tma",
+        "wgmma",
+    },
 }
 
 
