@@ -98,7 +98,9 @@ bool shares_mask(const AttentionParams& p) {
 // Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
 // all queries, which for few queries costs less than the sums, and a group of heads that share their mask.
 bool has_one_visit(const AttentionParams& p) {
-  return shares_mask(p) && gathers(p) && p.query_length <= kMostOneList && p.key_length <= kMostOneList;
+  constexpr int64_t kMostDim = 128;  // the kernel of wider heads adds sums
+  return shares_mask(p) && gathers(p) && p.query_length <= kMostOneList && p.key_length <= kMostOneList &&
+         std::max(p.head_dim, p.value_dim) <= kMostDim;
 }
 
 // The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,

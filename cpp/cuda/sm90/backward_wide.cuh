@@ -422,7 +422,8 @@ cudaError_t launch_backward_wide(const BackwardCall& call, const BackwardWork& w
   constexpr int kBytes = sizeof(BackwardShared<kDim, false>);
   static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, false>));
   const auto kernel = backward_wide_kernel<T, kDim, kVariant>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, kBytes, stream>>>(call, work, maps);
   return cudaGetLastError();

@@ -218,6 +218,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int keys = instance->shape.keys, queries = instance->shape.queries;
   BackwardWork work;
   const bool is_gathered = gathers_keys(instance->variant);
+  if (is_gathered && !call.key_sums && keys != kBackwardKeys) return cudaErrorNotSupported;  // the kernel of wide heads adds sums
   const int64_t group = p.heads / p.kv_heads;
   work.heads = static_cast<int>(is_gathered ? std::min(group, call.live_keys.head_divisor) : group);
   const int64_t head_groups = p.batch * p.heads / work.heads;
