@@ -7,6 +7,7 @@ partial tile; results never depend on it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -134,9 +135,9 @@ class BlockMask(MaskData):
     @classmethod
     def from_flex(cls, block_mask: flex_attention.BlockMask) -> BlockMask:
         """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks."""
-        from torch.nn.attention import flex_attention  # it is slow to import where torch does not do so itself
-
-        if not isinstance(block_mask, flex_attention.BlockMask):
+        # Whoever has such a mask has imported the module, which not every torch does by itself.
+        module = sys.modules.get("torch.nn.attention.flex_attention")
+        if module is None or not isinstance(block_mask, module.BlockMask):
             raise TypeError(
                 f"block_mask: expected a torch.nn.attention.flex_attention.BlockMask, got {checks.type_of(block_mask)}"
             )
