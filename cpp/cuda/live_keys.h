@@ -22,15 +22,14 @@ inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
 inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
-inline constexpr int kPartGroups =
-    32;  // groups of a part's live keys, of kPartKeys / kPartGroups keys; the last have fewer or none
-inline constexpr int kEntriesPerKey = 6;  // int32 entries reserved per key: its place among the live keys, and room in the lists
-inline constexpr int kMostOneList =
-    4096;                               // queries, and keys, of calls whose live keys may be one list in the order of their ends
-inline constexpr int kOneSegment = 24;  // the shift of a single segment whose queries all see the same keys
+inline constexpr int kPartGroups = 32;       // of a part's live keys, kPartKeys / kPartGroups each; the last have fewer or none
+inline constexpr int kEntriesPerKey = 6;   // int32 entries reserved per key: its place among the live keys, and room in the lists
+inline constexpr int kMostOneList = 4096;  // queries, and keys, of calls whose live keys may be one list: launch_one_list
+inline constexpr int kOneSegment = 24;     // the shift of a single segment whose queries all see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of its queries, in key order unless by_lifetime says
-// otherwise. There are as many mask heads as start and end together tell apart.
+// otherwise. The single list of launch_one_list has an order of its own, and what is scratch it leaves alone. There are as many
+// mask heads as start and end together tell apart.
 struct LiveKeys {
   int32_t* index = nullptr;  // [mask heads, capacity]: the live keys (if anything reads them), then the lists of the segments;
                              // null: there are no lists, and keys are taken in order
@@ -46,8 +45,8 @@ struct LiveKeys {
   int32_t* counts = nullptr;     // [mask heads, count_blocks, 2, segments]
   int32_t* partial = nullptr;    // [mask heads, count_blocks]: does a block have live keys that only some queries see?
   int32_t* live = nullptr;       // [mask heads, parts]: how many of a part's keys are live
-  int32_t* ticket = nullptr;     // one int: tiles handed out to blocks as they come free; launch_live_keys zeroes it
-  int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); launch_live_keys zeroes it
+  int32_t* ticket = nullptr;     // one int: tiles handed out to blocks as they come free; zeroed with the lists
+  int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); likewise
   bool keeps_live = false;       // are the live keys read, even where no list is made of them?
   bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
   bool by_lifetime = false;      // do keys that a segment's last query sees come first in its list?
@@ -64,7 +63,7 @@ struct LiveKeys {
   }
 
   // There are no lists: a walk looks up the spans of all keys that a tile may see. For short sequences, where making lists takes
-  // longer than reading what is not in them.
+  // longer than reading what is not in them, and for a key_bias without intervals, where there are no spans to look up.
   bool is_direct = false;
   // Are keys gathered, from lists or without?
   __host__ __device__ bool gathers() const { return index || is_direct; }

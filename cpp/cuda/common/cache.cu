@@ -257,9 +257,8 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constan
   const bool is_empty = source == kEmptyRow;
   const uint4* const key = row_of_chunk(p.all_key, slots.batch, slots.head, is_empty ? 0 : source);
   const uint4* const value = row_of_chunk(p.all_value, slots.batch, slots.head, is_empty ? 0 : source);
-  uint4 *const to_key = slots.key + static_cast<int64_t>(slot) * slots.key_pieces, *const to_value =
-                                                                                       slots.value + static_cast<int64_t>(slot) *
-                                                                                                         slots.value_pieces;
+  uint4* const to_key = slots.key + static_cast<int64_t>(slot) * slots.key_pieces;
+  uint4* const to_value = slots.value + static_cast<int64_t>(slot) * slots.value_pieces;
   for (int at = lane; at < slots.key_pieces + slots.value_pieces; at += 32) {
     const int in_value = at - slots.key_pieces;
     uint4& to = in_value < 0 ? to_key[at] : to_value[in_value];

@@ -1,5 +1,5 @@
-// Attention backward for Hopper: persistent blocks of three warpgroups. One loads; two compute, each with 64 keys of a tile and
-// all the queries that see it. grad_key and grad_value stay in registers, grad_query is added in fp32 to global memory.
+// Attention backward for Hopper: persistent blocks of three warpgroups. Two compute, each with 64 keys of a tile and all the
+// queries that see it; grad_key and grad_value stay in registers. The third loads, and adds grad_query in fp32 to global memory.
 //
 // The one surprise is that scores are kept transposed, keys by queries. Probabilities and score gradients are then operands of
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
@@ -12,8 +12,7 @@
 namespace dmattn::cuda::sm90 {
 
 // Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
-// first_row, the warpgroup's columns of grad_query at first_column. Computed anew where they are needed, because registers are
-// short.
+// first_row. Computed anew where they are needed, because registers are short.
 template <int kDim>
 struct ScorePlace {
   int lane, column, row, first_row;
@@ -29,8 +28,9 @@ __device__ __forceinline__ int key_at(const KeyNote& tile, int row) {
   return tile.index[index_place<kBackwardShape<kDim, false>.keys>(row)];
 }
 
-// Leaves grad_query of a chunk, the warpgroup's part of it, in shared memory, from where another warp adds it to query_sums.
-// Tiles of 64 queries by 16 columns lie one behind the other. After a fence, announce_grad_query tells that warp.
+// Leaves the warpgroup's part of a chunk's grad_query in shared memory, from where another warp adds it to query_sums. Tiles of
+// 64 queries by 16 columns lie one behind the other. width: floats of a row of query_sums. After a fence, announce_grad_query
+// tells that warp.
 template <int kDim, bool kHasOptions, int kTiles>
 __device__ __forceinline__ void leave_grad_query(BackwardShared<kDim, kHasOptions>& shared, const float (&from)[kTiles][4],
                                                  uint32_t group, const QueryNote& note, int width) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_grad_queries(const BackwardCall& call, Backw
       has_parts = to != nullptr;
       if (is_first && has_parts) {
         const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
-        const int bytes = min(Shared::kPartColumns, width - group * Shared::kPartColumns % kDim) * 64 * 4;
+        const int bytes = min(Shared::kPartColumns, width - (group * Shared::kPartColumns) % kDim) * 64 * 4;
         if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
         commit_stores();
       }
@@ -354,7 +354,8 @@ template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
                                                      const float* delta_of, float (&bias_sum)[2]) {
-  const bool is_apart = has_apart_bias < has_options(kVariant) && kVariant != Variant::kPlainBias > (call);
+  constexpr bool kCaps = has_options(kVariant) && kVariant != Variant::kPlainBias;
+  const bool is_apart = has_apart_bias<kCaps>(call);
   if (is_apart) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
@@ -575,9 +576,9 @@ struct BackwardProducts {
   }
   // The sum over keys: this warpgroup's part of grad_query, of the score gradients of this chunk.
   __device__ __forceinline__ void begin_grad_query(float (&to)[kPart / 8][4], uint32_t chunk) const {
-    const uint32_t a = scores + step_of(group * Shared::kPartQueries % kQueries / 64 * kKeyPanel) +
+    const uint32_t a = scores + step_of((group * Shared::kPartQueries) % kQueries / 64 * kKeyPanel) +
                        same_in_lanes(chunk % 2 * step_of(kBackwardKeys * kQueries * 2));
-    const uint32_t b = keys + step_of(group * kPart % kDim / 64 * kKeyPanel + group * kPart % kDim % 64 * 2);
+    const uint32_t b = keys + step_of((group * kPart) % kDim / 64 * kKeyPanel + (group * kPart) % kDim % 64 * 2);
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
       Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
@@ -782,8 +783,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one some warps load tiles of
-// keys, and one thread loads chunks of queries.
+// grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
+// keys, one thread loads chunks of queries, and a warp adds grad_query.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,

@@ -1,4 +1,4 @@
-// What the warpgroups of a backward block share, and the warpgroup that loads: half of it brings tiles of keys and values, one
+// What the warpgroups of a backward block share, and the warps that load: half a warpgroup brings tiles of keys and values, one
 // thread of the other half the chunks of queries that see them.
 //
 // A tile of keys stays for one visit: while all the queries that see it pass or, where live keys are gathered, those of one
@@ -14,8 +14,8 @@ struct KeyNote {
   int batch, head, kv_head;  // head: the first of the head group; -1: the work is done, no visit begins
   int first_place;           // of the tile, among all keys or, where keys are gathered, in their list
   int from, to;              // the queries [from, to) of the visit
-  int bounds[kLoaders / 32]
-            [4];  // for each loading warp: smallest and largest first, smallest and largest last of its keys' spans
+  // For each warp that loads keys: of its keys' spans the smallest and the largest first, the smallest and the largest last.
+  int bounds[kLoaders / 32][4];
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
 };

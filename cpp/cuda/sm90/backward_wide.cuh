@@ -40,7 +40,8 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
   uint64_t weight_full, weight_empty, score_full;
 };
 
-// As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries.
+// As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
+// columns of grad_query, grad_key and grad_value begin at first_column.
 template <>
 struct ScorePlace<kWideDim> {
   int lane, column, row, first_row, first_column;
@@ -371,7 +372,8 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel.
+// grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel, but no warp adds: those that
+// compute do.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(const __grid_constant__ BackwardCall call,
                                                                             const __grid_constant__ BackwardWork work,

@@ -77,8 +77,8 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-// The variant of a call without softcap and dropout, and in backward without biases; kGeneral, too, where a tangent times
-// softcap would not be exact enough.
+// The variant that the call would have without softcap and dropout, and in backward without biases. kGeneral where the
+// hardware's tangent times softcap would not be exact enough.
 Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool is_backward) {
   constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 256, kMostScale = 1e6;
   AttentionParams plain = p;

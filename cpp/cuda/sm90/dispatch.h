@@ -9,15 +9,16 @@ namespace dmattn::cuda::sm90 {
 
 // Does the family have a forward kernel for the call? Asked before its live keys are found.
 bool has_forward(const AttentionParams& p);
-
-// Does forward gather the keys of such a call without lists? There are so few, and so few tiles for each of the processors, that
-// a tile reads the spans of all of them in less time than lists take to make.
+// Does forward take such a call with LiveKeys::is_direct, without lists? Either there are so few keys, and so few tiles for each
+// of the processors, that a tile reads the spans of all keys in less time than lists take to make. Or there are no intervals,
+// only a key_bias, and the gathered variant walks keys in order.
 bool walks_directly(const AttentionParams& p, int processors);
 // call.live_keys.ticket: one int of scratch, which launch_live_keys has zeroed. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
-// Does the family have a backward kernel for the call? It needs query_sums in tiles, with a block mask `seen`, and with
-// gathered live keys key_sums, unless there is one segment and the heads of a group share it.
+// Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
+// and keys in order, `seen`; and with gathered live keys key_sums, unless head sizes are up to 128, there is one segment and the
+// heads of a group share it.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // ticket: one int, zero.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);

@@ -182,7 +182,7 @@ struct ChunkBias {
 
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
-// thread's first score, `has_bias` says that products are added to key_bias. bias: of the general variant.
+// thread's first score, `has_bias` says that products are added to key_bias. chunk_bias: of the general variant.
 template <class T, int kDim, Variant kVariant, class Softmax, int kN, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
                                              const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
@@ -241,8 +241,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
       }
     }
   }
-  // Hide what the note says some rows do not see.
-  // A warp all of whose rows see the tested keys has nothing to hide.
+  // Hide what the note says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
   if (gathers_keys(kVariant) && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
   if (is_biased) flags &= ~kGaps;
   if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
@@ -432,7 +431,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // In the gathered variant key_bias is what products are added to, unless they are capped.
+  // In the gathered variants key_bias is what products are added to, unless they are capped.
   const bool has_bias = gathers_keys(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);

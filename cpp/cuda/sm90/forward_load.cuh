@@ -64,8 +64,8 @@ template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, i
 __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int rows_present, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
   constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
-  constexpr int kParts = kRows / kAtOnce,
-                kBatches = 8 / kGroups * kParts;  // a batch is kAtOnce rows with the same remainder by 8
+  // A batch is kAtOnce rows with the same remainder by 8.
+  constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;
   static_assert(kGroups > 0 && 8 % kGroups == 0);
   const int chunk = thread % kChunks, first = thread / kChunks;
   const bool in_row = chunk * 8 < width;
@@ -199,9 +199,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     if (flags & kEnd) {
       settle();
+      // Arrive as for a chunk: every thread once, the first one twice.
       barrier_arrive(stage_full);
-      if (!is_single && thread == 0)
-        barrier_arrive(stage_full);  // as for a chunk: every thread arrives once, the first one twice
+      if (!is_single && thread == 0) barrier_arrive(stage_full);
       return;
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);

@@ -60,8 +60,8 @@ class Walk {
   // Walks tile after tile, and leaves a note with kEnd when none is left.
   __device__ __forceinline__ void run() {
     if (thread_ == 0) queues_.item = blockIdx.x;
-    for (uint32_t item = blockIdx.x;
-         item < count_items();) {  // the first one's queries are being loaded: load_tiles counts on it
+    // The first tile is that of the block's number: load_tiles loads its queries before it has a note.
+    for (uint32_t item = blockIdx.x; item < count_items();) {
       walk_tile(item);
       // Draw the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
       const bool is_first = item == blockIdx.x;
