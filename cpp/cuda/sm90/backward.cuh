@@ -241,10 +241,12 @@ struct BiasOfScores {
   __device__ __forceinline__ void add_to(float (&scores)[kN][4], const Stored* bias, const Widen& widen) const {
     const AttentionParams& p = call.b.forward;
     const int last = static_cast<int>(p.query_length) - 1;
-    // Bring the bias of what is likely to be the next chunk from memory into L2, a part of a row each.
-    constexpr int kAhead = 8 * kN, kParts = kConsumers * kWarpgroup / kAhead, kPartKeys = kBackwardKeys / kParts;
+    // Bring the bias of what is likely to be the next chunk from memory into L2. Some threads share a row.
+    constexpr int kAhead = 8 * kN, kThreadsPerRow = kConsumers * kWarpgroup / kAhead,
+                  kKeysPerThread = kBackwardKeys / kThreadsPerRow;
     const int thread = place.first_row * 2 + place.lane;
-    const int ahead = note.first_query + kAhead + thread / kParts, at = tile.first_place + thread % kParts * kPartKeys;
+    const int ahead = note.first_query + kAhead + thread / kThreadsPerRow,
+              at = tile.first_place + thread % kThreadsPerRow * kKeysPerThread;
     if (ahead <= last && at < p.key_length) prefetch_l2(bias + ahead * p.bias_row_stride + at);
 #pragma unroll
     for (int i = 0; i < kN; ++i) {

@@ -13,7 +13,7 @@ bool has_forward(const AttentionParams& p);
 // of the processors, that a tile reads the spans of all keys in less time than lists take to make. Or there are no intervals,
 // only a key_bias, and the gathered variant walks keys in order.
 bool walks_directly(const AttentionParams& p, int processors);
-// call.live_keys.ticket: one int of scratch, which launch_live_keys has zeroed. processors: of the device.
+// call.live_keys.ticket: one int of scratch, zero where there are lists. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
 // Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
