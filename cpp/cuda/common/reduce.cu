@@ -1,8 +1,8 @@
 // Reduction kernels: chunks of sequences first, the results of chunks second. reduce_params.h has the order of additions.
 //
-// Pass one has two kernels: where the elements of a sequence lie next to each other, a warp reduces a chunk; where those of
-// neighbouring sequences do, a block reduces a chunk of several sequences. Pass two gives each sequence a block or a warp. No
-// atomics: which block does what changes nothing.
+// Pass one has three kernels: where the elements of a sequence lie next to each other, a warp reduces a chunk, or some short
+// sequences at once; where those of neighbouring sequences do, a block reduces a chunk of several sequences. Pass two gives each
+// sequence a block or a warp. No atomics: which block does what changes nothing.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -16,8 +16,9 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffU;
-constexpr int kWarps = 8;                                   // of a block of reduce_rows
-constexpr int kOwned = static_cast<int>(kChunkLanes) / 32;  // lanes of a chunk that a thread owns, in both kernels
+constexpr int kWarps = 8;                                   // of a block of reduce_rows and of reduce_short_rows
+constexpr int kShortRows = 4;                               // sequences that a warp of reduce_short_rows reduces at once
+constexpr int kOwned = static_cast<int>(kChunkLanes) / 32;  // lanes of a chunk that a thread owns, in pass one
 constexpr int kBlock = 1024;                                // threads of reduce_columns and of the long form of pass two
 constexpr int kOwnedPartials = static_cast<int>(kPartialLanes) / kBlock;
 constexpr int64_t kShortPartials = 32 * kOwnedPartials;  // so many results of chunks are reduced by one warp
@@ -224,23 +225,22 @@ __global__ void __launch_bounds__(32 * kWarps) reduce_rows(ReduceParams p, int64
   }
 }
 
-// The same where a sequence has one row of lanes at most: a warp reduces kAtOnce sequences together, so that more bytes are on
+// The same where a sequence has one row of lanes at most: a warp reduces kShortRows sequences together, so that more bytes are on
 // their way.
 template <class K, int kVector>
 __global__ void __launch_bounds__(32 * kWarps) reduce_short_rows(ReduceParams p, int64_t results) {
-  constexpr int kAtOnce = 4;
   const int n = static_cast<int>(p.count);
-  int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * kAtOnce;
-  for (; first < results; first += static_cast<int64_t>(gridDim.x) * kWarps * kAtOnce) {
-    Wide<K> owned[kAtOnce][kOwned];
+  int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * kShortRows;
+  for (; first < results; first += static_cast<int64_t>(gridDim.x) * kWarps * kShortRows) {
+    Wide<K> owned[kShortRows][kOwned];
 #pragma unroll
-    for (int s = 0; s < kAtOnce; ++s) {
+    for (int s = 0; s < kShortRows; ++s) {
 #pragma unroll
       for (Wide<K>& lane : owned[s]) lane = K::Join::template neutral<Wide<K>>();
       if (first + s < results) join_row<K, kVector, false>(sequence<K>(p, first + s), p.stride, 0, n, owned[s]);
     }
 #pragma unroll
-    for (int s = 0; s < kAtOnce; ++s) {
+    for (int s = 0; s < kShortRows; ++s) {
       const Wide<K> joined = join_lanes<K, kVector>(owned[s], n);
       if (threadIdx.x % 32 == 0 && first + s < results) store_chunk<K>(p, first + s, 0, 1, joined);
     }
@@ -368,7 +368,7 @@ template <class K, int kVector>
 void launch_rows(const ReduceParams& p, cudaStream_t stream) {
   const int64_t tasks = p.outer * p.inner * chunks_of(p);
   if (p.count <= kChunkLanes) {
-    reduce_short_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, 4 * kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
+    reduce_short_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, kShortRows * kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
   } else {
     reduce_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
   }
