@@ -433,5 +433,7 @@ def test_a_rotation_that_is_shared_is_the_layers_own():
         assert own.transpose(1, 2).is_contiguous()
     causal = torch.arange(20)[None]
     assert torch.equal(layer(hidden, rotation=layer.rotation(causal)), layer(hidden))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(layer(hidden, rotation=layer.rotation(causal))).all()
     with pytest.raises(ValueError, match="rotation: expected its default with a cache"), torch.no_grad():
         layer(hidden, cache=layer.new_cache(2), rotation=layer.rotation(causal))

@@ -344,7 +344,7 @@ class DynamicMaskAttention(nn.Module):
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, self.is_causal) if base is None else base
-        query, key, value = self.projected(hidden_states, position_ids, rotation=rotation)
+        query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
         ranks, bias = self.ranked(hidden_states, value)
         dropout = self.dropout if self.training else 0.0
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
@@ -408,19 +408,21 @@ class DynamicMaskAttention(nn.Module):
         self, hidden_states: Tensor, positions: Tensor | None = None, *, rotation: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B|1, S], by
-        default 0, 1, ... in every sequence, or by ``rotation``, what :meth:`rotation` of any layer with the same heads gave."""
+        default 0, 1, ... in every sequence, or by ``rotation`` instead, what :meth:`rotation` of any layer with the same heads gave."""
         query, key, value = (
             proj(hidden_states).unflatten(2, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if rotation is not None:
+            if positions is not None:
+                raise ValueError("positions, rotation: expected at most one of them, got both")
+            self._check_rotation(rotation, query)
         if self.rope_theta is not None:
             if rotation is None:
-                positions = torch.arange(query.shape[1], device=query.device)[None] if positions is None else positions
+                batch, length = query.shape[:2]
+                positions = torch.arange(length, device=query.device)[None] if positions is None else positions
                 rotation = self.rotation(positions, query.dtype)
-            rows = [*rotation[0].shape[:2]]
-            if rows[0] not in (1, query.shape[0]) or rows[1] != query.shape[1]:
-                raise ValueError(
-                    f"positions, rotation: expected them for [B|1, S] with B={query.shape[0]}, S={query.shape[1]}, got {rows}"
-                )
+                if rotation[0].shape[0] not in (1, batch) or rotation[0].shape[1] != length:
+                    raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
             query, key = turned(query, rotation), turned(key, rotation)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
@@ -436,12 +438,38 @@ class DynamicMaskAttention(nn.Module):
             two tensors [B|1, S, 1, number of pairs that rotate].
 
         Raises:
-            ValueError: a layer that does not rotate.
+            TypeError, ValueError: positions or dtype are no such things, or a layer that does not rotate.
         """
         if self.rope_theta is None:
             raise ValueError("rotation: expected a layer with rope_theta, got one with None")
+        if checks.tensor("positions", positions).dim() != 2:
+            raise ValueError(f"positions: expected [B|1, S], got shape {checks.shape_of(positions)}")
         dtype = self.q_proj.weight.dtype if dtype is None else dtype
+        if dtype not in checks.DTYPES["cpu"]:
+            raise TypeError(f"dtype: expected that of query and key, a floating-point one, got {dtype}")
         return rotation_table(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor, dtype)
+
+    def _check_rotation(self, rotation: object, query: Tensor) -> None:
+        """Refuses cosines and sines that are not those of this layer's heads for a query [B, S, H, D]."""
+        if self.rope_theta is None:
+            raise ValueError("rotation: expected None for a layer with rope_theta=None, got cosines and sines")
+        if not isinstance(rotation, tuple | list) or [isinstance(part, Tensor) for part in rotation] != [True, True]:
+            raise TypeError(
+                f"rotation: expected the two tensors that layer.rotation(positions) gives, got {checks.type_of(rotation)}"
+            )
+        batch, length = query.shape[:2]
+        pairs = int(self.head_dim * self.partial_rotary_factor) // 2
+        for part in rotation:
+            if part.dim() != 4 or part.shape[0] not in (1, batch) or [*part.shape[1:]] != [length, 1, pairs]:
+                expected = f"two tensors [B|1, S, 1, rotating pairs] with B={batch}, S={length} and {pairs} pairs"
+                raise ValueError(f"rotation: expected {expected}, got {checks.shape_of(part)}")
+            checks.same_device("rotation", part, query)
+            if part.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
+                expected = str(query.dtype).removeprefix("torch.")
+                got = str(part.dtype).removeprefix("torch.")
+                raise TypeError(
+                    f"rotation: expected dtype {expected} like query, got {got}; layer.rotation(positions, dtype) takes one"
+                )
 
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
