@@ -338,6 +338,7 @@ def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):
     assert __main__.main(["report"]) == 0
 
 
+ONE = '{"rows": [{"case": "c", "samples": {"forward": [%s]}}]}'
 BAD_CALLS = {
     "run nothing-of-that-name": "expected a workload, one of",
     "run causal --device cpu --peers cudnn": "--peers: cudnn: needs a GPU",
@@ -345,6 +346,26 @@ BAD_CALLS = {
     "run dynamic-trained --trained not-there.pt": "not-there.pt: cannot be read",
     "run causal --device cpu --settle 1": "--settle: expected seconds on a GPU",
     "run causal --heads 3 --kv-heads 2": "--heads: expected a multiple of --kv-heads 2, got 3",
+    "run dynamic-trained --trained short.pt": "dynamic-trained: short.pt: expected scores of 2,048 tokens or more, got [2, 10]",
+    "run dynamic-trained --trained headless.pt": "dynamic-trained: headless.pt: expected a floating tensor [heads, tokens]",
+    "run causal --lengths 0": "argument --lengths: expected a positive number, got 0",
+    "run causal --lengths many": "argument --lengths: expected a positive number, got many",
+    "run causal --lengths 2000000": "--lengths: expected at most 1048576, got 2000000",
+    "run causal --head-dim 7": "--head-dim: expected a multiple of 8 up to 256, got 7",
+    "run causal --seconds nan": "argument --seconds: expected a finite number >= 0, got nan",
+    "run causal --name a/b": "--name: expected the name of a file, got a/b",
+    "run causal --output text.txt": "--output: expected a folder, got text.txt",
+    "run pages --lengths 64": "--lengths: expected none with pages, which has cases of its own",
+    "run causal decode --peers eager": "--peers: expected none with decode, which has cases of its own",
+    "run causal --quicker": "unrecognized arguments: --quicker",
+    "compare one.json one.json --least nan": "argument --least: expected a finite number >= 0, got nan",
+    "compare one.json nan.json": "nan.json: c: expected samples of forward, all numbers > 0, got [nan]",
+    "compare no-samples.json one.json": "no-samples.json: c: expected samples of forward, all numbers > 0, got []",
+    "compare machine.json one.json": "machine.json: expected an object as machine, got 'x'",
+    "report zero.json": "zero.json: expected a result of",
+    "report one.json --output text.txt": "--output: expected a folder, got text.txt",
+    "report one.json --check": "--check: expected no results beside it",
+    "report --output somewhere": "--output: expected results beside it",
     "compare not-there.json not-there.json": "not-there.json: cannot be read",
     "compare text.txt text.txt": "text.txt: expected JSON",
     "compare list.json list.json": "list.json: expected a result with rows",
@@ -359,14 +380,40 @@ BAD_CALLS = {
 def test_bad_calls_give_one_sentence(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in (("text.txt", "no JSON"), ("list.json", "[1]"), ("rows.json", '{"rows": [{"samples": {"forward": [1]}}]}'),
-                       ("empty.json", '{"rows": []}'), ("runs.jsonl", '{"a": 1}')):  # fmt: skip
+                       ("empty.json", '{"rows": []}'), ("runs.jsonl", '{"a": 1}'),
+                       ("zero.json", '{"rows": [{"case": "c", "us": 0, "batch": 1}]}'),
+                       ("one.json", ONE % "1"), ("nan.json", ONE % "NaN"), ("no-samples.json", ONE % ""),
+                       ("machine.json", (ONE % "1").replace('{"rows"', '{"machine": "x", "rows"'))):  # fmt: skip
         Path(name).write_text(text)
+    torch.save(torch.zeros(2, 10), "short.pt")
+    torch.save(torch.zeros(0, 3000), "headless.pt")
     assert __main__.main(call.split()) == 2
     said = capsys.readouterr().err
     assert BAD_CALLS[call] in said
     assert said.startswith("bench: ")
     assert said.count("\n") == 1
     assert not Path("bench-results").exists()
+
+
+def test_all_is_every_workload_once_without_what_cannot_run(capsys, tmp_path):
+    named = workloads.named()
+    options = __main__.parser().parse_args(["run", "causal", "all", "--trained", str(tmp_path / "none.pt"), "--lengths", "64"])
+    names = __main__.wanted_names(options)
+    assert names == ["causal", *(name for name in named if name not in ("causal", "dynamic-trained"))]
+    assert "without dynamic-trained: " in capsys.readouterr().err
+    __main__.checked(options)
+    assert "--lengths changes nothing in decode, serving, " in capsys.readouterr().err
+
+
+def test_a_case_that_cannot_run_leaves_the_others(tmp_path, capsys):
+    path = tmp_path / "scores.pt"
+    torch.save(torch.rand(2, 2048), path)
+    given = ["--lengths", "96", "4096", "--peers", "none", "--trained", str(path), "--output", str(tmp_path)]
+    assert __main__.main(["run", "dynamic-trained", *SMALL, *given]) == 0
+    (found,) = tmp_path.glob("*/dynamic-trained.json")
+    rows = json.loads(found.read_text())["rows"]
+    assert ["cannot_run" in row for row in rows] == [False, True]
+    assert "expected scores of 4096 tokens or more, got 2048" in capsys.readouterr().out
 
 
 def test_a_missing_gpu_is_said(monkeypatch, capsys):
@@ -516,7 +563,7 @@ def test_a_job_that_cannot_run_says_why(monkeypatch, tmp_path, capsys):
         raise measure.CannotRunError("decode: not on this machine")
 
     monkeypatch.setattr(decode, "rows", cannot)
-    assert __main__.main(["run", "decode", *SMALL, "--output", str(tmp_path)]) == 2
+    assert __main__.main(["run", "decode", "--device", "cpu", "--output", str(tmp_path)]) == 2
     assert "decode: not on this machine" in capsys.readouterr().out
 
 

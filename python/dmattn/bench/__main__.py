@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from dmattn import checks
 from dmattn.bench import compare, peers, report, suite, workloads
 from dmattn.bench.cases import trained_scores
 from dmattn.bench.measure import SECONDS_A_CASE
@@ -28,17 +31,24 @@ class BadCallError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
-    options = parser().parse_args(arguments)
     commands = {"list": list_all, "run": run, "compare": compare_two, "report": make_report}
     try:
+        options = parser().parse_args(arguments)
         return commands[options.command](options)
     except (BadCallError, BadResultError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
 
 
+class Parser(argparse.ArgumentParser):
+    """Raises BadCallError in place of printing how the program is used and ending it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadCallError(message)
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m dmattn.bench", description="Benchmarks of dmattn beside its peers.")
+    top = Parser(prog="python -m dmattn.bench", description="Benchmarks of dmattn beside its peers.")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="say which workloads and peers there are")
 
@@ -54,10 +64,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--trained", default=workloads.TRAINED, help=f"scores for dynamic-trained (default {workloads.TRAINED})")
     run.add_argument("--repeats", type=positive, help="turns of each case, at most")
     run.add_argument(
-        "--seconds", type=float, default=SECONDS_A_CASE, help="of timed turns of each case, about (default %(default)g)"
+        "--seconds", type=not_negative, default=SECONDS_A_CASE, help="of timed turns of each case, about (default %(default)g)"
     )
     run.add_argument(
-        "--settle", type=float, default=0.0, help="seconds of the same kernels before each timed one (default 0; CUDA)"
+        "--settle", type=not_negative, default=0.0, help="seconds of the same kernels before each timed one (default 0; CUDA)"
     )
     run.add_argument("--threads", type=positive, default=2, help="of a CPU (default 2)")
     run.add_argument("--no-memory", action="store_true", help="leave out peak memory")
@@ -69,23 +79,38 @@ def parser() -> argparse.ArgumentParser:
     )
     two.add_argument("old", type=Path)
     two.add_argument("new", type=Path)
-    two.add_argument("--least", type=float, default=0.05, help="part of a time that is no change (default %(default)g)")
+    two.add_argument("--least", type=not_negative, default=0.05, help="part of a time that is no change (default %(default)g)")
     two.add_argument("--with-peers", action="store_true", help="compare the peers' times as well")
 
     made = commands.add_parser("report", help="make tables and plots: of results, or in a checkout those of its pages")
     made.add_argument("results", type=Path, nargs="*", help="results (JSON) or training runs (JSONL); none: the committed ones")
-    made.add_argument(
-        "--output", type=Path, default=Path("bench-report"), help="folder of a report of results (default %(default)s)"
-    )
+    made.add_argument("--output", type=Path, help="folder of a report of results (default bench-report)")
     made.add_argument("--check", action="store_true", help="change no page; 1 when one is not what the committed results say")
     return top
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number >= 0, got {text}")
     return number
+
+
+def made_folder(path: Path) -> None:
+    """Raises BadCallError where there can be no such folder: before anything is measured for it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadCallError(f"--output: expected a folder, got {path} ({error.strerror})") from None
 
 
 def list_all(_: argparse.Namespace) -> int:
@@ -102,13 +127,14 @@ def list_all(_: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    names = wanted_names(options)
     chosen = checked(options)
-    names = list(workloads.named()) if options.names == ["all"] else options.names
+    made_folder(options.output)
     result = suite.run(names, chosen)
     print(suite.table(result))
     for line in suite.remarks(result):
         print(line)
-    stem = options.name or "-".join([*(chosen.device if name == "pages" else name for name in names[:4])])
+    stem = options.name or "-".join([*(chosen.device if name == "pages" else name for name in options.names[:4])])
     stem += f"-{result['family']}" * (result["family"] != "auto") + "-settled" * bool(chosen.settle) + "-quick" * chosen.quick
     path = options.output / result["machine"]["name"] / f"{stem}.json"
     write(result, path)
@@ -118,28 +144,70 @@ def run(options: argparse.Namespace) -> int:
     return int(any("refused" in row for row in result["rows"]))
 
 
-def checked(options: argparse.Namespace) -> suite.Options:
-    """Raises BadCallError."""
+def wanted_names(options: argparse.Namespace) -> list[str]:
+    """The workloads to run, each once. What cannot run is left out of ``all``, with a line that says why.
+
+    Raises:
+        BadCallError: there is no such workload, or it has no scores to run with.
+    """
     known = workloads.named(options.trained)
     for name in options.names:
         if name not in known and name not in ("pages", "all"):
             raise BadCallError(f"{name}: expected a workload, one of pages, all, {', '.join(known)}")
+    names = list(dict.fromkeys(name for given in options.names for name in (known if given == "all" else (given,))))
+    if "dynamic-trained" in names and (reason := without_scores(options.trained, known["dynamic-trained"])):
+        if "dynamic-trained" in options.names:
+            raise BadCallError(f"dynamic-trained: {reason}")
+        print(f"bench: without dynamic-trained: {reason}", file=sys.stderr)
+        names.remove("dynamic-trained")
+    return names
+
+
+def without_scores(path: str, named: workloads.Named) -> str:
+    """Why there are no trained scores to run with; empty if there are."""
+    assert named.cases is not None
+    try:
+        shape = list(trained_scores(path).shape)
+        return "" if named.cases() else f"{path}: expected scores of 2,048 tokens or more, got {shape}"
+    except ValueError as error:
+        return str(error)
+
+
+def check_sizes(options: argparse.Namespace, device: str) -> None:
+    """Raises BadCallError for sizes that no kernel takes, and for options that a workload would not heed."""
+    for length in options.lengths:
+        if length > checks.MAX_LENGTH:
+            raise BadCallError(f"--lengths: expected at most {checks.MAX_LENGTH}, got {length}")
+    if options.head_dim and (options.head_dim % 8 or options.head_dim > checks.MAX_HEAD_DIM):
+        raise BadCallError(f"--head-dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {options.head_dim}")
+    if options.dtype == "float32" and device == "cuda":
+        raise BadCallError("--dtype: expected bfloat16 or float16 on a GPU, got float32")
+    given = ["--" + name.replace("_", "-") for name in ("peers", "lengths", *SHAPE) if getattr(options, name)]
+    known = workloads.named(options.trained)
+    fixed = [name for name in options.names if name == "pages" or (name in known and known[name].cases is None)]
+    if given and fixed:
+        raise BadCallError(f"{given[0]}: expected none with {fixed[0]}, which has cases of its own, got one")
+    if given and "all" in options.names:
+        jobs = ", ".join(name for name, each in known.items() if each.cases is None)
+        print(f"bench: {given[0]} changes nothing in {jobs}, which have cases of their own", file=sys.stderr)
+
+
+def checked(options: argparse.Namespace) -> suite.Options:
+    """Raises BadCallError."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadCallError("--device cuda: torch sees no GPU here")
-    if options.settle < 0 or (options.settle and device == "cpu"):
+    if options.settle and device == "cpu":
         raise BadCallError(f"--settle: expected seconds on a GPU, got {options.settle:g} on {device}; a CPU keeps its clock")
-    wanted = None if options.peers is None else () if options.peers == ["none"] else tuple(options.peers)
+    if options.name and Path(options.name).name != options.name:
+        raise BadCallError(f"--name: expected the name of a file, got {options.name}; --output names the folder")
+    wanted = None if options.peers is None else () if options.peers == ["none"] else tuple(dict.fromkeys(options.peers))
     for name in wanted or ():
         if name not in peers.PEERS:
-            raise BadCallError(f"--peers: expected some of {', '.join(peers.PEERS)}, got {name}")
+            raise BadCallError(f"--peers: expected some of {', '.join(peers.PEERS)}, or none alone, got {name}")
         if reason := peers.missing(name, device):
             raise BadCallError(f"--peers: {reason}")
-    if "dynamic-trained" in options.names:
-        try:
-            trained_scores(options.trained)
-        except ValueError as error:
-            raise BadCallError(f"dynamic-trained: {error}") from None
+    check_sizes(options, device)
     shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     if shape.get("heads", 0) % shape.get("kv_heads", 1):
         raise BadCallError(f"--heads: expected a multiple of --kv-heads {shape['kv_heads']}, got {shape['heads']}")
@@ -164,8 +232,16 @@ def compare_two(options: argparse.Namespace) -> int:
 
 def make_report(options: argparse.Namespace) -> int:
     if options.results:
-        print(f"Written: {report.of_results(options.results, options.output)}")
+        if options.check:
+            raise BadCallError(
+                "--check: expected no results beside it, since it compares pages with the committed ones, got some"
+            )
+        folder = options.output or Path("bench-report")
+        made_folder(folder)
+        print(f"Written: {report.of_results(options.results, folder)}")
         return 0
+    if options.output:
+        raise BadCallError("--output: expected results beside it; without them the pages of a checkout are rewritten")
     root = checkout()
     if root is None:
         raise BadCallError("report: expected results to report on; without them it needs a checkout of dmattn")

@@ -234,6 +234,8 @@ def _scores(case: Case, noise: Tensor) -> Tensor:
         return walk
     if case.scores == "trained":
         given = trained_scores(case.trained)
+        if given.shape[1] < case.length:
+            raise ValueError(f"{case.trained}: expected scores of {case.length} tokens or more, got {given.shape[1]}")
         heads = torch.arange(case.kv_heads) % given.shape[0]
         return given[heads, : case.length].to(noise.device).expand_as(noise).clone()
     return noise
@@ -252,7 +254,7 @@ def trained_scores(path: str) -> Tensor:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); `make demo` writes trained scores") from None
     except Exception:
         raise ValueError(f"{path}: expected a tensor that torch.save wrote, got something else") from None
-    if not isinstance(given, Tensor) or given.dim() != 2 or not given.is_floating_point():
+    if not isinstance(given, Tensor) or given.dim() != 2 or not given.shape[0] or not given.is_floating_point():
         raise ValueError(f"{path}: expected a floating tensor [heads, tokens], got something else")
     return given.float()
 

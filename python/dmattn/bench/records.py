@@ -264,10 +264,19 @@ def read(path: Path) -> Result:
         raise BadResultError(f"{path}: expected JSON that `python -m dmattn.bench run` wrote, got something else") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise BadResultError(f"{path}: expected a result with rows, which `python -m dmattn.bench run` writes, got other JSON")
+    for name in ("machine", "ceiling", "clocks"):
+        if not isinstance(result.get(name, {}), dict):
+            raise BadResultError(f"{path}: expected an object as {name}, got {result[name]!r}")
     try:
-        measurements(result)
-    except (KeyError, TypeError, AttributeError) as error:
+        found = measurements(result)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise BadResultError(
             f"{path}: expected a result of `python -m dmattn.bench run`, got rows of another form ({error!r})"
         ) from None
+    for each in found:
+        if not isinstance(each.case, str) or not isinstance(each.who, str):
+            raise BadResultError(f"{path}: expected names of cases and peers, got {each.case!r} and {each.who!r}")
+        if not each.samples or not all(isinstance(sample, int | float) and 0 < sample < math.inf for sample in each.samples):
+            got = list(each.samples[:3])
+            raise BadResultError(f"{path}: {each.case}: expected samples of {each.what}, all numbers > 0, got {got}")
     return result

@@ -84,7 +84,10 @@ def run(names: list[str], options: Options) -> Result:
             if isinstance(step, Case):
                 if step.dtype not in ceilings:
                     ceilings[step.dtype] = ceiling(options.device, step.dtype)
-                found = [case_row(step, options, ceilings[step.dtype])]
+                try:
+                    found = [case_row(step, options, ceilings[step.dtype])]
+                except (ValueError, torch.OutOfMemoryError) as error:  # sizes that do not fit together, or the machine
+                    found = [{"case": step.name, "cannot_run": f"{step.name}: cannot run: {error}"}]
             else:
                 found = job_rows(step, options)
             rows += [{"workload": name, **row} for row in found]
