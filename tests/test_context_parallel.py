@@ -297,6 +297,8 @@ def every_rank_says(ranks, given, message):
         ({"batch": 1}, r"ValueError: batch size: expected the same on every rank, got 2 on rank 0 and 1 on rank 1"),
         ({"scores": None, "window": None}, r"ValueError: kind of mask .*: expected the same on every rank, got 2 on rank 0 and 0 on rank 1"),
         ({"requires_grad": True}, r"ValueError: tensors that require gradients .*, got 0 on rank 0 and 7 on rank 1"),
+        ({"base": dmattn.IntervalMask.sliding_window(16, 3)}, r"ValueError: base: expected documents, padding or|ValueError: rank 1 refused"),
+        ({"base": 5}, r"TypeError: base: expected an IntervalMask, got int|ValueError: rank 1 refused its own arguments"),
     ],
 )  # fmt: skip
 def test_a_rank_that_was_called_differently_is_an_error_on_every_rank(ranks, changes, message):
@@ -312,6 +314,14 @@ def test_a_rank_that_was_called_differently_is_an_error_on_every_rank(ranks, cha
         differing |= changes
     for world in (2, 3):
         every_rank_says(ranks, [arguments(), differing] + [arguments()] * (world - 2), message)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_seed_on_one_rank_alone_is_an_error_on_every_rank(ranks, world):
+    given = [{**arguments(), "dropout_p": 0.2, **({"dropout_seed": SEED} if rank == 1 else {})} for rank in range(world)]
+    every_rank_says(
+        ranks, given, r"ValueError: dropout_seed .*: expected the same on every rank, got 0 on rank 0 and 1 on rank 1"
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])

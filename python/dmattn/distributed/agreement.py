@@ -25,7 +25,7 @@ FIELDS = (
     "value size",
     "dtype",
     "device type",
-    "kind of mask (0 causal, 1 mask, 2 scores)",
+    "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)",
     "length of the mask",
     "mask",
     "key_bias (0 none, else 1 + batches + 2^20 heads)",
@@ -37,6 +37,7 @@ FIELDS = (
     "softcap",
     "dropout_p",
     "tensors that require gradients (query 1, key 2, value 4, key_bias 8, scores 16)",
+    "dropout_seed (0 none, 1 given)",
     "compiled",
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
-from dmattn.masks.interval import select_interval
+from dmattn.masks.interval import check_base, select_interval
 from dmattn.sizes import Sizes, key_bias_rows, sizes_of
 
 CAUSAL, MASK, SCORES = range(3)
@@ -124,11 +124,12 @@ def context_parallel_attention(
         query, key, value = autocast(query, key, value)
         given = _checked(query, key, value, mask, scores, window, local, sink, base, key_bias)
         options = options_of(given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic)
-    except (TypeError, ValueError):
+    except Exception:  # whatever it is: the other ranks would wait for this one
         if not compiling and world > 1:
             agreement.fail(ranks)
         raise
-    said = _said(given, (query, key, value, key_bias, scores), options, compiling)
+    has_seed = dropout_seed is not None and options.dropout_seed is not None
+    said = _said(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
         out, lse = _between_two(ranks, said, (query, key, value), given, options)
         return (out, lse) if return_lse else out
@@ -204,6 +205,8 @@ def _checked(
         raise TypeError(f"mask: expected an IntervalMask of the whole sequence, got {checks.type_of(mask)}")
     if base is not None and scores is None:
         raise ValueError("base: expected None without scores, got one")
+    if base is not None:
+        check_base(base)
     kind = SCORES if scores is not None else CAUSAL if mask is None else MASK
     checks.natural_int("local", local)
     checks.natural_int("sink", sink)
@@ -271,7 +274,7 @@ def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
     return grouped.transpose(2, 3)
 
 
-def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, compiling: bool) -> list[int]:
+def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, has_seed: bool, compiling: bool) -> list[int]:
     """This call in numbers, see :data:`agreement.FIELDS`."""
     query, _, value, key_bias, scores = tensors
     assert query is not None
@@ -285,10 +288,11 @@ def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, c
     is_read = given.kind == MASK and given.bound is None and not compiling
     return [
         0, sizes.query_length, sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, value.shape[3], DTYPES.index(sizes.dtype),
-        int(sizes.device.type == "cuda"), given.kind, given.mask_length, needs.checksum_of(given.mask) if is_read and given.mask else 0,
-        bias, -1 if scores is None else DTYPES.index(scores.dtype), -1 if given.bound is None else given.selection[0], *given.selection[1:],
+        int(sizes.device.type == "cuda"), given.kind + int(given.base is not None), given.mask_length,
+        needs.checksum_of(given.mask) if is_read and given.mask else 0, bias, -1 if scores is None else DTYPES.index(scores.dtype),
+        -1 if given.bound is None else given.selection[0], *given.selection[1:],
         *(0 if compiling else float_bits(number) for number in floats), sum(wants << place for place, wants in enumerate(wanted)),
-        int(compiling),
+        int(has_seed), int(compiling),
     ]  # fmt: skip
 
 

@@ -479,19 +479,24 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     return mask._build(start=start, end=end, any_length=mask.any_length and other.any_length, segments=segments)
 
 
+def check_base(base: object) -> None:
+    """Refuses what selection cannot start from."""
+    if not isinstance(base, IntervalMask):
+        raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
+    if base.segments is None:
+        raise ValueError(
+            "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
+            "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
+        )
+
+
 def select_interval(
     scores: Tensor, window: int, causal: bool, base: IntervalMask | None, local: int, sink: int
 ) -> tuple[Tensor | None, Tensor]:
     """The interval of each key under top-k selection; start None means: from the key's own position on, or, without causality, always."""
     segment_end = None
     if base is not None:
-        if not isinstance(base, IntervalMask):
-            raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
-        if base.segments is None:
-            raise ValueError(
-                "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
-                "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
-            )
+        check_base(base)
         segment_end = with_three_dims(base.end)
         checks.same_device("base", segment_end, scores, "scores")
         shape = segment_end.shape
