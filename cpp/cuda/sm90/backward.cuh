@@ -12,9 +12,11 @@
 namespace dmattn::cuda::sm90 {
 
 // Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
-// first_row. Computed anew where they are needed, because registers are short.
+// first_row, the warpgroup's columns of grad_key and grad_value at first_column. Computed anew where they are needed, because
+// registers are short.
 template <int kDim>
 struct ScorePlace {
+  static constexpr int first_column = 0;
   int lane, column, row, first_row;
   __device__ __forceinline__ ScorePlace() {
     const int thread = static_cast<int>(thread_index());
@@ -418,23 +420,23 @@ __device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyNo
 
 // Adds grad_key and grad_value of the thread's two keys, and of its columns, to rows of key_sums; a missing key has the spare
 // row.
-template <int kDim>
+template <int kDim, int kOut>
 __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
-                                             const float (&grad_key)[kDim / 8][4], const float (&grad_value)[kDim / 8][4]) {
-  constexpr int kOut = kDim / 8;
+                                             const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {
   const AttentionParams& p = call.b.forward;
   const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = keys_of_rows[r];
     const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
-    float* const to = call.key_sums + at * both + ScorePlace<kDim>().lane % 4 * 4;
+    const ScorePlace<kDim> place;
+    float* const to = call.key_sums + at * both + place.first_column + place.lane % 4 * 4;
 #pragma unroll
     for (int i = 0; i < kOut; i += 2) {
-      if (i * 8 < key_width) {
+      if (place.first_column + i * 8 < key_width) {
         add_4(to + i * 8, grad_key[i][2 * r], grad_key[i][2 * r + 1], grad_key[i + 1][2 * r], grad_key[i + 1][2 * r + 1]);
       }
-      if (i * 8 < both - key_width) {
+      if (place.first_column + i * 8 < both - key_width) {
         add_4(to + key_width + i * 8, grad_value[i][2 * r], grad_value[i][2 * r + 1], grad_value[i + 1][2 * r],
               grad_value[i + 1][2 * r + 1]);
       }
@@ -442,12 +444,11 @@ __device__ __forceinline__ void add_key_sums(const BackwardCall& call, int batch
   }
 }
 
-// Writes grad_key and grad_value of the thread's two keys; keys below 0 or beyond the length have none.
-template <class T, int kDim>
+// Writes grad_key and grad_value of the thread's two keys, and of its columns; keys below 0 or beyond the length have none.
+template <class T, int kDim, int kOut>
 __device__ __forceinline__ void store_key_gradients(const BackwardCall& call, int batch, int kv_head,
-                                                    const int (&keys_of_rows)[2], const float (&grad_key)[kDim / 8][4],
-                                                    const float (&grad_value)[kDim / 8][4]) {
-  constexpr int kOut = kDim / 8;
+                                                    const int (&keys_of_rows)[2], const float (&grad_key)[kOut][4],
+                                                    const float (&grad_value)[kOut][4]) {
   const AttentionParams& p = call.b.forward;
   const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
     asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
@@ -462,7 +463,7 @@ __device__ __forceinline__ void store_key_gradients(const BackwardCall& call, in
       for (int j = 0; j < 4; ++j)
         piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
       transpose_quad(piece);
-      const int at = (i + place.lane % 4) * 8;
+      const int at = place.first_column + (i + place.lane % 4) * 8;
       if (key >= 0 && key < p.key_length && at < dim)
         *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
     }
@@ -797,21 +798,10 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    constexpr int kComputing = kConsumers * kWarpgroup;
-    for (int i = 0; i < Shared::kKeyNotes; ++i) {
-      barrier_init(shared_address(&shared.note_full[i]), kLoaders);
-      barrier_init(shared_address(&shared.note_empty[i]), kComputing + 1);
-    }
-    barrier_init(shared_address(&shared.key_full), kLoaders);
-    barrier_init(shared_address(&shared.value_full), kLoaders);
-    barrier_init(shared_address(&shared.tile_empty), kComputing);
-    for (int i = 0; i < kShape.query_stages; ++i) {
-      barrier_init(shared_address(&shared.query_full[i]), 1);
-      barrier_init(shared_address(&shared.query_empty[i]), kComputing);
-    }
+    init_barriers_of_loads(shared);
     for (int i = 0; i < 2; ++i) {
-      barrier_init(shared_address(&shared.score_full[i]), kComputing);
-      barrier_init(shared_address(&shared.score_empty[i]), kComputing);
+      barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
+      barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
     }
     fence_barrier_init();
     shared.row_flags = *call.row_flags;

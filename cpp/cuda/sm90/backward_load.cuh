@@ -64,6 +64,24 @@ struct alignas(1024) BackwardShared {
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kSumsFullBarrier = 3, kSumsEmptyBarrier = 5;
 inline constexpr int kSumsThreads = kWarpgroup + 32;
 
+inline constexpr int kComputingThreads = kConsumers * kWarpgroup;
+
+// Sets up the barriers between the warps that load and those that compute. By one thread.
+template <class Shared>
+__device__ __forceinline__ void init_barriers_of_loads(Shared& shared) {
+  for (int i = 0; i < Shared::kKeyNotes; ++i) {
+    barrier_init(shared_address(&shared.note_full[i]), kLoaders);
+    barrier_init(shared_address(&shared.note_empty[i]), kComputingThreads + 1);
+  }
+  barrier_init(shared_address(&shared.key_full), kLoaders);
+  barrier_init(shared_address(&shared.value_full), kLoaders);
+  barrier_init(shared_address(&shared.tile_empty), kComputingThreads);
+  for (int i = 0; i < Shared::kShape.query_stages; ++i) {
+    barrier_init(shared_address(&shared.query_full[i]), 1);
+    barrier_init(shared_address(&shared.query_empty[i]), kComputingThreads);
+  }
+}
+
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each visit, with a note.
 // By half a warpgroup.
 template <int kDim, Variant kVariant>

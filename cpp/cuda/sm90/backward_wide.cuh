@@ -41,7 +41,7 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
 };
 
 // As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
-// columns of grad_query, grad_key and grad_value begin at first_column.
+// columns of grad_query, too, begin at first_column.
 template <>
 struct ScorePlace<kWideDim> {
   int lane, column, row, first_row, first_column;
@@ -75,61 +75,6 @@ __device__ __forceinline__ void add_wide_grad_query(float* to, int columns, cons
       add_4(to + i / 2 * (64 * 16) + r * (8 * 16), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
             from[i + 1][2 * r + 1]);
     }
-  }
-}
-
-// Adds the warpgroup's columns of grad_key and grad_value of the thread's two keys to rows of key_sums; a missing key has the
-// spare row.
-template <int kOut>
-__device__ __forceinline__ void add_wide_key_sums(const BackwardCall& call, int batch, int kv_head, const int (&keys_of_rows)[2],
-                                                  const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {
-  const AttentionParams& p = call.b.forward;
-  const int first_column = ScorePlace<kWideDim>().first_column;
-  const int64_t key_width = sum_width(p.head_dim), both = key_width + sum_width(p.value_dim);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = keys_of_rows[r];
-    const int64_t at = key >= 0 ? (batch * p.kv_heads + kv_head) * p.key_length + key : p.batch * p.kv_heads * p.key_length;
-    float* const to = call.key_sums + at * both + first_column + ScorePlace<kWideDim>().lane % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < kOut; i += 2) {
-      if (first_column + i * 8 < key_width) {
-        add_4(to + i * 8, grad_key[i][2 * r], grad_key[i][2 * r + 1], grad_key[i + 1][2 * r], grad_key[i + 1][2 * r + 1]);
-      }
-      if (first_column + i * 8 < both - key_width) {
-        add_4(to + key_width + i * 8, grad_value[i][2 * r], grad_value[i][2 * r + 1], grad_value[i + 1][2 * r],
-              grad_value[i + 1][2 * r + 1]);
-      }
-    }
-  }
-}
-
-// Writes the warpgroup's columns of grad_key and grad_value of keys in order, of which the tile's first is first_key.
-template <class T, int kOut>
-__device__ __forceinline__ void store_wide_key_gradients(const BackwardCall& call, int batch, int kv_head, int first_key,
-                                                         const float (&grad_key)[kOut][4], const float (&grad_value)[kOut][4]) {
-  const AttentionParams& p = call.b.forward;
-  const auto store = [&](const TensorView& tensor, int64_t dim, const float (&sums)[kOut][4], float factor, int r) {
-    asm volatile("" ::: "memory");  // so that stores come one after the other: registers are short
-    const ScorePlace<kWideDim> place;
-    const int key = first_key + place.row + 8 * r;
-    T* const to =
-        static_cast<T*>(tensor.data) + batch * tensor.batch_stride + kv_head * tensor.head_stride + key * tensor.row_stride;
-#pragma unroll
-    for (int i = 0; i < kOut; i += 4) {
-      uint32_t piece[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        piece[j] = Element<T>::narrow_pair(sums[i + j][2 * r] * factor, sums[i + j][2 * r + 1] * factor);
-      transpose_quad(piece);
-      const int at = place.first_column + (i + place.lane % 4) * 8;
-      if (key < p.key_length && at < dim) *reinterpret_cast<uint4*>(to + at) = {piece[0], piece[1], piece[2], piece[3]};
-    }
-  };
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    store(call.b.grad_key, p.head_dim, grad_key, call.scale, r);
-    store(call.b.grad_value, p.value_dim, grad_value, 1.0f, r);
   }
 }
 
@@ -364,9 +309,10 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     ++n;
     if constexpr (kIsGathered) {
       if (is_empty) continue;  // nothing was added
-      add_wide_key_sums(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
-      store_wide_key_gradients<T>(call, batch, kv_head, first_key, grad_key, grad_value);
+      const int row = first_key + ScorePlace<kDim>().row;
+      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
     }
   }
 }
@@ -384,20 +330,10 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    constexpr int kComputing = kConsumers * kWarpgroup;
-    for (int i = 0; i < Shared::kKeyNotes; ++i) {
-      barrier_init(shared_address(&shared.note_full[i]), kLoaders);
-      barrier_init(shared_address(&shared.note_empty[i]), kComputing + 1);
-    }
-    barrier_init(shared_address(&shared.key_full), kLoaders);
-    barrier_init(shared_address(&shared.value_full), kLoaders);
-    for (int i = 0; i < kShape.query_stages; ++i) {
-      barrier_init(shared_address(&shared.query_full[i]), 1);
-      barrier_init(shared_address(&shared.grad_out_full[i]), 1);
-      barrier_init(shared_address(&shared.query_empty[i]), kComputing);
-    }
-    for (uint64_t* const barrier : {&shared.tile_empty, &shared.weight_full, &shared.weight_empty, &shared.score_full}) {
-      barrier_init(shared_address(barrier), kComputing);
+    init_barriers_of_loads(shared);
+    for (int i = 0; i < kShape.query_stages; ++i) barrier_init(shared_address(&shared.grad_out_full[i]), 1);
+    for (uint64_t* const barrier : {&shared.weight_full, &shared.weight_empty, &shared.score_full}) {
+      barrier_init(shared_address(barrier), kComputingThreads);
     }
     fence_barrier_init();
     shared.row_flags = *call.row_flags;
