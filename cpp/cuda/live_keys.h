@@ -28,7 +28,7 @@ inline constexpr int kMostOneList = 4096;  // queries, and keys, of calls whose 
 inline constexpr int kOneSegment = 24;     // the shift of a single segment whose queries all see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of its queries, in key order unless by_lifetime says
-// otherwise. The single list of launch_one_list has an order of its own, and what is scratch it leaves alone. There are as many
+// otherwise. The single list that launch_one_list makes has an order of its own and needs no scratch. There are as many
 // mask heads as start and end together tell apart.
 struct LiveKeys {
   int32_t* index = nullptr;  // [mask heads, capacity]: the live keys (if anything reads them), then the lists of the segments;
@@ -49,7 +49,7 @@ struct LiveKeys {
   int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); likewise
   bool keeps_live = false;       // are the live keys read, even where no list is made of them?
   bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
-  bool by_lifetime = false;      // do keys that a segment's last query sees come first in its list?
+  bool by_lifetime = false;      // with several parts of keys: do those that a segment's last query sees come first in its list?
   bool lengthens = false;        // are segments longer than they need be, where their lists are then hardly longer?
   int64_t capacity = 0;          // kEntriesPerKey * Sk, for one segment just Sk
   int64_t most_lists = 0;        // lists that a mask head may have

@@ -126,26 +126,17 @@ __device__ __forceinline__ bool count_keys(const PartKeys& keys, const MaskHead&
   return has_partial;
 }
 
-// Which of the keys that a segment sees a part of its list takes: all, those that the segment's last query sees, or the others.
-enum class Lifetime { kAny, kOutlives, kEnds };
-
-__device__ __forceinline__ bool has_lifetime(const Span& span, int high, Lifetime lifetime) {
-  return lifetime == Lifetime::kAny || (lifetime == Lifetime::kOutlives) == (span.last > high);
-}
-
 // The keys of a block that some position of [low, high] sees: which of this warp's, how many of the warps before, how many in
 // all.
 struct SeenKeys {
   unsigned seen[kKeysPerLane];  // a bit for each lane, a word for each 32 keys of the warp
   int before = 0, all;
-  __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps],
-                                      Lifetime lifetime = Lifetime::kAny) {
+  __device__ __forceinline__ SeenKeys(const PartKeys& keys, int low, int high, int (&warp_counts)[kWarps]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int in_warp = 0;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      const Span span = keys.entry[i].span;
-      seen[i] = __ballot_sync(0xffffffffu, span.touches(low, high) && has_lifetime(span, high, lifetime));
+      seen[i] = __ballot_sync(0xffffffffu, keys.entry[i].span.touches(low, high));
       in_warp += __popc(seen[i]);
     }
     if (lane == 0) warp_counts[warp] = in_warp;
@@ -174,7 +165,7 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
                                                                const __grid_constant__ LiveKeys live_keys) {
   wait_for_kernel_before();
   let_kernel_after_come();
-  __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[3][kWarps];
+  __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
   const int mask_head_index = static_cast<int>(blockIdx.x);  // its keys are one part
@@ -214,24 +205,16 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
   __syncthreads();
   const int shift = chosen_shift, count = segments_at(mask_head.queries, shift);
   const int segment = static_cast<int>(blockIdx.y);
-  const auto write_seen = [&](int low, int high, int place, int (&scratch)[kWarps], Lifetime lifetime) {
-    const SeenKeys seen(keys, low, high, scratch, lifetime);
-    seen.for_each(keys, [&](int at, const Entry& entry) { mask_head.write(place + at, entry); });
-    return seen.all;
+  const auto write_seen = [&](int low, int high, int place, int (&scratch)[kWarps]) {
+    SeenKeys(keys, low, high, scratch).for_each(keys, [&](int at, const Entry& entry) { mask_head.write(place + at, entry); });
   };
   if (count > 1 && segment < count) {
     const int low = mask_head.low + first_query_of(segment, shift),
               high = mask_head.low + min(first_query_of(segment + 1, shift), mask_head.queries) - 1;
-    const int place = places[segment];
-    if (live_keys.by_lifetime) {
-      const int outlive = write_seen(low, high, place, warp_counts[0], Lifetime::kOutlives);
-      write_seen(low, high, place + outlive, warp_counts[2], Lifetime::kEnds);
-    } else {
-      write_seen(low, high, place, warp_counts[0], Lifetime::kAny);
-    }
+    write_seen(low, high, places[segment], warp_counts[0]);
   }
   if (segment == 0 && (count == 1 || live_keys.keeps_live)) {
-    write_seen(mask_head.low, mask_head.low + mask_head.queries - 1, 0, warp_counts[1], Lifetime::kAny);
+    write_seen(mask_head.low, mask_head.low + mask_head.queries - 1, 0, warp_counts[1]);
   }
 }
 
