@@ -89,7 +89,7 @@ FAULTS = [
     # Backward.
     in_file("backward.cuh", "      if (kHasBias && is_new_head) {\n        flush_bias<kDim>(call, tile, head, bias_sum);", "      if (kHasBias && is_new_head) {",
             "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
-    in_file("backward.cuh", "if (!has_bit(word, 8)) scores[i][2 + e]", "if (!has_bit(word, 7)) scores[i][2 + e]",
+    in_file("backward_scores.cuh", "if (!has_bit(word, 8)) scores[i][2 + e]", "if (!has_bit(word, 7)) scores[i][2 + e]",
             "keys 8 further on have the bits of others", TILES),
     in_file("backward.cuh", "const int key = keys_of_rows[r];\n    T* const", "const int key = keys_of_rows[0];\n    T* const",
             "grad_key of eight rows is written over that of the eight before", RAGGED),
