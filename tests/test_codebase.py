@@ -185,6 +185,7 @@ OWN_STEMS = {
     "sm90": {
         "backward",
         "backward_load",
+        "backward_scores",
         "backward_wide",
         "barrier",
         "encode_maps",
