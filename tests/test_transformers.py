@@ -531,6 +531,20 @@ def test_masks_say_what_those_of_sdpa_say(name, way, padding, monkeypatch):
     assert torch.equal(seen_by(mask, sizes["q_length"], 10), expected.expand(2, 1, -1, -1))
 
 
+@pytest.mark.parametrize("sliding", ["sliding_window_causal_mask_function", "sliding_window_bidirectional_mask_function"])
+def test_offsets_that_are_tensors_are_not_read(sliding, monkeypatch):
+    """On a GPU each reading would wait for the device."""
+    sizes = {"batch_size": 2, "q_length": 3, "kv_length": 10, "mask_function": getattr(masking_utils, sliding)(4)}
+    sizes["attention_mask"] = padded("left", 2, 23).bool()
+    expected = make_mask(**sizes, q_offset=20, kv_offset=13)
+    offsets = {"q_offset": torch.tensor(20), "kv_offset": torch.tensor(13)}
+    for name in ("__bool__", "__int__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    made = make_mask(**sizes, **offsets)
+    monkeypatch.undo()
+    assert torch.equal(made, expected)
+
+
 def test_masks_are_left_out_where_none_says_as_much():
     sizes = {"batch_size": 1, "q_length": 10, "kv_length": 10}
     ones = torch.ones(1, 10, dtype=torch.bool)
@@ -543,6 +557,7 @@ def test_masks_are_left_out_where_none_says_as_much():
     assert make_mask(1, 4, 10, 0) is None  # an empty static cache
     assert make_mask(1, 4, 10, 6) is not None  # a chunk of a prompt
     assert make_mask(1, 4, 10, torch.tensor(0)) is not None  # not read
+    assert make_mask(1, 4, 10, 0, torch.tensor(0)) is not None
     assert make_mask(**sizes, mask_function=masking_utils.sliding_window_causal_mask_function(4)) is not None
     bidirectional = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert make_mask(**sizes, **bidirectional, allow_is_bidirectional_skip=True) is None

@@ -173,7 +173,9 @@ def _is_skipped(
     """Whether None says as much as the mask: the attention function takes None for causal from the first key on, or for everything."""
     if found.start is None and found.end is None:
         return bidirectional
-    if not causal or found.end is not None or found.start is not found.index or isinstance(q_offset, Tensor) or kv_offset != 0:
+    if not causal or found.end is not None or found.start is not found.index:
+        return False
+    if isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor) or kv_offset != 0:
         return False
     return (q_length == 1 and kv_length == q_offset + 1) or (q_offset == 0 and kv_length >= q_length > 1)
 
@@ -187,7 +189,7 @@ def recognised(function: Callable[..., Any], keys: Keys, total: int | Tensor) ->
     Args:
         function: of (batch, head, query, key) indices.
         keys: the keys it is asked about.
-        total: number of the queries' and keys' indices.
+        total: number of the queries' and keys' indices; a tensor is not read.
     """
     if function is causal_mask_function:
         return keys.between(keys.index, None)
@@ -197,7 +199,7 @@ def recognised(function: Callable[..., Any], keys: Keys, total: int | Tensor) ->
         return None
     maker = getattr(function, "__qualname__", "").partition(".")[0]
     held = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    index = keys.index
+    index, is_known = keys.index, not isinstance(total, Tensor)
     if maker == "and_masks":
         parts: Keys | None = keys
         for part in held["mask_functions"]:
@@ -205,10 +207,10 @@ def recognised(function: Callable[..., Any], keys: Keys, total: int | Tensor) ->
         return parts
     if maker == "sliding_window_overlay":  # k > q - window
         window = held["sliding_window"]
-        return keys if window >= total else keys.between(None, index + window)
+        return keys if is_known and window >= total else keys.between(None, index + window)
     if maker == "sliding_window_bidirectional_overlay":  # |q - k| <= window
         window = held["sliding_window"]
-        return keys if window >= total else keys.between(index - window, index + (window + 1))
+        return keys if is_known and window >= total else keys.between(index - window, index + (window + 1))
     if maker == "chunked_overlay":
         size, offset = held["chunk_size"], held["left_padding"].to(index.device).view(-1, 1, 1)
         first = torch.div(index - offset, size, rounding_mode="floor") * size + offset
@@ -221,7 +223,7 @@ def recognised(function: Callable[..., Any], keys: Keys, total: int | Tensor) ->
         bounds = (
             torch.searchsorted(sequence.contiguous(), sequence.contiguous(), right=right)[:, None] for right in (False, True)
         )
-        return keys.between(*bounds) if sequence.shape[1] == index.shape[2] == total else None
+        return keys.between(*bounds) if is_known and sequence.shape[1] == index.shape[2] == total else None
     if maker == "remap_positions_for_packed_sequence" and _depends_on_distance_only(held["mask_function"]):
         return recognised(held["mask_function"], keys, total)  # inside of a sequence positions count as indices do
     return None
