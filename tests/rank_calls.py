@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import dmattn
 import torch
 import torch.distributed as dist
-from dmattn import IntervalMask
+from dmattn import IntervalMask, checks
 from dmattn.distributed import context_parallel_attention, record_traffic
 from dmattn.testing.strategies import random_tensor
 from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order
@@ -32,6 +33,19 @@ def attend(
 
 def call(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
     return context_parallel_attention(**arguments, group=group).detach()
+
+
+def refusals_of_long_chunks(group: dist.ProcessGroup, most: int, arguments: dict[str, Any]) -> list[str]:
+    """What two equal calls say where chunks may have ``most`` positions together."""
+    said = []
+    with mock.patch.object(checks, "MAX_LENGTH", most):
+        for _ in range(2):
+            try:
+                call(group, arguments)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
 
 
 def call_with_generators(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:

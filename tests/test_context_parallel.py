@@ -253,6 +253,17 @@ def test_chunks_whose_lengths_change_between_calls(ranks):
             tolerance.assert_same_in_another_order(out, expected, torch.float64)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_chunks_that_are_too_long_together_are_refused_each_time(ranks, world):
+    """A rank that remembers what the others say refuses it as it did before."""
+    length = 20 * world
+    query, key, value, scores = dynamic_case(length)
+    whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
+    given = [(length - 1, part) for part in cut(whole, even_cuts(length, world))]
+    message = f"query: expected chunks of at most {length - 1} positions together, got {length}"
+    assert ranks.run("rank_calls:refusals_of_long_chunks", given) == [[message] * 2] * world
+
+
 def test_a_group_of_one(ranks):
     query, key, value, scores = dynamic_case(30)
     whole = {

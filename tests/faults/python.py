@@ -53,7 +53,7 @@ FAULTS = [
             "ranks with other windows go on", RANKS + "test_a_rank_that_was_called_differently_is_an_error_on_every_rank"),
     in_file("distributed/agreement.py", "if known is not None and torch.equal(known.everyone, self._everyone):", "if known is not None:",
             "ranks go by what others once said", RANKS + "test_what_ranks_remember_of_each_other_hides_no_difference"),
-    in_file("distributed/attention.py", "if start is None or lengths != expected:", "if start is None:",
+    in_file("distributed/attention.py", "if begun is None or lengths != expected:", "if begun is None:",
             "a chunk of another length than in the last call is cut as it was", RANKS + "test_chunks_whose_lengths_change_between_calls"),
     in_file("distributed/pair.py", "masked_fill_(is_empty, -math.inf)", "masked_fill_(is_empty, math.inf)",
             "an empty slot is selected", RANKS + "test_few_keys_that_can_be_selected"),

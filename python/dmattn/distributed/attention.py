@@ -368,20 +368,20 @@ def _between_two(
         return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
     rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
 
-    def begun(lengths: list[int]) -> pair.Begun:
+    def begin(lengths: list[int]) -> pair.Begun:
         return pair.begin(rows, pair.Selection(*given.selection), Chunks(group.group_name, rank, lengths))
 
     # While the other rank answers, begin with what it has answered before.
     question = agreement.Question(group, said)
     expected = question.expected
-    start = None if expected is None else begun(expected)
+    begun = None if expected is None else begin(expected)
     lengths = question.answer()
-    if start is None or lengths != expected:
-        _check_length(Chunks(group.group_name, 0, lengths))
-        start = begun(lengths)
-    scores, key, value, *biases, end = pair.Fetch.apply(start, *rows)
+    _check_length(Chunks(group.group_name, rank, lengths))
+    if begun is None or lengths != expected:
+        begun = begin(lengths)
+    scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
     results = _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
-    for work in start.sent:
+    for work in begun.sent:
         work.wait()
     return results
 
