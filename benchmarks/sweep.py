@@ -17,6 +17,7 @@ from pathlib import Path
 
 import dmattn
 import torch
+from dmattn.bench.measure import captured
 from dmattn.bench.records import provenance
 from torch import Tensor
 
@@ -29,27 +30,14 @@ MOST_KEYS = 1 << 22  # length x heads: more would not fit into memory
 MOST_PAIRS = 1.2e12  # length^2 x heads: more would take minutes
 SHORT = 2e-4  # seconds: calls that take less are put into one graph several times
 PASSES = ("forward", "backward")
-Row = dict[str, object]
+Row = dict[str, float]
 
 
-def graph_of(run: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
-    """A graph that holds a call some times, on the current stream."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    graph.capture_begin()
-    try:
-        for _ in range(times):
-            run()
-    finally:
-        graph.capture_end()
-    return graph
-
-
-def replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay."""
+def replayed(replay: Callable[[], object]) -> float:
+    """Seconds of one replay of a graph."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
-    graph.replay()
+    replay()
     last.record()
     torch.cuda.synchronize()
     return first.elapsed_time(last) / 1e3
@@ -58,19 +46,27 @@ def replayed(graph: torch.cuda.CUDAGraph) -> float:
 def seconds_of(run: Callable[[], object], budget: float) -> float:
     """The median time of a call in graphs; long calls are measured fewer times, once at least."""
     run()
-    once = replayed(graph_of(run, 1))
+    once = replayed(captured(run))
     if once > budget:
         return once
-    many = 20 if once < SHORT else 1
-    graph = graph_of(run, many)
-    repeats = int(min(7, max(1, budget / (once * many))))
-    return statistics.median(replayed(graph) for _ in range(repeats)) / many
+    times = 20 if once < SHORT else 1
+
+    def run_often() -> None:
+        for _ in range(times):
+            run()
+
+    replay = captured(run_often)
+    repeats = int(min(7, max(1, budget / (once * times))))
+    return statistics.median(replayed(replay) for _ in range(repeats)) / times
 
 
 def measure(length: int, heads: int, budget: float) -> list[Row]:
     """A row for each window at one length and number of heads."""
     generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
     # More heads than a model has are a batch of them.
     batch, each = max(1, heads // 16), min(heads, 16)
     query, key, value, grad_out = (draw(batch, each, length, HEAD_DIM).bfloat16() for _ in range(4))
@@ -112,12 +108,12 @@ def measure(length: int, heads: int, budget: float) -> list[Row]:
 
 
 def ratio(row: Row, name: str) -> float:
-    return float(row[f"dense_{name}"]) / float(row[name])  # type: ignore[arg-type]
+    return row[f"dense_{name}"] / row[name]
 
 
 def line(rows: list[Row]) -> str:
     cells = [f"{ratio(row, 'forward'):5.2f}/{ratio(row, 'backward'):5.2f}" for row in rows]
-    dense = f"{float(rows[0]['dense_forward']) * 1e6:9.0f}/{float(rows[0]['dense_backward']) * 1e6:9.0f}"  # type: ignore[arg-type]
+    dense = f"{rows[0]['dense_forward'] * 1e6:9.0f}/{rows[0]['dense_backward'] * 1e6:9.0f}"
     return f"{rows[0]['length']:>8} {rows[0]['heads']:>5} {dense}   " + "  ".join(cells)
 
 

@@ -97,11 +97,14 @@ class Case:
         """The same kind of case at another length, with the window and the documents in proportion; an image keeps its radius."""
         if self.kind == "patches":
             length = max(2, math.isqrt(length - 1)) ** 2 + 1
-        shrink = lambda n: max(1, n * length // self.length) if n else n  # noqa: E731
+
+        def shrink(count: int) -> int:
+            return max(1, count * length // self.length) if count else 0
+
         return dataclasses.replace(
             self,
             length=length,
-            window=shrink(self.window),
+            window=None if self.window is None else shrink(self.window),
             sink=shrink(self.sink),
             local=shrink(self.local),
             documents=min(self.documents, max(2, length // 64)) if self.documents else 0,
@@ -222,7 +225,7 @@ def _selection(case: Case, scores: Tensor, build: Callable[[], object] | None, g
         return torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
 
     peers = (Call("torch.sort of the scores", sort, ()),) if case.peers else ()
-    visible = lambda: _visible(case, scores.device.type, scores, None)  # noqa: E731
+    visible = functools.partial(_visible, case, scores.device.type, scores, None)
     return Workload(Call("IntervalMask.top_k", select, ()), peers, None, grad_out, None, 0, 0, visible)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -195,8 +196,8 @@ def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
     runs: dict[str, Callable[[], object]] = {f"{prefix}forward": call.run for prefix, call in contestants.items()}
     for prefix, call in contestants.items():
         if call.inputs:
-            runs[f"{prefix}backward"] = lambda prefix=prefix, call=call: torch.autograd.grad(  # type: ignore[misc]
-                outputs[prefix], call.inputs, load.grad_out, retain_graph=True
+            runs[f"{prefix}backward"] = functools.partial(
+                torch.autograd.grad, outputs[prefix], call.inputs, load.grad_out, retain_graph=True
             )
         if call.build is not None:
             runs[f"{prefix}mask"] = call.build

@@ -270,9 +270,8 @@ def _flex(name: str, problem: Problem) -> Call:
         return score + bias[b, h // group, k]
 
     create = torch.compile(flex_attention.create_block_mask)
-    own = getattr(problem.mask, "start", None)
-    leads = (1, 1) if own is None else torch.broadcast_shapes(own.shape, problem.mask.end.shape)[:2]  # type: ignore[union-attr]
-    sizes = (leads[0] if leads[0] > 1 else None, query.shape[1] if leads[1] > 1 else None)
+    batch, heads, _ = problem.mask.shape if isinstance(problem.mask, dmattn.IntervalMask) else (1, 1, 1)
+    sizes = (batch if batch > 1 else None, query.shape[1] if heads > 1 else None)
 
     def build() -> Any:
         return None if inside is None else create(inside, *sizes, length, length, device=query.device.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import io
@@ -355,12 +356,9 @@ def draw_all(results: list[Result], runs: list[Run], folder: Path) -> list[str]:
     """Every plot that these results and training runs have something for; their names."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
-    draws: dict[str, Callable[[Path], None]] = {
-        name: lambda path, draw=draw: draw(results, path)  # type: ignore[misc]
-        for name, draw in PLOTS.items()
-    }
+    draws: dict[str, Callable[[Path], None]] = {name: functools.partial(draw, results) for name, draw in PLOTS.items()}
     for task in dict.fromkeys(run["settings"]["task"] for run in runs):
-        draws[f"learning_{task}"] = lambda path, task=task: draw_learning(runs, task, path)  # type: ignore[misc]
+        draws[f"learning_{task}"] = functools.partial(draw_learning, runs, task)
     with importlib.import_module("matplotlib").rc_context(STYLE):
         for name, draw in draws.items():
             try:

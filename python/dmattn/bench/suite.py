@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -143,13 +143,11 @@ def shrunk(case: Case) -> Case:
 def progress(steps: list[tuple[str, Case | workloads.Named]]) -> Iterator[tuple[str, Case | workloads.Named]]:
     """The steps, with a bar on a terminal where tqdm is installed; a line for each elsewhere. All on stderr."""
     has_bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-    bar: Iterable[tuple[str, Case | workloads.Named]] = steps
-    if has_bar:
-        bar = importlib.import_module("tqdm").tqdm(steps, unit="case")
+    bar: Any = importlib.import_module("tqdm").tqdm(steps, unit="case") if has_bar else steps
     for number, (name, step) in enumerate(bar, 1):
         words = f"{name}: {step.name}" if isinstance(step, Case) else name
         if has_bar:
-            bar.set_description(words)  # type: ignore[attr-defined]
+            bar.set_description(words)
             yield name, step
             continue
         began = time.perf_counter()
