@@ -20,7 +20,7 @@ PaddingSide = Literal["left", "right"]
 
 
 class CacheCall(NamedTuple):
-    """One call of ``attend``, but for query, key and value; tensors are of so many key heads as these."""
+    """What a call of ``attend`` is given beside query, key and value; tensors have as many key heads as key and value."""
 
     scores: Tensor | None  # [B, Hkv, T], recency included
     added: AddedToLogits
@@ -30,7 +30,7 @@ class CacheCall(NamedTuple):
     softcap: float
 
     def of_heads(self, kv_heads: slice) -> CacheCall:
-        """The same of some key heads."""
+        """The part of this call that is about some of the key heads."""
         scores = None if self.scores is None else self.scores[:, kv_heads]
         slopes = None if self.added.slopes is None else self.added.slopes[kv_heads]
         return self._replace(scores=scores, added=self.added._replace(slopes=slopes))
@@ -325,7 +325,7 @@ class BoundedCache(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None, lengths: Tensor | None,
         padding_side: PaddingSide, select_only: bool, scale: float | None, softcap: float,
     ) -> CacheCall:  # fmt: skip
-        """What beside query, key and value a call of :meth:`attend` says, checked, and recency among the scores."""
+        """Checks what a call of :meth:`attend` is given beside query, key and value, and adds recency to the scores."""
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
         _check_side(padding_side)
@@ -346,7 +346,7 @@ class BoundedCache(nn.Module):
         return CacheCall(scores, AddedToLogits(not select_only, slopes), lengths, shift, scale, softcap)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
-        """Takes checked tokens in: (out, lse)."""
+        """Takes in tokens that were checked, and returns (out, lse)."""
         scores, added, lengths, shift, scale, softcap = call
         if shift is not None:
             query, key, value = (_rolled(x, shift) for x in (query, key, value))

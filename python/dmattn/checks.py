@@ -98,10 +98,10 @@ def selection(window: object, local: int, sink: int, causal: bool, causal_name: 
     natural_int("window", window)
 
 
-def local_heads(value: object, heads: int, local: int) -> None:
-    """How many of a layer's key heads see local keys and sinks alone; at least one selects."""
+def local_heads(value: int, heads: int, local: int) -> None:
+    """The number of a layer's key heads that see local keys and sinks alone: at least one other head selects."""
     natural_int("local_heads", value)
-    if value and (value >= heads or not local):  # type: ignore[operator]
+    if value and (value >= heads or not local):
         raise ValueError(f"local_heads: expected fewer than the {heads} key heads, and local > 0, got {value} with local={local}")
 
 
@@ -157,9 +157,7 @@ def scale(value: object, name: str = "scale") -> float:
 
 def values_are_known(value: Tensor) -> bool:
     """True when reading the tensor's values costs no device sync and is possible at all (not while tracing or under torch.func)."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return value.device.type == "cpu" and not isinstance(value, FakeTensor)
+    return value.device.type == "cpu" and values_can_be_read(value)
 
 
 def values_can_be_read(value: Tensor) -> bool:
@@ -170,7 +168,10 @@ def values_can_be_read(value: Tensor) -> bool:
 
 
 def cu_seqlens(name: str, value: object, tokens: int | None, exactly: bool = False) -> Tensor:
-    """0 and then the end of each document, [documents + 1]. Values are checked where they are known, see :func:`document_ends`."""
+    """Checks the ends of documents, [documents + 1], and returns them; :func:`document_ends` checks values, where they are known.
+
+    tokens: the most that the last end may be, or, with ``exactly``, what it has to be; None: any number.
+    """
     ends = tensor(name, value)
     dtype(name, ends, (torch.int32, torch.int64))
     if ends.dim() != 1 or ends.shape[0] < 2:
@@ -181,7 +182,7 @@ def cu_seqlens(name: str, value: object, tokens: int | None, exactly: bool = Fal
 
 
 def document_ends(name: str, ends: Tensor, tokens: int | None, exactly: bool = False) -> None:
-    """Reads cu_seqlens: they rise from 0 up to a number of tokens, or to exactly that; None: to any."""
+    """Reads the ends of documents and refuses them unless they rise from 0 to at most ``tokens``; see :func:`cu_seqlens`."""
     last = int(ends[-1])
     fits = tokens is None or (last == tokens if exactly else last <= tokens)
     if int(ends[0]) != 0 or not fits or not bool((ends[1:] >= ends[:-1]).all()):

@@ -466,7 +466,8 @@ def dropout_factors(seed: Tensor, p: float, batch: int, heads: int, place: Place
         return ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
 
     def mix(x: Tensor) -> Tensor:
-        return spread(x) ^ (spread(x) >> 16)
+        x = spread(x)
+        return x ^ (x >> 16)
 
     device = seed.device
     seed = seed[..., None, None, None]

@@ -315,7 +315,7 @@ def _ends(name: str, given: object, query: Tensor, length: int) -> Tensor:
     return ends
 
 
-def _checked_window(scores: object, window: object, local: object, sink: object, is_causal: bool) -> int | None:
+def _checked_window(scores: object, window: int | None, local: int, sink: int, is_causal: bool) -> int | None:
     """The window of a selection, None for none; without scores local keys and sinks alone are selected."""
     if scores is None and window is not None:
         raise ValueError(f"window: expected None without scores, got {window}")
@@ -323,8 +323,8 @@ def _checked_window(scores: object, window: object, local: object, sink: object,
         raise ValueError("window: expected a number of keys with scores, got None")
     given = 0 if window is None else window
     if scores is not None or type(local) is not int or type(sink) is not int or local != 0 or sink != 0:
-        checks.selection(given, local, sink, is_causal, "is_causal")  # type: ignore[arg-type]
-        return given  # type: ignore[return-value]
+        checks.selection(given, local, sink, is_causal, "is_causal")
+        return given
     return None
 
 

@@ -43,11 +43,11 @@ FIELDS = (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
 
-MOST_ANSWERS = 64  # that a group remembers
+MOST_ANSWERS = 64  # that are remembered for a group
 
 
 class Answer(NamedTuple):
-    """What every rank said, int64 [ranks * fields], and the lengths of their chunks."""
+    """What every rank was called with, int64 [ranks * fields], and the lengths of their chunks."""
 
     everyone: torch.Tensor
     lengths: list[int]
@@ -103,7 +103,7 @@ class Question:
 
 
 def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
-    """The answer to a :class:`Question` that nothing is done beside."""
+    """Asks a :class:`Question` and waits for the answer."""
     return Question(group, said).answer()
 
 

@@ -44,7 +44,7 @@ class Begun(NamedTuple):
 
     Attributes:
         chunks, selection: what it was done for.
-        room_for: the number M of the second rank's slots.
+        slots: the number M of the second rank's slots.
         end: on the first rank, of its own keys, [B, Hkv, n]; on the second only if it has no slots.
         positions: on the first rank, of the keys that the slots get, int64 [B, Hkv, M].
         packed: the message, as bytes: on the first rank what leaves it, on the second room for what comes.
@@ -55,7 +55,7 @@ class Begun(NamedTuple):
 
     chunks: Chunks
     selection: Selection
-    room_for: int
+    slots: int
     end: Tensor | None
     positions: Tensor | None
     packed: Tensor | None
@@ -76,7 +76,7 @@ def begin(tensors: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Be
         return Begun(chunks, selection, count, None, None, *_packet(tensors, count), joined, [])
     window, local, sink = selection
     end = ops.select(tensors[0].detach()[..., 0], None, window, True, local, sink)
-    if not count or chunks.rank == 1:
+    if not count:
         return Begun(chunks, selection, 0, end, None, None, [], [], [])
     positions, is_empty = _living(end, slots)
     packed, parts = _packet(tensors, count)
@@ -177,7 +177,7 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: Begun, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, end = _fetch(tensors, begun)
-        ctx.rest = begun.room_for, begun.chunks
+        ctx.rest = begun.slots, begun.chunks
         ctx.save_for_backward(begun.positions)
         ctx.mark_non_differentiable(end)
         return *results, end
@@ -191,16 +191,16 @@ class Fetch(torch.autograd.Function):
 
 def _packet(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
     """Room for ``count`` rows a key head of each tensor [B, Hkv, length, *], as bytes, and each tensor's part of it, [B, Hkv, count, *]."""
-    begins, total = [], 0
+    firsts, total = [], 0
     for tensor in like:
-        begins.append(total)
+        firsts.append(total)
         size = tensor.shape[0] * tensor.shape[1] * count * tensor.shape[3] * tensor.element_size()
         total += -(-size // ALIGNMENT) * ALIGNMENT
     packed = like[0].new_empty(total, dtype=torch.uint8)
     parts = []
-    for begin_at, tensor in zip(begins, like, strict=True):
+    for first, tensor in zip(firsts, like, strict=True):
         shape = *tensor.shape[:2], count, tensor.shape[3]
-        parts.append(packed[begin_at : begin_at + math.prod(shape) * tensor.element_size()].view(tensor.dtype).view(shape))
+        parts.append(packed[first : first + math.prod(shape) * tensor.element_size()].view(tensor.dtype).view(shape))
     return packed, parts
 
 

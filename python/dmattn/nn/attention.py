@@ -16,7 +16,7 @@ from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
-from dmattn.nn.rotation import rotation_table, turned
+from dmattn.nn.rotation import rotation_table, turned, turning_pairs
 from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.nn.shards import own_part
 from dmattn.unsupported import scripting_refused
@@ -458,7 +458,7 @@ class DynamicMaskAttention(nn.Module):
                 f"rotation: expected the two tensors that layer.rotation(positions) gives, got {checks.type_of(rotation)}"
             )
         batch, length = query.shape[:2]
-        pairs = int(self.head_dim * self.partial_rotary_factor) // 2
+        pairs = turning_pairs(self.head_dim, self.partial_rotary_factor)
         for part in rotation:
             if part.dim() != 4 or part.shape[0] not in (1, batch) or [*part.shape[1:]] != [length, 1, pairs]:
                 expected = f"two tensors [B|1, S, 1, rotating pairs] with B={batch}, S={length} and {pairs} pairs"

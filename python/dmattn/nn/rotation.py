@@ -32,9 +32,14 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
     return turned(x.transpose(1, 2), table).transpose(1, 2)
 
 
+def turning_pairs(size: int, factor: float) -> int:
+    """How many pairs of a head's ``size`` dimensions turn, if the part ``factor`` of its dimensions does."""
+    return int(size * factor) // 2
+
+
 def rotation_table(positions: Tensor, size: int, theta: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines by which :func:`turned` rotates heads of ``size`` dimensions to positions [B|1, S]: two tensors [B|1, S, 1, half]."""
-    half = int(size * factor) // 2
+    half = turning_pairs(size, factor)
     frequency = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angle = positions[:, :, None, None].to(torch.float32) * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
