@@ -14,10 +14,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from dmattn.bench.records import provenance
+from dmattn.bench.records import Row, provenance
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +27,6 @@ from transformers import DogeConfig, DogeForCausalLM
 HEAD_DIM = 128
 # Of the comparison before anything is timed: long enough for a selection, short enough for a CPU.
 CHECKED_LENGTH, CHECKED_WINDOW, CHECKED_LAYERS = 300, 64, 2
-Row = dict[str, Any]
 
 
 def doge(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import dmattn
 import torch
 
 
 def inputs(length=777, heads=4, kv_heads=2, size=64, seed=0, batch=2):
     generator = torch.Generator("cuda").manual_seed(seed)
-    draw = lambda *shape: torch.randn(batch, *shape, generator=generator, device="cuda")  # noqa: E731
+    draw = functools.partial(torch.randn, batch, generator=generator, device="cuda")
     q, k, v = (draw(h, length, size).bfloat16() for h in (heads, kv_heads, kv_heads))
     return q, k, v, draw(kv_heads, length), draw(heads, length, size).bfloat16()
 

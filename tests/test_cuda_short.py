@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import dmattn
 import pytest
 import torch
@@ -50,7 +52,7 @@ def test_short_selection_is_the_same_as_on_a_cpu(length, dtype, kind):
 def test_short_selected_keys(causal, size, lengths, heads):
     queries, keys = lengths
     generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
+    draw = functools.partial(torch.randn, generator=generator, device="cuda")
     query, key, value = (draw(2, h, n, size).bfloat16() for h, n in ((heads[0], queries), (heads[1], keys), (heads[1], keys)))
     scores = draw(2, heads[1], keys)
     mask = dmattn.IntervalMask.top_k(scores, max(1, keys // 4), causal=causal)
@@ -60,7 +62,7 @@ def test_short_selected_keys(causal, size, lengths, heads):
 
 def test_keys_that_nobody_sees_may_hold_anything():
     generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
+    draw = functools.partial(torch.randn, generator=generator, device="cuda")
     leaves = [draw(2, 4, 1000, 128).bfloat16() for _ in range(3)]
     scores = draw(2, 4, 1000)
     grad_out = draw(2, 4, 1000, 128).bfloat16()
@@ -111,7 +113,7 @@ def test_gradients_of_one_list(kind, lengths):
 def test_key_bias_without_a_mask(causal, heads, size, lengths, bias):
     (query_heads, kv_heads, bias_heads), (queries, keys) = heads, lengths
     generator = torch.Generator("cuda").manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, device="cuda")  # noqa: E731
+    draw = functools.partial(torch.randn, generator=generator, device="cuda")
     query, key, value = (draw(2, h, n, size).bfloat16() for h, n in ((query_heads, queries), (kv_heads, keys), (kv_heads, keys)))
     key_bias = draw(2, bias_heads, keys) * (1e6 if bias == "huge" else 1)
     if bias == "hides some":

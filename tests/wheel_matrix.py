@@ -28,6 +28,8 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
+from planted_faults import commit_of_sources
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10.*", "2.12.*", "newest")
@@ -107,22 +109,8 @@ def install_wheel(python: Path, wheel: Path, alone: bool) -> None:
     run(python, "-m", "pip", "install", "-q", *(["--no-deps"] if alone else []), wheel)
     if alone:
         needed = json.loads(run(python, "-c", "import importlib.metadata as m, json; print(json.dumps(m.requires('dmattn')))"))
-        run(
-            python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            *[need for need in needed if not re.match(r"torch\b", need) and "extra ==" not in need],
-        )
-
-
-def commit_of_sources() -> str:
-    """What git says, or DMATTN_COMMIT where there is no git or no history."""
-    known = shutil.which("git") and subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return (known.stdout.strip() if known else "") or os.environ.get("DMATTN_COMMIT", "")
+        others = [need for need in needed if not re.match(r"torch\b", need) and "extra ==" not in need]
+        run(python, "-m", "pip", "install", "-q", *others)
 
 
 def counts(report: Path) -> Row:

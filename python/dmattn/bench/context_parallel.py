@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from dmattn.bench.measure import CannotRunError, JobOptions, WrongResultError
-from dmattn.bench.records import provenance
+from dmattn.bench.records import Row, provenance
 from dmattn.distributed import context_parallel_attention, needs, record_traffic
 from dmattn.distributed.chunks import Chunks
 from dmattn.testing.tolerance import assert_same_by_another_way
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
-Row = dict[str, Any]
 
 
 class Job:

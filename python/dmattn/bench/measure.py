@@ -19,6 +19,7 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.bench.cases import Case, Workload, workload
 from dmattn.bench.peers import Call
+from dmattn.bench.records import peer_prefix
 from dmattn.testing import tolerance
 
 L2_FLUSH_BYTES = 256 << 20
@@ -187,7 +188,7 @@ def graph_samples(runs: Sequence[Callable[[], object]], repeats: int) -> list[fl
 
 
 def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
-    prefixes = ["", *(f"peer{number if number > 1 else ''}_" for number in range(1, 1 + len(load.peers)))]
+    prefixes = ["", *(peer_prefix(number) for number, _ in enumerate(load.peers, 1))]
     contestants = dict(zip(prefixes, (load.ours, *load.peers), strict=True))
     outputs = {prefix: call.run() for prefix, call in contestants.items()}
     for prefix, call in contestants.items():
@@ -230,7 +231,7 @@ def tflops(case: Case, load: Workload, medians: Mapping[str, float]) -> dict[str
     computes."""
     pairs = {"": load.pairs}
     for number, call in enumerate(load.peers, 1):
-        pairs[f"peer{number if number > 1 else ''}_"] = load.pairs if call.masked else load.dense_pairs
+        pairs[peer_prefix(number)] = load.pairs if call.masked else load.dense_pairs
     rates = {}
     for prefix, count in pairs.items():
         for name, factor in (("forward", 1.0), ("backward", 2.5)):
@@ -270,7 +271,7 @@ def peers_memory(load: Workload, device: str) -> dict[str, int]:
     """The same of each peer, with its mask made anew, by the names of its times; {} on a CPU, whose peers are not measured."""
     found: dict[str, int] = {}
     for number, call in enumerate(load.peers if device != "cpu" else (), 1):
-        prefix = f"peer{number if number > 1 else ''}_"
+        prefix = peer_prefix(number)
 
         def with_mask(call: Call = call) -> Tensor:
             made = call.build() if call.build is not None else None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench.records import Result, Row
+from dmattn.bench.records import Result, Row, first_peer
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
 COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")
@@ -92,7 +92,7 @@ def dynamic(results: list[Result]) -> list[Row]:
 
 
 def peer_of(row: Row) -> str:
-    name: str = row["peer_names"][0]
+    name = first_peer(row)
     return {"F.scaled_dot_product_attention by CUDNN_ATTENTION": "cuDNN", "F.scaled_dot_product_attention": "torch's SDPA"}.get(
         name, name
     )

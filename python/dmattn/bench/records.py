@@ -168,10 +168,24 @@ OURS = "dmattn"
 RATES = ("tokens_per_second", "tflops", "percent_of_ceiling", "peak_bytes")
 
 
+def peers_of(row: Row) -> list[str]:
+    """The names of a row's peers; older results have one to a row."""
+    return list(row["peer_names"]) if "peer_names" in row else [row["peer"]] if "peer" in row else []
+
+
+def first_peer(row: Row) -> str:
+    """Empty for a row without peers."""
+    return next(iter(peers_of(row)), "")
+
+
+def peer_prefix(number: int) -> str:
+    """What names of a peer's times begin with: ``peer_`` for the first, then ``peer2_``, ..."""
+    return f"peer{number if number > 1 else ''}_"
+
+
 def prefixes(row: Row) -> dict[str, str]:
-    """Who is behind each prefix of a row's times: none for dmattn, then ``peer_``, ``peer2_``, ..."""
-    names = row["peer_names"] if "peer_names" in row else [row["peer"]] if "peer" in row else []
-    return {"": OURS} | {f"peer{number if number > 1 else ''}_": name for number, name in enumerate(names, 1)}
+    """Who is behind each prefix of a row's times: none for dmattn, then those of :func:`peer_prefix`."""
+    return {"": OURS} | {peer_prefix(number): name for number, name in enumerate(peers_of(row), 1)}
 
 
 def measurements(result: Result) -> list[Measurement]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dmattn.bench import plots, quality_report, serve_report
-from dmattn.bench.records import BadResultError, Result, measurements, read, summary
+from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, summary
 
 PAGES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md")
 RESULTS = "benchmarks/results"
@@ -55,7 +55,7 @@ def columns(row: dict[str, Any], with_peer: bool, with_kernels: bool) -> list[tu
     calls, kernels = row["medians"], row.get("kernel_medians", {})
     line = [("length, mask", row["case"])]
     if with_peer:
-        line.append(("beside", short(peers_of(row)[0])))
+        line.append(("beside", short(first_peer(row))))
     for name, theirs in (("forward", "peer_forward"), ("backward", "peer_backward")):
         line += [(name, duration(calls[name])), ("peer", duration(calls[theirs])), ("faster", ratio(calls[theirs] / calls[name]))]
         if with_kernels:
@@ -65,11 +65,6 @@ def columns(row: dict[str, Any], with_peer: bool, with_kernels: bool) -> list[tu
     line.append(("selection alone", duration(calls["select"]) if "select" in calls else "-"))
     line.append(("extra memory", "-" if extra is None else f"{extra:.1f} MB"))
     return line
-
-
-def peers_of(row: dict[str, Any]) -> list[str]:
-    """The names of a row's peers; older results have one to a row."""
-    return list(row["peer_names"]) if "peer_names" in row else [row["peer"]]
 
 
 def short(peer: str) -> str:
@@ -113,7 +108,7 @@ def mixed(rows: list[dict[str, Any]]) -> bool:
 def markdown_table(result: dict[str, Any]) -> str:
     """The rows chosen for tables (``in_readme``), all of them in older results, each beside its first peer."""
     rows = [row for row in result["rows"] if row.get("in_readme", True)]
-    several = len({peers_of(row)[0] for row in rows}) > 1
+    several = len({first_peer(row) for row in rows}) > 1
     with_kernels = any(row.get("kernel_medians") for row in rows)
     lines = [columns(row, several, with_kernels) for row in rows]
     texts = 1 + several  # columns that are not numbers
@@ -170,7 +165,7 @@ def plain_mask(row: dict[str, Any]) -> str:
 
 
 def short_peer(row: dict[str, Any]) -> str:
-    name = short(peers_of(row)[0])
+    name = short(first_peer(row))
     name = {"SDPA": "torch's SDPA", "dmattn dense": "dmattn"}.get(name, name)
     return name if name == "FlexAttention" else name + (", causal" if row["is_causal"] else ", dense")
 

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
-from dmattn.bench.records import provenance
+from dmattn.bench.records import Row, provenance
 from dmattn.testing import tolerance
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
@@ -42,7 +41,6 @@ COLD_BYTES, MOST_STEPS = 400 << 20, 48
 QUIET = 0.1  # part of a CPU's time that others may use while it is timed
 SURE_TO_WIN = 1e4  # a score; those of the context are standard normal
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
-Row = dict[str, Any]
 Run = Callable[[], object]
 
 

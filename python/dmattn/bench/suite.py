@@ -29,7 +29,7 @@ from dmattn.bench.measure import (
     tflops,
     times,
 )
-from dmattn.bench.records import Result, Row, clocks, measurements, provenance, summary
+from dmattn.bench.records import Result, Row, clocks, first_peer, measurements, provenance, summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +264,7 @@ def ideals(rows: list[Row]) -> list[str]:
     """How near a mask comes to its share of a dense call's time, where the first peer is our own dense call; adds it to the rows."""
     lines = []
     for row in rows:
-        if not row.get("pairs") or not str(row.get("peer_names", [""])[:1]).startswith("['dmattn"):
+        if not row.get("pairs") or not first_peer(row).startswith("dmattn"):
             continue
         share = row["pairs"] / row["dense_pairs"]
         row["share_of_ideal"] = {
@@ -279,7 +279,7 @@ def crossings(rows: list[Row]) -> list[str]:
     """Up to which kept share dynamic masks are faster than our own dense kernel, for each length of the ablation."""
     found: dict[int, list[Row]] = {}
     for row in rows:
-        if row.get("workload") == "ablation-threshold" and "dmattn.attention, dense" in row.get("peer_names", [])[:1]:
+        if row.get("workload") == "ablation-threshold" and first_peer(row) == "dmattn.attention, dense":
             found.setdefault(row["length"], []).append(row)
     lines = []
     for length, at in found.items():
@@ -295,16 +295,14 @@ def crossings(rows: list[Row]) -> list[str]:
 
 def scaling(rows: list[Row]) -> list[str]:
     """Whether a peer that is given a table of blocks really skips them: its time beside its own at density 1; adds it to the rows."""
-    blocks = {
-        row["density"]: row for row in rows if row.get("kind") == "blocks" and "flex" in str(row.get("peer_names", [""])[:1])
-    }
+    blocks = {row["density"]: row for row in rows if row.get("kind") == "blocks" and "flex" in first_peer(row)}
     whole = blocks.get(1.0)
     lines = []
     for density, row in blocks.items():
         if whole is None or row is whole:
             continue
         row["peer_time_of_dense"] = part = row["medians"]["peer_forward"] / whole["medians"]["peer_forward"]
-        lines.append(f"{row['peer_names'][0]} at density {density:g} takes {part:.2f} of its time at density 1")
+        lines.append(f"{first_peer(row)} at density {density:g} takes {part:.2f} of its time at density 1")
         if part > 0.5 + density / 2:
             lines[-1] += ": IT DOES NOT SKIP BLOCKS, do not quote it"
     return lines

@@ -10,8 +10,8 @@ from dmattn.bench import context_parallel, decode, serve, training_step
 from dmattn.bench.cases import Case, trained_scores
 from dmattn.bench.measure import JobOptions
 from dmattn.bench.peers import missing
+from dmattn.bench.records import Row
 
-Row = dict[str, Any]
 MASK_PEERS = ("cudnn", "flash", "efficient", "flex", "eager", "torch")
 DENSE_PEERS = ("cudnn", "flash", "efficient", "torch")
 OTHER_LIBRARIES = ("fa3", "fa4", "flashinfer")
