@@ -29,6 +29,7 @@ from dmattn.bench import (
     report,
     serve,
     suite,
+    tables,
     training_step,
     workloads,
 )
@@ -658,7 +659,7 @@ def test_a_report_has_tables_and_plots(ran, tmp_path):
     assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
     assert all(f"![{name}]({name}.svg)" in text for name in expected)
     assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
-    assert [report.number(value) for value in (None, 12345.6, 12.345, 0.0123456)] == ["-", "12,346", "12.3", "0.0123"]
+    assert [tables.number(value) for value in (None, 12345.6, 12.345, 0.0123456)] == ["-", "12,346", "12.3", "0.0123"]
 
 
 def test_results_with_nothing_to_draw_draw_nothing(tmp_path):

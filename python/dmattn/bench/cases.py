@@ -94,19 +94,20 @@ class Case:
         return self.window - self.local - self.sink
 
     def resized(self, length: int) -> Case:
-        """The same kind of case at another length, with the window and the documents in proportion; an image keeps its radius."""
+        """The same kind of case at another length, with the window in proportion, and as many documents while they hold 64 tokens on average; an
+        image keeps its radius."""
         if self.kind == "patches":
             length = max(2, math.isqrt(length - 1)) ** 2 + 1
 
-        def shrink(count: int) -> int:
-            return max(1, count * length // self.length) if count else 0
+        def in_proportion(keys: int) -> int:
+            return max(1, keys * length // self.length) if keys else 0
 
         return dataclasses.replace(
             self,
             length=length,
-            window=None if self.window is None else shrink(self.window),
-            sink=shrink(self.sink),
-            local=shrink(self.local),
+            window=None if self.window is None else in_proportion(self.window),
+            sink=in_proportion(self.sink),
+            local=in_proportion(self.local),
             documents=min(self.documents, max(2, length // 64)) if self.documents else 0,
         )
 

@@ -12,7 +12,6 @@ import functools
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
+from dmattn.bench.records import Row
 
 COLD_BYTES = 400 << 20  # of all caches in a graph, where they are not larger by themselves
-MOST_STEPS = 48
-PEERS: dict[str, dict[str, SDPBackend | None]] = {
-    "cuda": {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION},
-    "cpu": {"SDPA": None},
-}
+MOST_STEPS = 48  # in a graph
+CUDA_BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+PEERS: dict[str, dict[str, SDPBackend | None]] = {"cuda": {**CUDA_BACKENDS}, "cpu": {"SDPA": None}}
 MOST_BYTES = 40 * 10**9  # of all caches of a case
 
 
@@ -50,7 +48,12 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return max(1, min(MOST_STEPS, -(-COLD_BYTES // self.bytes)))
+        return steps_in_a_graph(self.bytes)
+
+
+def steps_in_a_graph(cache_bytes: int) -> int:
+    """So many that caches of this size, one for each step, are together larger than the L2 cache."""
+    return max(1, min(MOST_STEPS, -(-COLD_BYTES // cache_bytes)))
 
 
 WINDOW, LONG = 2048, 131072
@@ -67,7 +70,7 @@ CASES = [
 ]
 
 
-def rows(options: JobOptions) -> list[dict[str, Any]]:
+def rows(options: JobOptions) -> list[Row]:
     """A row for each case; on a CPU few and short ones, timed by turns.
 
     Raises:
@@ -93,7 +96,7 @@ def microseconds(runs: list[Callable[[], object]], repeats: int, device: str) ->
     return [seconds * 1e6 for seconds in by_turns({"": runs[0]}, device, repeats)[""]]
 
 
-def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
+def measured(case: Case, repeats: int, device: str) -> Row:
     """The row of one case; refuses on results that differ from torch's."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -136,20 +139,9 @@ def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
     run = ours
     if case.page_size:
         expected = ours(*caches[0])
-        pages = case.length // case.page_size
-        table = torch.randperm(case.batch * pages, device=device, dtype=torch.int32).view(case.batch, pages)
-        order = table.flatten().long()
-
-        def pooled(cache: Tensor) -> Tensor:
-            pool = torch.empty(
-                case.batch * pages, case.page_size, *cache.shape[1:2], cache.shape[3], device=device, dtype=cache.dtype
-            )
-            pool[order] = cache.transpose(1, 2).reshape(pool.shape)
-            return pool
-
-        for number, pair in enumerate(caches):
-            caches[number] = tuple(pooled(cache) for cache in pair)
-            del pair
+        table = random_pages(case.batch, case.length, case.page_size, device)
+        for number in range(steps):  # one after the other: both forms of all caches would not fit
+            caches[number] = tuple(in_pages(cache, table, case.page_size) for cache in caches[number])
 
         def run(key: Tensor, value: Tensor) -> Tensor:
             out: Tensor = dmattn.decode_attention(query, key, value, lengths, page_table=table)
@@ -168,6 +160,18 @@ def measured(case: Case, repeats: int, device: str) -> dict[str, Any]:
         "peer_samples": peer_samples,
         "samples": samples,
     }
+
+
+def random_pages(batch: int, keys: int, page_size: int, device: str) -> Tensor:
+    """int32 [B, pages]: a table of pages that lie anywhere in their pool."""
+    return torch.randperm(batch * (keys // page_size), device=device, dtype=torch.int32).view(batch, -1)
+
+
+def in_pages(cache: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """[B, Hkv, S, D] -> the pool [all pages, page_size, Hkv, D] in which a table of pages finds the same rows."""
+    pool = cache.new_empty(table.numel(), page_size, cache.shape[1], cache.shape[3])
+    pool[table.flatten().long()] = cache.transpose(1, 2).reshape(pool.shape)
+    return pool
 
 
 def steps_over(run: Callable[[Tensor, Tensor], Tensor], caches: list[tuple[Tensor, ...]]) -> list[Callable[[], object]]:

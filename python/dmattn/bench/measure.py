@@ -19,7 +19,7 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.bench.cases import Case, Workload, workload
 from dmattn.bench.peers import Call
-from dmattn.bench.records import peer_prefix
+from dmattn.bench.records import prefix_of
 from dmattn.testing import tolerance
 
 L2_FLUSH_BYTES = 256 << 20
@@ -188,8 +188,7 @@ def graph_samples(runs: Sequence[Callable[[], object]], repeats: int) -> list[fl
 
 
 def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
-    prefixes = ["", *(peer_prefix(number) for number, _ in enumerate(load.peers, 1))]
-    contestants = dict(zip(prefixes, (load.ours, *load.peers), strict=True))
+    contestants = {prefix_of(number): call for number, call in enumerate((load.ours, *load.peers))}
     outputs = {prefix: call.run() for prefix, call in contestants.items()}
     for prefix, call in contestants.items():
         if call.masked:
@@ -222,16 +221,12 @@ def _same_result(case: Case, call: Call, theirs: Tensor, ours: Tensor) -> None:
         raise WrongResultError(f"{case.name}: {call.name} differs from dmattn by {error:.1e}, allowed {allowed:.1e}")
 
 
-def median(samples: list[float]) -> float:
-    return statistics.median(samples)
-
-
 def tflops(case: Case, load: Workload, medians: Mapping[str, float]) -> dict[str, float]:
     """10^12 useful operations a second: 2 * (D + Dv) for each visible pair forward, 2.5 times that backward; a dense peer's pairs are all it
     computes."""
     pairs = {"": load.pairs}
     for number, call in enumerate(load.peers, 1):
-        pairs[peer_prefix(number)] = load.pairs if call.masked else load.dense_pairs
+        pairs[prefix_of(number)] = load.pairs if call.masked else load.dense_pairs
     rates = {}
     for prefix, count in pairs.items():
         for name, factor in (("forward", 1.0), ("backward", 2.5)):
@@ -250,7 +245,7 @@ def ceiling(device: str, dtype: str) -> dict[str, float]:
     source = torch.randn(count, device=device)
     target = torch.empty_like(source)
     taken = by_turns({"product": lambda: left @ right, "copy": lambda: target.copy_(source)}, device, 10, most_seconds=1.0)
-    product, copy = (median(taken[name]) for name in ("product", "copy"))
+    product, copy = (statistics.median(taken[name]) for name in ("product", "copy"))
     return {"tflops": 2 * size**3 / product / 1e12, "gigabytes_per_second": 2 * source.nbytes / copy / 1e9}
 
 
@@ -271,7 +266,6 @@ def peers_memory(load: Workload, device: str) -> dict[str, int]:
     """The same of each peer, with its mask made anew, by the names of its times; {} on a CPU, whose peers are not measured."""
     found: dict[str, int] = {}
     for number, call in enumerate(load.peers if device != "cpu" else (), 1):
-        prefix = peer_prefix(number)
 
         def with_mask(call: Call = call) -> Tensor:
             made = call.build() if call.build is not None else None
@@ -280,7 +274,7 @@ def peers_memory(load: Workload, device: str) -> dict[str, int]:
             return out
 
         extra = _extra_cuda(dataclasses.replace(call, run=with_mask), load.grad_out)
-        found |= {prefix + name: count for name, count in extra.items()}
+        found |= {prefix_of(number) + name: count for name, count in extra.items()}
     return found
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dmattn.bench.tables import markdown
+
 KEPT = "nvidia-h200/quality.jsonl"
 Run = dict[str, Any]
 TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong to which table
@@ -80,11 +82,8 @@ def heading(run: Run) -> str:
     s = run["settings"]
     budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
     size = f"{s['layers']} layers of {s['width']}"
-    asked = (
-        ""
-        if s["task"] in ("text", "headers", "series")
-        else f", {s['pairs']} pairs" + (f" of {s['symbols']} symbols" if s["task"] == "mqar" else "")
-    )
+    asked = "" if s["task"] in ("text", "headers", "series") else f", {s['pairs']} pairs"
+    asked += f" of {s['symbols']} symbols" if s["task"] == "mqar" else ""
     return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"
 
 
@@ -95,12 +94,8 @@ def rows_of(runs: list[Run]) -> str:
     by_what: dict[tuple[str, int], list[Run]] = {}
     for (what, visible, _), run in latest.items():
         by_what.setdefault((what, visible), []).append(run)
-    titles = [
-        "mask",
-        "visible",
-        *(["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]),
-    ]
-    lines = [f"| {' | '.join([*titles, 'seeds'])} |", "|---|" + "---:|" * len(titles)]
+    reached = ["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]
+    lines = []
 
     def mean(found: list[Run], name: str) -> float:
         return statistics.fmean(run["curve"][-1][name] for run in found)
@@ -114,5 +109,5 @@ def rows_of(runs: list[Run]) -> str:
             spread = f" ± {max(abs(value - statistics.fmean(values)) for value in values):.3f}" if len(values) > 1 else ""
             tokens = statistics.fmean(run["steps"] * run["settings"]["batch"] * run["settings"]["length"] for run in found) / 1e6
             cells = [f"{mean(found, column):.3f}{spread}", f"{tokens:.0f}"]
-        lines.append(f"| {' | '.join([what, seen, *cells, str(len(found))])} |")
-    return "\n".join(lines)
+        lines.append([what, seen, *cells, str(len(found))])
+    return markdown(["mask", "visible", *reached, "seeds"], lines, texts=1)

@@ -178,14 +178,14 @@ def first_peer(row: Row) -> str:
     return next(iter(peers_of(row)), "")
 
 
-def peer_prefix(number: int) -> str:
-    """What names of a peer's times begin with: ``peer_`` for the first, then ``peer2_``, ..."""
-    return f"peer{number if number > 1 else ''}_"
+def prefix_of(number: int) -> str:
+    """What the names of times begin with: nothing for dmattn, which is number 0, ``peer_`` for its first peer, then ``peer2_``, ..."""
+    return "" if number == 0 else "peer_" if number == 1 else f"peer{number}_"
 
 
 def prefixes(row: Row) -> dict[str, str]:
-    """Who is behind each prefix of a row's times: none for dmattn, then those of :func:`peer_prefix`."""
-    return {"": OURS} | {peer_prefix(number): name for number, name in enumerate(peers_of(row), 1)}
+    """Who is behind each prefix of a row's times."""
+    return {prefix_of(number): name for number, name in enumerate([OURS, *peers_of(row)])}
 
 
 def measurements(result: Result) -> list[Measurement]:

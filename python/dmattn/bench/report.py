@@ -15,6 +15,7 @@ from typing import Any
 
 from dmattn.bench import plots, quality_report, serve_report
 from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, summary
+from dmattn.bench.tables import duration, markdown, number, ratio
 
 PAGES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md")
 RESULTS = "benchmarks/results"
@@ -71,16 +72,6 @@ def short(peer: str) -> str:
     return SHORT_NAMES.get(peer, peer)
 
 
-def ratio(times: float) -> str:
-    return f"{times:.2f}x" if times < 10 else f"{times:.1f}x"
-
-
-def duration(seconds: float) -> str:
-    """Three digits, in the unit that suits."""
-    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms") if seconds >= 1e-3 else (seconds * 1e6, "us")
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
-
-
 def caption(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     about = result["machine"]
     hardware = f"{about['gpu']}, driver {about['driver']}, CUDA {result['cuda']}" if "gpu" in about else ""
@@ -111,25 +102,17 @@ def markdown_table(result: dict[str, Any]) -> str:
     several = len({first_peer(row) for row in rows}) > 1
     with_kernels = any(row.get("kernel_medians") for row in rows)
     lines = [columns(row, several, with_kernels) for row in rows]
-    texts = 1 + several  # columns that are not numbers
-    text = ["| " + " | ".join(header for header, _ in lines[0]) + " |", "|" + "---|" * texts + "---:|" * (len(lines[0]) - texts)]
-    text += ["| " + " | ".join(cell for _, cell in line) + " |" for line in lines]
-    return "\n".join(text) + "\n\n" + caption(result, rows)
+    titles, cells = [title for title, _ in lines[0]], [[cell for _, cell in line] for line in lines]
+    return markdown(titles, cells, texts=1 + several) + "\n\n" + caption(result, rows)
 
 
 def short_table(name: str, results: Path) -> str:
     """How much faster calls are than the peer, whole and (but in the README) as kernels alone, and how long whole calls take."""
     with_kernels = name != "summary"
-    titles = [
-        "length and mask",
-        "beside",
-        "forward",
-        *["its kernels"] * with_kernels,
-        "backward",
-        *["its kernels"] * with_kernels,
-    ]
-    lines = ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
-    machines = []
+    titles = ["length and mask", "beside"]
+    for part in ("forward", "backward"):
+        titles += [part, *["its kernels"] * with_kernels]
+    lines, machines = [], []
     for path, cases in SHORT_TABLES[name].items():
         result = json.loads((results / path).read_text())
         found = {row["case"]: row for row in result["rows"]}
@@ -147,8 +130,8 @@ def short_table(name: str, results: Path) -> str:
                 line.append(plain_ratio(row["medians"], part) + ", " + duration(row["medians"][part]))
                 if with_kernels:
                     line.append(plain_ratio(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
-            lines.append("| " + " | ".join(line) + " |")
-    return "\n".join(lines) + "\n\n" + "; ".join(machines) + "."
+            lines.append(line)
+    return markdown(titles, lines, texts=2) + "\n\n" + "; ".join(machines) + "."
 
 
 def plain_mask(row: dict[str, Any]) -> str:
@@ -191,7 +174,7 @@ def rewritten(text: str, results: Path) -> str:
             return f"<!-- bench:{name} -->\n{quality_report.table(name, results)}\n<!-- /bench:{name} -->"
         paths = sorted(results.glob(f"*/{name}.json"))
         if name == "serve" and paths:
-            return f"<!-- bench:serve -->\n{serve_report.table(results, duration)}\n<!-- /bench:serve -->"
+            return f"<!-- bench:serve -->\n{serve_report.table(results)}\n<!-- /bench:serve -->"
         if not paths:
             raise BadResultError(f"no results for bench:{name}: expected {results}/*/{name}.json, which `make bench` writes")
         tables = "\n\n".join(markdown_table(json.loads(path.read_text())) for path in paths)
@@ -276,20 +259,15 @@ def about(result: Result) -> str:
     return "; ".join(words) + "."
 
 
-def number(value: float | None) -> str:
-    """Three digits, and all before the point."""
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def everything(result: Result) -> str:
     """Markdown: a line for each measurement, in microseconds where they are short."""
     titles = ["case", "who", "what", "samples", "median", "mean", "std", "p95", "p99", "tokens/s", "TFLOP/s", "% of matmul", "MB"]
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---|" + "---:|" * (len(titles) - 3)]
+    lines = []
     for found in measurements(result):
         of, facts = summary(found.samples), found.facts
         rates = [number(facts.get(name)) for name in ("tokens_per_second", "tflops", "percent_of_ceiling")]
         memory = f"{facts['peak_bytes'] / 2**20:,.1f}" if "peak_bytes" in facts else "-"
         times = [duration(of[name]) for name in ("p50", "mean", "std", "p95", "p99")]
-        lines.append(f"| {' | '.join([found.case, short(found.who), found.what, str(of['n']), *times, *rates, memory])} |")
+        lines.append([found.case, short(found.who), found.what, str(of["n"]), *times, *rates, memory])
     refused = [f"Refused, no times: {row['refused']}" for row in result["rows"] if "refused" in row]
-    return "\n\n".join(["\n".join(lines), *refused])
+    return "\n\n".join([markdown(titles, lines, texts=3), *refused])

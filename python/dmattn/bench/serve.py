@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
+from dmattn.bench.decode import CUDA_BACKENDS, in_pages, random_pages, steps_in_a_graph
 from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
 from dmattn.bench.records import Row, provenance
 from dmattn.testing import tolerance
@@ -37,10 +38,8 @@ from dmattn.testing import tolerance
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
 CHUNK, FILL = 4096, 16_384
-COLD_BYTES, MOST_STEPS = 400 << 20, 48
 QUIET = 0.1  # part of a CPU's time that others may use while it is timed
 SURE_TO_WIN = 1e4  # a score; those of the context are standard normal
-BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 Run = Callable[[], object]
 
 
@@ -137,7 +136,7 @@ def cuda_peers(
 ) -> dict[str, list[float]]:
     """torch's kernels over the same keys; one that cannot, or gives something else, is left out and named on stderr."""
     peers = {}
-    for name, backend in BACKENDS.items():
+    for name, backend in CUDA_BACKENDS.items():
         try:
             if expected is not None:
                 assert_alike(sdpa(query, *caches[0], backend), expected)
@@ -153,7 +152,7 @@ def cuda_step_rows(batch: int, filled_caches: dict[int, dmattn.BoundedCache], re
     query, key, value, scores = tokens(batch, 1, "cuda", 1)
     scores.fill_(SURE_TO_WIN)
     for context, one in filled_caches.items():
-        caches = copies_of(one, batch, max(1, min(MOST_STEPS, -(-COLD_BYTES // (one.nbytes * batch)))))
+        caches = copies_of(one, batch, steps_in_a_graph(one.nbytes * batch))
         runs: list[Run] = [functools.partial(cache.attend, query, key, value, scores) for cache in caches]
         peers = {}
         samples = graph_samples(runs, repeats)
@@ -176,14 +175,8 @@ def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
     peers = cuda_peers(query, [(key, value)], repeats, expected)
     rows = [row_of(f"decode_attention, B={batch} over {keys} keys", samples, peers, **facts)]
     page = 64
-    table = torch.randperm(batch * keys // page, device="cuda", dtype=torch.int32).view(batch, -1)
-
-    def in_pages(cache: Tensor) -> Tensor:
-        pool = torch.empty(batch * keys // page, page, KV_HEADS, HEAD_DIM, device="cuda", dtype=cache.dtype)
-        pool[table.flatten().long()] = cache.transpose(1, 2).reshape(pool.shape)
-        return pool
-
-    key, value = in_pages(key), in_pages(value)
+    table = random_pages(batch, keys, page, "cuda")
+    key, value = (in_pages(cache, table, page) for cache in (key, value))
     assert_alike(dmattn.decode_attention(query, key, value, lengths, page_table=table), expected)
     samples = graph_samples([lambda: dmattn.decode_attention(query, key, value, lengths, page_table=table)], repeats)
     rows.append(row_of(f"decode_attention, B={batch} over {keys} keys in pages of {page}", samples, **facts, page=page))

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Duration = Callable[[float], str]  # words seconds
+from dmattn.bench.tables import duration, markdown
 
 
-def table(results: Path, duration: Duration) -> str:
+def table(results: Path) -> str:
     """A line for each machine and number of sequences, and a caption for each machine."""
-    header = [
-        "",
-        "sequences",
-        "step",
-        "step, longer context",
-        "torch, same keys",
-        "torch, all keys",
-        "our `decode_attention`, all keys",
-    ]
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    captions = []
+    titles = ["", "sequences", "step", "step, longer context", "torch, same keys", "torch, all keys"]
+    titles += ["our `decode_attention`, all keys"]
+    lines, captions = [], []
     for path in sorted(results.glob("*/serve.json"), reverse=True):
         result = json.loads(path.read_text())
         machine, rows = short(result), result["rows"]
         for batch in sorted({row["batch"] for row in rows if row["kind"] == "step"}):
-            lines.append(f"| {machine} | {batch} | " + " | ".join(cells(rows, batch, duration)) + " |")
+            lines.append([machine, str(batch), *cells(rows, batch)])
         captions.append(caption(result))
-    return "\n".join(lines) + "\n\n" + " ".join(captions)
+    return markdown(titles, lines, texts=1) + "\n\n" + " ".join(captions)
 
 
-def cells(rows: list[dict[str, Any]], batch: int, duration: Duration) -> list[str]:
+def cells(rows: list[dict[str, Any]], batch: int) -> list[str]:
     of_batch = [row for row in rows if row["batch"] == batch]
     steps = sorted((row for row in of_batch if row["kind"] == "step"), key=lambda row: row["context"])
     full = [row for row in of_batch if row["kind"] == "full" and "page" not in row]

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dmattn.bench import report, workloads
+from dmattn.bench import tables, workloads
 from dmattn.bench.cases import Case, Workload, workload
 from dmattn.bench.measure import (
     SECONDS_A_CASE,
@@ -24,7 +25,6 @@ from dmattn.bench.measure import (
     ceiling,
     extra_memory,
     gate,
-    median,
     peers_memory,
     tflops,
     times,
@@ -176,7 +176,9 @@ def case_row(case: Case, options: Options, most: dict[str, float]) -> Row:
         taken = times(case, load, options.device, options.turns, options.settle, options.seconds)
     except WrongResultError as error:
         return {**facts, "refused": str(error)}
-    medians, kernels = ({name: median(samples) for name, samples in given.items()} for given in (taken.calls, taken.kernels))
+    medians, kernels = (
+        {name: statistics.median(samples) for name, samples in given.items()} for given in (taken.calls, taken.kernels)
+    )
     row = {
         **facts,
         "peer_names": [call.name for call in load.peers],
@@ -239,7 +241,7 @@ def table(result: Result) -> str:
         rates = [found.facts.get(name) for name in ("tokens_per_second", "tflops", "percent_of_ceiling", "peak_bytes")]
         if rates[3] is not None:
             rates[3] /= 2**20
-        words = ["" if rate is None else report.number(rate) for rate in rates]
+        words = ["" if rate is None else tables.number(rate) for rate in rates]
         cells = [f"{of[name] * 1e3:.4g}" for name in ("p50", "mean", "std", "p95", "p99")]
         lines.append([found.case if found.key[:2] != last else "", found.who, found.what, str(of["n"]), *cells, *words])
         last = found.key[:2]
