@@ -107,7 +107,7 @@ def test_make_fx_traces_the_ops(device, dtype):
     assert all(torch.equal(a, b) for a, b in zip(graph(*given), step(*given), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_records_the_op(device, dtype):
     q, k, v = leaves(device, dtype)
     traced = torch.jit.trace(lambda q, k, v: dmattn.attention(q, k, v), (q, k, v))

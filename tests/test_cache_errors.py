@@ -323,7 +323,6 @@ def test_bad_sizes(arguments, options, error, message):
         BoundedCache(*arguments, **options)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 def test_bad_rows_and_numbers():
     cache = BoundedCache(2, 2, 4, 8)
     for call, error, message in (

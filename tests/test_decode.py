@@ -416,7 +416,6 @@ def test_no_gradient(device, dtype):
         assert_equal(case.call(), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 def test_compile_serves_all_lengths(device, dtype):
     torch._dynamo.reset()
 
@@ -445,7 +444,6 @@ class Step(torch.nn.Module):
         return dmattn.decode_attention(query, key, value, lengths)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 def test_export(tmp_path, device, dtype):
     case = make(device, dtype, [5, 200])
     room = torch.export.Dim("room", min=2, max=4096)

@@ -24,7 +24,6 @@ def with_python() -> list[Path]:
     return [page for page in PAGES if "```python\n" in page.read_text()]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch's own forward mode uses it
 @pytest.mark.parametrize("page", with_python(), ids=name_of)
 def test_python_runs_as_printed(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some blocks write files

@@ -19,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # What torch says of itself when forward mode or inductor is first used; Dynamo warns of a slowness of Python 3.13.0.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script",
     "ignore:Attempted to insert a get_attr Node:UserWarning",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
 )
 

@@ -210,7 +210,6 @@ PUBLIC = (
 )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("what", PUBLIC, ids=lambda what: getattr(what, "__name__", "layer"))
 def test_scripting_is_refused(what):
     with pytest.raises(
@@ -219,7 +218,7 @@ def test_scripting_is_refused(what):
         torch.jit.script(what)
 
 
-TRACING = pytest.mark.filterwarnings("ignore:`?torch.jit.*deprecated:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+TRACING = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
 @TRACING

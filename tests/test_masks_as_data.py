@@ -20,11 +20,6 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
-)
-
 SQ, SK = 40, 50
 
 

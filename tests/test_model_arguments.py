@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 tensor = strategies.random_tensor
-# Dynamo warns of a slowness of Python 3.13.0.
-pytestmark = pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 
 
 # Sinks ------------------------------------------------------------------------------------------------------------------------------

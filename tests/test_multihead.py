@@ -19,8 +19,6 @@ from dmattn.testing import strategies
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Support for mismatched key_padding_mask and attn_mask is deprecated:UserWarning",
     "ignore:enable_nested_tensor is True, but self.use_nested_tensor is False:UserWarning",
-    "ignore:`torch.jit.script_method` is deprecated",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
 )
 
 tensor = strategies.random_tensor
@@ -441,8 +439,6 @@ BAD = {
 
 
 @pytest.mark.parametrize(("act", "error", "message"), BAD.values(), ids=BAD)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is not supported in Python 3.14")
 def test_bad_input(act, error, message):
     with pytest.raises(error, match=message):
         act()

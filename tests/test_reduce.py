@@ -13,13 +13,6 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-# torch's forward mode and Inductor import parts of torch that warn about themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated",
-    "ignore:`torch.jit.script_method` is deprecated",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
-)
-
 ops = torch.ops.dmattn
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 # Inductor imports a part of torch that warns about itself; Dynamo warns of a slowness of Python 3.13.0, opcheck of torch 2.14 of itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The given buffer is not writable:UserWarning",  # of torch 2.12, where it loads an exported program
-    "ignore:`torch.jit.script_method` is deprecated",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
 )
 

@@ -21,11 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.export import Dim
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated",
-    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
-)
-
 tensor = strategies.random_tensor
 
 
