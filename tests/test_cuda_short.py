@@ -45,6 +45,30 @@ def test_short_selection_is_the_same_as_on_a_cpu(length, dtype, kind):
             assert torch.equal(got.cpu(), expected), (window, causal, local, sink)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1025, 2049])
+def test_selection_of_half_a_block_takes_no_longer_than_of_a_whole(length):
+    """What stands in the places that have no key is alike, and must not be compared with each other."""
+
+    def microseconds(keys):
+        scores = torch.randn(1, 8, keys, generator=torch.Generator().manual_seed(0)).cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                torch.ops.dmattn.select(scores, None, keys // 4, True)
+        times = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / 20)
+        return min(times)
+
+    assert microseconds(length) < 2 * microseconds(2 * (length - 1))
+
+
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (63, 64), (200, 200), (513, 513), (300, 1100), (900, 600)], ids=str)
 @pytest.mark.parametrize("size", [64, 96, 128])

@@ -101,13 +101,14 @@ __global__ void __launch_bounds__(kThreads) select_short(const SelectParams p, c
         const int32_t at = thread * kEach + i, index = index_of_place(numbers[i]);
         const uint32_t top = numbers[i] >> kPlaceBits, code = shared.sort.codes[index];
         int32_t rank = at;
-        for (int32_t other = at - 1; other >= 0 && top_at(other) == top; --other) {
+        // What is beyond the length stays where it is: all of it is alike, and it may be half of the places.
+        for (int32_t other = at - 1; at < length && other >= 0 && top_at(other) == top; --other) {
           rank -= shared.sort.codes[index_of_place(shared.sort.exchange[other])] > code;
         }
         for (int32_t other = at + 1; other < length && top_at(other) == top; ++other) {
           rank += shared.sort.codes[index_of_place(shared.sort.exchange[other])] < code;
         }
-        order[at < length ? rank : at] = static_cast<uint16_t>(index) | never_flag(code);
+        order[rank] = static_cast<uint16_t>(index) | never_flag(code);
       }
     } else {
       // Otherwise sort by the lower bits first, and then again by the higher ones and the places that they led to.
