@@ -670,3 +670,19 @@ def test_the_gpu_keeps_what_the_cpu_keeps(sizes):
             cache.rewind(min(back, rewind))
         first += tokens
         assert_same_state(cpu, copy.deepcopy(gpu).cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dies_at", [(2, 0), (2, 0, 1)], ids=str)
+def test_ends_before_a_key_competes(dies_at):
+    """Keys of a chunk that die, by a wrong ``end``, before they compete: nothing takes their place, and no chain of places goes round."""
+    window, tokens = 4, len(dies_at)
+    caches = [BoundedCache(1, 1, window, 8, rewind=3, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda")]
+    key, scores = tensor((1, 1, window + tokens, 8), 0, torch.bfloat16), tensor((1, 1, window + tokens), 1)
+    position = torch.tensor([-1] * window + list(range(tokens)), dtype=torch.int32).expand(1, 1, -1)
+    slot = torch.arange(window, dtype=torch.int32).expand(1, 1, -1)
+    end = torch.tensor([0] * window + [window + token for token in dies_at], dtype=torch.int32).expand(1, 1, -1)
+    for cache in caches:
+        given = (x.to(cache.key.device) for x in (key, key, scores, position, slot, end))
+        torch.ops.dmattn.cache_extend(*(getattr(cache, name) for name in STATE), *given, None, window, 0, 0)
+    assert_same_state(caches[0], caches[1].cpu())

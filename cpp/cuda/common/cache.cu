@@ -150,7 +150,8 @@ __device__ int find_piece(const CacheParams& p, const ChunkKeys& chunk, int base
     const int token = base + first_token + e;
     const bool exists = token < chunk.taken;
     victims[e] = exists ? chunk.victim[token] : -1;
-    has_entered[e] = exists && chunk.position[chunk.first + token] >= p.sink && victims[e] != chunk.first + token;
+    // A key that dies before it competes is a wrong end: nothing takes its place, and no chain leads to a later token.
+    has_entered[e] = exists && chunk.position[chunk.first + token] >= p.sink && victims[e] < chunk.first + token;
     empties += has_entered[e] && victims[e] < 0;
   }
   const int2 sums = sums_before(empties, warp_sums);
