@@ -100,6 +100,16 @@ def test_nothing_can_be_taken_back_behind_a_reset():
     assert_same_state(cache, cache_of())
 
 
+def test_steps_that_do_not_belong_to_the_positions(device):
+    """As a state dict may have them: without a local window a chunk then puts keys anywhere, but no processor divides by its length, 0."""
+    history = History(60, torch.bfloat16, device)
+    cache = history.cache(4, 0, 0)
+    cache.attend(*history.tokens(0, 40))
+    cache.steps.zero_()
+    cache.attend(*history.tokens(40, 60))
+    assert (cache.steps == 20).all()
+
+
 def test_an_empty_sequence_sees_nothing():
     """A row that waits, and all rows after a reset: 0 and -inf, and no trace."""
     cache, none = cache_of(), torch.zeros(2, dtype=torch.int32)

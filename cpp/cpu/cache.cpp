@@ -181,7 +181,7 @@ void extend(const CacheParams& p) {
     for (int32_t key = 0; key < keys; ++key) {
       const int32_t position = p.all_position[task * keys + key];
       if (position < 0 || p.all_end[task * keys + key] != visible + taken) continue;
-      const bool is_local = position >= after - p.local;
+      const bool is_local = p.local > 0 && position >= after - p.local;
       const int32_t slot = position < p.sink ? position
                            : is_local        ? ring_slot(p, position)
                                              : places.slot_of[static_cast<size_t>(key)];

@@ -223,8 +223,9 @@ __global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_cons
   for (int key = thread; key < chunk.keys; key += kPlaceThreads) {
     const int position = chunk.position[key];
     if (position < 0 || chunk.end[key] != chunk.visible + chunk.taken) continue;
+    const bool is_local = p.local > 0 && position >= after - p.local;
     const int slot = position < p.sink                 ? position
-                     : position >= after - p.local     ? ring_slot(p, position)
+                     : is_local                        ? ring_slot(p, position)
                      : key < chunk.first               ? chunk.slot[key]
                      : key - chunk.first < chunk.taken ? chunk.entered[key - chunk.first]
                                                        : kNoSlot;
