@@ -110,6 +110,20 @@ def test_steps_that_do_not_belong_to_the_positions(device):
     assert (cache.steps == 20).all()
 
 
+@pytest.mark.parametrize("window", [4, 3000])
+@pytest.mark.parametrize("select_only", [False, True])
+def test_a_state_whose_scores_are_all_nan(device, select_only, window):
+    """None of the selected keys is the worst then, and a score of inf beats what stands for none: no slot is written that is not there."""
+    history = History(20, torch.bfloat16, device)
+    cache = history.cache(window, 0, 0)
+    cache.attend(*history.tokens(0, 10), select_only=select_only)
+    cache.score.fill_(math.nan)
+    query, key, value, scores = history.tokens(10, 11)
+    cache.attend(query, key, value, torch.full_like(scores, INF), select_only=select_only)
+    assert (cache.steps == 11).all()
+    assert (cache.position < 11).all()
+
+
 def test_an_empty_sequence_sees_nothing():
     """A row that waits, and all rows after a reset: 0 and -inf, and no trace."""
     cache, none = cache_of(), torch.zeros(2, dtype=torch.int32)

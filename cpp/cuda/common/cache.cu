@@ -29,7 +29,7 @@ struct StepSlots : Slots {
       ring_is_empty = position[ring] < 0, score_of_ring = score[ring];
     }
     // Find the worst selected key: of this thread, of the warp, of the block.
-    Worst found = none_is_worst();
+    Worst found = none_is_worst(p);
 #pragma unroll 4
     for (int32_t slot = first_selected_slot(p) + thread; slot < first_log_slot(p); slot += kUpdateThreads) {
       const Worst other{score[slot], position[slot], slot};

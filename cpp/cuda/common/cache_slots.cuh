@@ -90,7 +90,7 @@ __device__ __forceinline__ Worst worst_of_warp(Worst found) {
   return {__int_as_float(least >= 0 ? least : least ^ 0x7fffffff), position, slot};
 }
 
-// Better than every key.
-__device__ __forceinline__ Worst none_is_worst() { return {INFINITY, 0x7fffffff, 0x7fffffff}; }
+// Better than every key. Its slot is one that there is: scores that are all NaN, by a wrong state, leave nothing else.
+__device__ __forceinline__ Worst none_is_worst(const CacheParams& p) { return {INFINITY, 0x7fffffff, first_selected_slot(p)}; }
 
 }  // namespace dmattn::cuda

@@ -119,7 +119,7 @@ struct TokenStep {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     is_taken = has_length && plan.step >= 0 && plan.step < 0x7fffffff;
     read_rows();
-    Worst found = none_is_worst();
+    Worst found = none_is_worst(p);
     for (int begin = first; begin - lane < last; begin += 32 * kAtOnce) {
       if (begin != first) load_scores(begin);
 #pragma unroll
@@ -139,7 +139,7 @@ struct TokenStep {
       if (lane == 0) shared.worst()[warp] = mail;
     }
     __syncthreads();
-    found = none_is_worst();
+    found = none_is_worst(p);
     for (int at = lane; at < parts * kWarps; at += 32) {
       const float4 x = shared.worst()[at];
       const Worst other{x.x, __float_as_int(x.y), __float_as_int(x.z)};
