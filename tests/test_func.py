@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What torch says of itself when forward mode or inductor is first used; Dynamo warns of a slowness of Python 3.13.0.
+# What torch says of itself when forward mode or Inductor is first used.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Attempted to insert a get_attr Node:UserWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",

@@ -11,7 +11,7 @@ from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-# Inductor imports a part of torch that warns about itself; Dynamo warns of a slowness of Python 3.13.0, opcheck of torch 2.14 of itself.
+# What torch says of itself when it loads an exported program, and opcheck of torch 2.14 of itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The given buffer is not writable:UserWarning",  # of torch 2.12, where it loads an exported program
     "ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning",
