@@ -45,10 +45,9 @@ def test_rows_replace_their_own(tmp_path):
     path = tmp_path / "table.json"
     row = {"python": "3.10", "asked": "newest", "torch": "2.99.0", "passed": 3, "failed": 0, "skipped": 1, "seconds": 2}
     row |= {"import_seconds": 0.1}
-    wheel_matrix.record(path, {"wheel": "one.whl"}, [row | {"asked": "2.98.*"}, row | {"python": "3.9"}])
-    wheel_matrix.record(path, {"wheel": "two.whl"}, [row, row | {"asked": "2.98.*", "failed": 1}])
+    wheel_matrix.record(path, {"sha256": "1"}, [row | {"asked": "2.98.*"}, row | {"python": "3.9"}])
+    wheel_matrix.record(path, {"sha256": "1"}, [row, row | {"asked": "2.98.*", "failed": 1}])
     table = json.loads(path.read_text())
-    assert table["wheel"] == "two.whl"
     assert [(row["python"], row["asked"], row["failed"]) for row in table["rows"]] == [
         ("3.9", "newest", 0), ("3.10", "2.98.*", 1), ("3.10", "newest", 0),
     ]  # fmt: skip
@@ -56,6 +55,9 @@ def test_rows_replace_their_own(tmp_path):
     assert not wheel_matrix.is_good(row | {"import_seconds": wheel_matrix.IMPORT_LIMIT})
     assert not wheel_matrix.is_good({"python": "3.14", "asked": "newest", "error": "missing"})
     assert "wrong" in wheel_matrix.line_of(table["rows"][1])
+    # What is known of one file says nothing of another.
+    wheel_matrix.record(path, {"sha256": "2"}, [row])
+    assert json.loads(path.read_text()) == {"sha256": "2", "rows": [row]}
 
 
 def test_a_report_of_pytest_is_counted(tmp_path):

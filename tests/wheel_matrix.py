@@ -6,7 +6,8 @@
 
 A Python is python3.N of the PATH or of pyenv, or what NAME=PATH says; one that is not there is recorded as missing. Each pair has a virtual
 environment of its own, removed afterwards. By default it runs QUICK, files that call every op and public function; --all-tests runs the suite,
-after installing everything that tests use. The table keeps one row for a Python and a torch: a later run replaces its own rows alone.
+after installing everything that tests use. The table is about one file and keeps one row for a Python and a torch: a later run with that file
+replaces its own rows alone. A row names the commit whose tests ran.
 
 Where pip finds only torch's builds for CUDA, --share-cuda FOLDER installs NVIDIA's packages once for a release of torch, in FOLDER, and links
 them: they are equal for every Python. torch of the CPU is found with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
@@ -15,6 +16,7 @@ them: they are equal for every Python. torch of the CPU is found with PIP_EXTRA_
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -184,8 +186,9 @@ def line_of(row: Row) -> str:
 
 
 def record(output: Path, about: Row, rows: list[Row]) -> None:
-    """Puts rows into the table, in place of those of the same Python and request."""
-    kept = json.loads(output.read_text())["rows"] if output.exists() else []
+    """Puts rows into the table, in place of those of the same Python and request, and of all rows of another file."""
+    table = json.loads(output.read_text()) if output.exists() else {"rows": []}
+    kept = table["rows"] if table.get("sha256") == about["sha256"] else []
     new = {(row["python"], row["asked"]) for row in rows}
     both = [row for row in kept if (row["python"], row["asked"]) not in new] + rows
     both.sort(key=lambda row: ([int(part) for part in row["python"].split(".")], row["asked"]))
@@ -214,13 +217,13 @@ def main() -> int:
     wheels = sorted(ROOT.glob("dist/*.whl"), key=lambda path: path.stat().st_mtime)
     wheel = options.wheel or (wheels[-1] if wheels else parser.error("there is no wheel in dist: make wheel"))
     about = {"about": "tests/wheel_matrix.py: one wheel beside several Pythons and torches, on a CPU.", "wheel": wheel.name}
-    about |= {"megabytes": round(wheel.stat().st_size / 1e6, 1), "commit": commit_of_sources()}
+    about |= {"megabytes": round(wheel.stat().st_size / 1e6, 1), "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}
     all_good = True
     with tempfile.TemporaryDirectory(dir=options.work) as work:
         for python in options.python:
             program = interpreter(python)
             for torch in options.torch:
-                row: Row = {"python": python.partition("=")[0], "asked": torch}
+                row: Row = {"python": python.partition("=")[0], "asked": torch, "commit": commit_of_sources()}
                 place = Path(work) / f"py{row['python']}-torch{torch.replace('*', 'x')}"
                 row |= (
                     {"error": "missing: no such Python here"}
