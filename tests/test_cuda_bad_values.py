@@ -47,6 +47,24 @@ def test_queries_that_see_nothing_beside_bad_keys(size, kind, deterministic, bad
     assert not grad[:, :, :250].any()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("keys", [20, 600, 3000])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_queries_that_see_nothing_beside_a_bad_key_bias(size, softcap, keys, bad):
+    """The first 250 of 600, in tiles with queries that see such a key and others with a huge key_bias."""
+    q, _, _, _, _ = inputs(600, 2, 2, size, batch=1)
+    _, k, v, key_bias, _ = inputs(keys, 2, 2, size, batch=1)
+    key_bias[:, :, 7], key_bias[:, :, 11] = bad, 1e6
+    first = keys - 350  # the position of query 250
+    start = torch.full((1, 1, keys), first, dtype=torch.int32, device="cuda")
+    mask = dmattn.IntervalMask(start, start + 1000)
+    out, lse = dmattn.attention(q, k, v, mask, key_bias=key_bias, softcap=softcap, return_lse=True)
+    assert torch.isneginf(lse[:, :, :250]).all()
+    assert not out[:, :, :250].any()
+    assert torch.isnan(out[:, :, 250:]).all()
+
+
 def test_a_bad_value_stays_among_queries_near_those_that_see_it():
     """Keys that all queries see beside one that only the last ones see."""
     q, k, v, scores, _ = inputs(9000, 2, 2, 64, batch=1)

@@ -96,8 +96,10 @@ __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Chunk&
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float bias = e % 2 == 0 ? pair.x : pair.y;
-      scores[0][i][e] = is_natural ? fmaf(scores[0][i][e], scale, bias) : (scores[0][i][e] + bias) * scale;
+      float& score = scores[0][i][e];
+      // What is hidden stays so beside any key_bias: -inf and inf would add up to NaN.
+      const float bias = score == negative_infinity() ? 0.0f : e % 2 == 0 ? pair.x : pair.y;
+      score = is_natural ? fmaf(score, scale, bias) : (score + bias) * scale;
     }
     asm volatile("" ::: "memory");  // not all loads at once: registers are short here
   }
