@@ -213,7 +213,7 @@ def test_more_than_two_to_the_31_elements_of_query_and_out(dtype, device):
 
 
 def test_softcap_and_scale(device, dtype):
-    for softcap in (0.1, 5.0, 1e4):
+    for softcap in (0.1, 5.0, 1e4, 1e8):
         for scale in (None, 3.0, -1.0, 0.0):
             assert_matches_reference(make(device, dtype, Sq=40, softcap=softcap, scale=scale), gradients=False)
 

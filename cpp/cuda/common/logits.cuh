@@ -8,7 +8,11 @@
 
 namespace dmattn::cuda {
 
-__device__ __forceinline__ float tanh_by_exp(float x) { return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e))); }
+// Of a small x the difference would leave too little, so it takes two terms of its series.
+__device__ __forceinline__ float tanh_by_exp(float x) {
+  const float series = fmaf(x * x * (-1.0f / 3.0f), x, x);
+  return fabsf(x) < 0.02f ? series : 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * (2.0f * kLog2e)));
+}
 
 // x -> softcap * tanh(x / softcap), for a softcap > 0.
 struct LogitCap {
