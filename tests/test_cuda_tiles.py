@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import dmattn
 import pytest
 import torch
@@ -73,3 +75,17 @@ def test_slots_of_many_rows_of_tiles():
     arguments = (1000, 200, 1, 1, 128, 128)
     tiles = torch.ops.dmattn.pack_tiles(visible, *arguments)[0]
     assert torch.equal(tiles.cpu(), torch.ops.dmattn.pack_tiles(visible.cpu(), *arguments)[0])
+
+
+@pytest.mark.parametrize("entry", [-(2**31), -1, 3, 1000, 2**31 - 1])
+@pytest.mark.parametrize("which", ["tiles", "rows", "columns"])
+def test_a_corrupt_table_reads_nothing_out_of_bounds(which, entry):
+    """Lists as long as they were, with entries that make no sense: wrong results are fine, wrong accesses are not."""
+    q, k, v, _, grad_out = inputs(500, 2, 2, 64, batch=1)
+    mask = dmattn.BlockMask.from_bool(torch.rand(1, 1, 500, 500, device="cuda") < 0.5)
+    table = getattr(mask, which).clone()
+    (table if which == "tiles" else table[..., 1:]).fill_(entry)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = dmattn.attention(*leaves, dataclasses.replace(mask, **{which: table}))
+    torch.autograd.grad(out, leaves, grad_out)
+    torch.cuda.synchronize()

@@ -207,7 +207,7 @@ class KeyWalk {
           const int place = entry_++ % Queues::kRing, begin = queues_.whole[place] * static_cast<int>(p_.mask.tile_k);
           const bool is_live = is_live_tile(p_.mask, queues_.partial[place]);
           tile_stop_ = is_live ? min(begin + static_cast<int>(p_.mask.tile_k), sources().limit) : 0;
-          cursor_ = begin;
+          cursor_ = is_live ? begin : 0;  // that of a tile number that makes no sense may be negative
         }
         bits = bits_of_tile(p_.mask, queues_.partial[(entry_ - 1) % Queues::kRing]);
         if (bits) bits += sources().bits_row * (p_.mask.tile_k / 32) + cursor_ % p_.mask.tile_k / 32;
