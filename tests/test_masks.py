@@ -318,6 +318,15 @@ def test_from_bool_there_and_back(device, data):
     )
 
 
+@pytest.mark.parametrize("queries", [1, 129, 257])
+def test_a_tile_of_a_single_row_is_partial_where_the_row_is(device, queries):
+    visible = torch.ones(1, 1, queries, 300, dtype=torch.bool, device=device)
+    visible[..., -1, ::3] = False
+    assert torch.equal(BlockMask.from_bool(visible).to_bool(), visible)
+    alike = visible[:, :, -1:].expand(-1, -1, queries, -1)  # one row stands for all
+    assert torch.equal(BlockMask.from_bool(alike).to_bool(), alike)
+
+
 @given(data=st.data())
 def test_from_blocks_there_and_back(device, data):
     shape = data.draw(strategies.shapes())

@@ -199,7 +199,7 @@ FAULTS = [
     in_file("cpu/select.cpp", "if (!hidden && is_selectable(score))", "if (is_selectable(score))",
             "padding is selected where one set serves all", SELECT + "test_top_k_equals_brute_force"),
     in_file("cpu/pack.cpp", "if (any && !all) return kTilePartial;", "if (any && !all && row > queries.first / p.block_q) return kTilePartial;",
-            "a tile whose first row alone is mixed counts as full", MASKS + "test_from_bool_there_and_back"),
+            "a tile of one mixed row counts as full", MASKS + "test_a_tile_of_a_single_row_is_partial_where_the_row_is"),
     in_file("cpu/pack.cpp", "visible << ((j - keys.first) % 32)", "visible << (j % 32 ^ 1)",
             "bits of neighbours are swapped", MASKS + "test_packing_ops_in_every_tile_shape"),
     in_file("cpu/pack.cpp", "if (tiles[i] == kTilePartial) tiles[i] += slot++;", "if (tiles[i] == kTilePartial) tiles[i] += slot++ % 7;",
