@@ -135,7 +135,7 @@ FAULTS = [
     in_file('common/reduce.cu', 'while (rows < 32 && rows * kOwned < p.count) rows *= 2;', 'while (rows < 16 && rows * kOwned < p.count) rows *= 2;',
             "half of the columns' lanes have no thread", REDUCE + 'test_many_neighbouring_sequences'),
     in_file('common/reduce.cu', 'value = join_warp<typename K::Join>(of_warps[thread % 32]);', 'value = of_warps[thread % 32];',
-            "of long sequences the first warp's part alone is stored", REDUCE + 'test_the_order_is_the_one_that_is_documented'),
+            "of long sequences the first warp's part alone is stored", REDUCE + 'test_the_order_of_more_chunks_than_lanes'),
     in_file("common/reduce.cu", "of_column[threadIdx.x + away * columns]);", "of_column[threadIdx.x]);",
             "rows of threads are joined with themselves", REDUCE + "test_many_neighbouring_sequences"),
 ]  # fmt: skip
