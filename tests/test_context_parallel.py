@@ -193,6 +193,19 @@ def test_scores_and_key_bias_together(ranks, cuts, bias_heads):
         tolerance.assert_same_in_another_order(got, expected, expected.dtype)
 
 
+@pytest.mark.parametrize("cuts", [[0, 20], [0, 10, 20], [0, 0, 20], [0, 20, 20], [0, 7, 8, 20]], ids=str)
+@pytest.mark.parametrize(("heads", "bias_heads"), [(1, 1), (2, 2), (2, 1), (2, 4)])
+def test_gradients_of_scores_and_key_bias_add_up_apart(ranks, cuts, heads, bias_heads):
+    """Both leaves may get one gradient, but never one tensor that both go on adding to."""
+    batch, length = 1 if heads == 1 else 2, cuts[-1]
+    shapes = {"query": (batch, 2 * heads, length, 8), "key": (batch, heads, length, 8), "value": (batch, heads, length, 8)}
+    shapes |= {"scores": (batch, heads, length), "key_bias": (batch, bias_heads, length)}
+    leaves = {name: tensor(shape, seed, torch.float32, "cpu") for seed, (name, shape) in enumerate(shapes.items())}
+    for pairs in ranks.run("rank_calls:gradients_of_two_passes", [(part, {"window": 5}) for part in cut(leaves, cuts)]):
+        for got, expected in pairs:
+            tolerance.assert_same_in_another_order(got, expected, torch.float32)
+
+
 def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     """Every rank has a generator in another state; the whole sequence gets the mask of the first one's seed."""
     query, key, value, scores = dynamic_case(40)

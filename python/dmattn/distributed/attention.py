@@ -241,8 +241,11 @@ def _added_to_logits(given: Arguments) -> Tensor | None:
     """key_bias and scores together, [B, Hkv, n, 1 or H / Hkv]."""
     if given.scores is None:
         return given.key_bias
-    added = given.scores.to(accumulate_dtype(given.sizes.dtype))[..., None]
-    return added if given.key_bias is None else given.key_bias + added
+    scores = given.scores.to(accumulate_dtype(given.sizes.dtype))
+    if given.key_bias is None or given.key_bias.shape[3] > 1:
+        return scores[..., None] if given.key_bias is None else given.key_bias + scores[..., None]
+    # The other way round both would get a view of one gradient, and two leaves may keep such views and add to them in place.
+    return (given.key_bias[..., 0] + scores)[..., None]
 
 
 def _by_head(bias: Tensor) -> Tensor:

@@ -186,7 +186,9 @@ class Fetch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         (positions,), (count, chunks) = ctx.saved_tensors, ctx.rest
-        return None, *_send_back(gradients[:-1], positions, count, chunks, in_place=True)
+        scores, *others = _send_back(gradients[:-1], positions, count, chunks, in_place=True)
+        # Scores and key_bias may have one gradient between them, and two leaves would both keep it and add to it in place.
+        return None, scores.clone() if len(others) == 3 else scores, *others
 
 
 def _packet(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
