@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask, checks
-from dmattn.distributed import context_parallel_attention, record_traffic
+from dmattn.distributed import context_parallel_attention, exchange, record_traffic
 from dmattn.testing.strategies import random_tensor
 from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order
 from rank_sharding import device_of
@@ -58,6 +59,23 @@ def refusals_of_long_chunks(group: dist.ProcessGroup, most: int, arguments: dict
             except ValueError as error:
                 said.append(str(error))
     return said
+
+
+def compare_beside_another_current_device(group: dist.ProcessGroup, length: int) -> None:
+    """Two ranks whose own device is not the current one, and whose own rows are copied late, get what one process gets."""
+    device, rank = device_of(group), dist.get_rank(group)
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    mask, cut = IntervalMask.sliding_window(length, 20, device=where), length // 2
+    chunk = slice(0, cut) if rank == 0 else slice(cut, length)
+    with torch.cuda.device(1 - rank) if device == "cuda" else contextlib.nullcontext():
+        for seed in range(0, 9, 3):
+            whole = [random_tensor((2, 2, length, 64), seed + place, torch.bfloat16, where) for place in range(3)]
+            expected = dmattn.attention(*whole, mask, is_causal=True)[:, :, chunk]
+            own = [x[:, :, chunk].contiguous() for x in whole]
+            for stream in exchange._copying.values():
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(100_000_000)  # cycles
+            assert_same_by_another_way(context_parallel_attention(*own, mask, group=group), expected, torch.bfloat16)
 
 
 def call_with_generators(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:

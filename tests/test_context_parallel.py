@@ -255,6 +255,10 @@ def test_two_ranks_on_their_devices(device_ranks, options, with_bias):
     device_ranks.run("rank_calls:compare_with_one_process", [(200, 90, options, with_bias)] * 2)
 
 
+def test_two_ranks_whose_devices_are_not_the_current_ones(device_ranks):
+    device_ranks.run("rank_calls:compare_beside_another_current_device", [(200,)] * 2)
+
+
 def test_chunks_whose_lengths_change_between_calls(ranks):
     """A rank that says what it said before goes by what the others say now."""
     for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (25, [0, 5, 25]), (45, [0, 25, 45]), (23, [0, 3, 23])):

@@ -257,7 +257,7 @@ def _carry(
         for whole, rows in zip(room.joined, _unpacked(received, tensors), strict=True):
             whole[head // heads, head % heads, slot] = rows
     if room.done is not None:
-        room.done.wait()
+        room.done.wait(torch.cuda.current_stream(key.device))
     joined = room.joined
     return joined[0], joined[1], key.new_empty(0) if key_bias is None else joined[2], torch.tensor(splits)
 
