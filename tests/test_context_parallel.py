@@ -206,6 +206,20 @@ def test_gradients_of_scores_and_key_bias_add_up_apart(ranks, cuts, heads, bias_
             tolerance.assert_same_in_another_order(got, expected, torch.float32)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["scores", "base", "mask"])
+def test_no_sequences(ranks, world, kind):
+    length = 5 * world
+    whole = {name: torch.ones(0, heads, length, 8) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    if kind == "mask":
+        whole["mask"] = IntervalMask.sliding_window(length, 2)
+    else:
+        base = IntervalMask.documents(length, torch.tensor([0, 7, length])) if kind == "base" and world > 1 else None
+        whole |= {"scores": torch.ones(0, 2, length), "window": 3, "base": base}
+    for out in ranks.run("rank_calls:call", [(part,) for part in cut(whole, even_cuts(length, world))]):
+        assert out.shape == (0, 4, 5, 8)
+
+
 def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     """Every rank has a generator in another state; the whole sequence gets the mask of the first one's seed."""
     query, key, value, scores = dynamic_case(40)

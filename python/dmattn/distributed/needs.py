@@ -90,7 +90,7 @@ def local_mask(start: Tensor | None, end: Tensor, slots: Tensor, chunks: Chunks)
         own_end = _moved(end[..., first:last], by)
         return IntervalMask(_always(own_end) if start is None else _moved(start[..., first:last], by), own_end)
     heads = max(end.shape[1], slots.shape[1], 1 if start is None else start.shape[1])
-    batch = max(end.shape[0], slots.shape[0], 1 if start is None else start.shape[0])
+    batch = torch.broadcast_shapes(end.shape[:1], slots.shape[:1], (1,) if start is None else start.shape[:1])[0]
     slots = repeat_heads(slots, heads)
     source = slots.expand(batch, heads, count).clamp(min=0).long()
 
