@@ -223,6 +223,14 @@ def test_the_loss_of_accumulated_parts_is_that_of_the_whole():
         assert_close(added, alone * share)
 
 
+def test_the_score_loss_of_an_earlier_pass_is_not_added():
+    """A pass with keys of a cache teaches no scores, and says so also where the pass before it did."""
+    model, inputs = convert(built(), 4, **RECOMMENDED).train(), distinct()
+    cache = model(input_ids=inputs[:, :5]).past_key_values
+    with pytest.raises(ValueError, match="got no score loss from layer 0"):
+        model(input_ids=inputs[:, 5:], past_key_values=cache, labels=inputs[:, 5:])
+
+
 def test_training_compiles_in_one_graph():
     model = convert(built(), 4, **RECOMMENDED, score_queries=8).train()
     inputs = {"input_ids": distinct(), "attention_mask": padded("left"), "labels": distinct(), "use_cache": False}

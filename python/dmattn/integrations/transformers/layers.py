@@ -129,9 +129,11 @@ class SelectingAttention(nn.Module):
         ranks = scores if self.log_slope is None else scores + recency_of(self.log_slope, scores.shape[2])
         mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
         out: Tensor = attention(query, key, value, mask, key_bias=added, **shared)
-        if self.taught and self.training and torch.is_grad_enabled() and query.shape[2] == key.shape[2]:
-            losses = score_loss(query, key, ranks, queries=self.score_queries, scale=self.scaling, **sizes)
-            self.last_score_loss = losses[self.local_heads :].mean()
+        if self.taught and self.training and torch.is_grad_enabled():
+            self.last_score_loss = None  # an earlier pass's
+            if query.shape[2] == key.shape[2]:
+                losses = score_loss(query, key, ranks, queries=self.score_queries, scale=self.scaling, **sizes)
+                self.last_score_loss = losses[self.local_heads :].mean()
         return out
 
     def _competing(self, ranks: Tensor) -> Tensor:
