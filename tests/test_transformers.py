@@ -281,6 +281,17 @@ def test_positions_are_read_anew_where_they_may_have_changed():
         assert torch.equal(model(use_cache=False, **inputs).logits, plain)
 
 
+def test_positions_beside_a_mask_about_more_keys_than_there_are():
+    seen = torch.ones(2, 12, dtype=torch.bool)
+    seen[0, :3] = False
+    query, key = strategies.random_tensor((2, 4, 8, 16), 1), strategies.random_tensor((2, 2, 8, 16), 2)
+    mask, positions = make_mask(2, 8, 12, attention_mask=seen), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    wide, narrow = (
+        attention_forward(torch.nn.Module(), query, key, key, x, position_ids=positions) for x in (mask, mask[..., :8])
+    )
+    assert torch.equal(wide[0], narrow[0])
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_the_flattening_collator(use_cache):
     model = built("mistral")

@@ -81,7 +81,7 @@ def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | N
     real = (
         torch.ones_like(position_ids, dtype=torch.bool)
         if mask is None
-        else mask[:, 0, 1, : position_ids.shape[1]] > mask[:, 0, 0]
+        else (mask[:, 0, 1] > mask[:, 0, 0])[:, : position_ids.shape[1]]
     )
     begins = real & (position_ids == 0) & (real.cumsum(1) > 1)
     found = None
