@@ -171,6 +171,22 @@ def test_scores_and_key_bias_add_up(device, dtype):
     assert_close_to_reference(case, {"out": out.transpose(0, 1)[None], "lse": lse[None]})
 
 
+@pytest.mark.parametrize("shape", [(11, 1), (11,)])
+def test_gradients_of_leaves_that_are_added_lie_apart(device, dtype, shape):
+    query, key, value = (tensor((11, 1, 8), seed, dtype, device) for seed in range(3))
+    scores, key_bias = (tensor(size, 4, device=device).requires_grad_() for size in ((11, 1), shape))
+    ends = ends_of((5, 6), device)
+    sums = []
+    for _ in range(2):
+        out = dmattn.varlen_attention(
+            query, key, value, ends, is_causal=True, scores=scores, window=3, key_bias=key_bias, deterministic=True
+        )
+        out.cos().sum().backward()
+        sums.append((scores.grad.clone(), key_bias.grad.clone()))
+    for once, twice in zip(*sums, strict=True):
+        assert_same_by_another_way(twice, 2 * once)
+
+
 def test_sinks_and_one_number_for_each_key(device, dtype):
     ends = ends_of([9, 3, 8]).to(device)
     query, key, value = (given[0].transpose(0, 1) for given in tokens(22, 22, device, dtype))

@@ -161,7 +161,10 @@ def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
     key_bias = packed.scores
     if packed.key_bias is not None:
         rows = key_bias_rows(packed.key_bias, sizes)
-        key_bias = rows if key_bias is None else torch.add(*same_heads(key_bias_rows(key_bias, sizes), rows, "key_bias"))
+        if key_bias is not None:
+            # Times 1, so that the two have gradients of their own: leaves may keep views of one, and add to it twice.
+            rows = torch.add(*same_heads(key_bias_rows(key_bias, sizes), rows * 1, "key_bias"))
+        key_bias = rows
     # The op's own causality, where positions are those of keys, hides later keys without a start for each key.
     is_causal = rules.is_causal and packed.ends_k is None
     options = options_of(sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic)
