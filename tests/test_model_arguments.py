@@ -238,6 +238,18 @@ def test_weights_with_sinks_and_offset():
     assert dmattn.attention_weights(q.bfloat16(), k.bfloat16()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("offset", [-1e9, 1e9, torch.finfo(torch.float32).min])
+def test_weights_beside_large_biases_are_those_of_the_output(offset):
+    """lse is rounded there: it does not say what the weights of a row are divided by."""
+    q, k, v = (tensor((1, 2, n, 8), i, torch.float32) for i, n in enumerate((5, 7, 7)))
+    for options in ({}, {"sinks": torch.tensor([0.0, offset])}):
+        options = {"key_bias": torch.full((7,), offset), **options}
+        out, lse = dmattn.attention(q, k, v, return_lse=True, **options)
+        for known in (None, lse):
+            weights = dmattn.attention_weights(q, k, None, known, **options)
+            torch.testing.assert_close(weights @ v, out)
+
+
 def test_weights_have_gradients_and_do_not_read_hidden_keys():
     q, k = tensor((1, 2, 5, 8), 0).requires_grad_(), tensor((1, 2, 7, 8), 1)
     k[:, :, 4] = torch.nan

@@ -39,8 +39,13 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
     """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero."""
     column = beside(lse, sinks_of_heads(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype)))[:, None]
-    share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)  # of the weights, what the keys keep
+    share = share_of_keys(lse, column)
     return (out * share[..., None]).to(out.dtype)
+
+
+def share_of_keys(lse: Tensor, column: Tensor) -> Tensor:
+    """Of a query's weights, what the keys keep beside the sinks [heads, 1]."""
+    return torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)
 
 
 def sinks_of_heads(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:

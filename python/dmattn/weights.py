@@ -12,7 +12,8 @@ from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of
 from dmattn.composed import visible_in_blocks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import Mask
-from dmattn.sinks import lse_with_sink, sinks_of_heads
+from dmattn.sharding import beside
+from dmattn.sinks import share_of_keys, sinks_of_heads
 from dmattn.sizes import bias_rows, key_bias_rows, sizes_of
 
 
@@ -93,9 +94,10 @@ def attention_weights(
         logits = logits if of_pairs is None else logits + of_heads(of_pairs)[:, :, row].to(dtype)
     logits = logits.masked_fill(~visible | (logits == -torch.inf), -torch.inf)
 
-    # Divide by the sum that the output was divided by.
+    # Divide by the sum that the output was divided by. Beside a large bias lse is rounded, so it only says what part of that sum these keys are.
+    own = torch.logsumexp(logits, dim=-1)
     if lse is None:
-        chosen = torch.logsumexp(logits, dim=-1)
+        chosen = own
     else:
         checks.dtype("lse", checks.tensor("lse", lse), (dtype,))
         if lse.shape != query.shape[:3] or lse.device != query.device:
@@ -103,9 +105,13 @@ def attention_weights(
                 f"lse: expected [B, H, Sq] = {list(query.shape[:3])} on {query.device}, got {checks.shape_of(lse)} on {lse.device}"
             )
         chosen = lse[:, head][:, :, row]
+    weights = torch.exp(logits - torch.where(own == -torch.inf, 0.0, own.detach())[..., None])
+    total = torch.where(own == -torch.inf, 1.0, weights.sum(-1))
+    part = torch.exp(torch.where((own == -torch.inf) | (chosen == -torch.inf), 0.0, own - chosen))
     if sinks is not None:
-        chosen = lse_with_sink(chosen, sinks_of_heads(sinks, sizes.heads, query.device, dtype)[head])
-    return torch.exp(logits - torch.where(chosen == -torch.inf, 0.0, chosen)[..., None])
+        column = sinks_of_heads(sinks, sizes.heads, query.device, dtype)[head][:, None]
+        part = part * share_of_keys(chosen, beside(chosen, column))
+    return weights * (part / total)[..., None]
 
 
 def _numbers(name: str, given: object, size: int, device: torch.device) -> Tensor:
