@@ -603,6 +603,14 @@ def test_vmap_with_dropout_honours_randomness(device, dtype):
     assert not torch.equal(different[0], different[1])
 
 
+def test_factors_of_dropout_have_all_digits_of_float64():
+    """As in the kernels for float64, beside which tangents stand."""
+    expected = torch.tensor([0.0, 1.0 / (1.0 - 0.3)], dtype=torch.float64)
+    factors = composed.dropout_factors(torch.tensor([5]), 0.3, 1, 2, ((0, 9), (0, 9)))
+    assert torch.equal(factors.unique(), expected)
+    assert torch.equal(reference.dropout_multiplier(5, 0.3, (1, 2, 9, 9), torch.device("cpu")).unique(), expected)
+
+
 def test_vmap_with_dropout_has_the_gradients_of_a_loop(small_tiles):
     given_leaves, directions, seeds = stacked(leaves()), tangents(), torch.tensor([[5], [6], [5]])
 

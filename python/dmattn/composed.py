@@ -477,7 +477,7 @@ def dropout_factors(seed: Tensor, p: float, batch: int, heads: int, place: Place
     key = mix(mix(mix(low ^ 0x9E3779B9) ^ high) ^ mix(head + 0x85EBCA6B))
     key = mix(key ^ mix(row[:, None] + 0xC2B2AE35))
     hashed = spread(key ^ ((column * 0x9E3779B9) & 0xFFFFFFFF))
-    return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
+    return (hashed >= min(int(p * 2**32), 2**32 - 1)).double() / (1.0 - p)
 
 
 # Which tiles there are ----------------------------------------------------------------------------------------------------------------

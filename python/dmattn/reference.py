@@ -42,7 +42,7 @@ def dropout_multiplier(seed: int, p: float, shape: Sequence[int], device: torch.
     head_key = mix(seed_key ^ mix(count(batch * heads).view(batch, heads, 1, 1) + 0x85EBCA6B))
     key = mix(head_key ^ mix(count(queries).view(-1, 1) + 0xC2B2AE35))
     hashed = spread(key ^ ((count(keys) * 0x9E3779B9) & 0xFFFFFFFF))
-    return (hashed >= min(int(p * 2**32), 2**32 - 1)) / (1.0 - p)
+    return (hashed >= min(int(p * 2**32), 2**32 - 1)).double() / (1.0 - p)
 
 
 def attention(
