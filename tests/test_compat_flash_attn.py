@@ -92,6 +92,12 @@ def test_slopes_have_a_gradient():
     assert torch.autograd.gradcheck(loss, tensor((2,), 9, TRUTH).abs().requires_grad_())
 
 
+def test_slopes_of_no_heads():
+    q, k = torch.randn(2, 3, 0, 8), torch.randn(2, 4, 1, 8)
+    out, lse, weights = flash_attn.flash_attn_func(q, k, k, 0.1, alibi_slopes=torch.rand(0), return_attn_probs=True)
+    assert [*map(torch.Tensor.size, (out, lse, weights))] == [(2, 3, 0, 8), (2, 0, 3), (2, 0, 3, 4)]
+
+
 def test_head_sizes_are_padded():
     case = case_of(6, 8, size=11)
     q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value[..., :5]))

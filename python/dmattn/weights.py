@@ -64,7 +64,7 @@ def attention_weights(
 
     def of_heads(given: Tensor) -> Tensor:
         """[B|1, H|Hkv|1, ...] to [B|1, chosen heads|1, ...]."""
-        return given if given.shape[1] == 1 else given[:, head // (sizes.heads // given.shape[1])]
+        return given if given.shape[1] == 1 else given[:, head // (sizes.heads // max(given.shape[1], 1))]
 
     # Say which keys the chosen queries see.
     keys = torch.arange(sizes.key_length, device=query.device)

@@ -150,7 +150,8 @@ def slopes_of(alibi_slopes: object, batch: int, heads: int, like: Tensor) -> Ten
     shape = list(slopes.shape)  # `in` would not do: Dynamo finds no equal symbolic sizes with it
     if shape != [heads] and shape != [batch, heads]:
         raise ValueError(f"alibi_slopes: expected [H] or [B, H] with B={batch}, H={heads}, got {checks.shape_of(slopes)}")
-    return slopes.to(accumulate_dtype(like.dtype)).view(-1, heads, 1)
+    slopes = slopes.to(accumulate_dtype(like.dtype))[..., None]
+    return slopes if slopes.dim() == 3 else slopes[None]
 
 
 def of_softcap(softcap: object) -> float:
