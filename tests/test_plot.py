@@ -20,6 +20,7 @@ def masks():
     top_k = IntervalMask.top_k(SCORES, 20)
     blocks = BlockMask.from_blocks(torch.rand(2, 2, 7, 7, generator=torch.Generator().manual_seed(1)) < 0.5, 32)
     blocks = blocks.cut(200, 200)
+    full = BlockMask.from_bool(torch.ones(200, 200, dtype=torch.bool))
     return {
         "causal": IntervalMask.causal(200),
         "window": IntervalMask.sliding_window(200, 9, 3),
@@ -27,6 +28,7 @@ def masks():
         "top_k": top_k,
         "partial": BlockMask.from_bool(CHECKED & torch.ones(200, 200).tril().bool(), 64),
         "blocks": blocks,
+        "no bits": BlockMask(full.tiles, full.rows, full.columns, full.bits[:0], 200, 200),
         "combined": top_k & blocks,
         "combined, one head": IntervalMask.sliding_window(200, 9) & BlockMask.from_bool(CHECKED, 64),
     }

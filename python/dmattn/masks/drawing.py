@@ -108,6 +108,7 @@ def tile_codes(tiles: Tensor, bits: Tensor, queries: Tensor, keys: Tensor) -> Te
     tile = tiles[queries // tile_q][:, keys // tile_k].long()
     slot = (tile - 2).clamp(min=0)  # 0 empty, 1 full, 2 + slot partial
     within = keys % tile_k
+    bits = bits if bits.shape[0] else bits.new_zeros((1, *bits.shape[1:]))  # no tile is partial
     word = bits[slot, (queries % tile_q)[:, None], (within // 32)[None, :]]
     seen = ((word >> (within % 32).int()) & 1).bool()
     partial = torch.where(seen, VISIBLE_IN_PARTIAL, HIDDEN_IN_PARTIAL)
