@@ -121,6 +121,11 @@ def test_bool_masks_and_masks_of_blocks():
     assert keys.visible_pairs.tolist() == [[70]]
 
 
+def test_a_block_mask_that_serves_more_keys_than_the_interval_mask_beside_it():
+    both = IntervalMask.causal(100) & BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 128)
+    assert dmattn.stats((1, 1, 100, 8), both).visible_pairs.tolist() == [[100 * 101 // 2]]
+
+
 def test_nothing_visible():
     found = dmattn.stats((1, 1, 30, 8), IntervalMask.padding(30, 0))
     assert found.predicted_speedup == math.inf

@@ -326,8 +326,8 @@ def _by_elements(
 
 def _key_length(mask: object) -> int | None:
     """How many keys a mask is for, None for any number."""
-    if isinstance(mask, CombinedMask):
-        return mask.block.key_length
+    if isinstance(mask, CombinedMask):  # the block mask may serve shorter lengths as well, an interval mask does not
+        return mask.block.key_length if mask.interval.key_length is None else mask.interval.key_length
     if isinstance(mask, IntervalMask | BlockMask):
         return mask.key_length
     return mask.shape[-1] if isinstance(mask, Tensor) and mask.dim() and mask.shape[-1] != 1 else None
