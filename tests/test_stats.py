@@ -126,6 +126,11 @@ def test_a_block_mask_that_serves_more_keys_than_the_interval_mask_beside_it():
     assert dmattn.stats((1, 1, 100, 8), both).visible_pairs.tolist() == [[100 * 101 // 2]]
 
 
+def test_bytes_in_float64():
+    found = dmattn.stats((1, 1, 10, 8), dtype=torch.float64)
+    assert found.read_bytes == 8 * 10 * (8 + 8 + 8 + 8 + 1)
+
+
 def test_nothing_visible():
     found = dmattn.stats((1, 1, 30, 8), IntervalMask.padding(30, 0))
     assert found.predicted_speedup == math.inf

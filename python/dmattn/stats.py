@@ -13,6 +13,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.call import NO_MASK, at_offset, mask_tensors, options_of
 from dmattn.composed import visible_in_blocks
+from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
 from dmattn.sizes import sizes_of
@@ -112,7 +113,7 @@ class Stats:
         batch, heads, queries, size = self.query_shape
         rows = batch * heads * queries
         elements = rows * (size + self.value_dim) + int(self.live_keys.sum()) * (size + self.value_dim)
-        return elements * self.dtype.itemsize + rows * 4
+        return elements * self.dtype.itemsize + rows * accumulate_dtype(self.dtype).itemsize
 
     @property
     def dense_mask_bytes(self) -> int:
