@@ -250,6 +250,15 @@ def test_weights_beside_large_biases_are_those_of_the_output(offset):
             torch.testing.assert_close(weights @ v, out)
 
 
+def test_weights_under_autocast_are_float32():
+    """query and key are rounded, as those of attention are; products of them are not."""
+    q, k = (tensor((1, 2, n, 8), i, torch.float32) for i, n in enumerate((5, 7)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights = dmattn.attention_weights(q, k)
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights, dmattn.attention_weights(q.bfloat16(), k.bfloat16()))
+
+
 def test_weights_have_gradients_and_do_not_read_hidden_keys():
     q, k = tensor((1, 2, 5, 8), 0).requires_grad_(), tensor((1, 2, 7, 8), 1)
     k[:, :, 4] = torch.nan

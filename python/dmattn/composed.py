@@ -253,7 +253,7 @@ class TileSum(torch.autograd.Function):
 
     @staticmethod
     def forward(function: TileFunction, problem: Problem, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with _without_autocast(tensors[CONSTANTS]):
+        with without_autocast(tensors[CONSTANTS]):
             return _sum_over_tiles(function, problem, tensors[:CONSTANTS], tensors[CONSTANTS:])
 
     @staticmethod
@@ -306,7 +306,7 @@ def _sum_over_tiles(
     return tuple(_joined(part, kind, grid) for part, kind in zip(parts, function.outputs, strict=True))
 
 
-def _without_autocast(query: Any) -> AbstractContextManager[Any]:
+def without_autocast(query: Any) -> AbstractContextManager[Any]:
     """Products are of the dtype things are summed in, also where autocast would round their factors."""
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of
-from dmattn.composed import visible_in_blocks
+from dmattn.composed import visible_in_blocks, without_autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import Mask
 from dmattn.sharding import beside
@@ -83,7 +83,8 @@ def attention_weights(
     dtype = accumulate_dtype(query.dtype)
     shown = query[:, head][:, :, row].to(dtype)
     read = torch.where(visible.any(2)[..., None], of_heads(key) if sizes.kv_heads > 1 else key, 0.0).to(dtype)
-    logits = (shown @ read.transpose(-1, -2)) * options.scale
+    with without_autocast(query):
+        logits = (shown @ read.transpose(-1, -2)) * options.scale
     if options.softcap > 0:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if key_bias is not None:
