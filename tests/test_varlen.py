@@ -184,7 +184,7 @@ def test_gradients_of_leaves_that_are_added_lie_apart(device, dtype, shape):
         out.cos().sum().backward()
         sums.append((scores.grad.clone(), key_bias.grad.clone()))
     for once, twice in zip(*sums, strict=True):
-        assert_same_by_another_way(twice, 2 * once)
+        assert torch.equal(twice, 2 * once)
 
 
 def test_sinks_and_one_number_for_each_key(device, dtype):
