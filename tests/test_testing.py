@@ -59,6 +59,22 @@ def test_the_rule_rejects_misplaced_infinities_and_nan():
             assert_close_to_reference(case, results)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "key_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rule_rejects_wrong_numbers_beside_infinities_and_nan(dtype, name, bad):
+    """What a bad number does not reach is compared as if it were not there."""
+    query, key, value, key_bias = (strategies.random_tensor((1, 1, 9, 8), seed, dtype) for seed in range(4))
+    case = AttentionCase(query, key, value, key_bias=key_bias[..., 0].clone(), is_causal=True)
+    case.leaves()[name][(0, 0, 7) if name == "key_bias" else (0, 0, 7, 3)] = bad
+    right = run_reference(case)
+    assert_close_to_reference(case, right)
+    for wrong in ("out", "lse"):
+        assert right[wrong][0, 0, 2].isfinite().any()
+        with pytest.raises(AssertionError, match=rf"{wrong}\[.*allowed"):
+            assert_close_to_reference(case, {wrong: right[wrong] + 1})
+
+
 def test_the_rule_rejects_a_single_dropped_key():
     def forgets_a_key(query, key, value, mask, **options):
         hidden = torch.arange(60) != 13

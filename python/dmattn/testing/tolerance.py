@@ -80,18 +80,18 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
     heads, kv_heads = exact.query.shape[1], exact.key.shape[1]
     seen = exact.seen()
     hidden = ~seen.any(dim=2)[..., None]
-    query = exact.query
-    key = reference.per_query_head(exact.key, heads).masked_fill(hidden, 0.0)
-    value = reference.per_query_head(exact.value, heads).masked_fill(hidden, 0.0)
+    query = _finite(exact.query)
+    key = _finite(reference.per_query_head(exact.key, heads).masked_fill(hidden, 0.0))
+    value = _finite(reference.per_query_head(exact.value, heads).masked_fill(hidden, 0.0))
     scale = abs(query.shape[-1] ** -0.5 if exact.scale is None else exact.scale)
     logits = (query.abs() @ key.abs().transpose(-1, -2)) * scale
     for given, rank in ((exact.key_bias, 3), (exact.bias, 4)):
         if given is not None:
             wide = reference.per_query_head(with_rank(given, rank), heads).abs()
-            logits = logits + (wide[:, :, None] if rank == 3 else wide)
+            logits = logits + _finite(wide[:, :, None] if rank == 3 else wide)
 
     _, lse = exact.call_reference()
-    weights = _weights(exact)
+    weights = _finite(_weights(exact))
     kept = torch.ones_like(weights)
     if exact.dropout_p > 0:
         kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
@@ -172,21 +172,22 @@ def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[st
     hidden = ~seen.any(dim=2)[..., None]
 
     def wide(given: Tensor) -> Tensor:
-        return reference.per_query_head(given, heads).masked_fill(hidden, 0.0).abs()
+        return _finite(reference.per_query_head(given, heads).masked_fill(hidden, 0.0)).abs()
 
-    query, key, value = exact.query.abs(), wide(exact.key), wide(exact.value)
-    query_t, key_t, value_t = along["query"].abs(), wide(along["key"]), wide(along["value"])
+    query, key, value = _finite(exact.query).abs(), wide(exact.key), wide(exact.value)
+    query_t, key_t, value_t = _finite(along["query"]).abs(), wide(along["key"]), wide(along["value"])
     scale = abs(query.shape[-1] ** -0.5 if exact.scale is None else exact.scale)
     logits = query @ key.mT * scale
     logits_t = (query_t @ key.mT + query @ key_t.mT) * scale
     for name, rank in (("key_bias", 3), ("bias", 4)):
         if name in along:
             bias, bias_t = (
-                reference.per_query_head(with_rank(given, rank), heads).abs() for given in (exact.leaves()[name], along[name])
+                _finite(reference.per_query_head(with_rank(given, rank), heads)).abs()
+                for given in (exact.leaves()[name], along[name])
             )
             logits = logits + (bias[:, :, None] if rank == 3 else bias)
             logits_t = logits_t + (bias_t[:, :, None] if rank == 3 else bias_t)
-    weights = _weights(exact)
+    weights = _finite(_weights(exact))
     logits, logits_t = (torch.where(weights > 0, given, 0.0) for given in (logits, logits_t))
     wrong = weights * (1.0 + logits + (weights * logits).sum(-1, keepdim=True))
     kept = torch.ones_like(weights)
@@ -316,13 +317,18 @@ def _compare_in(dtype: torch.dtype, name: str, result: Tensor, truth: Tensor, ea
         + ARITHMETIC_ULPS * (summed.eps * (_largest(terms.arithmetic) + size) + summed.tiny)
     )
     error = torch.where(finite, given - truth, 0.0).abs()
-    if _largest(error) > allowed:
+    if not _largest(error) <= allowed:  # NaN is not, either
         where = tuple(torch.unravel_index(error.argmax(), error.shape))
         raise AssertionError(
             f"{name}{[int(i) for i in where]}: expected {truth[where]:.9g}, got {given[where]:.9g}: error {error[where]:.3g}, allowed "
             f"{allowed:.3g} (eager {eager_error:.3g}); {int((error > allowed).sum())} of {error.numel()} elements are off in {case}"
         )
     return _largest(error) / allowed
+
+
+def _finite(given: Tensor) -> Tensor:
+    """0 for NaN and infinities: what they reach is compared by place, and what they do not reach is allowed no more for their sake."""
+    return torch.where(torch.isfinite(given), given, 0.0)
 
 
 def _largest(tensor: Tensor) -> float:
