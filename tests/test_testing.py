@@ -150,6 +150,13 @@ def test_same_bits_means_bits():
     assert_same_bits(a, dict(a))
     with pytest.raises(AssertionError, match="out: expected bitwise equal"):
         assert_same_bits(a, b)
+    numbers = torch.tensor([0.0, torch.finfo(torch.float32).max, 1.0])
+    for bad in (math.nan, math.inf):
+        others = torch.tensor([bad, bad, 1.0])
+        assert_same_bits({"out": others}, {"out": others.clone()})
+        for at in (0, 1):
+            with pytest.raises(AssertionError, match="out: expected bitwise equal"):
+                assert_same_bits({"out": numbers[at]}, {"out": others[at]})
 
 
 @pytest.mark.parametrize(
