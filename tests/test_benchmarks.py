@@ -491,6 +491,16 @@ def test_a_decoding_step_that_differs_is_refused(monkeypatch):
         decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16), 1, "cpu")
 
 
+def test_a_decoding_step_that_leaves_keys_out_is_refused(monkeypatch):
+    """Over many keys results are small, and a part of the keys changes them by little."""
+    case = decode.Case(1, 32768, heads=2, kv_heads=1, head_dim=16)
+    decode.measured(case, 1, "cpu")
+    ours = dmattn.decode_attention
+    monkeypatch.setattr(dmattn, "decode_attention", lambda q, k, v, lengths, **rest: ours(q, k, v, lengths - 2048, **rest))
+    with pytest.raises(measure.WrongResultError, match="differs from SDPA"):
+        decode.measured(case, 1, "cpu")
+
+
 def test_training_steps_are_timed():
     rows = training_step.document_rows(measure.JobOptions("cpu", repeats=1))
     assert [row["name"] for row in rows] == ["dynamic", "causal"]

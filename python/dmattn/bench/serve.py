@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
-from dmattn.bench.decode import CUDA_BACKENDS, in_pages, random_pages, steps_in_a_graph
+from dmattn.bench.decode import CUDA_BACKENDS, assert_alike, in_pages, random_pages, steps_in_a_graph
 from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
 from dmattn.bench.records import Row, provenance
-from dmattn.testing import tolerance
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
@@ -41,12 +40,6 @@ CHUNK, FILL = 4096, 16_384
 QUIET = 0.1  # part of a CPU's time that others may use while it is timed
 SURE_TO_WIN = 1e4  # a score; those of the context are standard normal
 Run = Callable[[], object]
-
-
-def assert_alike(result: Tensor, expected: Tensor) -> None:
-    """Kernels round weights to bfloat16 at different places; float32 sums have another order."""
-    rule = tolerance.assert_same_in_another_order if result.dtype == torch.float32 else tolerance.assert_same_by_another_way
-    rule(result, expected, result.dtype)
 
 
 def dtype_of(device: str) -> torch.dtype:
