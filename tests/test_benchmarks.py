@@ -33,7 +33,7 @@ from dmattn.bench import (
     training_step,
     workloads,
 )
-from torch.nn.attention import flex_attention
+from torch.nn.attention import SDPBackend, flex_attention
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 KINDS = ("dense", "dma", "sliding", "streaming", "documents", "tree", "blocks", "patches", "select")
@@ -499,6 +499,17 @@ def test_a_decoding_step_that_leaves_keys_out_is_refused(monkeypatch):
     monkeypatch.setattr(dmattn, "decode_attention", lambda q, k, v, lengths, **rest: ours(q, k, v, lengths - 2048, **rest))
     with pytest.raises(measure.WrongResultError, match="differs from SDPA"):
         decode.measured(case, 1, "cpu")
+
+
+def test_long_caches_that_give_something_else_are_refused(monkeypatch):
+    monkeypatch.setattr(serve, "CUDA_BACKENDS", {"torch's": SDPBackend.MATH})
+    monkeypatch.setattr(serve, "graph_samples", lambda runs, repeats: [float(len(runs))])
+    query, key, value, _ = serve.tokens(1, 1, "cpu", 0)
+    key, value = (torch.cat([given, given.flip(1)], 2) for given in (key, value))
+    right = serve.sdpa(query, key, value, None)
+    assert serve.cuda_peers(query, [(key, value)], 1, right) == {"torch's": [1.0]}
+    with pytest.raises(AssertionError, match="distance"):
+        serve.cuda_peers(query, [(key, value)], 1, 1.01 * right)
 
 
 def test_training_steps_are_timed():
