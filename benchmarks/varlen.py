@@ -68,14 +68,14 @@ def visible_pairs(lengths_q: Tensor, lengths_k: Tensor, window: int) -> int:
 
 
 def torchs_call(
-    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, longest: int
+    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int
 ) -> Callable[[], Tensor] | None:
     """torch's packed attention, causal; None where there is none."""
     if query.device.type != "cuda" or importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     causal = {"is_causal": True} if "is_causal" in inspect.signature(varlen_attn).parameters else {"window_size": (-1, 0)}
-    return lambda: varlen_attn(query, key, value, ends_q, ends_k, longest, longest, **causal)
+    return lambda: varlen_attn(query, key, value, ends_q, ends_k, longest_q, longest_k, **causal)
 
 
 def dense_rate(device: str, dtype: torch.dtype, length: int, repeats: int) -> dict[str, float]:
@@ -140,7 +140,8 @@ def row_of(case: Case, longest: int, device: str, repeats: int, rates: dict[str,
     row: Row = {"case": str(case), "tokens": Tk, "pairs": pairs}
     for name, taken in times.items():
         row |= {f"{name}_ms": taken * 1e3, f"{name}_over_proportional": taken * rates[name] / pairs}
-    peer = None if case.window else torchs_call(query, key, value, *(e.to(device) for e in ends), longest)
+    most = int(lengths_q.max()), int(lengths_k.max())
+    peer = None if case.window else torchs_call(query, key, value, *(e.to(device) for e in ends), *most)
     if peer is not None:
         try:
             samples = by_turns(both_ways(peer, leaves), device, repeats)

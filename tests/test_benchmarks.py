@@ -810,6 +810,18 @@ def test_packs_are_timed_and_a_wrong_one_is_refused(monkeypatch):
         varlen.row_of(varlen.Case(4, 2), 20, "cpu", 1, rates)
 
 
+def test_torchs_packs_are_told_their_own_longest_documents(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import varlen
+
+    told = []
+    monkeypatch.setattr(varlen, "torchs_call", lambda query, key, value, *given: told.append(given))
+    varlen.row_of(varlen.Case(4, 2, queries=0.5), 20, "cpu", 1, {"forward": 1.0, "backward": 1.0})
+    ((of_queries, of_keys, longest_q, longest_k),) = told
+    assert (longest_q, longest_k) == (of_queries.diff().max(), of_keys.diff().max())
+    assert longest_q < longest_k
+
+
 def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
