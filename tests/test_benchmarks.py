@@ -822,6 +822,18 @@ def test_torchs_packs_are_told_their_own_longest_documents(monkeypatch):
     assert longest_q < longest_k
 
 
+def test_sums_over_a_dimension_that_are_wrong_are_refused(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import reduce
+
+    given = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    case = reduce.Case((40, 50), dim=1)
+    reduce.check(case, given, 1)
+    monkeypatch.setattr(torch.ops.dmattn, "reduce_sum", lambda x, dim=None: x.sum() if dim is None else x[:, 1:].sum(dim))
+    with pytest.raises(SystemExit, match=r"refused: \[40, 50\] float32, dim 1: sum"):
+        reduce.check(case, given, 1)
+
+
 def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
