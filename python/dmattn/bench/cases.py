@@ -195,10 +195,17 @@ def workload(case: Case, device: str, with_peers: bool = True, left_out: dict[st
         key_bias=scores,
         pairs=dmattn.visible_pairs(mask, case.length, case.length, is_causal=causal, **sizes)
         if table is None
-        else int(table.sum()) * case.block**2,
+        else _pairs_of_table(case, table),
         dense_pairs=dmattn.visible_pairs(None, case.length, case.length, is_causal=case.is_causal, **sizes),
         visible=lambda: _visible(case, device, scores, table),
     )
+
+
+def _pairs_of_table(case: Case, table: Tensor) -> int:
+    """What a table of blocks shows, over all batches and heads; the last blocks end with the sequence."""
+    sizes = torch.full(table.shape[-1:], case.block, device=table.device)
+    sizes[-1] = case.length - (table.shape[-1] - 1) * case.block
+    return case.batch * int((table.sum((0, 1)) * sizes[:, None] * sizes).sum())
 
 
 def _peers(names: tuple[str, ...], problem: Problem, left_out: dict[str, str] | None) -> list[Call]:
