@@ -7,6 +7,7 @@ import pytest
 import torch
 from dmattn import BlockMask, BoundedCache, IntervalMask
 from dmattn.testing import strategies
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -476,6 +477,17 @@ def test_flop_counter_counts_visible_work(device, dtype, kind):
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == 5 * pairs * (16 + 24)
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(50, 50), (3, 50), (50, 3), (0, 4), (4, 0)])
+def test_flop_counter_needs_no_numbers_for_causality(device, dtype, Sq, Sk):
+    """Fake tensors have sizes alone, from which the pairs follow."""
+    q, k, v = inputs(Sq=Sq, Sk=Sk, dtype=dtype, device=device)
+    pairs = 2 * 4 * int(torch.ones(Sq, Sk).tril(Sk - Sq).sum())
+    assert dmattn.visible_pairs(None, Sq, Sk, is_causal=True, batch=2, heads=4) == pairs
+    with FakeTensorMode() as mode, FlopCounterMode(display=False) as counter:
+        dmattn.attention(*(mode.from_tensor(t) for t in (q, k, v)), is_causal=True)
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
 
 
 def test_autocast(device):

@@ -75,9 +75,10 @@ def _pairs(
         return batch * heads * Sq * Sk
     if tiles is not None and bits is not None:
         return _pairs_by_element(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
-    if start is None and end is None and not is_causal:
-        return batch * heads * Sq * Sk
-    device = next((t.device for t in (start, end) if t is not None), None)
+    if start is None and end is None:
+        before = max(0, Sk - Sq)  # a query at position p sees p + 1 keys
+        return batch * heads * ((Sk * (Sk + 1) - before * (before + 1)) // 2 if is_causal else Sq * Sk)
+    device = next(t.device for t in (start, end) if t is not None)
     first, last = _interval_bounds(start, end, is_causal, Sq, Sk, device)
     count = (last - first).clamp(min=0)
     return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
