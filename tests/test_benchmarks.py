@@ -502,6 +502,15 @@ def test_a_decoding_step_that_leaves_keys_out_is_refused(monkeypatch):
         decode.measured(case, 1, "cpu")
 
 
+def test_training_steps_on_several_ranks_take_no_documents(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["training_step", "--documents", "4"])
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: pytest.fail("the option was not refused"))
+    with pytest.raises(SystemExit):
+        training_step.main()
+    assert "--documents: expected none on 2 ranks" in capsys.readouterr().err
+
+
 def test_long_caches_that_give_something_else_are_refused(monkeypatch):
     monkeypatch.setattr(serve, "CUDA_BACKENDS", {"torch's": SDPBackend.MATH})
     monkeypatch.setattr(serve, "graph_samples", lambda runs, repeats: [float(len(runs))])

@@ -213,6 +213,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1 and options.documents:
+        parser.error(f"--documents: expected none on {world} ranks, which share one sequence, got {options.documents}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
