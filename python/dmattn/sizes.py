@@ -153,6 +153,15 @@ def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, 
     return key_bias.to(accumulate_dtype(sizes.dtype))
 
 
+def with_own_gradient(given: Tensor) -> Tensor:
+    """The same numbers, for a sum of two biases: the gradient of ``given`` then has memory of its own.
+
+    A sum hands both its terms one gradient. Where both are views of leaves, autograd keeps views of that one as the leaves' gradients, and a
+    second backward pass adds to it twice.
+    """
+    return given * 1
+
+
 def bias_rows(bias: Tensor, sizes: Sizes) -> tuple[Tensor | None, Tensor | None]:
     """A bias as (key_bias part, bias part): one that is the same for all queries belongs to the keys."""
     checks.tensor("bias", bias)

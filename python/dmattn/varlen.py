@@ -14,7 +14,7 @@ from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask, bounds
 from dmattn.masks.heads import same_heads
 from dmattn.sinks import with_sinks
-from dmattn.sizes import Sizes, interval_rows, key_bias_rows, sizes_of
+from dmattn.sizes import Sizes, interval_rows, key_bias_rows, sizes_of, with_own_gradient
 
 
 @overload
@@ -162,8 +162,7 @@ def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
     if packed.key_bias is not None:
         rows = key_bias_rows(packed.key_bias, sizes)
         if key_bias is not None:
-            # Times 1, so that the two have gradients of their own: leaves may keep views of one, and add to it twice.
-            rows = torch.add(*same_heads(key_bias_rows(key_bias, sizes), rows * 1, "key_bias"))
+            rows = torch.add(*same_heads(key_bias_rows(key_bias, sizes), with_own_gradient(rows), "key_bias"))
         key_bias = rows
     # The op's own causality, where positions are those of keys, hides later keys without a start for each key.
     is_causal = rules.is_causal and packed.ends_k is None

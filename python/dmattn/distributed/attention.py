@@ -21,7 +21,7 @@ from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import check_base, select_interval
-from dmattn.sizes import Sizes, key_bias_rows, sizes_of
+from dmattn.sizes import Sizes, key_bias_rows, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
 
@@ -241,11 +241,8 @@ def _added_to_logits(given: Arguments) -> Tensor | None:
     """key_bias and scores together, [B, Hkv, n, 1 or H / Hkv]."""
     if given.scores is None:
         return given.key_bias
-    scores = given.scores.to(accumulate_dtype(given.sizes.dtype))
-    if given.key_bias is None or given.key_bias.shape[3] > 1:
-        return scores[..., None] if given.key_bias is None else given.key_bias + scores[..., None]
-    # The other way round both would get a view of one gradient, and two leaves may keep such views and add to them in place.
-    return (given.key_bias[..., 0] + scores)[..., None]
+    scores = given.scores.to(accumulate_dtype(given.sizes.dtype))[..., None]
+    return scores if given.key_bias is None else given.key_bias + with_own_gradient(scores)
 
 
 def _by_head(bias: Tensor) -> Tensor:
