@@ -239,9 +239,11 @@ BackwardResults backward_op(BackwardArguments given) {
   LiveKeysOptions options;
   options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
-  // Long segments: what a tile of keys costs once is a smaller part then. Keys of which many die in their segment come behind
-  // those that outlive it, so that few tiles meet all its queries; in shorter segments that costs more than it gains.
-  if (is_sm90 && p.query_length >= 65536) options.shortest = 1, options.by_lifetime = true;
+  // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
+  // their segment come behind those that outlive it, so that few tiles meet all its queries; in others that costs more than it
+  // gains.
+  if (is_sm90 && p.query_length >= 8192) options.shortest = 1;
+  options.by_lifetime = is_sm90 && p.query_length >= 65536;
   const bool is_in_order = is_sm90 && p.bias.data;  // the Hopper kernel with a bias walks keys in order
   options.is_one = is_sm90 && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);

@@ -1,5 +1,6 @@
 // Attention backward for Hopper: persistent blocks of three warpgroups. Two compute, each with 64 keys of a tile and all the
-// queries that see it; grad_key and grad_value stay in registers. The third loads, and adds grad_query in fp32 to global memory.
+// queries that see it; grad_key and grad_value stay in registers, and grad_query is added in fp32 to global memory. The third
+// loads.
 //
 // The one surprise is that scores are kept transposed, keys by queries. Probabilities and score gradients are then operands of
 // their products straight from registers, and only the score gradients go through shared memory, for grad_query.
@@ -10,69 +11,21 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Leaves the warpgroup's part of a chunk's grad_query in shared memory, from where another warp adds it to query_sums. Tiles of
-// 64 queries by 16 columns lie one behind the other. width: floats of a row of query_sums. After a fence, announce_grad_query
-// tells that warp.
-template <int kDim, bool kHasOptions, int kTiles>
-__device__ __forceinline__ void leave_grad_query(BackwardShared<kDim, kHasOptions>& shared, const float (&from)[kTiles][4],
-                                                 uint32_t group, const QueryNote& note, int width) {
-  using Shared = BackwardShared<kDim, kHasOptions>;
+// Adds grad_query of a chunk, the warpgroup's part of it, to query_sums, where tiles of 64 queries by 16 columns lie one behind
+// the other: a warp adds 512 consecutive bytes at a time.
+template <class Shared, int kDim, int kTiles>
+__device__ __forceinline__ void add_grad_query(const QueryNote& note, const float (&from)[kTiles][4], uint32_t group, int width) {
   const ScorePlace<kDim> place;
-  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
-  if (place.first_row % 64 == 0 && place.lane == 0) {
-    shared.sums_to[group] = note.sums + group * 64 * (Shared::kPartColumns < kDim ? Shared::kPartColumns : width);
-  }
-  const uint32_t to = shared_address(shared.grad_query[group]) + place.first_row % 64 * 64 + place.lane * 16;
+  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim;
+  float* const to = note.sums + group * 64 * (Shared::kPartColumns < kDim ? Shared::kPartColumns : width) +
+                    place.first_row % 64 * 16 + place.lane * 4;
 #pragma unroll
   for (int i = 0; i < kTiles; i += 2) {
+    if (first_column + i * 8 < width) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      store_shared_16(to + i / 2 * (64 * 64) + r * (8 * 64), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
-                      from[i + 1][2 * r + 1]);
-    }
-  }
-}
-__device__ __forceinline__ void announce_grad_query(uint32_t group) {
-  group_arrive(static_cast<int>(kSumsFullBarrier + group), kSumsThreads);
-}
-
-// Tells the warp that adds that this warpgroup leaves nothing more.
-template <int kDim, bool kHasOptions>
-__device__ __forceinline__ void leave_end(BackwardShared<kDim, kHasOptions>& shared, uint32_t group) {
-  group_sync(static_cast<int>(kSumsEmptyBarrier + group), kSumsThreads);
-  if (threadIdx.x % kWarpgroup == 0) shared.sums_to[group] = nullptr;
-  announce_grad_query(group);
-}
-
-// What the warpgroups leave of grad_query -> query_sums [B, H, padded_queries, D] in tiles of 64 queries by 16 columns. By one
-// warp. The copy engine adds; the warps that compute neither issue that nor wait for its end.
-template <int kDim, bool kHasOptions>
-__device__ __forceinline__ void add_grad_queries(const BackwardCall& call, BackwardShared<kDim, kHasOptions>& shared) {
-  using Shared = BackwardShared<kDim, kHasOptions>;
-  const bool is_first = read_lane() == 0;
-  const auto free_part = [](int group) { group_arrive(kSumsEmptyBarrier + group, kSumsThreads); };
-  for (int group = 0; group < kConsumers; ++group) free_part(group);
-  for (bool has_parts = true; has_parts;) {
-#pragma unroll
-    for (int group = 0; group < kConsumers; ++group) {
-      group_sync(kSumsFullBarrier + group, kSumsThreads);
-      float* const to = shared.sums_to[group];
-      has_parts = to != nullptr;
-      if (is_first && has_parts) {
-        const int width = static_cast<int>(sum_width(call.b.forward.head_dim));
-        const int bytes = min(Shared::kPartColumns, width - (group * Shared::kPartColumns) % kDim) * 64 * 4;
-        if (bytes > 0) add_floats(to, shared_address(shared.grad_query[group]), bytes);
-        commit_stores();
+      for (int r = 0; r < 2; ++r) {
+        add_4(to + i * (64 * 8) + r * (8 * 16), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
       }
-      __syncwarp();
-    }
-    if (has_parts) {
-      if (is_first) wait_stores_read<1>();
-      __syncwarp();
-      free_part(0);
-      if (is_first) wait_stores_read();
-      __syncwarp();
-      free_part(1);
     }
   }
 }
@@ -261,18 +214,15 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
-  // Leaves grad_query of the chunk with this note.
-  auto leave = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
-    leave_grad_query(shared, grad_query, products.group, shared.query_notes[note % Shared::kQueryNotes],
-                     static_cast<int>(sum_width(p.head_dim)));
+  // Adds grad_query of the chunk with this note.
+  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
+    add_grad_query<Shared, kDim>(shared.query_notes[note % Shared::kQueryNotes], grad_query, products.group,
+                                 static_cast<int>(sum_width(p.head_dim)));
   };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
     const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
-    if (tile.head < 0) {
-      leave_end(shared, products.group);
-      break;
-    }
+    if (tile.head < 0) break;
     head = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
@@ -280,9 +230,10 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
     }
 
-    // The tensor cores always have a product to do beside what the threads do. Both products of scores are begun at the end of
-    // the chunk before, and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first
-    // chunk computes a grad_query that means nothing, so that registers are the same on all ways through the loop.
+    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes a
+    // grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
+    // through the loop.
     bool has_chunk_before = false;
     float scores[kN][4], grad_scores[kN][4];
     bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
@@ -302,29 +253,25 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       products.begin_grad_scores(grad_scores, n);
     };
-    // Issues scores = K Q^T and grad_scores. With options registers do not suffice for both before the scores are weighed.
+    // Issues scores = K Q^T.
     auto begin_scores = [&] {
       pin(scores);
       begin_products();
       products.begin_scores(scores, n);
-      if (!kHasOptions) begin_grad_scores();
-    };
-    auto await_scores = [&] {
-      wait_products<kHasOptions ? 0 : 1>();
-      pin(scores);
     };
     key_full.wait_full(visit);
-    value_full.wait_full(visit);
     bool has_chunk = await_chunk();
-    if (has_chunk) {
-      begin_scores();
-      await_scores();
-    }
+    begin_scores();
+    value_full.wait_full(visit);
+    wait_products<0>();
+    pin(scores);
     while (has_chunk) {
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;  // notes that ended a visit do not count
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4], slopes[kSteps][4];  // slopes: with options
+      // With options registers do not suffice for both products before the scores are weighed.
+      if (!kHasOptions) begin_grad_scores();
       if (kHasBias && is_new_head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
         read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
@@ -332,20 +279,13 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       if (kHasBias) head = note.head;
 
       weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes);
+      if (kHasOptions) begin_grad_scores();
       // Issue grad_value += weights dO, and wait for grad_scores.
-      if constexpr (kHasOptions) {
-        begin_grad_scores();
-      } else {
-        wait_products<0>();
-        pin(grad_scores);
-      }
       pin(grad_value);
       begin_products();
       products.begin_sums(grad_value, weights, products.grad_outs_of(n));
-      if constexpr (kHasOptions) {
-        wait_products<1>();
-        pin(grad_scores);
-      }
+      wait_products<1>();
+      pin(grad_scores);
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
@@ -361,38 +301,29 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       products.begin_grad_query(grad_query, chunk - 1);
       products.begin_sums(grad_key, gradients, products.queries_of(n));
-      // Leave the score gradients in shared memory for grad_query, and grad_query of the chunk before to the warp that adds it,
-      // beside the last product.
+      // Leave the score gradients in shared memory for grad_query.
       score_empty.wait_empty(chunk);
       put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
-      wait_products<1>();
+      // Wait for the three products; the chunk's place is free.
+      wait_products<0>();
       pin(grad_value);
       pin(grad_query);
-      if (has_chunk_before) leave(grad_query, n - 1);
-      // When that product is done, the chunk's place is free.
-      wait_products<0>();
       pin(grad_key);
       barrier_arrive(query_empty.at(n));
       ++n;
-      // Issue the scores of the next chunk. Only then tell the others what was left: by now it has reached shared memory, and the
-      // fence takes no time.
-      const auto announce = [&] {
-        fence_async();
-        barrier_arrive(score_full.at(chunk));
-        if (has_chunk_before) {
-          barrier_arrive(score_empty.at(chunk - 1));
-          announce_grad_query(products.group);
-        }
-        has_chunk_before = true;
-      };
+      // Issue the scores of the next chunk. Only then announce the score gradients: by now they have reached shared memory, and
+      // the fence takes no time. Add grad_query of the chunk before to global memory.
       has_chunk = await_chunk();
-      if (!has_chunk) {
-        announce();
-        break;
-      }
       begin_scores();
-      announce();
-      await_scores();
+      fence_async();
+      barrier_arrive(score_full.at(chunk));
+      if (has_chunk_before) {
+        barrier_arrive(score_empty.at(chunk - 1));
+        add(grad_query, n - 2);
+      }
+      has_chunk_before = true;
+      wait_products<0>();
+      pin(scores);
     }
 
     // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
@@ -411,9 +342,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
-      leave(grad_query, n - 1);
-      fence_async();
-      announce_grad_query(products.group);
+      add(grad_query, n - 1);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
@@ -433,7 +362,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
-// keys, one thread loads chunks of queries, and a warp adds grad_query.
+// keys, and one thread loads chunks of queries.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
@@ -464,8 +393,6 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (thread >= kLoaders + 32) {
-      add_grad_queries(call, shared);
     }
   }
 }

@@ -43,8 +43,6 @@ struct alignas(1024) BackwardShared {
   uint16_t query[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_out[kShape.query_stages][kShape.queries * kDim];
   uint16_t grad_score[2][kBackwardKeys * kShape.queries];  // panels of 64 queries: keys by queries
-  // For each warpgroup, on the way to global memory: tiles of 64 queries by 16 columns.
-  float grad_query[kConsumers][kPartQueries * kPartColumns];
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];  // with dropout
@@ -56,13 +54,9 @@ struct alignas(1024) BackwardShared {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
-  float* sums_to[kConsumers];  // where grad_query is to be added; null: nothing more comes
 };
 
-// Named barriers: of the loading and of the computing warps; for each computing warpgroup, of it and the warp that adds its part
-// of grad_query. 0 is the whole block's.
-inline constexpr int kLoadBarrier = 1, kClearBarrier = 2, kSumsFullBarrier = 3, kSumsEmptyBarrier = 5;
-inline constexpr int kSumsThreads = kWarpgroup + 32;
+inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
 
 inline constexpr int kComputingThreads = kConsumers * kWarpgroup;
 

@@ -228,8 +228,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
     // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
     const int64_t segments = segments_at(static_cast<int>(p.query_length), call.live_keys.shortest),
                   few = head_groups * std::min<int64_t>(segments, 4);
-    const int64_t rounds = call.key_sums ? 2 : 8;  // without sums a share costs little more than its tiles
-    work.shares = static_cast<int>(std::clamp<int64_t>(rounds * processors / few, 4, std::max<int64_t>(tiles, 4)));
+    const int64_t rounds = call.key_sums ? 4 : 8;  // without sums a share costs little more than its tiles
+    work.shares = static_cast<int>(std::clamp<int64_t>(rounds * processors / few, 8, std::max<int64_t>(tiles, 8)));
     tiles = segments * work.shares;
   }
   const int64_t items = tiles * head_groups;

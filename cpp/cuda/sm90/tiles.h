@@ -105,7 +105,7 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
 }
 
 // Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and one
-// of which half loads the keys of the tile, one thread the queries, and, up to D = 128, one warp adds grad_query.
+// of which half loads the keys of the tile and one thread the queries.
 inline constexpr int kConsumers = 2, kLoaders = kWarpgroup / 2;
 struct BackwardShape {
   int keys;                                    // of a tile

@@ -25,8 +25,9 @@ struct WalkQueues {
   static __device__ __forceinline__ int place(int n) { return n & (kRing - 1); }
   int32_t whole[kRing];    // keys that every query of the tile sees
   int32_t partial[kRing];  // places in the list of keys that some see
-  int warp_counts[2][kWarps];
-  uint32_t warp_flags[2][kWarps];
+  // Aligned, so that a buffer is read without words beside it, which another warp may be writing.
+  alignas(16) int warp_counts[2][kWarps];
+  alignas(16) uint32_t warp_flags[2][kWarps];
   uint32_t some_see[kWarps][4];  // of the queries of each warp: which keys of a chunk does one see? A bit for each key
   uint32_t item;
   // With a block mask: some entries of its row of tiles, and their states.
