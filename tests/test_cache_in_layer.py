@@ -31,6 +31,7 @@ LAYERS = [
     {"local": 3, "sink": 1, "local_heads": 1, "taught": True},
     LEARNING,
     {**LEARNING, "sink": 2, "softcap": 5.0, "rope_theta": None},
+    {**LEARNING, "rotated_heads": 1},
     {"window": 0, "local": 4, "recency": 0.25},
 ]
 

@@ -295,6 +295,9 @@ PUBLIC = {
     "rotary factor 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.0), ValueError, "partial_rotary_factor: expected a number in (0, 1]"),
     "rotary factor of no dimension": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.2), ValueError, "partial_rotary_factor: expected at least two of the 8 dimensions of a head, got 0.2"),
     "rotary factor 2": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=2), ValueError, "0 <= partial_rotary_factor <= 1"),
+    "rotated heads 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=0), ValueError, "rotated_heads: expected"),
+    "rotated heads of more than there are": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=3), ValueError, "rotated_heads: expected None, or at most 2 key heads"),
+    "rotated heads without rotation": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=1, rope_theta=None), ValueError, "rotated_heads: expected None"),
     "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
     "projection elsewhere": (
         lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
@@ -667,7 +670,7 @@ ARGUMENTS = {
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
+                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "rotated_heads": None, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
                            "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
     LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
     score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink": 0, "queries": 4,
@@ -684,6 +687,7 @@ TAKEN = {
     "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
+    "rotated_heads": {"None", "an int"},
 } | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
 
 

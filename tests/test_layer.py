@@ -40,6 +40,7 @@ def layer_of(dtype=torch.float32, **options):
         {"taught": True, "score": "linear", "sink": 1},
         {"local": 4, "local_heads": 1, "recency": 0.1},
         {**RECOMMENDED, "sink": 2, "rope_theta": None},
+        {**RECOMMENDED, "rotated_heads": 1},
     ],
     ids=str,
 )
@@ -421,6 +422,28 @@ def test_autocast_selects_in_float32():
     assert out.dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert dmattn.nn.scores.recency_of(layer.log_slope.bfloat16(), 5).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_some_heads_rotate_and_the_others_do_not(kv_heads):
+    layers = [
+        layer_of_heads(kv_heads, rotated_heads=kv_heads // 2), layer_of_heads(kv_heads), layer_of_heads(kv_heads, rope_theta=None)
+    ]  # fmt: skip
+    hidden = torch.randn(2, 20, 64)
+    some, rotated, plain = (layer.projected(hidden)[:2] for layer in layers)
+    for ours, turned, unturned in zip(some, rotated, plain, strict=True):  # query, then key
+        half = ours.shape[1] // 2
+        assert torch.equal(ours[:, :half], turned[:, :half])
+        assert torch.equal(ours[:, half:], unturned[:, half:])
+        assert not torch.equal(turned[:, half:], unturned[:, half:])
+        assert ours.transpose(1, 2).is_contiguous()
+    every = layer_of_heads(kv_heads, rotated_heads=kv_heads)
+    assert torch.equal(every(hidden), layers[1](hidden))
+
+
+def layer_of_heads(kv_heads, **options):
+    torch.manual_seed(0)
+    return DynamicMaskAttention(64, 4, 8, num_kv_heads=kv_heads, **options)
 
 
 def test_a_rotation_that_is_shared_is_the_layers_own():

@@ -187,6 +187,7 @@ def test_queries_that_explore_compile(quality):
     [
         "taught+local4+recency+mixed",
         "taught+local4+recency+mixed+barely+rows4+peak+explore+last",
+        "taught+local4+recency+mixed+rows4+peak+explore+last+nearby",
         "linear+local+recency+sink",
     ],
 )
@@ -200,7 +201,7 @@ def test_the_layer_is_what_was_measured(quality, name):
     layer = DynamicMaskAttention(
         s.width, s.heads, s.window, local=s.local, sink=s.sink, local_heads=s.plain_heads, score="linear", taught=s.bias == "none",
         score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
-        partial_rotary_factor=s.rope_share,
+        partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip
     parts = measured.qkv.weight.chunk(3)
     weights = {

@@ -116,6 +116,7 @@ def test_what_does_not_fit_a_shard_is_refused():
             {"score": "linear", "local": 3, "local_heads": 1},
             "local_heads: expected 0 where key heads are dealt out to ranks, got 1",
         ),
+        ({"rotated_heads": 1}, "rotated_heads: expected None where key heads are dealt out to ranks, got 1"),
         ({}, r"dt_proj: expected a module|A: expected|mat1 and mat2"),
     ):
         part = layer_of(**options)

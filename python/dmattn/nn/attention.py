@@ -42,6 +42,8 @@ class DynamicMaskAttention(nn.Module):
         bias: whether the projections have biases.
         rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
         partial_rotary_factor: part of the dimensions of a head, the first ones and at least two, that rotate; up to 1.
+        rotated_heads: so many key heads, the first ones, and their query heads rotate; default all. With as many as ``local_heads`` the
+            heads that select know positions by ``recency`` alone.
         is_causal: whether queries select among the keys up to their own position.
         local: latest keys that every query sees whatever their scores; only with is_causal.
         sink: first keys of each document that every query sees whatever their scores; only with is_causal.
@@ -84,6 +86,7 @@ class DynamicMaskAttention(nn.Module):
         bias: bool = False,
         rope_theta: float | None = 10000.0,
         partial_rotary_factor: float = 1.0,
+        rotated_heads: int | None = None,
         is_causal: bool = True,
         local: int = 0,
         sink: int = 0,
@@ -118,6 +121,14 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(
                 f"partial_rotary_factor: expected at least two of the {head_dim} dimensions of a head, got {partial_rotary_factor}"
             )
+        if rotated_heads is not None:
+            checks.positive_int("rotated_heads", rotated_heads)
+            if rope_theta is None or rotated_heads > num_kv_heads:
+                raise ValueError(
+                    f"rotated_heads: expected None, or at most {num_kv_heads} key heads of a layer with rope_theta, got {rotated_heads}"
+                    f" with rope_theta={rope_theta}"
+                )
+        self.rotated_heads = rotated_heads
         self.taught = checks.flag("taught", taught)
         checks.positive_int("score_queries", score_queries)
         self.score_queries = score_queries
@@ -230,8 +241,11 @@ class DynamicMaskAttention(nn.Module):
         return scores
 
     def _check_dealt_out(self, heads: int) -> None:
-        if self.local_heads and heads != self.num_kv_heads:
-            raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+        if heads != self.num_kv_heads:
+            if self.local_heads:
+                raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+            if self.rotated_heads is not None:
+                raise ValueError(f"rotated_heads: expected None where key heads are dealt out to ranks, got {self.rotated_heads}")
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
@@ -423,7 +437,13 @@ class DynamicMaskAttention(nn.Module):
                 rotation = self.rotation(positions, query.dtype)
                 if rotation[0].shape[0] not in (1, batch) or rotation[0].shape[1] != length:
                     raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
-            query, key = turned(query, rotation), turned(key, rotation)
+            heads = None
+            if self.rotated_heads is not None:
+                self._check_dealt_out(key.shape[2])
+                heads = self.rotated_heads
+            group = query.shape[2] // key.shape[2]
+            query = turned(query, rotation, heads and heads * group)
+            key = turned(key, rotation, heads)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -479,6 +499,7 @@ class DynamicMaskAttention(nn.Module):
             "sink": self.sink,
             "local_heads": self.local_heads,
             "taught": self.taught,
+            "rotated_heads": self.rotated_heads,
             "noise": self.noise,
         }
         beside = "".join(f", {name}={size}" for name, size in sizes.items() if size)

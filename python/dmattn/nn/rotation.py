@@ -45,11 +45,14 @@ def rotation_table(positions: Tensor, size: int, theta: float, factor: float, dt
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def turned(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """x [B, S, H, D], rotated by a :func:`rotation_table`. Heads stay side by side in memory, so that their outputs need no copy."""
+def turned(x: Tensor, table: tuple[Tensor, Tensor], heads: int | None = None) -> Tensor:
+    """x [B, S, H, D], of which the first ``heads`` heads, by default all, are rotated by a :func:`rotation_table`. Heads stay side by side
+    in memory, so that their outputs need no copy."""
     half = table[0].shape[3]
     if not half:
         return x
+    if heads is not None and heads < x.shape[2]:
+        return torch.cat((turned(x[:, :, :heads], table), x[:, :, heads:]), dim=2)
     cos, sin = (beside(x, part) for part in table)
     first, second = x[..., :half], x[..., half : 2 * half]
     unturned = (x[..., 2 * half :],) if 2 * half < x.shape[3] else ()
