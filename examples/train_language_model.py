@@ -84,16 +84,20 @@ def main() -> None:
     print(f"{size.local + size.window // 2} keys a head on average; device {device}")
 
     heading(3, "Training")
-    trained = train(model, size, train_data, held_data, device, teach=True)
+    learner = Learner(model, size, train_data, held_data, device, teach=True)
+    # With a window as long as the stretches every query sees all keys. Scores that are never taught stay equal, so recency alone ranks keys
+    # and the window slides: the two peers differ from the model in the keys they see, and in nothing else.
+    peers = {
+        "dense: every key before": Learner(fresh(), size, train_data, held_data, device, window=size.length),
+        "sliding: as many last keys": Learner(fresh(), size, train_data, held_data, device, window=size.window),
+    }
+    train_by_turns(learner, peers, size.steps)
     model.eval()
-    peers = {}
-    for name, window in (("dense: every key before", size.length), ("sliding: as many last keys", size.window)):
-        print(f"\nThe same model for the same time, {name}")
-        peers[name] = train(fresh(), size, train_data, held_data, device, window=window, seconds=trained.seconds)
-    print(f"\nAfter {trained.seconds:.0f} s of computing each, held out bits per byte:")
-    for name, one in {"the keys that scores keep": trained, **peers}.items():
-        print(f"  {name:28}{one.held_out[-1][1]:6.3f}   {len(one.losses):4d} steps")
-    plot_loss(options.output / "loss.png", trained.losses, trained.held_out, {name: one.held_out for name, one in peers.items()})
+    print(f"\nAfter {learner.seconds:.0f} s each, by turns; held out bits per byte:")
+    for name, one in {"the keys that scores keep": learner, **peers}.items():
+        print(f"  {name:28}{one.held_out[-1][1]:6.3f}   {len(one.losses):4d} steps of {size.batch * size.length} bytes")
+    print("In stretches this short nothing is far away. What selection gains in long ones: parts 6 and 7, and docs/learning.md.")
+    plot_loss(options.output / "loss.png", learner.losses, learner.held_out, {name: one.held_out for name, one in peers.items()})
 
     if device.type == "cuda":
         model = model.to(torch.bfloat16)  # kernels there take half precision; training had it from autocast
@@ -147,87 +151,86 @@ def usable_device() -> torch.device:
     return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
 
 
-class Trained(NamedTuple):
-    losses: list[float]  # bits per byte of every step
-    held_out: list[tuple[int, float]]  # after some steps
-    seconds: float  # of training alone; on a CPU those that the process computes, which other processes do not lengthen
+class Learner:
+    """A model in training. ``seconds`` are those of its steps alone, without compilation and evaluation."""
 
+    def __init__(
+        self, model: ByteModel, size: Size, train_data: Tensor, held_data: Tensor, device: torch.device, *,
+        window: int | None = None, teach: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.size, self.data, self.device, self.window, self.teach = model, size, train_data, device, window, teach
+        self.generator = torch.Generator().manual_seed(SEED)
+        self.optimizer = torch.optim.AdamW(parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.held_batches = [
+            sample(held_data, size.batch, size.length + 1, torch.Generator().manual_seed(i)).to(device) for i in range(4)
+        ]
+        self.losses: list[float] = []  # bits per byte of every step
+        self.held_out: list[tuple[int, float]] = []  # after some steps
+        self.seconds = 0.0
 
-def train(
-    model: ByteModel,
-    size: Size,
-    train_data: Tensor,
-    held_data: Tensor,
-    device: torch.device,
-    *,
-    window: int | None = None,
-    teach: bool = False,
-    seconds: float | None = None,
-) -> Trained:
-    """For the size's steps, or for some seconds.
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    With ``window`` as long as the stretches every query sees all keys. Scores that are never taught stay equal, so recency alone ranks keys
-    and the window slides: the two peers differ from the model in the keys they see, and in nothing else.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    optimizer = torch.optim.AdamW(parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    warm_up = max(1, min(30, size.steps // 5))
-
-    def rate(step: int, progress: float) -> float:
-        return min(1.0, (step + 1) / warm_up) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-    def precision() -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-    def losses_on(data: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = sample(data, size.batch, size.length + 1, generator).to(device)
-        with precision():
-            losses: tuple[Tensor, Tensor] = COMPILED(model, tokens, window, teach)
+    def loss(self) -> tuple[Tensor, Tensor]:
+        tokens = sample(self.data, self.size.batch, self.size.length + 1, self.generator).to(self.device)
+        with self.precision():
+            losses: tuple[Tensor, Tensor] = COMPILED(self.model, tokens, self.window, self.teach)
         return losses
 
-    held_batches = [sample(held_data, size.batch, size.length + 1, torch.Generator().manual_seed(i)).to(device) for i in range(4)]
+    def compile(self) -> None:
+        """Compiles forward and backward, and leaves the model as it was."""
+        sum(self.loss()).backward()
+        self.optimizer.zero_grad()
 
-    def held_out() -> float:
-        with torch.no_grad(), precision():
-            return sum(loss_of(model, tokens, window)[0].item() for tokens in held_batches) / len(held_batches) / math.log(2)
+    def step(self, progress: float) -> None:
+        """One step; ``progress`` is the part of the training that is over."""
+        began = time.perf_counter()
+        warm_up = max(1, min(30, self.size.steps // 5))
+        rate = min(1.0, (len(self.losses) + 1) / warm_up) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
+        for group, full in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = full * rate
+        loss, score_loss = self.loss()
+        (loss + score_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item() / math.log(2))  # waits for the device
+        self.seconds += time.perf_counter() - began
 
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        with self.precision():
+            total = sum(loss_of(self.model, tokens, self.window)[0].item() for tokens in self.held_batches)
+        self.held_out.append((len(self.losses), total / len(self.held_batches) / math.log(2)))
+        return self.held_out[-1][1]
+
+
+def train_by_turns(learner: Learner, peers: dict[str, Learner], steps: int) -> None:
+    """So many steps of one; its peers make as many as fit into the same time. They take turns, so that what else the machine does lengthens
+    the steps of all alike."""
+    everyone = (learner, *peers.values())
     began = time.perf_counter()
     print("torch.compile(fullgraph=True): one graph forward, one backward ...", end=" ", flush=True)
-    sum(losses_on(train_data)).backward()
-    optimizer.zero_grad()
+    for one in everyone:
+        one.compile()
     print(f"ready in {time.perf_counter() - began:.0f} s")
-
-    losses: list[float] = []
-    held_losses = [(0, held_out())]
-    tqdm.write(f"  step    0: held out {held_losses[0][1]:.2f} bits per byte")
-    spent, reported = 0.0, 0
-    bar = tqdm(total=100, unit="%", disable=None, leave=False)
-    while reported < 5:
-        began = clock()
-        progress = spent / seconds if seconds else len(losses) / size.steps
-        for group, full in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = full * rate(len(losses), progress)
-        loss, score_loss = losses_on(train_data)
-        (loss + score_loss).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item() / math.log(2))
-        spent += clock() - began
-        reached = spent / seconds if seconds else len(losses) / size.steps
-        bar.update(min(100, int(100 * reached)) - bar.n)
-        if reached >= (reported + 1) / 5:
-            recent = losses[held_losses[-1][0] :]
-            held_losses.append((len(losses), held_out()))
+    tqdm.write(f"  step    0: held out {learner.evaluate():.2f} bits per byte")
+    for peer in peers.values():
+        peer.evaluate()
+    for step in tqdm(range(steps), unit="step", disable=None, leave=False):
+        learner.step(step / steps)
+        for peer in peers.values():
+            while peer.seconds < learner.seconds:
+                peer.step(step / steps)
+        if 5 * (step + 1) // steps > 5 * step // steps:
+            before = learner.held_out[-1][0]
+            recent = learner.losses[before:]
             tqdm.write(
-                f"  step {len(losses):4d}: train {sum(recent) / len(recent):.2f}, held out {held_losses[-1][1]:.2f} bits per byte"
+                f"  step {step + 1:4d}: train {sum(recent) / len(recent):.2f}, held out {learner.evaluate():.2f} bits per byte"
             )
-            reported = int(5 * reached + 1e-9)
-    bar.close()
-    print(f"{len(losses)} steps of {size.batch * size.length} bytes in {spent:.0f} s of computing")
-    return Trained(losses, held_losses, spent)
+            for peer in peers.values():
+                peer.evaluate()
 
 
 def parameter_groups(model: ByteModel) -> list[dict[str, object]]:

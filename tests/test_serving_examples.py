@@ -106,3 +106,23 @@ def test_the_check_of_the_server_sees_a_row_that_was_not_reset(serve, monkeypatc
     monkeypatch.setattr(BoundedCache, "reset", lambda self, rows=None: None)
     with pytest.raises(SystemExit, match=r"in the batch, and .* alone"):
         serve("--prompts", "4", "--rows", "2", "--bytes", "4", "--check")
+
+
+def test_models_that_take_turns_train_for_the_same_time(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_language_model as program
+    from model import ByteModel, loss_of
+
+    monkeypatch.setattr(program, "COMPILED", loss_of)
+    size = program.SHORT._replace(layers=1, width=32, heads=2, window=8, local=4, length=32, batch=2, steps=7)
+    data = torch.arange(4000).remainder(50).to(torch.uint8)
+    learners = [
+        program.Learner(ByteModel(1, 32, 2, 2, 8, 4), size, data, data, torch.device("cpu"), window=window, teach=window is None)
+        for window in (None, 32, 8)
+    ]
+    program.train_by_turns(learners[0], {"dense": learners[1], "sliding": learners[2]}, 7)
+    assert len(learners[0].losses) == 7
+    assert [step for step, _ in learners[0].held_out] == [0, 2, 3, 5, 6, 7]
+    assert all(one.held_out[-1][0] == len(one.losses) and len(one.held_out) == 6 for one in learners)
+    assert all(learners[0].seconds <= peer.seconds for peer in learners[1:])  # each stops with the step that reaches the time
+    assert "step    7: train" in capsys.readouterr().out

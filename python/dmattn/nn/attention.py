@@ -171,8 +171,8 @@ class DynamicMaskAttention(nn.Module):
         """The settings that learned best, for ``visible`` keys that a head sees on average; see the page "Does it learn?".
 
         Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the best
-        ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency, and a quarter of each head's
-        dimensions rotated. Train it with ``with_score_loss=True``.
+        ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency. The former alone rotate, and the
+        queries that teach explore: recall of what lies far back needs both. Train it with ``with_score_loss=True``.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
@@ -192,7 +192,8 @@ class DynamicMaskAttention(nn.Module):
         local, streaming = visible // 4, heads // 2
         chosen: dict[str, Any] = {
             "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
-            "taught": True, "recency": 0.25, "partial_rotary_factor": 0.25, "score_queries": 256, "sharp_queries": True,
+            "taught": True, "recency": 0.25, "rotated_heads": streaming, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
+            "explore": True,
         }  # fmt: skip
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
