@@ -16,6 +16,7 @@ struct AttentionArguments {
   bool is_causal = false;
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   bool deterministic = false;
+  bool is_in_order = false;
 };
 
 // The arguments with what kernels see of them. Copies made for the kernels stay alive in this struct.
@@ -118,6 +119,7 @@ inline CheckedAttention check_attention(AttentionArguments arguments) {
   checked.key = with_dense_rows(given.key), p.key = view_of(checked.key);
   checked.value = with_dense_rows(given.value), p.value = view_of(checked.value);
   p.mask.is_causal = given.is_causal;
+  p.mask.is_in_order = given.is_in_order;
   p.mask.start = view_of_keys("start", given.start, ScalarType::Int, given.query, p);
   p.mask.end = view_of_keys("end", given.end, ScalarType::Int, given.query, p);
   fill_block_mask(given, p);

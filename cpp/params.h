@@ -36,6 +36,7 @@ struct MaskParams {
   PerHead start;  // int32 [B|1, H|Hkv|1, Sk], null: visible from the first position on
   PerHead end;    // int32 [B|1, H|Hkv|1, Sk], null: visible for ever
   bool is_causal = false;
+  bool is_in_order = false;  // the keys that a query sees are neighbours, or nearly so: changes speed, never results
 
   PerHead tiles;    // int32 [B|1, H|Hkv|1, Nq, Nk]: kTileEmpty, kTileFull or kTilePartial + slot; null: no block mask
   PerHead rows;     // int32 [B|1, H|Hkv|1, Nq, 1 + Nk]: count, then the non-empty key tiles of a query tile, ascending

@@ -9,7 +9,8 @@
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
-//   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
+//   is_in_order: a hint that the keys a query sees are neighbours, or nearly so, by start and end; it changes speed, never
+//   results decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
 //   window + rewind slots
@@ -46,7 +47,7 @@ DMATTN_OPS(m) {
       "forward(Tensor query, Tensor key, Tensor value, Tensor? start, Tensor? end, "
       "Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
-      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic) "
+      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, bool is_in_order=False) "
       "-> (Tensor out, Tensor lse, Tensor lse_rest)");
 
   m.def(
@@ -54,7 +55,7 @@ DMATTN_OPS(m) {
       "Tensor? start, Tensor? end, Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
       "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, "
-      "bool need_key_bias, bool need_bias, Tensor? lse_rest=None) "
+      "bool need_key_bias, bool need_bias, Tensor? lse_rest=None, bool is_in_order=False) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
 
   m.def(

@@ -42,6 +42,14 @@ bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused
 #endif
 }
 
+bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::backward_walks_in_order(p);
+#else
+  return false;
+#endif
+}
+
 cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unused]] int* ticket,
                           [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
@@ -244,7 +252,7 @@ BackwardResults backward_op(BackwardArguments given) {
   // gains.
   if (is_sm90 && p.query_length >= 8192) options.shortest = 1;
   options.by_lifetime = is_sm90 && p.query_length >= 65536;
-  const bool is_in_order = is_sm90 && p.bias.data;  // the Hopper kernel with a bias walks keys in order
+  const bool is_in_order = is_sm90 && sm90_walks_in_order(p);
   options.is_one = is_sm90 && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;

@@ -26,6 +26,14 @@ bool sm90_walks_directly([[maybe_unused]] const AttentionParams& p, [[maybe_unus
 #endif
 }
 
+bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::forward_walks_in_order(p);
+#else
+  return false;
+#endif
+}
+
 cudaError_t sm90_forward([[maybe_unused]] const ForwardCall& call, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
   return sm90::forward(call, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
@@ -82,11 +90,15 @@ ForwardResults forward_op(AttentionArguments given) {
   if (family == Family::kSm90 && p.key_length > 0) check_sm90(is_sm90, p);
   LiveKeysOptions options;
   options.orders = !is_sm90;
-  const bool is_direct = is_sm90 && sm90_walks_directly(p, device), compacts = is_sm90 && !is_direct && may_compact(p);
+  const bool is_direct = is_sm90 && sm90_walks_directly(p, device);
+  const bool is_in_order = is_sm90 && !is_direct && sm90_walks_in_order(p);
+  const bool compacts = is_sm90 && !is_direct && !is_in_order && may_compact(p);
   options.joins = compacts, options.lengthens = true;
   OwnedLiveKeys owned;
   if (is_direct) {
     owned.live_keys.is_direct = true;
+  } else if (is_in_order) {
+    owned = make_key_ranges(p, query, device.stream());
   } else {
     owned = make_live_keys(p, query, device.stream(), options);
   }
@@ -107,6 +119,7 @@ ForwardResults forward_op(AttentionArguments given) {
       check_cuda(status, "attention kernel");
       return checked.results();
     }
+    if (is_in_order) owned = make_live_keys(p, query, device.stream(), {}), call.live_keys = owned.live_keys;
     call.live_keys.ticket = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);

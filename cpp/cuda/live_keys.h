@@ -21,6 +21,7 @@ inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
+inline constexpr int kRangeQueries = 128;    // queries that share a range of keys: whole tiles of 128 rows
 inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
 inline constexpr int kPartGroups = 32;       // of a part's live keys, kPartKeys / kPartGroups each; the last have fewer or none
 inline constexpr int kEntriesPerKey = 6;   // int32 entries reserved per key: its place among the live keys, and room in the lists
@@ -68,6 +69,11 @@ struct LiveKeys {
   // Are keys gathered, from lists or without?
   __host__ __device__ bool gathers() const { return index || is_direct; }
 
+  // There are no lists, and keys are taken in order. A range says from the first to the last key that some of kRangeQueries
+  // queries see: Sk minus the first, and the one behind the last; 0 where none is seen.
+  int2* ranges = nullptr;  // [mask heads, range_count]
+  int64_t range_count = 0;
+
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
@@ -98,6 +104,8 @@ inline int64_t blocks_per_mask_head(int64_t parts, int64_t mask_heads, int64_t o
 cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // One list for all queries, up to kMostOneList of them and of keys: `shortest` says that they are one segment.
 cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
+// ranges, and the ticket behind them, which is set to zero.
+cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

@@ -16,10 +16,33 @@ OwnedLiveKeys make_order(const AttentionParams& p, const Tensor& like, cudaStrea
   return {memory, live_keys};
 }
 
+// Finds out how many mask heads there are, and which a head has.
+void count_mask_heads(const AttentionParams& p, LiveKeys& live_keys) {
+  const PerHead &start = p.mask.start, &end = p.mask.end;
+  live_keys.head_divisor = p.heads;
+  for (const PerHead* row : {&start, &end}) {
+    if (row->data && row->head_divisor < live_keys.head_divisor) live_keys.head_divisor = row->head_divisor;
+  }
+  live_keys.heads = p.heads / live_keys.head_divisor;
+  live_keys.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
+  live_keys.batch_stride = live_keys.batches > 1 ? live_keys.heads : 0;
+}
+
 }  // namespace
 
+OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
+  LiveKeys live_keys;
+  count_mask_heads(p, live_keys);
+  live_keys.range_count = ceil_div(p.query_length, kRangeQueries);
+  const int64_t ranges = live_keys.batches * live_keys.heads * live_keys.range_count;
+  const Tensor memory = empty_on(like, {2 * ranges + 1}, ScalarType::Int);
+  live_keys.ranges = static_cast<int2*>(memory.data_ptr());
+  live_keys.ticket = reinterpret_cast<int32_t*>(live_keys.ranges + ranges);
+  DMATTN_CUDA_CHECK(launch_key_ranges(p, live_keys, stream));
+  return {memory, live_keys};
+}
+
 OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaStream_t stream, LiveKeysOptions options) {
-  const PerHead &start = p.mask.start, &end = p.mask.end;
   if (p.mask.tiles.data && options.orders && p.query_length > 0 && p.key_length > 0) return make_order(p, like, stream);
   if (!gathers(p)) return {};
   LiveKeys live_keys;
@@ -34,13 +57,7 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   live_keys.capacity = segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;
   live_keys.most_lists = segments;
   live_keys.parts = ceil_div(p.key_length, kPartKeys);
-  live_keys.head_divisor = p.heads;
-  for (const PerHead* row : {&start, &end}) {
-    if (row->data && row->head_divisor < live_keys.head_divisor) live_keys.head_divisor = row->head_divisor;
-  }
-  live_keys.heads = p.heads / live_keys.head_divisor;
-  live_keys.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
-  live_keys.batch_stride = live_keys.batches > 1 ? live_keys.heads : 0;
+  count_mask_heads(p, live_keys);
   const int64_t mask_heads = live_keys.batches * live_keys.heads;
   live_keys.count_blocks = blocks_per_mask_head(live_keys.parts, mask_heads, 0);
   const int64_t all_parts = mask_heads * live_keys.parts, all_blocks = mask_heads * live_keys.count_blocks;

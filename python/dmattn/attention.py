@@ -87,6 +87,8 @@ def attention(
     sizes = sizes_of(query, key, value)
     options = options_of(sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
+    if isinstance(mask, IntervalMask) and mask.is_in_order:
+        options = options._replace(is_in_order=True)
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
     out, lse = attend(query, key, value, sizes, masks, key_bias, bias, options)

@@ -22,11 +22,12 @@ from dmattn.fake import accumulate_dtype
 TENSORS = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed")
 OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-INPUTS = len(TENSORS) + len(OPTIONS)
+INPUTS = len(TENSORS) + len(OPTIONS) + 1  # is_in_order, a hint, is the last; it may be left out
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
-# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest at the end.
+# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before is_in_order.
 GRADIENT_INPUTS = INPUTS + 7
-NEEDS = slice(INPUTS + 4, INPUTS + 6)
+NEEDS = slice(GRADIENT_INPUTS - 4, GRADIENT_INPUTS - 2)
+GRADIENT_DEFAULTS = (None, False)  # of lse_rest and is_in_order
 
 
 def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
@@ -44,7 +45,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options = inputs[len(TENSORS) :]
+    ctx.options, ctx.hints = inputs[len(TENSORS) : len(TENSORS) + len(OPTIONS)], inputs[len(TENSORS) + len(OPTIONS) :]
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
@@ -64,7 +65,7 @@ def _of_inputs(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _gradients(
-        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest)
+        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest, *ctx.hints)
     )
     return (
         (grad_query, grad_key, grad_value),
@@ -230,14 +231,14 @@ def _forward_rule(*inputs: Any) -> Any:
 
 
 def _backward_rule(*inputs: Any) -> Any:
-    inputs = _with_default(inputs)
+    inputs = _with_defaults(inputs)
     if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         return AttentionGradients.apply(*inputs)
     return below_autograd(torch.ops.dmattn.backward, inputs)
 
 
 def _transformed_backward_rule(*inputs: Any) -> Any:
-    return AttentionGradients.apply(*_with_default(inputs))
+    return AttentionGradients.apply(*_with_defaults(inputs))
 
 
 def refuse_gradients(name: str = "decode_attention") -> None:
@@ -263,9 +264,10 @@ def _cache_rule(name: str, *inputs: Any) -> Any:
     return below_autograd(getattr(torch.ops.dmattn, name), inputs)
 
 
-def _with_default(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The dispatcher leaves out a last argument, lse_rest, that is None."""
-    return inputs if len(inputs) == GRADIENT_INPUTS else (*inputs, None)
+def _with_defaults(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All arguments of ``backward``: the dispatcher leaves out last ones that have their defaults."""
+    left_out = GRADIENT_INPUTS - len(inputs)
+    return (*inputs, *GRADIENT_DEFAULTS[-left_out:]) if left_out else inputs
 
 
 _rules.impl("forward", _forward_rule, "Autograd")

@@ -84,7 +84,7 @@ def forward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inpu
 
 
 def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest -> five gradients."""
+    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, is_in_order -> five gradients."""
     size, batch = info.batch_size, batch_of(inputs[2], in_dims[2])
     needs, lse_rest = inputs[21:23], inputs[23]
     out_dims = (0, 0, 0, *(0 if need else None for need in needs))
@@ -98,7 +98,7 @@ def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inp
     tensors += [fold(x, dim, size, batch, shared=not need) for x, dim, need in biases]
     if lse_rest is not None and lse_rest.dim() - (in_dims[23] is not None) == 3:
         lse_rest = fold(lse_rest, in_dims[23], size, batch)
-    *results, grad_key_bias, grad_bias = call(*tensors, None, *inputs[16:23], lse_rest)
+    *results, grad_key_bias, grad_bias = call(*tensors, None, *inputs[16:23], lse_rest, *inputs[24:])
     results = [unfold(x, size, batch) for x in results]
     for gradient, (bias, dim, need) in zip((grad_key_bias, grad_bias), biases, strict=True):
         if need:

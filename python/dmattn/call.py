@@ -31,6 +31,7 @@ class Options(NamedTuple):
     softcap: float
     dropout_p: float
     deterministic: bool
+    is_in_order: bool = False  # a hint: the keys that a query sees are neighbours; it changes speed, never results
 
 
 def options_of(

@@ -141,6 +141,7 @@ def backward(
     need_key_bias: bool,
     need_bias: bool,
     lse_rest: Tensor | None = None,
+    is_in_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (grad_out, grad_lse, key, value, out, lse, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
     check_one_device("backward", "query", query, *tensors, lse_rest)

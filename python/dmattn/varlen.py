@@ -167,6 +167,8 @@ def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
     # The op's own causality, where positions are those of keys, hides later keys without a start for each key.
     is_causal = rules.is_causal and packed.ends_k is None
     options = options_of(sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic)
+    if rules.window is None and (rules.mask is None or rules.mask.is_in_order):
+        options = options._replace(is_in_order=True)
     out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), key_bias, rules.bias, options)
     if rules.sinks is not None:
         out = with_sinks(out, lse, rules.sinks, sizes)
@@ -186,15 +188,20 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
     keys = torch.arange(sizes.key_length, dtype=torch.int32, device=device)
     document = torch.searchsorted(ends_k, keys, right=True).clamp(1, ends_k.shape[0] - 1)  # counted from 1
     last_key = ends_k[document]  # the position behind it
+    # Its last query; where queries and keys are the same tokens, it stands at the last key.
+    last_query, shift = last_key, None
     offset = sizes.key_length - sizes.query_length
-    first_query, last_query = ends_q[document - 1] + offset, ends_q[document] + offset
-    shift = None if packed.ends_k is None else last_query - last_key
+    if packed.ends_k is not None:
+        last_query = ends_q[document] + offset
+        shift = last_query - last_key
 
     # From which query to which does the key's document go? A key behind the last document has no query.
-    start: Tensor | None = first_query
+    start: Tensor | None = None
     end: Tensor = torch.where(keys < last_key, last_query, ALWAYS)
-    if rules.is_causal:
-        start = None if shift is None else torch.maximum(first_query, keys + shift)
+    if not rules.is_causal or shift is not None:
+        start = ends_q[document - 1] + offset
+        if rules.is_causal and shift is not None:
+            start = torch.maximum(start, keys + shift)
     start, end = None if start is None else start[None, None], end[None, None]
 
     # Which queries of the document select it?

@@ -72,6 +72,9 @@ constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
 // head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
+// Chunks of wider heads are short where keys come in order.
+constexpr int kMostInOrderDim = 128;
+
 // How many head groups of head_group_bytes fit into section_bytes, at least one.
 uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, int64_t section_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
@@ -95,7 +98,7 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
   }
-  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
+  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data && !gathers(p);
   const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
   return dense && dense->variant == Variant::kDense ? dense : find_instance(kForward, p, variant);
 }
@@ -110,6 +113,12 @@ bool walks_directly(const AttentionParams& p, int processors) {
   if (!gathers(p)) return p.key_bias.data && p.key_length > 0;
   const bool is_at_once = p.batch * p.heads * p.query_length <= static_cast<int64_t>(processors) * instance->shape.rows();
   return p.key_length <= (is_at_once ? kMostDirectAtOnce : kMostDirect) && instance->dim <= kMostDirectDim;
+}
+
+bool forward_walks_in_order(const AttentionParams& p) {
+  if (!p.mask.is_in_order || !gathers(p) || variant_of(p, false) != Variant::kPlain) return false;
+  const ForwardInstance* const instance = find_forward(p, false);
+  return instance && instance->variant == Variant::kPlain && instance->dim <= kMostInOrderDim;
 }
 
 bool has_forward(const AttentionParams& p) {
@@ -144,7 +153,7 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   work.tiles = static_cast<int>((p.query_length + queries - 1) / queries);
   work.head_groups = static_cast<uint32_t>(head_groups);
   const int64_t head_group_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * heads_per_tile * p.kv_heads / p.heads;
-  const bool is_local = call.live_keys.gathers() && gathers(p);  // tiles of few keys
+  const bool is_local = (call.live_keys.gathers() || call.live_keys.ranges) && gathers(p);  // tiles of few keys
   const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kNonCausalSectionBytes;
   work.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, work.head_groups)
                                       : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
@@ -172,7 +181,7 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
       (!call.compact.key || (encode_compact(&maps.compact_key, call.compact, call.compact.key, p, p.head_dim, keys) &&
                              encode_compact(&maps.compact_value, call.compact, call.compact.value, p, p.value_dim, keys)));
   if (!is_encoded) return cudaErrorNotSupported;
-  if (work.ticket && !call.live_keys.index) {
+  if (work.ticket && !call.live_keys.index && !call.live_keys.ranges) {
     const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
@@ -196,14 +205,24 @@ const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered
   return find_instance(kBackward, p, variant);
 }
 
+// Do the heads of a group share their intervals? Keys in order are walked once for the whole group.
+bool shares_intervals(const AttentionParams& p) {
+  const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
+  return is_shared(p.mask.start) && is_shared(p.mask.end);
+}
+
 }  // namespace
 
+bool backward_walks_in_order(const AttentionParams& p) {
+  if (p.bias.data) return true;
+  if (!p.mask.is_in_order || !gathers(p) || !shares_intervals(p)) return false;
+  const BackwardInstance* const instance = find_backward(p, false);
+  return instance && instance->shape.keys == kBackwardKeys;  // the kernel of wide heads tests no intervals there
+}
+
 bool has_backward(const AttentionParams& p, bool deterministic) {
-  // Keys in order are walked once for a whole group of heads, which have to share their intervals then.
-  const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
-  const bool is_in_order = p.mask.tiles.data || p.bias.data;
-  if (is_in_order && !(is_shared(p.mask.start) && is_shared(p.mask.end))) return false;
-  const BackwardInstance* const instance = find_backward(p, gathers(p));
+  if ((p.mask.tiles.data || p.bias.data) && !shares_intervals(p)) return false;
+  const BackwardInstance* const instance = find_backward(p, gathers(p) && !backward_walks_in_order(p));
   // Wide heads with intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
   if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;

@@ -13,13 +13,17 @@ bool has_forward(const AttentionParams& p);
 // of the processors, that a tile reads the spans of all keys in less time than lists take to make. Or there are no intervals,
 // only a key_bias, and the gathered variant walks keys in order.
 bool walks_directly(const AttentionParams& p, int processors);
-// call.live_keys.ticket: one int of scratch, zero where there are lists. processors: of the device.
+// Does forward take the call's keys in order, although it has intervals? Then it needs LiveKeys::ranges and no lists.
+bool forward_walks_in_order(const AttentionParams& p);
+// call.live_keys.ticket: one int of scratch, zero where there are lists or ranges. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
 // Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
 // and keys in order, `seen`; and with gathered live keys key_sums, unless head sizes are up to 128, there is one segment and the
 // heads of a group share it.
 bool has_backward(const AttentionParams& p, bool deterministic);
+// Does backward take the call's keys in order, although it has intervals? Then it needs no live keys.
+bool backward_walks_in_order(const AttentionParams& p);
 // ticket: one int, zero.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);
 

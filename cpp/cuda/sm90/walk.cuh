@@ -189,6 +189,8 @@ class Walk {
       walk_live_keys();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
+    } else if (kVariant == Variant::kPlain && call_.live_keys.ranges) {
+      walk_range();
     } else {
       walk_in_order();
     }
@@ -289,21 +291,41 @@ class Walk {
     }
   }
 
+  // ---- keys in order, under intervals ----
+
+  // All keys of the tile's range.
+  __device__ __forceinline__ void walk_range() {
+    const LiveKeys& live_keys = call_.live_keys;
+    const int key_length = static_cast<int>(call_.p.key_length);
+    const KeyLimits limits(call_.p.mask, key_length, low_, high_);
+    const SpanSource spans(call_.p.mask, key_length, batch_, head_);
+    const int2 range =
+        live_keys.ranges[live_keys.mask_head_of(batch_, head_) * live_keys.range_count + first_query_ / kRangeQueries];
+    for (int end = min(range.y, limits.limit); end > key_length - range.x; end -= kKeys) {
+      Stage& note = begin_chunk();
+      if (thread_ == 0) note.first_key = end - kKeys;
+      const uint32_t flags = test_chunk(note, spans, end - kKeys, nullptr, 0);
+      if (flags != 0) accept(flags);
+    }
+  }
+
   // Fills in index, spans and bits. Returns the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that
   // no query of the tile sees get index -1, so that whatever they hold is never loaded.
   __device__ __forceinline__ uint32_t test_chunk(Stage& note, const SpanSource& spans, int base, const uint32_t* bits,
                                                  int stride) {
-    bool touches = false, covers = true;
+    bool touches = false, covers = true, is_missing = false;
     if (thread_ < kKeys) {
       const Span span = spans.of_key(base + thread_);
       touches = span.touches(low_, high_);
       covers = span.covers(low_, high_);
+      is_missing = !touches;
       note.span[thread_] = Seen::of(span);
       note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;
     }
     if (!any(touches)) return 0;
     const bool is_whole = !any(!covers);
-    if (!bits) return is_whole ? kInOrder : kSpans;
+    if (!bits && is_whole) return kInOrder;
+    if (!bits) return kVariant != Variant::kPlain || any(is_missing) ? kSpans : kInOrder | kSpans;
     // Bits and span together may hide a key from every query, so what a span hides is cleared in the bits.
 #pragma unroll
     for (int w = 0; w < kKeys / 32; ++w) {

@@ -343,6 +343,12 @@ class IntervalMask(MaskData):
         length = self.end.shape[-1]
         return length if length != 1 else self.start.shape[-1]
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether each query sees keys that lie side by side: known of segments, not asked of the values. It is a hint to kernels, which
+        then take keys in order instead of listing them: it changes their speed, never a result."""
+        return self.segments is not None
+
     def serves(self, Sk: int) -> bool:
         """Whether the mask can be used with this number of keys."""
         return self._length == Sk or self.any_length
