@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,10 @@ def test_tables_are_what_the_results_say():
     from dmattn.bench import report
 
     assert report.pages(ROOT, check=True) == []
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="no git")
+@pytest.mark.parametrize("patch", sorted(DOCS.glob("lab/patches/*.patch")), ids=name_of)
+def test_patches_of_the_laboratory_apply(patch):
+    finished = subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
