@@ -496,8 +496,10 @@ def test_keys_that_end_with_a_chunk_of_queries(device, dtype, last, D):
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(16, 64), (64, 8), (40, 56)])
-def test_gathered_keys_of_other_widths(device, dtype, D, Dv):
-    mask = random_intervals(2, 300, 5, device)
+@pytest.mark.parametrize("mask_heads", [2, 4])
+def test_gathered_keys_of_other_widths(device, dtype, D, Dv, mask_heads):
+    """Heads of a group share their intervals, or have intervals of their own: then a GPU adds gradients of keys up in memory."""
+    mask = random_intervals(mask_heads, 300, 5, device)
     assert_matches_reference(
         make(device, dtype, H=4, Hkv=2, Sq=250, Sk=300, D=D, Dv=Dv, mask=mask, visible=mask.to_bool(250, 300))
     )

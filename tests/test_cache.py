@@ -421,7 +421,14 @@ def test_steps_in_one_call_are_steps(device, dtype):
 
 @pytest.mark.parametrize("batch", [1, 3, *(pytest.param(batch, marks=pytest.mark.gpu) for batch in (16, 64))])
 @pytest.mark.parametrize(
-    "sizes", [(100, 0, 0, 0), (20, 30, 4, 3), (0, 64, 4, 0), pytest.param((2100, 100, 4, 0), marks=pytest.mark.gpu)], ids=str
+    "sizes",
+    [
+        (100, 0, 0, 0),
+        (20, 30, 4, 3),
+        (0, 64, 4, 0),
+        *(pytest.param(sizes, marks=pytest.mark.gpu) for sizes in ((1000, 20, 4, 0), (2100, 100, 4, 0))),
+    ],
+    ids=str,
 )
 def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, sizes, batch):
     """One op or two, the same bits: batches are cut into blocks in different ways, and some sequences do not take the token."""

@@ -108,13 +108,14 @@ def test_keys_that_nobody_sees_may_hold_anything():
 
 @pytest.mark.parametrize("kind", ["window", "top_k", "any", "short", "most"])
 @pytest.mark.parametrize("lengths", [(500, 500), (769, 900), (4096, 4096), (4096, 1500), (1500, 4096), (4097, 4096)], ids=str)
-def test_gradients_of_one_list(kind, lengths):
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients_of_one_list(kind, lengths, size):
     """Beside those with a fixed order of sums, whose lists are those of segments."""
     queries, keys = lengths
     if kind == "top_k" and queries != keys:
         queries = keys
     torch.manual_seed(0)
-    shapes = (4, queries, 128), (2, keys, 128), (2, keys, 128), (2, keys)
+    shapes = (4, queries, size), (2, keys, size), (2, keys, size), (2, keys)
     q, k, v, key_bias = (torch.randn(2, *shape, device="cuda") for shape in shapes)
     leaves = [x.requires_grad_() for x in (q.bfloat16(), k.bfloat16(), v.bfloat16(), key_bias)]
     grad_out = torch.randn_like(leaves[0])

@@ -114,7 +114,7 @@ def paged(given, page_size, seed=0, spare=3):
 
 
 def dtypes(device):
-    return [torch.bfloat16, torch.float16] if device == "cuda" else [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+    return strategies.CUDA_DTYPES if device == "cuda" else [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 SHAPES = {
@@ -123,6 +123,7 @@ SHAPES = {
     "beyond the capacity": {"lengths": [-1, -(2**31), 301, 2**31 - 1], "Smax": 300},
     "several queries": {"lengths": [0, 1, 4, 5, 6, 129, 300], "T": 5, "Smax": 300},
     "16 queries": {"lengths": [15, 16, 17, 540], "T": 16, "Smax": 540, "H": 6, "Hkv": 2},
+    "chunks that only later queries see whole": {"lengths": [18, 65, 130], "T": 16, "H": 2},
     "more rows than a tile": {"lengths": [15, 300], "T": 16, "H": 12, "Hkv": 1},
     "one head a key head": {"lengths": [20, 300], "H": 3, "Hkv": 3},
     "wide": {"lengths": [20, 300], "D": 256, "Dv": 248, "T": 2},
@@ -167,7 +168,7 @@ def test_drawn_cases(device, data):
     lengths = draw(st.lists(edges | st.integers(0, capacity), min_size=batch, max_size=batch))
     case = make(
         device, draw(st.sampled_from(dtypes(device))), lengths, kv_heads * group, kv_heads, queries, capacity,
-        *(8 * draw(st.integers(1, 32)) for _ in range(2)), draw(st.integers(0, 1000)), draw(st.booleans()), draw(st.booleans()),
+        draw(strategies.head_dims()), draw(strategies.head_dims()), draw(st.integers(0, 1000)), draw(st.booleans()), draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 1.5])),
     )  # fmt: skip
     out, lse = assert_right(case)
@@ -330,6 +331,18 @@ def test_a_logit_of_nan_makes_its_head_nan(device, dtype, finite):
     assert lse[0, :2].isnan().all()
     assert out[0, 2:].isfinite().all()
     assert lse[0, 2:].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_values_that_only_later_queries_see_may_be_infinite(device, dtype):
+    """Such a key is alone in its chunk, of 16 keys, so that all the chunk adds to the other query is 0 times infinity."""
+    case = make(device, dtype, [145], T=2, Smax=145)
+    out, lse = case.call()
+    value = case.value.clone()
+    value[:, :, 144] = INF
+    bad_out, bad_lse = case.call(value=value)
+    assert_equal((bad_out[:, :, :1], bad_lse), (out[:, :, :1], lse))
+    assert not bad_out[:, :, 1].isfinite().any()
 
 
 def test_nothing_at_all(device, dtype):

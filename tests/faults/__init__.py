@@ -22,6 +22,7 @@ class Fault:
             as they are. Default: those of the instruction set that runs here, or of every CUDA instance that includes the file.
         environment: NAME=value for the tests, separated by blanks.
         harmless: a proof that no result changes. Such a fault is listed, not planted and not counted.
+        size: of CUDA faults: the head size of the kernel instances that are built and tested, 64, 128 or 256.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Fault:
     objects: str = ""
     environment: str = ""
     harmless: str = ""
+    size: int = 64
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind

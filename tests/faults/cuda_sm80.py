@@ -6,8 +6,8 @@ from __future__ import annotations
 from faults import Fault
 
 
-def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "") -> Fault:
-    return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
+def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "", environment: str = "") -> Fault:
+    return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects, environment)
 
 
 FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
@@ -18,6 +18,7 @@ LISTS = LIVE_KEYS + "test_lists_of_long_problems"
 WALKS = "sm80_forward sm80_query_major"
 DECODE, STEP = "test_decode.py::", "test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
 FAR_APART = DECODE + "test_few_keys_far_apart"
+IN_CLUSTERS = "DMATTN_FAMILY=auto"  # where blocks decode together; with sm80 none does
 
 FAULTS = [
     # Tiles.
@@ -33,7 +34,7 @@ FAULTS = [
             "a quarter of the weights is that of other rows", FORWARD + "test_ragged_lengths", "sm80_forward"),
     # Forward.
     in_file("sm80/forward.cuh", "    walk.template load_values<kDim>(value_tile, stage, chunk);", "    if (buffer == 0) walk.template load_values<kDim>(value_tile, stage, chunk);",
-            "every second chunk has the values of the one before", FORWARD + "test_ragged_lengths " + FORWARD + "test_rising_logits_rescale_the_sum " + THRESHOLDS),
+            "every second chunk has the values of the one before", FORWARD + "test_ragged_lengths " + FORWARD + "test_rising_logits_rescale_the_sum " + THRESHOLDS, "sm80_forward"),
     in_file("sm80/forward.cuh", "const int key = walk.key_of(stage, chunk, column + 8 * n + e);", "const int key = walk.key_of(stage, chunk, column + 8 * n + e) + 1;",
             "dropout draws for the key beside", FORWARD + "test_dropout_is_a_function_of_the_seed"),
     in_file("sm80/forward.cuh", "dropout.row_key(first_query + tile_row + 16 * m + 8 * r)", "dropout.row_key(first_query + tile_row + 16 * m)",
@@ -83,7 +84,7 @@ FAULTS = [
     in_file("sm80/backward_keys.cuh", "whole_from_ = p.mask.is_causal ? first_key + kKeys - 1 - shift : 0;", "whole_from_ = p.mask.is_causal ? first_key - shift : 0;",
             "the chunk on the diagonal is not tested in the key-major backward", RAGGED),
     in_file("sm80/backward_keys.cuh", "if (first_key + kKeys > p.key_length) whole_from_ = stop_;", "",
-            "keys beyond the end get weights in the key-major backward", BACKWARD + "test_very_negative_logits_beside_keys_that_do_not_exist"),
+            "keys beyond the end get weights in the key-major backward", BACKWARD + "test_very_negative_logits_beside_keys_that_do_not_exist", "sm80_key_major"),
     in_file("sm80/backward_keys.cuh", "if (8 * n + 1 >= seen) scores[m][n][2 * r + 1]", "if (8 * n + 1 > seen) scores[m][n][2 * r + 1]",
             "odd keys see one query too many", RAGGED),
     in_file("sm80/backward_keys.cuh", "stop_ = min(query_length, bounds[3] - shift_);", "stop_ = min(query_length, bounds[2] - shift_);",
@@ -106,17 +107,17 @@ FAULTS = [
     in_file("sm80/decode_parts.cuh", "page < 0 || page >= p.pages", "page < 0 || page > p.pages",
             "the page behind the last one is read", DECODE + "test_a_page_number_out_of_range_empties_its_sequence", "sm80_decode"),
     in_file("sm80/decode_parts.cuh", "if (i < call.parts) parts[i]", "if (i + 1 < call.parts) parts[i]",
-            "what the last block of a cluster found is lost", FAR_APART, "sm80_decode"),
+            "what the last block of a cluster found is lost", FAR_APART, "sm80_decode", IN_CLUSTERS),
     in_file("common/merge_parts.cu", "while (run * kMergeWarps < call.parts) run *= 2;", "while (2 * run * kMergeWarps < call.parts) run *= 2;",
             "half of many parts are left out", FAR_APART, "merge_parts.cu"),
     in_file("common/parts.cuh", "return late == 0.0f ? first : fmaf(y, late, first);", "return fmaf(y, late, first);",
-            "a sum of nothing makes its neighbour NaN", DECODE + "test_drawn_cases " + DECODE + "test_shapes", "sm80_decode merge_parts.cu"),
+            "a sum of nothing makes its neighbour NaN", DECODE + "test_values_that_only_later_queries_see_may_be_infinite", "sm80_decode merge_parts.cu"),
     in_file("sm80/token_step.cuh", "plan.selected_row == kNewRow ? 0 : 1", "0",
             "the key that leaves the local window is read as the new token", STEP, "sm80_step"),
     in_file("sm80/token_step.cuh", "if (lane == 0) key_bias[row] = score;", "",
             "a new key has the score of the one that it pushed out", STEP, "sm80_step"),
     in_file("sm80/token_step.cuh", "for (int at = lane; at < parts * kWarps; at += 32) {", "for (int at = lane; at < kWarps; at += 32) {",
-            "the worst key of a cluster's first block dies", STEP, "sm80_step"),
+            "the worst key of a cluster's first block dies", STEP, "sm80_step", IN_CLUSTERS),
     in_file("sm80/token_step.cuh", "if (begin != first) load_scores(begin);", "",
             "later slots of a warp have the scores of the first ones", STEP, "sm80_step"),
 ]  # fmt: skip
