@@ -1,6 +1,7 @@
 """A pytest plugin for builds that hold some kernel instances only: draws what they take, and skips a test that needs another one.
 
-DMATTN_REDUCED=bfloat16:64 says which dtype and which largest head size the build has.
+DMATTN_REDUCED=bfloat16:64 says which dtype and which largest head size the build has. A drawn example that fails ends its test: nobody
+wants to see a smaller one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 import torch
 from dmattn.testing import strategies
@@ -23,6 +25,13 @@ def _head_dims() -> st.SearchStrategy[int]:
 
 strategies.CUDA_DTYPES = (getattr(torch, _dtype),)
 strategies.head_dims = _head_dims
+
+
+def pytest_sessionstart() -> None:
+    """After ``conftest`` has chosen its profile, and before a test is read."""
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("unshrunk", hypothesis.settings.default, phases=phases)
+    hypothesis.settings.load_profile("unshrunk")
 
 
 @pytest.hookimpl(wrapper=True)
