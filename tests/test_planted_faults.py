@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,16 @@ def test_faults_of_kernels_are_built_for_the_size_they_name():
     wide = [fault for fault in FAULTS if fault.file.endswith("backward_wide.cuh")]
     assert wide
     assert {fault.size for fault in wide} == {256}
+
+
+def test_a_build_of_other_sources_is_refused(tmp_path):
+    built, source = tmp_path / "built", tmp_path / "source"
+    shutil.copytree(ROOT / "cpp", source / "cpp")
+    (source / "cpp/params.h").write_text("// something else\n")
+    built.mkdir()
+    (built / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n")
+    with pytest.raises(SystemExit, match=r"--build: expected a build of these sources, got one with another cpp/params\.h"):
+        planted_faults.Base(tmp_path / "work", None, "", 1, built)
 
 
 def test_the_committed_table_is_of_faults_that_exist_and_has_no_survivor():
