@@ -48,6 +48,7 @@ def described(s: dict[str, Any]) -> str:
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
     words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []
     words += [f"{s['flat_heads']} heads without it"] if s.get("flat_heads") else []
     words += ["selection without it"] if s["recency"] and not s["recency_selects"] else []
