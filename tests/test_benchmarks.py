@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -492,6 +493,21 @@ def test_a_decoding_step_that_differs_is_refused(monkeypatch):
         decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16), 1, "cpu")
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_decoding_step_with_a_wrong_bias_is_refused(page_size, monkeypatch):
+    case = decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16, page_size=page_size, has_bias=True)
+    decode.measured(case, 1, "cpu")
+    ours = dmattn.decode_attention
+
+    def without_bias(*given, key_bias, page_table=None):
+        kept = key_bias if page_size and page_table is None else None  # wrong in pages alone
+        return ours(*given, key_bias=kept, page_table=page_table)
+
+    monkeypatch.setattr(dmattn, "decode_attention", without_bias)
+    with pytest.raises(measure.WrongResultError, match="differs from the "):
+        decode.measured(case, 1, "cpu")
+
+
 def test_a_decoding_step_that_leaves_keys_out_is_refused(monkeypatch):
     """Over many keys results are small, and a part of the keys changes them by little."""
     case = decode.Case(1, 32768, heads=2, kv_heads=1, head_dim=16)
@@ -626,7 +642,6 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     row["samples"]["backward"] = [1.2, 0.2, 2.2, 1.2]  # noise
     row["samples"]["peer_forward"] = [2.0, 2.0]
     new["rows"][1]["samples"]["forward"] = [0.5]
-    del new["rows"][2]
     (tmp_path / "new.json").write_text(json.dumps(new))
     capsys.readouterr()
     assert __main__.main(["compare", *both]) == 1
@@ -634,11 +649,32 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     assert "1 slower beyond noise:\n" in said
     assert f"  {row['case']}: dmattn, forward: 1000 ms -> 1200 ms (+20.0%" in said
     assert "1 faster beyond noise:\n" in said
-    assert "measured in the first result alone:" in said
     assert __main__.main(["compare", *both, "--least", "0.5"]) == 0
     with pytest.raises(records.BadResultError, match="no measurement in common"):
         compare.compared(old, {"rows": [{**row, "heads": 3} for row in old["rows"]]}, 0.05)
     assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
+
+
+def test_what_is_missing_is_named_and_fails_unless_it_is_allowed(ran, tmp_path, capsys):
+    new = json.loads(ran.read_text())
+    gone = new["rows"].pop()
+    refused = new["rows"][0]
+    for name in ("samples", "medians"):
+        del refused[name]
+    (tmp_path / "new.json").write_text(json.dumps(new))
+    both = [str(ran), str(tmp_path / "new.json"), "--least", "9"]
+    assert __main__.main(["compare", *both]) == 1
+    said = capsys.readouterr().out
+    count = sum(
+        each.who == records.OURS for each in records.measurements({"rows": [gone, json.loads(ran.read_text())["rows"][0]]})
+    )
+    listed = said.split(f"{count} missing in the second result:\n")[1].splitlines()
+    assert len(listed) == count
+    assert all(any(row["case"] in line for line in listed) for row in (gone, refused))
+    assert "0 slower" in said
+    assert __main__.main(["compare", *both, "--allow-missing"]) == 0
+    assert capsys.readouterr().out == said
+    assert __main__.main(["compare", both[1], both[0], *both[2:]]) == 0  # what is new is not missing
 
 
 def test_committed_results_can_be_compared():
@@ -842,6 +878,31 @@ def test_sums_over_a_dimension_that_are_wrong_are_refused(monkeypatch):
     monkeypatch.setattr(torch.ops.dmattn, "reduce_sum", lambda x, dim=None: x.sum() if dim is None else x[:, 1:].sum(dim))
     with pytest.raises(SystemExit, match=r"refused: \[40, 50\] float32, dim 1: sum"):
         reduce.check(case, given, 1)
+
+
+@pytest.mark.parametrize(("backward", "status", "verdict"), [(1.0, 0, "kept"), (1.1, 1, "BROKEN")])
+def test_a_sweep_that_breaks_the_promise_ends_with_1(backward, status, verdict, monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import sweep
+
+    def measured(length, heads, budget):
+        times = {"forward": 0.5, "backward": backward, "dense_forward": 1.0, "dense_backward": 1.0}
+        return [{"length": length, "heads": heads, "window": 16, "share": 1 / 16, **times}]
+
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "provenance", lambda device: {"machine": {"name": "here"}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--lengths", "256", "--heads", "1", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    assert ended.value.code == status
+    assert f"at most 5 % slower than dense: {verdict};" in capsys.readouterr().out
+    assert len(records.read(tmp_path / "here/sweep.json")["rows"]) == 1
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--lengths", "9000000"])
+    with pytest.raises(SystemExit, match="got none"):
+        sweep.main()
 
 
 def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_path):

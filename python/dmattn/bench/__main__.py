@@ -1,6 +1,6 @@
 """``python -m dmattn.bench``: list and run workloads, compare two results, make tables and plots of results.
 
-Ends with 1 when a result is wrong, became slower or is not what a page says, and with 2 for a call that asks for what is not there.
+Ends with 1 when a result is wrong, became slower, is missing or is not what a page says, and with 2 for a call that asks for what is not there.
 """
 
 from __future__ import annotations
@@ -75,12 +75,16 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--name", help="name of the files (default: the workloads'; pages: the device)")
 
     two = commands.add_parser(
-        "compare", help="list what became slower beyond noise from one result to another; 1 if anything did"
+        "compare",
+        help="list what became slower beyond noise from one result to another, and what is missing there; 1 if anything is",
     )
     two.add_argument("old", type=Path)
     two.add_argument("new", type=Path)
     two.add_argument("--least", type=not_negative, default=0.05, help="part of a time that is no change (default %(default)g)")
     two.add_argument("--with-peers", action="store_true", help="compare the peers' times as well")
+    two.add_argument(
+        "--allow-missing", action="store_true", help="list what the second result lacks, and do not end with 1 for it"
+    )
 
     made = commands.add_parser("report", help="make tables and plots: of results, or in a checkout those of its pages")
     made.add_argument("results", type=Path, nargs="*", help="results (JSON) or training runs (JSONL); none: the committed ones")
@@ -225,9 +229,10 @@ def checked(options: argparse.Namespace) -> suite.Options:
 
 
 def compare_two(options: argparse.Namespace) -> int:
-    words, has_slower = compare.text(read(options.old), read(options.new), options.least, options.with_peers)
+    old, new = read(options.old), read(options.new)
+    words, has_failed = compare.text(old, new, options.least, options.with_peers, options.allow_missing)
     print(words)
-    return int(has_slower)
+    return int(has_failed)
 
 
 def make_report(options: argparse.Namespace) -> int:

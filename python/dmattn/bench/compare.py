@@ -1,4 +1,4 @@
-"""Says what became slower from one result to another by more than noise."""
+"""Says what became slower from one result to another by more than noise, and what is missing in the second."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def compared(old: Result, new: Result, least: float, with_peers: bool = False) -
     return sorted(slower, key=lambda c: -c.ratio), sorted(faster, key=lambda c: c.ratio), missing
 
 
-def text(old: Result, new: Result, least: float, with_peers: bool = False) -> tuple[str, bool]:
-    """A report in words, and whether anything became slower."""
+def text(old: Result, new: Result, least: float, with_peers: bool = False, allow_missing: bool = False) -> tuple[str, bool]:
+    """A report in words, and whether anything became slower or, unless that is allowed, is missing in the new result."""
     slower, faster, missing = compared(old, new, least, with_peers)
     lines = []
     for what in ("machine", "torch", "cuda"):
@@ -76,6 +76,6 @@ def text(old: Result, new: Result, least: float, with_peers: bool = False) -> tu
         lines.append(f"{len(changes)} {title} beyond noise" + (":" if changes else "."))
         lines += [f"  {change.line}" for change in changes]
     if missing:
-        lines.append(f"{len(missing)} measured in the first result alone:")
+        lines.append(f"{len(missing)} missing in the second result:")
         lines += [f"  {name}" for name in missing]
-    return "\n".join(lines), bool(slower)
+    return "\n".join(lines), bool(slower or (missing and not allow_missing))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
+from dmattn import reference
 from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
 from dmattn.bench.records import Row
 from dmattn.testing import tolerance
@@ -75,7 +76,7 @@ def rows(options: JobOptions) -> list[Row]:
     """A row for each case; on a CPU few and short ones, timed by turns.
 
     Raises:
-        WrongResultError: results differ from torch's.
+        WrongResultError: results differ from torch's, or with a key_bias from the reference's.
     """
     cases = [case for case in CASES if case.bytes * case.steps <= MOST_BYTES]
     if options.device == "cpu":
@@ -104,7 +105,7 @@ def microseconds(runs: list[Callable[[], object]], repeats: int, device: str) ->
 
 
 def measured(case: Case, repeats: int, device: str) -> Row:
-    """The row of one case; refuses on results that differ from torch's."""
+    """The row of one case; refuses on results that differ from torch's, or with a key_bias from the reference's."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -132,6 +133,12 @@ def measured(case: Case, repeats: int, device: str) -> Row:
 
         return attend
 
+    if bias is not None:
+        wanted = (given.float() for given in (query, *caches[0]))
+        try:
+            assert_alike(ours(*caches[0]), reference.attention(*wanted, key_bias=bias, is_causal=True)[0])
+        except AssertionError as reason:
+            raise WrongResultError(f"{name_of(case)}: differs from the reference: {reason}") from None
     peer_samples: dict[str, list[float]] = {}
     if not case.has_bias and case.page_size == 0:
         expected = ours(*caches[0])
@@ -151,7 +158,7 @@ def measured(case: Case, repeats: int, device: str) -> Row:
             caches[number] = tuple(in_pages(cache, table, case.page_size) for cache in caches[number])
 
         def run(key: Tensor, value: Tensor) -> Tensor:
-            out: Tensor = dmattn.decode_attention(query, key, value, lengths, page_table=table)
+            out: Tensor = dmattn.decode_attention(query, key, value, lengths, key_bias=bias, page_table=table)
             return out
 
         if not torch.equal(run(*caches[0]), expected):
