@@ -1,10 +1,8 @@
-"""The benchmarks measure what they say: cases pass the gate, a wrong mask does not, results become files and plots, bad calls say why."""
+"""Benchmarks measure what they say: cases pass the gate, wrong results have no times, peers get the same mask, bad calls say why."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import csv
 import dataclasses
 import importlib
 import itertools
@@ -17,37 +15,24 @@ import dmattn
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmark_calls import BENCHMARKS, SMALL, as_it_was, assert_refused  # noqa: F401 (a fixture)
 from dmattn.bench import (
     __main__,
     cases,
-    compare,
     context_parallel,
     decode,
     measure,
     peers,
-    plots,
     records,
-    report,
     serve,
     suite,
-    tables,
     training_step,
     workloads,
 )
 from torch.nn.attention import SDPBackend, flex_attention
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+pytestmark = pytest.mark.usefixtures("as_it_was")
 KINDS = ("dense", "dma", "sliding", "streaming", "documents", "tree", "blocks", "patches", "select")
-SMALL = ["--device", "cpu", "--lengths", "96", "--repeats", "2", "--seconds", "0.01", "--no-memory", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch):
-    """Short warm-ups, and as many threads after a test as before."""
-    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def every_case():
@@ -67,7 +52,7 @@ def small_cases(kind, chosen=()):
     return list(sorts.values())
 
 
-# Cases -----------------------------------------------------------------------------------------------------------------------------------
+# Cases ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +94,7 @@ def test_trees_and_patches_are_what_they_say():
     assert int(image[1 + 12].sum()) == 1 + 9  # the class token and nine patches, for the one in the middle of 5 x 5
 
 
-# Peers -----------------------------------------------------------------------------------------------------------------------------------
+# Peers ----------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
@@ -194,54 +179,7 @@ def test_a_peer_that_fails_is_left_out_with_the_reason():
     assert left_out == {"another": "NotImplementedError: not today"}
 
 
-def test_a_peer_that_skips_nothing_is_named():
-    def row(density, seconds):
-        return {"kind": "blocks", "density": density, "peer_names": ["flex_attention"], "medians": {"peer_forward": seconds}}
-
-    (line,) = suite.scaling([row(1.0, 1.0), row(0.1, 0.99)])
-    assert "IT DOES NOT SKIP BLOCKS" in line
-    (line,) = suite.scaling([row(1.0, 1.0), row(0.1, 0.2)])
-    assert "SKIP" not in line
-
-
-def test_the_share_where_dense_is_as_fast_is_named():
-    def row(window, ours, theirs):
-        times = {"forward": ours, "backward": 2.0, "peer_forward": theirs, "peer_backward": 1.0}
-        return {"workload": "ablation-threshold", "length": 100, "window": window, "peer_names": ["dmattn.attention, dense"],
-                "medians": {}, "kernel_medians": times}  # fmt: skip
-
-    (line,) = suite.crossings([row(75, 2.0, 1.0), row(50, 0.9, 1.0), row(25, 0.5, 1.0)])
-    assert line.startswith("100 tokens, kept shares 0.75, 0.50, 0.25: ")
-    assert line.endswith("forward up to 0.50, backward at none of them")
-
-
-# Runs ------------------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """A run of a few workloads: its folder, JSON and what it printed."""
-    folder = tmp_path_factory.mktemp("results")
-    names = ["dynamic-random", "selection", "vision-1024"]
-    assert __main__.main(["run", *names, *SMALL, "--output", str(folder), "--name", "mine"]) == 0
-    (path,) = folder.glob("*/mine.json")
-    return path
-
-
-def test_a_run_becomes_json_and_csv(ran):
-    result = json.loads(ran.read_text())
-    assert result["complete"]
-    assert result["ceiling"]["float32"]["tflops"] > 0
-    assert {row["workload"] for row in result["rows"]} == {"dynamic-random", "selection", "vision-1024"}
-    row = next(row for row in result["rows"] if row["workload"] == "dynamic-random")
-    assert row["peer_names"] == ["eager torch, with a mask", "F.scaled_dot_product_attention"]
-    assert row["percent_of_ceiling"]["forward"] == 100 * row["tflops"]["forward"] / result["ceiling"]["float32"]["tflops"]
-    assert row["tokens_per_second"]["forward"] == 96 / row["medians"]["forward"]
-    with ran.with_suffix(".csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(records.measurements(result))
-    assert {"dmattn", "torch.sort of the scores", "eager torch, with a mask"} <= {line["who"] for line in lines}
-    assert all(float(line["p50"]) <= float(line["p99"]) for line in lines)
+# Runs -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_wrong_results_have_no_times(monkeypatch, tmp_path, capsys):
@@ -274,6 +212,18 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch):
 def test_memory_is_measured_in_a_process_of_its_own():
     taken = measure.extra_memory(cases.Case(300, "dma", 30, head_dim=16, heads=2, kv_heads=2), "cpu", 1)
     assert taken.keys() == {"forward", "backward"}
+
+
+def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls: list[str] = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    samples = measure.by_turns(runs, "cpu", repeats=2, settle=1e-3)
+    assert {name: len(taken) for name, taken in samples.items()} == {"a": 2, "b": 2}
+    turns = [len(list(same)) for _, same in itertools.groupby(calls)]
+    assert turns[:2] == [1, 1]  # the warm-up
+    assert len(turns) == 6
+    assert min(turns[2:]) >= 2
 
 
 def test_shapes_and_lengths_can_be_asked_for():
@@ -311,38 +261,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_a_gpu_is_described_by_nvidia_smi(monkeypatch):
-    said = types.SimpleNamespace(stdout="1980 MHz, 1980 MHz, 3201 MHz, 80.10 W, 700.00 W, 30\n", returncode=0)
-    asked = []
-    monkeypatch.setattr(records.subprocess, "run", lambda command, **options: asked.append(command) or said)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert records.clocks("cuda")["power.draw"] == "80.10 W"
-    assert "--id=3" in asked[0]
-    assert records.clocks("cpu") == {}
-    said.returncode = 6
-    assert records.clocks("cuda") == {}
-
-    def nowhere(*given, **options):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(records.subprocess, "run", nowhere)
-    assert records.clocks("cuda") == {}
-    assert records.git(Path(), "status") == ""
-
-
-def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(__main__, "checkout", lambda: None)
-    assert __main__.main(["report"]) == 2
-    assert "without them it needs a checkout" in capsys.readouterr().err
-    monkeypatch.setattr(__main__, "checkout", lambda: tmp_path)
-    monkeypatch.setattr(report, "pages", lambda root, check: ["a page"])
-    assert __main__.main(["report", "--check"]) == 1
-    assert "a page: differs from benchmarks/results" in capsys.readouterr().out
-    assert __main__.main(["report"]) == 0
-
-
-ONE = '{"rows": [{"case": "c", "samples": {"forward": [%s]}}]}'
-BAD_CALLS = {
+BAD_RUNS = {
     "run nothing-of-that-name": "expected a workload, one of",
     "run causal --device cpu --peers cudnn": "--peers: cudnn: needs a GPU",
     "run causal --peers somebody": "--peers: expected some of torch, ",
@@ -361,41 +280,16 @@ BAD_CALLS = {
     "run pages --lengths 64": "--lengths: expected none with pages, which has cases of its own",
     "run causal decode --peers eager": "--peers: expected none with decode, which has cases of its own",
     "run causal --quicker": "unrecognized arguments: --quicker",
-    "compare one.json one.json --least nan": "argument --least: expected a finite number >= 0, got nan",
-    "compare one.json nan.json": "nan.json: c: expected samples of forward, all numbers > 0, got [nan]",
-    "compare no-samples.json one.json": "no-samples.json: c: expected samples of forward, all numbers > 0, got []",
-    "compare machine.json one.json": "machine.json: expected an object as machine, got 'x'",
-    "report zero.json": "zero.json: expected a result of",
-    "report one.json --output text.txt": "--output: expected a folder, got text.txt",
-    "report one.json --check": "--check: expected no results beside it",
-    "report --output somewhere": "--output: expected results beside it",
-    "compare not-there.json not-there.json": "not-there.json: cannot be read",
-    "compare text.txt text.txt": "text.txt: expected JSON",
-    "compare list.json list.json": "list.json: expected a result with rows",
-    "compare rows.json rows.json": "rows.json: expected a result",
-    "compare empty.json empty.json": "no measurement in common",
-    "report runs.jsonl": "runs.jsonl: expected training runs",
-    "report text.txt": "text.txt: expected JSON",
 }
 
 
-@pytest.mark.parametrize("call", BAD_CALLS)
-def test_bad_calls_give_one_sentence(call, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("call", BAD_RUNS)
+def test_bad_runs_are_refused_in_one_sentence(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in (("text.txt", "no JSON"), ("list.json", "[1]"), ("rows.json", '{"rows": [{"samples": {"forward": [1]}}]}'),
-                       ("empty.json", '{"rows": []}'), ("runs.jsonl", '{"a": 1}'),
-                       ("zero.json", '{"rows": [{"case": "c", "us": 0, "batch": 1}]}'),
-                       ("one.json", ONE % "1"), ("nan.json", ONE % "NaN"), ("no-samples.json", ONE % ""),
-                       ("machine.json", (ONE % "1").replace('{"rows"', '{"machine": "x", "rows"'))):  # fmt: skip
-        Path(name).write_text(text)
+    Path("text.txt").write_text("no JSON")
     torch.save(torch.zeros(2, 10), "short.pt")
     torch.save(torch.zeros(0, 3000), "headless.pt")
-    assert __main__.main(call.split()) == 2
-    said = capsys.readouterr().err
-    assert BAD_CALLS[call] in said
-    assert said.startswith("bench: ")
-    assert said.count("\n") == 1
-    assert not Path("bench-results").exists()
+    assert_refused(call, BAD_RUNS[call], capsys)
 
 
 def test_all_is_every_workload_once_without_what_cannot_run(capsys, tmp_path):
@@ -463,7 +357,7 @@ def test_the_demo_saves_scores_that_select_the_same_keys(monkeypatch, tmp_path):
     assert torch.equal(dmattn.IntervalMask.top_k(ranks, 8).end, dmattn.IntervalMask.top_k(scores[None, 1:], 8).end)
 
 
-# Jobs ------------------------------------------------------------------------------------------------------------------------------------
+# Jobs -----------------------------------------------------------------------------------------------------------------------------
 
 
 def test_decoding_and_generation_are_timed():
@@ -473,17 +367,6 @@ def test_decoding_and_generation_are_timed():
     paged = decode.measured(decode.Case(2, 256, heads=2, kv_heads=1, head_dim=16, page_size=16), 1, "cpu")
     biased = decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16, queries=4, has_bias=True), 1, "cpu")
     assert all(found.samples[0] > 0 for found in records.measurements({"rows": [*rows, paged, biased]}))
-
-
-def test_generation_becomes_a_table(tmp_path):
-    rows = serve.rows(measure.JobOptions("cpu", quick=True, repeats=1))
-    assert [row["kind"] for row in rows] == ["step", "step", "full", "prefill"]
-    result = {**records.provenance("cpu"), "rows": rows}
-    records.write(result, tmp_path / "machine/serve.json")
-    text = report.rewritten("<!-- bench:serve -->\n<!-- /bench:serve -->", tmp_path)
-    assert "contexts 4,096 and 8,192, all keys 8,192" in text
-    assert "512 tokens in chunks of 256 take" in text
-    assert text.count("CPU threads | 1 |") == 1
 
 
 def test_a_decoding_step_that_differs_is_refused(monkeypatch):
@@ -615,228 +498,7 @@ def test_a_job_that_cannot_run_says_why(monkeypatch, tmp_path, capsys):
     assert "decode: not on this machine" in capsys.readouterr().out
 
 
-# Files, comparisons, reports ---------------------------------------------------------------------------------------------------------------
-
-
-def test_statistics_are_those_of_torch():
-    samples = [3.0, 1.0, 2.0, 10.0, 4.5]
-    given = torch.tensor(samples, dtype=torch.float64)
-    found = records.summary(samples)
-    expected = [given.mean(), given.std(), *(given.quantile(part) for part in (0.5, 0.95, 0.99))]
-    torch.testing.assert_close([found[name] for name in ("mean", "std", "p50", "p95", "p99")], [float(x) for x in expected])
-    assert records.summary([2.0])["std"] == 0
-
-
-def test_what_became_slower_is_found(ran, tmp_path, capsys):
-    old = json.loads(ran.read_text())
-    for row in old["rows"]:
-        for name, samples in row["samples"].items():
-            row["samples"][name] = [1.0, 1.01, 0.99, 1.0] if len(samples) > 0 else samples
-    new = copy.deepcopy(old)
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    (tmp_path / "new.json").write_text(json.dumps(new))
-    both = [str(tmp_path / name) for name in ("old.json", "new.json")]
-    assert __main__.main(["compare", *both]) == 0
-    row = new["rows"][0]
-    row["samples"]["forward"] = [1.2, 1.21, 1.19, 1.2]
-    row["samples"]["backward"] = [1.2, 0.2, 2.2, 1.2]  # noise
-    row["samples"]["peer_forward"] = [2.0, 2.0]
-    new["rows"][1]["samples"]["forward"] = [0.5]
-    (tmp_path / "new.json").write_text(json.dumps(new))
-    capsys.readouterr()
-    assert __main__.main(["compare", *both]) == 1
-    said = capsys.readouterr().out
-    assert "1 slower beyond noise:\n" in said
-    assert f"  {row['case']}: dmattn, forward: 1000 ms -> 1200 ms (+20.0%" in said
-    assert "1 faster beyond noise:\n" in said
-    assert __main__.main(["compare", *both, "--least", "0.5"]) == 0
-    with pytest.raises(records.BadResultError, match="no measurement in common"):
-        compare.compared(old, {"rows": [{**row, "heads": 3} for row in old["rows"]]}, 0.05)
-    assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
-
-
-def test_what_is_missing_is_named_and_fails_unless_it_is_allowed(ran, tmp_path, capsys):
-    new = json.loads(ran.read_text())
-    gone = new["rows"].pop()
-    refused = new["rows"][0]
-    for name in ("samples", "medians"):
-        del refused[name]
-    (tmp_path / "new.json").write_text(json.dumps(new))
-    both = [str(ran), str(tmp_path / "new.json"), "--least", "9"]
-    assert __main__.main(["compare", *both]) == 1
-    said = capsys.readouterr().out
-    count = sum(
-        each.who == records.OURS for each in records.measurements({"rows": [gone, json.loads(ran.read_text())["rows"][0]]})
-    )
-    listed = said.split(f"{count} missing in the second result:\n")[1].splitlines()
-    assert len(listed) == count
-    assert all(any(row["case"] in line for line in listed) for row in (gone, refused))
-    assert "0 slower" in said
-    assert __main__.main(["compare", *both, "--allow-missing"]) == 0
-    assert capsys.readouterr().out == said
-    assert __main__.main(["compare", both[1], both[0], *both[2:]]) == 0  # what is new is not missing
-
-
-def test_committed_results_can_be_compared():
-    for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
-        if path.stem in ("cpu", "cuda", "serve", "decode", "context_parallel"):
-            result = records.read(path)
-            assert records.measurements(result), path
-            assert compare.compared(result, result, 0.05)[:2] == ([], [])
-
-
-def test_rows_of_scripts_are_measurements_too():
-    sweep = {
-        "length": 256,
-        "heads": 4,
-        "window": 16,
-        "forward": 1.0,
-        "backward": 2.0,
-        "dense_forward": 3.0,
-        "dense_backward": 4.0,
-    }
-    pack = {"case": "4 documents", "forward_ms": 5.0, "backward_ms": 6.0, "torch_forward_ms": 7.0}
-    ranks = {"length": 64, "ranks": 2, "ours": {"forward_ms": 8.0}, "torch_context_parallel_cudnn": {"error": "none here"}}
-    found = {each.key[1:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
-    assert found == {
-        ("256 tokens, 4 heads, window 16", "", "dmattn", "forward kernels"): 1.0,
-        ("256 tokens, 4 heads, window 16", "", "dmattn", "backward kernels"): 2.0,
-        ("256 tokens, 4 heads, window 16", "", "dmattn, dense", "forward kernels"): 3.0,
-        ("256 tokens, 4 heads, window 16", "", "dmattn, dense", "backward kernels"): 4.0,
-        ("4 documents", "", "dmattn", "forward"): 0.005,
-        ("4 documents", "", "dmattn", "backward"): 0.006,
-        ("4 documents", "", "torch", "forward"): 0.007,
-        ("context parallel, 64 tokens on 2 ranks", "", "dmattn", "forward"): 0.008,
-    }
-
-
-def test_a_report_has_tables_and_plots(ran, tmp_path):
-    pytest.importorskip("matplotlib")
-    committed = [BENCHMARKS / "results/nvidia-h200" / name for name in ("cuda.json", "quality.jsonl")]
-    steps = [
-        {"case": str(n), "kind": "decode", "length": n, "batch": 1, "queries": 1, "page_size": 0, "has_bias": False, "heads": 8,
-         "kv_heads": 2, "us": 2.0, "peer_us": {"SDPA": 3.0}} for n in (128, 512, 2048)
-    ]  # fmt: skip
-    (tmp_path / "decode.json").write_text(json.dumps({"rows": steps}))
-    assert (
-        __main__.main(["report", *map(str, (ran, *committed, tmp_path / "decode.json")), "--output", str(tmp_path / "page")]) == 0
-    )
-    text = (tmp_path / "page/report.md").read_text()
-    expected = {*plots.PLOTS, "learning_text", "learning_mqar", "learning_passkey"}
-    assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
-    assert all(f"![{name}]({name}.svg)" in text for name in expected)
-    assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
-    assert [tables.number(value) for value in (None, 12345.6, 12.345, 0.0123456)] == ["-", "12,346", "12.3", "0.0123"]
-
-
-def test_results_with_nothing_to_draw_draw_nothing(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert plots.draw_all([{"rows": []}], [], tmp_path) == []
-
-
-def test_training_runs_with_the_most_seeds_are_drawn():
-    def run(name, seed, steps=10):
-        settings = {"task": "text", "steps": steps, "seconds": 0.0, "length": 8, "visible": 4, "seed": seed}
-        return {"name": name, "settings": settings, "complete": True, "curve": []}
-
-    chosen = plots.chosen_runs([run("a", 1), run("a", 2), run("b", 1), run("c", 1), run("c", 2), run("d", 1, steps=5)], "text")
-    assert {name: len(found) for name, found in chosen.items()} == {"a": 2, "c": 2}
-    with pytest.raises(plots.NothingToDrawError):
-        plots.chosen_runs([], "text")
-
-
-def test_seeds_meet_at_the_same_moments():
-    curves = [[(10, 1.0), (20, 3.0), (40, 5.0)], [(15, 2.0), (30, 4.0)]]
-    runs = [{"curve": [{"step": x, "held_bits": y} for x, y in curve]} for curve in curves]
-    moments, values = plots.over_seeds(runs, "step", "held_bits")
-    assert moments == [15, 20, 30]
-    assert values == [[2.0, 2.0], [3.0, 2.0 + 2 / 3], [4.0, 4.0]]
-
-
-def test_a_page_without_results_says_so(tmp_path):
-    with pytest.raises(records.BadResultError, match="no results for bench:nothing"):
-        report.rewritten("<!-- bench:nothing -->\n<!-- /bench:nothing -->", tmp_path)
-
-
-def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
-    for name in report.PAGES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("nothing")
-    (tmp_path / "README.md").write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
-    monkeypatch.setattr(report, "short_table", lambda name, results: "a table")
-    monkeypatch.setitem(report.SHORT_TABLES, "mine", {})
-    ran = []
-    monkeypatch.setattr(report.runpy, "run_path", lambda path, run_name: ran.append((path, list(sys.argv))))
-    assert report.pages(tmp_path, check=True) == ["README.md"]
-    assert "a table" not in (tmp_path / "README.md").read_text()
-    assert report.pages(tmp_path, check=False) == ["README.md"]
-    assert "a table" in (tmp_path / "README.md").read_text()
-    assert [Path(path).name for path, _ in ran] == ["draw.py", "pictures.py"]
-    assert report.pages(tmp_path, check=True) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("names", [("trees", "sliding", "blocks"), ("decode",), ("serving",)], ids=lambda names: names[0])
-def test_workloads_run_on_a_gpu(names, tmp_path):
-    peers = ["--peers", "cudnn", "flash", "efficient", "dmattn"] if len(names) > 1 else []
-    few = ["--repeats", "2", "--seconds", "0.01"]
-    sizes = ["--lengths", "300", "--heads", "4", "--kv-heads", "2"] if peers else ["--quick"]
-    assert (
-        __main__.main(["run", *names, "--device", "cuda", *sizes, *few, *peers, "--output", str(tmp_path), "--name", "mine"]) == 0
-    )
-    (path,) = tmp_path.glob("*/mine*.json")
-    result = records.read(path)
-    assert result["clocks"]["after"]
-    for row in result["rows"]:
-        if row["workload"] == "trees":
-            assert len(row["peer_names"]) == 4, row.get("left_out")
-            assert row["kernel_samples"].keys() >= {"forward", "backward", "peer_forward", "peer4_backward"}
-            assert row["peak_bytes"].keys() == {f"{prefix}{name}" for prefix in ("", "peer_", "peer2_", "peer3_", "peer4_") for name in
-                                                ("forward", "backward")}  # fmt: skip
-
-
-@pytest.mark.gpu
-def test_kernel_times_come_from_a_captured_graph():
-    case = dataclasses.replace(workloads.pages("cuda")[0].resized(300), peers=("dmattn",))
-    taken = measure.times(case, cases.workload(case, "cuda"), "cuda", 2)
-    assert not taken.not_captured
-    assert {name: len(samples) for name, samples in taken.kernels.items()} == dict.fromkeys(taken.calls, 2)
-
-
-def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    calls: list[str] = []
-    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
-    samples = measure.by_turns(runs, "cpu", repeats=2, settle=1e-3)
-    assert {name: len(taken) for name, taken in samples.items()} == {"a": 2, "b": 2}
-    turns = [len(list(same)) for _, same in itertools.groupby(calls)]
-    assert turns[:2] == [1, 1]  # the warm-up
-    assert len(turns) == 6
-    assert min(turns[2:]) >= 2
-
-
-def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
-    times = {
-        "forward": 0.002,
-        "backward": 0.5,
-        "peer_forward": 0.0172,
-        "peer_backward": 0.47,
-        "peer2_forward": 9.0,
-        "peer2_backward": 9.0,
-    }
-    row = {
-        "case": "a case", "kind": "streaming", "length": 65536, "window": 1024, "sink": 64, "heads": 16, "head_dim": 128, "is_causal": True,
-        "dtype": "bfloat16", "medians": times, "kernel_medians": {**times, "forward": 0.001}, "peer_names": ["flex_attention, compiled", "x"],
-    }  # fmt: skip
-    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row]}
-    (tmp_path / "all.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": ("a case",)}})
-    lines = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path).splitlines()
-    assert (
-        lines[3]
-        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
-    )
-    assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
+# Scripts --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_packs_are_timed_and_a_wrong_one_is_refused(monkeypatch):
@@ -938,3 +600,34 @@ def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_pat
     )
     with pytest.raises(SystemExit, match="refused: dmattn's logits"):
         doge.main()
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [("trees", "sliding", "blocks"), ("decode",), ("serving",)], ids=lambda names: names[0])
+def test_workloads_run_on_a_gpu(names, tmp_path):
+    peers = ["--peers", "cudnn", "flash", "efficient", "dmattn"] if len(names) > 1 else []
+    few = ["--repeats", "2", "--seconds", "0.01"]
+    sizes = ["--lengths", "300", "--heads", "4", "--kv-heads", "2"] if peers else ["--quick"]
+    assert (
+        __main__.main(["run", *names, "--device", "cuda", *sizes, *few, *peers, "--output", str(tmp_path), "--name", "mine"]) == 0
+    )
+    (path,) = tmp_path.glob("*/mine*.json")
+    result = records.read(path)
+    assert result["clocks"]["after"]
+    for row in result["rows"]:
+        if row["workload"] == "trees":
+            assert len(row["peer_names"]) == 4, row.get("left_out")
+            assert row["kernel_samples"].keys() >= {"forward", "backward", "peer_forward", "peer4_backward"}
+            assert row["peak_bytes"].keys() == {f"{prefix}{name}" for prefix in ("", "peer_", "peer2_", "peer3_", "peer4_") for name in
+                                                ("forward", "backward")}  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_kernel_times_come_from_a_captured_graph():
+    case = dataclasses.replace(workloads.pages("cuda")[0].resized(300), peers=("dmattn",))
+    taken = measure.times(case, cases.workload(case, "cuda"), "cuda", 2)
+    assert not taken.not_captured
+    assert {name: len(samples) for name, samples in taken.kernels.items()} == dict.fromkeys(taken.calls, 2)
