@@ -118,6 +118,56 @@ def test_norms_tell_rounding_from_errors(dtype):
             check(one[0], one, dtype)
 
 
+def test_one_wrong_row_among_many_is_seen():
+    """Rows are as large as means over all keys so far, as of causal attention to keys that are all alike: the last ones are small."""
+    heads, length = 16, 4096
+    values = strategies.random_tensor((1, heads, length, 32), 0, torch.float64)
+    exact = values.cumsum(2) / torch.arange(1, length + 1)[:, None]
+    right = exact.bfloat16()
+    for row in ((0, 3, length - 1), (0, 15, 2000), (0, 7, 3000)):
+        for wrong in (0.0, right[0, row[1] - 1, row[2]]):
+            result = right.clone()
+            result[row] = wrong
+            with pytest.raises(AssertionError, match=rf"row {re.escape(str(list(row)))}: distance .* 1 of 65536 rows"):
+                tolerance.assert_same_by_another_way(result, right, torch.bfloat16)
+    tolerance.assert_same_by_another_way(exact.float(), right, torch.bfloat16)
+    for few in (right[0, 0, 0], right[0, 0, :1], right[:, :, :0], right[..., 0], right[0, 0, 0, 0]):
+        tolerance.assert_same_by_another_way(few.float(), few, torch.bfloat16)
+
+
+def two_ways(causal, window, heads, length, size, peak, seed):
+    """out and gradients in bfloat16, as two right kernels give them: one rounds weights before they are divided by their sum, one behind."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, grad_out = (torch.randn(1, heads, length, size, generator=generator).bfloat16() for _ in range(4))
+    bias = peak * torch.randn(1, heads, 1, length, generator=generator)
+    q, k, v, g = (x.float() for x in (query, key, value, grad_out))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) & causal | (distance >= window)
+    logits = (q @ k.mT * size**-0.5 + bias).masked_fill(hidden, -torch.inf)
+
+    def rounded(x):
+        return x.bfloat16().float()
+
+    weights = logits.softmax(-1)
+    unscaled = (logits - logits.amax(-1, keepdim=True)).exp()
+    results = []
+    for out in (rounded(weights) @ v, (rounded(unscaled) @ v) / unscaled.sum(-1, keepdim=True)):
+        saved = rounded(out)
+        ds = rounded(weights * (g @ v.mT - (g * (saved if not results else out)).sum(-1, keepdim=True)))
+        grads = ds @ k * size**-0.5, ds.mT @ q * size**-0.5, rounded(weights).mT @ g, ds.sum(-2)
+        results.append([x.bfloat16() for x in (out, *grads)])
+    return results
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("peak", [0.0, 1.0])
+@pytest.mark.parametrize(("heads", "length", "size"), [(2, 300, 8), (3, 500, 64), (1, 1000, 16)], ids=str)
+@pytest.mark.parametrize(("causal", "window"), [(False, 9999), (True, 9999), (True, 30), (True, 5)])
+def test_right_rows_pass(causal, window, heads, length, size, peak, seed):
+    for one, other in zip(*two_ways(causal, window, heads, length, size, peak, seed), strict=True):
+        tolerance.assert_same_by_another_way(one, other, torch.bfloat16)
+
+
 @settings(max_examples=15)
 @given(case=attention_cases())
 def test_the_reference_meets_its_own_rule(case):

@@ -14,10 +14,12 @@ infinities must be where the truth, rounded to the result's dtype, has them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import reference
@@ -27,6 +29,8 @@ from dmattn.testing.case import AttentionCase, with_rank
 STORAGE_ULPS: Final = 2
 # A few roundings each for a product of D terms, exp, and a sum over keys; a few standard deviations.
 ARITHMETIC_ULPS: Final = 8
+# To the dtype of query, of two ways to one result.
+ROUNDINGS: Final = 6
 # Terms of a sum, at most.
 LONGEST: Final = 2**20
 TRUTH: Final = torch.float64
@@ -228,14 +232,22 @@ def assert_same_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dt
     rounding is off by up to half an ulp to either side, eps / sqrt(12) in the root mean square. Six of them, taken as independent, make
     eps / sqrt(2) of the result's norm.
 
+    That norm hides one wrong row (along the last dimension) among many, so each row is compared as well. Of one row nothing can be taken as
+    independent: six halves of an ulp make 3 eps of its terms. Terms can cancel, as in the gradient of a query that sees one key, so a row's
+    size is the largest norm among the rows near it, which see about the same keys: up to sqrt(n) before and behind it in either of the two
+    dimensions before the last, n rows long. To that comes what sums in the accumulate dtype are off by, as in
+    :func:`assert_same_in_another_order`, of the largest row of all.
+
     Args:
         result, expected: tensors of one shape.
         dtype: that of query.
 
     Raises:
-        AssertionError: gives the distance, relative in the Euclidean norm, and what was allowed.
+        AssertionError: gives the distance, relative in the Euclidean norm, and what was allowed; of a row its index, too.
     """
-    _compare_norms(result, expected, torch.finfo(dtype).eps / 2**0.5)
+    eps = torch.finfo(dtype).eps
+    _compare_norms(result, expected, eps * (ROUNDINGS / 12) ** 0.5)
+    _compare_rows(result, expected, eps * ROUNDINGS / 2, LONGEST**0.5 * torch.finfo(accumulate_dtype(dtype)).eps)
 
 
 def assert_same_in_another_order(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -261,6 +273,31 @@ def _compare_norms(result: Tensor, expected: Tensor, allowed: float) -> None:
     error, norm = float(torch.linalg.vector_norm(given - wanted)), float(torch.linalg.vector_norm(wanted))
     if not error <= allowed * norm:  # NaN is not, either
         raise AssertionError(f"{list(result.shape)}: distance {error:.3g} of a norm of {norm:.3g}, allowed {allowed:.3g} of it")
+
+
+def _compare_rows(result: Tensor, expected: Tensor, of_near: float, of_all: float) -> None:
+    if expected.dim() < 2 or expected.numel() == 0:
+        return  # one row, or none
+    given, wanted = (x.detach().to(TRUTH) for x in (result, expected))
+    errors, norms = torch.linalg.vector_norm(given - wanted, dim=-1), torch.linalg.vector_norm(wanted, dim=-1)
+    near = _largest_near(norms, -1)
+    near = _largest_near(near, -2) if near.dim() > 1 else near
+    allowed = of_near * near + of_all * norms.max()
+    wrong = (~(errors <= allowed)).nonzero().tolist()  # NaN is wrong, too
+    if wrong:
+        row = tuple(wrong[0])
+        raise AssertionError(
+            f"{list(result.shape)}: row {wrong[0]}: distance {errors[row]:.3g} beside rows of norms up to {near[row]:.3g}, allowed"
+            f" {allowed[row]:.3g}; {len(wrong)} of {norms.numel()} rows are wrong"
+        )
+
+
+def _largest_near(norms: Tensor, dim: int) -> Tensor:
+    """For each of n numbers along a dimension the largest of those up to sqrt(n) before and behind it."""
+    along = norms.movedim(dim, -1)
+    reach = math.isqrt(along.shape[-1])
+    largest = F.max_pool1d(along.reshape(1, -1, along.shape[-1]), 2 * reach + 1, stride=1, padding=reach)
+    return largest.view(along.shape).movedim(-1, dim)
 
 
 def _weights(exact: AttentionCase) -> Tensor:
