@@ -35,9 +35,11 @@ def summed_to(shape, gradient):
     return total
 
 
-def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is_causal=False):
-    """bool [B, H, Sq, Sk]. start and end: integers [B|1, H|Hkv|1, Sk]; block: bool [B|1, H|Hkv|1, Sq|1, Sk|1]."""
-    position = (np.arange(queries) + (keys - queries))[:, None]
+def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is_causal=False, first=None):
+    """bool [B, H, Sq, Sk]. start and end: integers [B|1, H|Hkv|1, Sk]; block: bool [B|1, H|Hkv|1, Sq|1, Sk|1]; first: position of the first
+    query, integers [B|1], by default such that the last query stands at the last key."""
+    first = np.array([keys - queries] if first is None else first)
+    position = first[:, None, None, None] + np.arange(queries)[:, None]
     visible = np.ones((batch, heads, queries, keys), dtype=bool)
     if start is not None:
         visible &= by_query_head(start, batch, heads)[:, :, None, :] <= position

@@ -151,7 +151,11 @@ def problems(draw, device):
     start, end = draw(intervals(shape))
     block = draw(patterns((*draw(leads(shape)), shape.Sq, shape.Sk))) if draw(st.sampled_from((False, False, True))) else None
     is_causal = draw(st.booleans())
-    visible = brute_force.visibility(shape.B, shape.H, shape.Sq, shape.Sk, start, end, block, is_causal)
+    first = offset = None
+    if draw(st.sampled_from((False, False, False, True))):
+        offset = draw(strategies.query_offsets(shape, device))
+        first = torch.as_tensor(offset).reshape(-1).tolist()
+    visible = brute_force.visibility(shape.B, shape.H, shape.Sq, shape.Sk, start, end, block, is_causal, first)
 
     by_key_head = visible.reshape(shape.B, shape.Hkv, shape.H // shape.Hkv * shape.Sq, shape.Sk)
     hidden = ~by_key_head.any(axis=2)
@@ -200,7 +204,10 @@ def problems(draw, device):
         scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))), softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0, 30.0))),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.2, 0.9))), dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
         deterministic=draw(st.booleans()), grad_seed=seed, grad_through_lse=draw(st.booleans()),
+        grad_layout=draw(st.sampled_from(strategies.GRADIENT_LAYOUTS)), query_offset=offset,
     )  # fmt: skip
+    if draw(st.sampled_from((False, False, True))):
+        case = strategies.with_expanded_biases(case)
     return Fuzzed(case, is_causal, start, end, block, (draw(tiles), draw(tiles)))
 
 
@@ -215,7 +222,8 @@ def through_the_public_function(fuzzed, gradients):
     results = {"out": out.detach(), "lse": lse.detach()}
     if gradients:
         grad_out, grad_lse = case.incoming_gradients()
-        incoming = (grad_out.to(out.dtype), grad_lse.to(lse.dtype)) if case.grad_through_lse else (grad_out.to(out.dtype),)
+        incoming = case.laid_out_gradients(grad_out.to(out.dtype), grad_lse.to(lse.dtype))
+        incoming = incoming if case.grad_through_lse else incoming[:1]
         made = torch.autograd.grad((out, lse)[: len(incoming)], list(leaves.values()), incoming)
         results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, made, strict=True)}
     return results
@@ -262,7 +270,7 @@ def through_the_ops(fuzzed, gradients, layout, wanted):
 def check_attention(data, device, gradients):
     fuzzed = data.draw(problems(device))
     directly, layout, wanted = (
-        data.draw(st.booleans()),
+        data.draw(st.booleans()) and fuzzed.case.query_offset is None,  # which is no argument of the ops
         data.draw(st.sampled_from(strategies.LAYOUTS[:3])),
         data.draw(st.booleans()),
     )

@@ -34,12 +34,13 @@ def with_a_key_for_the_sink(case: AttentionCase, sinks: torch.Tensor) -> Attenti
         visible=F.pad(case.seen(), (0, 1), value=True),
         mask=None,
         is_causal=False,
+        query_offset=None,
     )
 
 
 @given(data=st.data())
 def test_sinks_are_keys_without_a_value(device, data):
-    drawn = dataclasses.replace(data.draw(strategies.attention_cases(device, max_length=100)), bias=None)
+    drawn = dataclasses.replace(data.draw(strategies.attention_cases(device, max_length=100)), bias=None, sinks=None)
     heads, keys = drawn.query.shape[1], drawn.key.shape[2]
     sinks = 2 * tensor((heads,), data.draw(strategies.seeds()), device=device)
     if data.draw(st.booleans()):
@@ -50,6 +51,7 @@ def test_sinks_are_keys_without_a_value(device, data):
         options |= {
             "mask": drawn.mask,
             "is_causal": drawn.is_causal,
+            "query_offset": drawn.query_offset,
             "key_bias": key_bias[:, :, :keys],
             "sinks": key_bias[0, :, keys],
         }
@@ -215,7 +217,9 @@ def test_weights_are_those_of_the_reference(data):
     weights, lse = dataclasses.replace(case, value=identity).call_reference()
     head = data.draw(st.lists(st.integers(0, heads - 1), max_size=3))
     row = data.draw(st.lists(st.integers(0, queries - 1), max_size=5)) if queries else []
-    options = {name: getattr(case, name) for name in ("key_bias", "bias", "is_causal", "scale", "softcap")}
+    options = {
+        name: getattr(case, name) for name in ("key_bias", "bias", "is_causal", "scale", "softcap", "sinks", "query_offset")
+    }
     expected = weights[:, head][:, :, row]
     for chosen in ((head, row), (torch.tensor(head).long(), torch.tensor(row).int())):
         for known in (None, lse):

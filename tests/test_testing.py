@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import inspect
 import math
 import re
@@ -82,6 +83,31 @@ def test_the_rule_rejects_a_single_dropped_key():
 
     with pytest.raises(AssertionError):
         assert_matches_reference(CASES[torch.bfloat16], forgets_a_key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_rule_covers_sinks_and_offsets(dtype):
+    """Two batches whose queries stand elsewhere, and sinks that take about half of the weights."""
+    sinks, first = torch.tensor([2.0, 3.0], dtype=dtype), torch.tensor([3, 40])
+    three = (torch.cat([tensor, tensor.flip(2)]) for tensor in (CASES[dtype].query, CASES[dtype].key, CASES[dtype].value))
+    case = AttentionCase(*three, is_causal=True, sinks=sinks, query_offset=first, grad_layout="one_number")
+    results = assert_matches_reference(case)
+    sees = case.positions() >= torch.arange(60)
+    assert torch.equal(case.seen(), sees.expand(2, 2, 60, 60))
+    share = results["out"][0, 1, 0].norm() / run(dataclasses.replace(case, sinks=None))["out"][0, 1, 0].norm()
+    assert 0.02 < share < 0.9
+    for name in ("out", "grad_query", "grad_key", "grad_value", "grad_sinks"):
+        with pytest.raises(AssertionError, match=rf"{name}\[.*allowed"):
+            assert_close_to_reference(case, {name: results[name] * (1 + VISIBLE_ERROR[dtype])})
+
+    def moved(query, key, value, mask, *, query_offset, **options):
+        return dmattn.attention(query, key, value, mask, query_offset=query_offset + 1, **options)
+
+    for wrong in (moved, lambda *given, sinks, **options: dmattn.attention(*given, sinks=sinks + 1, **options)):
+        with pytest.raises(AssertionError, match="allowed"):
+            assert_matches_reference(case, wrong)
+    with pytest.raises(ValueError, match="case: expected none with sinks"):
+        tolerance.assert_tangents_close(case, case.leaves(), {})
 
 
 def test_the_rule_has_nothing_to_turn():
@@ -274,15 +300,16 @@ def test_a_case_has_only_the_features_that_are_allowed(features, data):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_is_reached_alone(feature):
-    needed = {"empty_lengths": {"blind_queries"}, "blind_queries": {"interval_mask"}}.get(feature, set())
+    others = {"empty_lengths": {"blind_queries"}, "blind_queries": {"interval_mask"}, "expanded_biases": {"key_bias"}}
+    needed = others.get(feature, set())
     cases = attention_cases(max_length=20, dtype=torch.float32, features={feature} | needed)
     found = settings(max_examples=500, database=None, phases=[Phase.generate])
     find(cases, lambda case: feature in features_in(case), settings=found)
 
 
 def test_features_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"features: expected names of grouped_heads, .*, got rope, sinks"):
-        strategies.checked({"sinks", "rope", "bias"})
+    with pytest.raises(ValueError, match=r"features: expected names of grouped_heads, .*, got alibi, rope"):
+        strategies.checked({"alibi", "rope", "bias"})
     with pytest.raises(TypeError, match=r"expected several names .* got the string 'bias'"):
         strategies.checked("bias")
     assert strategies.checked(None) == set(FEATURES)
@@ -300,7 +327,15 @@ SDPA_FEATURES = features_of(torch_attention) - {"blind_queries", "different_leng
 
 
 def test_features_are_those_of_the_arguments():
-    general = {"grouped_heads", "different_lengths", "empty_lengths", "value_size", "strides", "blind_queries"}
+    general = {
+        "grouped_heads",
+        "different_lengths",
+        "empty_lengths",
+        "value_size",
+        "strides",
+        "gradient_strides",
+        "blind_queries",
+    }
     boolean = {"interval_mask", "block_mask", "combined_mask", "bool_mask"}
     assert features_of(lambda q, k, v: q) == general
     assert features_of(lambda q, k, v, attn_mask: q) == general | boolean | {"is_causal"}
@@ -317,10 +352,12 @@ def test_torchs_attention_matches(case):
 @settings(max_examples=15)
 @given(case=attention_cases(max_length=60))
 def test_our_attention_matches_as_a_function(case):
-    def attention(query, key, value, mask, key_bias, bias, *, is_causal, scale, softcap, dropout_p, dropout_seed, deterministic):
+    def attention(
+        query, key, value, mask, key_bias, bias, sinks, query_offset, *, is_causal, scale, softcap, dropout_p, dropout_seed, deterministic
+    ):  # fmt: skip
         return dmattn.attention(
             query, key, value, mask, key_bias=key_bias, bias=bias, is_causal=is_causal, scale=scale, softcap=softcap,
-            dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, deterministic=deterministic, sinks=sinks, query_offset=query_offset,
         )  # fmt: skip
 
     results = assert_function_matches(case, attention)

@@ -37,10 +37,11 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
-    """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero."""
+    """out once the sink has taken its part of the weights: ``out * sigmoid(lse - sink)``. Queries that see nothing stay zero, and what comes
+    in for them backward, NaN too, goes nowhere."""
     column = beside(lse, sinks_of_heads(sinks, sizes.heads, sizes.device, accumulate_dtype(sizes.dtype)))[:, None]
     share = share_of_keys(lse, column)
-    return (out * share[..., None]).to(out.dtype)
+    return (out * share[..., None]).masked_fill((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
 
 
 def share_of_keys(lse: Tensor, column: Tensor) -> Tensor:

@@ -23,8 +23,11 @@ FEATURES = (
     "empty_lengths",  # Sq or Sk is 0
     "value_size",  # Dv != D
     "strides",  # a query, key or value that is not contiguous
+    "gradient_strides",  # gradients that enter through out and lse and are not contiguous; the gradient of a sum has stride 0
     "blind_queries",  # queries that see nothing: masked out, before the first key, or only logits of -inf
     *MASK_TYPES,
+    "expanded_biases",  # a key_bias or bias of several rows, keys or heads that are one in memory: stride 0
+    "sinks", "query_offset",
     "key_bias", "bias", "is_causal", "scale", "softcap", "dropout", "deterministic",
 )  # fmt: skip
 
@@ -54,8 +57,12 @@ def features_in(case: AttentionCase) -> frozenset[str]:
         "empty_lengths": 0 in (query.shape[2], key.shape[2]),
         "value_size": query.shape[3] != value.shape[3],
         "strides": not all(tensor.is_contiguous() for tensor in (query, key, value)),
+        "gradient_strides": case.grad_layout != "contiguous",
         "blind_queries": not bool(sees_a_key(case).all()),
         **{name: isinstance(case.mask, kind) for name, kind in MASK_TYPES.items()},
+        "expanded_biases": any(is_expanded(given) for given in (case.key_bias, case.bias) if given is not None),
+        "sinks": case.sinks is not None,
+        "query_offset": case.query_offset is not None,
         "key_bias": case.key_bias is not None,
         "bias": case.bias is not None,
         "is_causal": case.is_causal,
@@ -65,6 +72,11 @@ def features_in(case: AttentionCase) -> frozenset[str]:
         "deterministic": case.deterministic,
     }
     return frozenset(name for name in FEATURES if has[name])
+
+
+def is_expanded(given: Tensor) -> bool:
+    """Whether several numbers of a tensor are one in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(given.shape, given.stride(), strict=True))
 
 
 def sees_a_key(case: AttentionCase) -> Tensor:

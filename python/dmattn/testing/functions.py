@@ -19,13 +19,15 @@ from dmattn.testing.tolerance import assert_close_to_reference
 OFFERED_BY = {
     "mask": set(MASK_TYPES),
     "attn_mask": {*MASK_TYPES, "is_causal"},
-    "key_bias": {"key_bias"},
-    "bias": {"bias"},
+    "key_bias": {"key_bias", "expanded_biases"},
+    "bias": {"bias", "expanded_biases"},
     "is_causal": {"is_causal"},
     "scale": {"scale"},
     "softcap": {"softcap"},
     "dropout_seed": {"dropout"},
     "deterministic": {"deterministic"},
+    "sinks": {"sinks"},
+    "query_offset": {"query_offset"},
 }
 NEED_AN_ARGUMENT = set().union(*OFFERED_BY.values())
 
@@ -40,7 +42,7 @@ def features_of(fn: Callable[..., Any]) -> frozenset[str]:
         fn: takes query, key, value, and then any of these by name:
             ``mask`` (a mask of dmattn's, a bool tensor or None), ``attn_mask`` (bool [B, H, Sq, Sk], True = visible, or None),
             ``key_bias``, ``bias``, ``is_causal``, ``scale``, ``softcap``, ``dropout_p``, ``dropout_seed``, ``deterministic``,
-            as :func:`dmattn.attention` has them, and ``enable_gqa`` (a bool: fewer key heads).
+            ``sinks``, ``query_offset``, as :func:`dmattn.attention` has them, and ``enable_gqa`` (a bool: fewer key heads).
     """
     offered = set().union(*(OFFERED_BY.get(name, set()) for name in _names(fn)))
     return frozenset(name for name in FEATURES if name in offered or name not in NEED_AN_ARGUMENT)
@@ -84,7 +86,8 @@ def assert_function_matches(case: AttentionCase, fn: Callable[..., Tensor], *, g
         results = {"out": out.detach()}
         if gradients:
             # An input that the output does not depend on has a gradient of zeros.
-            incoming = case.incoming_gradients()[0]
+            grad_out, grad_lse = case.incoming_gradients()
+            incoming = case.laid_out_gradients(grad_out.to(out.dtype), grad_lse)[0]
             made = torch.autograd.grad(out, list(leaves.values()), incoming, allow_unused=True, materialize_grads=True)
             results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, made, strict=True)}
     assert_close_to_reference(case, results)
@@ -120,6 +123,6 @@ def _offered(case: AttentionCase, has_causal: bool) -> dict[str, Any]:
     if case.visible is not None or (case.is_causal and not has_causal):
         attn_mask = dataclasses.replace(case, is_causal=case.is_causal and not has_causal).seen()
     seed = torch.tensor([case.dropout_seed], dtype=torch.int64, device=case.query.device) if case.dropout_p > 0 else None
-    named = ("mask", "key_bias", "bias", "is_causal", "scale", "softcap", "dropout_p", "deterministic")
+    named = ("mask", "key_bias", "bias", "is_causal", "scale", "softcap", "dropout_p", "deterministic", "sinks", "query_offset")
     others = {"attn_mask": attn_mask, "dropout_seed": seed, "enable_gqa": case.query.shape[1] != case.key.shape[1]}
     return {name: getattr(case, name) for name in named} | others

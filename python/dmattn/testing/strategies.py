@@ -17,12 +17,12 @@ from torch import Tensor
 
 from dmattn import reference
 from dmattn.masks import BlockMask, IntervalMask, Mask
-from dmattn.testing.case import AttentionCase
+from dmattn.testing.case import AttentionCase, with_rank
 from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
+from dmattn.testing.layouts import GRADIENT_LAYOUTS, LAYOUTS, laid_out
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
-LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "strided")
 # Lengths at which kernels change their way, by the names they have in cpp/cpu/limits.h and cpp/cuda/live_keys.h.
 CPU_THRESHOLDS = {
     "kSummaryKeys": 64, "kPieceDepth": 64, "kMaxTileQueries": 128, "kChunkKeys": 128, "kUnsummedQueries": 256, "kReduceKeys": 1024,
@@ -135,28 +135,6 @@ def shapes(
             else:
                 queries = max(min_length, int(queries / excess))
     return Shape(batch, kv_heads * group, kv_heads, queries, keys, size, value_size)
-
-
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """A [B, heads, S, size] tensor in one of the LAYOUTS; memory around slices and between strided elements is NaN.
-
-    ``expanded`` repeats the first head's rows for all heads (stride 0), so its numbers differ from the given ones.
-    """
-    batch, heads, length, size = tensor.shape
-    if layout == "bshd":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "sliced":
-        room = tensor.new_full((batch, heads + 1, length + 3, size + 8), torch.nan)
-        view = room[:, :heads, 1 : length + 1, 8:]
-        view.copy_(tensor)
-        return view
-    if layout == "expanded":
-        return tensor[:, :1].expand(batch, heads, length, size)
-    if layout == "strided":
-        room = tensor.new_full((batch, heads, length, 2 * size), torch.nan)
-        room[..., ::2] = tensor
-        return room[..., ::2]
-    return tensor
 
 
 def random_tensor(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -609,12 +587,15 @@ def attention_cases(
         for n, size in enumerate(sizes)
     )
     drawn = draw(masks(shape, device) if allowed.issuperset(MASK_TYPES) else some_masks(shape, device, allowed))
+    offset = None
+    if "combined" not in drawn.kinds and chosen("query_offset", st.sampled_from((False, False, True)), False):
+        offset = draw(query_offsets(shape, device))
     case = AttentionCase(
         query,
         key,
         value,
         mask=drawn.mask,
-        visible=drawn.visible,
+        visible=drawn.visible if offset is None else _moved(drawn, offset, shape),
         key_bias=chosen("key_bias", st.none() | key_biases(shape, dtype, device), None),
         bias=chosen("bias", st.none() | biases(shape, dtype, device), None),
         is_causal=chosen("is_causal", st.booleans(), False),
@@ -624,9 +605,54 @@ def attention_cases(
         dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
         deterministic=chosen("deterministic", st.booleans(), False),
         grad_seed=seed,
+        grad_layout=chosen("gradient_strides", st.sampled_from(GRADIENT_LAYOUTS), "contiguous"),
+        sinks=chosen("sinks", st.none() | sinks_of_heads(shape, dtype, device), None),
+        query_offset=offset,
         description=drawn.description,
     )
-    return case if "blind_queries" in allowed else _seeing(case)
+    case = case if "blind_queries" in allowed else _seeing(case)
+    return with_expanded_biases(case) if chosen("expanded_biases", st.booleans(), False) else case
+
+
+def query_offsets(shape: Shape, device: str = "cpu") -> st.SearchStrategy[int | Tensor]:
+    """Positions of the first query, an int or a tensor [] or [B]: far before the keys, among them and beyond."""
+    numbers = st.integers(-shape.Sq - 2, shape.Sk + 3)
+    several = st.lists(numbers, min_size=shape.B, max_size=shape.B).map(lambda drawn: torch.tensor(drawn, device=device))
+    return numbers | numbers.map(lambda drawn: torch.tensor(drawn, device=device)) | several
+
+
+@st.composite
+def sinks_of_heads(draw: st.DrawFn, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """sinks [H], small and large; some -inf, which take nothing."""
+    seed = draw(seeds())
+    made = draw(st.sampled_from((1.0, 8.0))) * random_tensor(
+        (shape.H,), seed, draw(st.sampled_from((dtype, torch.float32))), device
+    )
+    return torch.where(random_tensor((shape.H,), seed + 1, device=device) > 1.0, -torch.inf, made)
+
+
+def with_expanded_biases(case: AttentionCase) -> AttentionCase:
+    """The same biases with a number for each batch, head, query and key that they are broadcast to, which are one in memory."""
+    batch, heads, queries, _ = case.query.shape
+    sizes = {"key_bias": (batch, heads, case.key.shape[2]), "bias": (batch, heads, queries, case.key.shape[2])}
+    given = {name: leaf for name, leaf in case.leaves().items() if name in sizes}
+    return case.with_leaves({name: leaf.expand(_full(leaf, sizes[name])) for name, leaf in given.items()})
+
+
+def _full(given: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which sizes of 1 become those that they stand for; leading dimensions may be left out."""
+    return tuple(full if size == 1 else size for size, full in zip(given.shape, sizes[-given.dim() :], strict=True))
+
+
+def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | None:
+    """What a mask means for queries that stand elsewhere: intervals are of positions, all else counts queries."""
+    if not isinstance(drawn.mask, IntervalMask):
+        return drawn.visible
+    bounds = (with_rank(bound, 3) for bound in (drawn.mask.start, drawn.mask.end))
+    start, end = (reference.per_query_head(bound, shape.H)[:, :, None] for bound in bounds)
+    first = torch.as_tensor(offset, device=start.device).long().reshape(-1, 1, 1, 1)
+    p = first + torch.arange(shape.Sq, device=start.device)[:, None]
+    return ((start <= p) & (p < end)).expand(-1, -1, shape.Sq, shape.Sk)
 
 
 def some_masks(shape: Shape, device: str, kinds: Collection[str]) -> st.SearchStrategy[DrawnMask]:

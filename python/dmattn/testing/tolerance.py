@@ -41,8 +41,8 @@ def assert_close_to_reference(case: AttentionCase, results: dict[str, Tensor]) -
 
     Args:
         case: the problem.
-        results: any of out, lse and ``grad_query``, ``grad_key``, ``grad_value``, ``grad_key_bias``, ``grad_bias``, for the gradients
-            ``case.incoming_gradients()``.
+        results: any of out, lse and ``grad_query``, ``grad_key``, ``grad_value``, ``grad_key_bias``, ``grad_bias``, ``grad_sinks``,
+            for the gradients ``case.incoming_gradients()``.
 
     Raises:
         AssertionError: names the result, the place, the error and what was allowed.
@@ -65,7 +65,8 @@ def _run(case: AttentionCase, differentiated: bool, call: Callable[[AttentionCas
     results = {"out": out.detach(), "lse": lse.detach()}
     if differentiated:
         grad_out, grad_lse = case.incoming_gradients()
-        gradients = torch.autograd.grad((out, lse), list(leaves.values()), (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
+        incoming = case.laid_out_gradients(grad_out.to(out.dtype), grad_lse.to(lse.dtype))
+        gradients = torch.autograd.grad((out, lse), list(leaves.values()), incoming)
         results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return results
 
@@ -95,41 +96,50 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
             logits = logits + _finite(wide[:, :, None] if rank == 3 else wide)
 
     _, lse = exact.call_reference()
+    finite_lse = torch.where(torch.isfinite(lse), lse, 0.0).abs()
     weights = _finite(_weights(exact))
     kept = torch.ones_like(weights)
     if exact.dropout_p > 0:
         kept = reference.dropout_multiplier(exact.dropout_seed, exact.dropout_p, tuple(seen.shape), seen.device).to(TRUTH)
-    out = (weights * kept) @ value
+    # What keys keep of their weights beside a sink, and what that is wrong by for an lse that is wrong by 1.
+    share = torch.ones_like(lse)[..., None] if exact.sinks is None else exact.share_of_keys(lse)[..., None]
+    lost = 1.0 - share
+    out = (weights * share * kept) @ value
 
     # A logit is wrong in proportion to its absolute terms, a weight as its logit, and all weights of a row as their sum.
     logits = torch.where(weights > 0, logits, 0.0)
     row = (weights * logits).square().sum(dim=-1, keepdim=True).sqrt()
     summed = torch.finfo(accumulate_dtype(case.query.dtype))
     wrong_weights = torch.where(seen, weights * (1.0 + logits + row) + summed.tiny / summed.eps, 0.0)
-    out_storage, out_arithmetic = _rss(weights * kept, value), _rss(wrong_weights * kept, value) + row * out.abs()
-    finite_lse = torch.where(torch.isfinite(lse), lse, 0.0).abs()
+    wrong_share = lost * (finite_lse[..., None] + 1.0 + row + _sinks_of(exact).abs())
+    out_storage = _rss(weights * share * kept, value) + lost * out.abs()
+    out_arithmetic = _rss(wrong_weights * share * kept, value) + (row + wrong_share) * out.abs()
     terms = {"out": Terms(out_storage, out_arithmetic), "lse": Terms(finite_lse, finite_lse + 1.0 + row[..., 0])}
     if not differentiated:
         return terms
 
     grad_out, grad_lse = (g.to(TRUTH) for g in exact.incoming_gradients())
     dp = (grad_out @ value.transpose(-1, -2)) * kept
-    delta = (grad_out * out).sum(-1, keepdim=True) - grad_lse[..., None]
-    ds = weights * (dp - delta)
-    wrong_dp = _rss(grad_out, value.transpose(-1, -2)) * kept
-    wrong_ds = wrong_weights * (dp - delta).abs() + weights * wrong_dp
+    inner = (grad_out * out).sum(-1, keepdim=True)
+    delta = share * inner - grad_lse[..., None]
+    ds = weights * (share * dp - delta)
+    wrong_dp = share * _rss(grad_out, value.transpose(-1, -2)) * kept
+    wrong_ds = wrong_weights * (share * dp - delta).abs() + weights * (wrong_dp + wrong_share * share * (dp - inner).abs())
     # delta is wrong for a whole row at once: out is rounded when it is saved, and computed with rounding
     wrong_delta = {
         "storage": (grad_out * out).square().sum(-1, keepdim=True).sqrt(),
-        "arithmetic": (grad_out * out_arithmetic).square().sum(-1, keepdim=True).sqrt() + delta.abs(),
+        "arithmetic": (grad_out * out_arithmetic).square().sum(-1, keepdim=True).sqrt() + delta.abs() + lost * inner.abs(),
     }
+    # Beside a sink the gradient that comes in is multiplied and rounded, too.
+    rounded_ds = ds.abs() + weights * wrong_dp if exact.sinks is not None else ds
+    kept_weights, wrong_kept = weights * share * kept, (wrong_weights + weights * wrong_share) * share * kept
     made: dict[str, dict[str, Tensor]] = {}
-    for kind, p, s in (("storage", weights, ds), ("arithmetic", wrong_weights, wrong_ds)):
+    for kind, p, s in (("storage", kept_weights, rounded_ds), ("arithmetic", wrong_kept, wrong_ds)):
         common = weights * wrong_delta[kind]
         made[kind] = {
             "grad_query": scale * (_rss(s, key) + common @ key.abs() + row * (ds @ key).abs()),
             "grad_key": scale * _to_kv_heads(_rss(s.transpose(-1, -2), query) + _rss(common.transpose(-1, -2), query), kv_heads),
-            "grad_value": _to_kv_heads(_rss((p * kept).transpose(-1, -2), grad_out), kv_heads),
+            "grad_value": _to_kv_heads(_rss(p.transpose(-1, -2), grad_out), kv_heads),
         }
         if exact.key_bias is not None:
             shape = (*with_rank(exact.key_bias, 3).shape[:2], 1, exact.key_bias.shape[-1])
@@ -137,6 +147,9 @@ def terms_of(case: AttentionCase, differentiated: bool = True) -> dict[str, Term
         if exact.bias is not None:
             by_row = common.sum(-1, keepdim=True) if exact.bias.shape[-1] == 1 else common
             made[kind]["grad_bias"] = _to_shape(s, exact.bias.shape) + _to_shape(by_row, exact.bias.shape)
+        if exact.sinks is not None:
+            by_row = lost * wrong_delta[kind] + (wrong_share * inner.abs() if kind == "arithmetic" else 0.0)
+            made[kind]["grad_sinks"] = by_row.sum((0, 2, 3))
     return terms | {name: Terms(made["storage"][name], made["arithmetic"][name]) for name in made["storage"]}
 
 
@@ -144,12 +157,13 @@ def assert_tangents_close(case: AttentionCase, directions: dict[str, Tensor], ta
     """The rule for forward mode.
 
     Args:
-        case: the problem.
+        case: the problem, without sinks.
         directions: tangents of the case's leaves, by name.
         tangents: what an implementation makes of them, of out and lse; 0 where lse is -inf.
 
     Raises:
         AssertionError: names the tangent, the place, the error and what was allowed.
+        ValueError: the case has sinks.
     """
 
     def expected(given: AttentionCase) -> dict[str, Tensor]:
@@ -169,6 +183,8 @@ def assert_tangents_close(case: AttentionCase, directions: dict[str, Tensor], ta
 
 def tangent_terms(case: AttentionCase, directions: dict[str, Tensor]) -> dict[str, Terms]:
     """What arithmetic can do to the tangents of out and lse: sums of absolute terms, weighted by how wrong a weight can be."""
+    if case.sinks is not None:
+        raise ValueError("case: expected none with sinks, whose tangents the rule does not know, got sinks")
     exact = case.to(TRUTH)
     along = {name: given.to(TRUTH) for name, given in directions.items()}
     heads = exact.query.shape[1]
@@ -309,6 +325,11 @@ def _weights(exact: AttentionCase) -> Tensor:
     with torch.enable_grad():
         _, lse = dataclasses.replace(exact, bias=logits.requires_grad_(), dropout_p=0.0).call_reference()
         return torch.autograd.grad(lse, logits, torch.ones_like(lse))[0]
+
+
+def _sinks_of(exact: AttentionCase) -> Tensor:
+    """The sinks as [H, 1, 1]; 0 for those that take nothing, and where there are none."""
+    return torch.zeros((), dtype=TRUTH) if exact.sinks is None else _finite(exact.sinks)[:, None, None]
 
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:
