@@ -205,6 +205,20 @@ def test_both_families_have_the_same_stems_for_the_same_jobs():
         assert any(stem.startswith("backward") for stem in own)
 
 
+def test_launches_check_how_many_blocks_they_have():
+    """grid_of says so where a product of batches and heads does not fit; a cast would start some of the blocks."""
+    launches = 0
+    for folder in ("sm80", "common"):
+        for path in tracked(f"cpp/cuda/{folder}"):
+            source = path.read_text()
+            unchecked = re.findall(
+                r"(?:<<<|dim3\(|= |, )static_cast<unsigned>\([^;]*\b(?:batch|batches|batch_heads|blocks|rows)\b[^;]*;", source
+            )
+            assert not unchecked, f"{path.relative_to(ROOT)}: {unchecked}"
+            launches += source.count("grid_of(")
+    assert launches > 20
+
+
 def test_ops_have_the_same_stems_in_every_room():
     for stem in {"forward", "backward", "select", *(name.split("_")[0] for name in schema_names())}:
         for name in (f"cpp/cpu/{stem}.cpp", f"cpp/cuda/{stem}.cpp"):

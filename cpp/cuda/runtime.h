@@ -19,6 +19,9 @@ namespace dmattn::cuda {
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // an error that is reported is not left behind for the next caller
+  if (status == cudaErrorInvalidConfiguration) {
+    fail(what, ": expected batches, heads and lengths whose launch has fewer than 2^31 blocks, got more");
+  }
   fail(what, ": CUDA says ", cudaGetErrorName(status), ": ", cudaGetErrorString(status));
 }
 

@@ -5,6 +5,7 @@
 #include "../cache.h"
 #include "cache_slots.cuh"
 #include "dependent_launch.cuh"
+#include "kernel_limits.cuh"
 
 namespace dmattn::cuda {
 namespace {
@@ -344,7 +345,7 @@ __global__ __launch_bounds__(kJoinThreads) void join_kernel(const __grid_constan
   copy_rows(slots.value, p.new_value, join.value, slots.value_pieces);
 }
 
-dim3 heads_of(const CacheParams& p) { return dim3(static_cast<unsigned>(p.batch * p.kv_heads)); }
+unsigned heads_of(const CacheParams& p) { return grid_of(p.batch * p.kv_heads); }
 
 }  // namespace
 
@@ -358,7 +359,7 @@ cudaError_t launch_cache_rewind(const CacheParams& p, cudaStream_t stream) {
 
 cudaError_t launch_cache_join(const JoinParams& join, cudaStream_t stream) {
   const int blocks = (join.visible + kJoinRows - 1) / kJoinRows + (join.cache.tokens + kJoinRows - 1) / kJoinRows;
-  const dim3 grid(static_cast<unsigned>(join.cache.batch * join.cache.kv_heads * blocks));
+  const unsigned grid = grid_of(join.cache.batch * join.cache.kv_heads * blocks);
   return launch_dependent(join_kernel, grid, kJoinThreads, 0, stream, join);
 }
 
@@ -366,8 +367,7 @@ cudaError_t launch_cache_extend(const CacheParams& p, int32_t* workspace, cudaSt
   const cudaError_t status = launch_dependent(places_kernel, heads_of(p), kPlaceThreads, 0, stream, p, workspace);
   if (status != cudaSuccess) return status;
   const int64_t rows = p.batch * p.kv_heads * p.slots, warps = kCopyThreads / 32;
-  return launch_dependent(copy_kernel, dim3(static_cast<unsigned>((rows + warps - 1) / warps)), kCopyThreads, 0, stream, p,
-                          workspace);
+  return launch_dependent(copy_kernel, grid_of((rows + warps - 1) / warps), kCopyThreads, 0, stream, p, workspace);
 }
 
 }  // namespace dmattn::cuda

@@ -2,6 +2,7 @@
 #include "../calls.h"
 #include "compact_keys.cuh"
 #include "dependent_launch.cuh"
+#include "kernel_limits.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -49,7 +50,7 @@ __global__ __launch_bounds__(kCompactThreads) void compact_keys_kernel(const __g
 }  // namespace
 
 cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(call.p.batch * call.p.kv_heads), kCompactBlocks);
+  const dim3 grid(grid_of(call.p.batch * call.p.kv_heads), kCompactBlocks);
   return launch_dependent(compact_keys_kernel, grid, kCompactThreads, 0, stream, call);
 }
 

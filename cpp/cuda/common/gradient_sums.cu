@@ -5,6 +5,7 @@
 // sums would be most of the memory traffic.
 #include "../calls.h"
 #include "device.cuh"
+#include "kernel_limits.cuh"
 #include "logits.cuh"
 #include "visibility.cuh"
 #include "walk.cuh"
@@ -263,7 +264,7 @@ template <class Kernel>
 cudaError_t launch_rows(Kernel kernel, const BackwardCall& call, int64_t rows, int lanes, cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
   const int64_t rows_per_block = kThreads / lanes;
-  kernel<<<static_cast<unsigned>((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream>>>(call);
+  kernel<<<grid_of((rows + rows_per_block - 1) / rows_per_block), kThreads, 0, stream>>>(call);
   return cudaGetLastError();
 }
 
@@ -272,7 +273,7 @@ cudaError_t launch_keys(Kernel kernel, const BackwardCall& call, cudaStream_t st
   const AttentionParams& p = call.b.forward;
   const int64_t blocks = (p.key_length + KeyShare::kKeys - 1) / KeyShare::kKeys * p.batch * p.kv_heads;
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
+  kernel<<<grid_of(blocks), kThreads, 0, stream>>>(call);
   return cudaGetLastError();
 }
 
@@ -290,7 +291,7 @@ cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   const int64_t blocks = p.batch * p.kv_heads * (call.seen_words / kSeenWords);
   if (blocks == 0) return cudaSuccess;
-  find_seen_kernel<<<static_cast<unsigned>(blocks), kSeenKeys, 0, stream>>>(call);
+  find_seen_kernel<<<grid_of(blocks), kSeenKeys, 0, stream>>>(call);
   return cudaGetLastError();
 }
 

@@ -1,13 +1,23 @@
-// Attributes of kernels, set once for each kernel and device: cudaFuncSetAttribute takes a microsecond of the host at every call.
+// How many blocks a launch has, and attributes of kernels, set once for each kernel and device.
+//
+// cudaFuncSetAttribute takes a microsecond of the host at every call.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 
 namespace dmattn::cuda {
+
+// The blocks of a launch along x. Where there are more than a grid can have, it ends with cudaErrorInvalidConfiguration, which
+// check_cuda explains; a cast alone would run a few of the blocks and leave the other results unwritten.
+inline unsigned grid_of(int64_t blocks) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  return static_cast<unsigned>(blocks <= kMost ? blocks : kMost + 1);
+}
 
 // What was asked for so far, by device; a launcher keeps one for each kernel and attribute as a static.
 class KernelAttribute {

@@ -9,6 +9,7 @@
 #include "../calls.h"
 #include "dependent_launch.cuh"
 #include "device.cuh"
+#include "kernel_limits.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -476,25 +477,23 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
 }  // namespace
 
 cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream) {
-  const unsigned mask_heads = static_cast<unsigned>(live_keys.batches * live_keys.heads),
-                 parts = static_cast<unsigned>(live_keys.parts);
+  const unsigned mask_heads = grid_of(live_keys.batches * live_keys.heads), parts = static_cast<unsigned>(live_keys.parts);
   const int segments = segments_at(static_cast<int>(p.query_length), live_keys.shortest);
   if (parts == 1 && segments <= kFewSegments) {
     return launch_dependent(small_lists_kernel, dim3(mask_heads, static_cast<unsigned>(segments)), kThreads, 0, stream, p,
                             live_keys);
   }
   const unsigned live_blocks = static_cast<unsigned>(blocks_per_mask_head(live_keys.parts, mask_heads, mask_heads));
-  cudaError_t status = launch_dependent(count_kernel, mask_heads * static_cast<unsigned>(live_keys.count_blocks), kThreads, 0,
-                                        stream, p, live_keys);
+  cudaError_t status =
+      launch_dependent(count_kernel, grid_of(live_keys.count_blocks * mask_heads), kThreads, 0, stream, p, live_keys);
   if (status == cudaSuccess) {
-    status = launch_dependent(choose_kernel, mask_heads + mask_heads * live_blocks, kThreads, 0, stream, p, live_keys,
+    status = launch_dependent(choose_kernel, grid_of((int64_t{live_blocks} + 1) * mask_heads), kThreads, 0, stream, p, live_keys,
                               static_cast<int>(mask_heads), static_cast<int>(live_blocks));
   }
   if (status == cudaSuccess && segments > 1) {
     // As many blocks as an H200 runs at once, and at least one for each two of the shortest segments, which are often joined.
     const int blocks = std::clamp(512 / static_cast<int>(mask_heads), (segments + 1) / 2, segments);
-    status =
-        launch_dependent(list_kernel, mask_heads * static_cast<unsigned>(blocks), kListThreads, 0, stream, p, live_keys, blocks);
+    status = launch_dependent(list_kernel, grid_of(int64_t{blocks} * mask_heads), kListThreads, 0, stream, p, live_keys, blocks);
   }
   return status;
 }

@@ -1,5 +1,6 @@
 // Adds up the parts that the blocks of decoding left.
 #include "dependent_launch.cuh"
+#include "kernel_limits.cuh"
 #include "parts.cuh"
 
 namespace dmattn::cuda {
@@ -62,7 +63,7 @@ __global__ __launch_bounds__(kMergeThreads) void merge_parts_kernel(const __grid
 
 cudaError_t launch_merge_parts(const DecodeCall& call, cudaStream_t stream) {
   const DecodeParams& p = call.p;
-  const dim3 grid(static_cast<unsigned>(p.batch * p.kv_heads * call.rows),
+  const dim3 grid(grid_of(p.batch * p.kv_heads * call.rows),
                   static_cast<unsigned>((p.value_dim + kMergeColumns - 1) / kMergeColumns));
   const auto kernel = p.dtype == DType::kBFloat16 ? merge_parts_kernel<__nv_bfloat16> : merge_parts_kernel<__half>;
   return launch_dependent(kernel, grid, kMergeThreads, 0, stream, call);

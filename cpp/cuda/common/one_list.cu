@@ -4,6 +4,7 @@
 // by the quarter of the queries in which their intervals begin, then by the last query that sees them.
 #include "../live_keys.h"
 #include "dependent_launch.cuh"
+#include "kernel_limits.cuh"
 #include "sort_numbers.cuh"
 #include "visibility.cuh"
 
@@ -69,7 +70,7 @@ __global__ __launch_bounds__(kThreads) void one_list_kernel(const __grid_constan
 }  // namespace
 
 cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(live_keys.batches * live_keys.heads);
+  const unsigned blocks = grid_of(live_keys.batches * live_keys.heads);
   if (p.key_length <= 512) return launch_dependent(one_list_kernel<128>, blocks, 128, 0, stream, p, live_keys);
   if (p.key_length <= 1024) return launch_dependent(one_list_kernel<256>, blocks, 256, 0, stream, p, live_keys);
   if (p.key_length <= 2048) return launch_dependent(one_list_kernel<512>, blocks, 512, 0, stream, p, live_keys);

@@ -9,6 +9,7 @@
 
 #include "../launch.h"
 #include "device.cuh"
+#include "kernel_limits.cuh"
 
 namespace dmattn::cuda {
 namespace {
@@ -383,11 +384,9 @@ PackParams with_small_blocks(PackParams p) {
   return p;
 }
 
-unsigned grid(int64_t blocks) { return static_cast<unsigned>(blocks); }
-
 template <int kBytes>
 unsigned strips(const PackParams& p) {
-  return grid(p.batch * p.heads * p.tiles_q * ceil_div(p.tiles_k, Strip<kBytes>::tiles_per_strip(p)));
+  return grid_of(p.batch * p.heads * p.tiles_q * ceil_div(p.tiles_k, Strip<kBytes>::tiles_per_strip(p)));
 }
 
 // Elements of the mask that touch one tile, at most.
@@ -412,20 +411,20 @@ cudaError_t launch_pack_tiles(const PackParams& params, int32_t* partial_counts,
       case Access::kNeighbours: classify_vectors<4, false><<<strips<4>(p), kThreads, 0, stream>>>(p); break;
       case Access::kOneByOne:
         if (elements <= 4) {
-          classify_elements<1><<<grid(ceil_div(tiles, kThreads)), kThreads, 0, stream>>>(p, tiles);
+          classify_elements<1><<<grid_of(ceil_div(tiles, kThreads)), kThreads, 0, stream>>>(p, tiles);
         } else if (elements <= 1024) {
-          classify_elements<32><<<grid(ceil_div(tiles, kWarps)), kThreads, 0, stream>>>(p, tiles);
+          classify_elements<32><<<grid_of(ceil_div(tiles, kWarps)), kThreads, 0, stream>>>(p, tiles);
         } else {
-          classify_elements<kThreads><<<grid(tiles), kThreads, 0, stream>>>(p, tiles);
+          classify_elements<kThreads><<<grid_of(tiles), kThreads, 0, stream>>>(p, tiles);
         }
         break;
     }
   }
   const int64_t row_blocks = ceil_div(rows, kWarps), column_blocks = ceil_div(columns, kWarps);
-  count_rows_and_list_columns<<<grid(row_blocks + column_blocks), kThreads, 0, stream>>>(p, partial_counts, rows, row_blocks);
+  count_rows_and_list_columns<<<grid_of(row_blocks + column_blocks), kThreads, 0, stream>>>(p, partial_counts, rows, row_blocks);
   if (rows > 0) {
     sum_partial_counts<<<1, 1024, 0, stream>>>(partial_counts, rows);
-    number_and_list_rows<<<grid(row_blocks), kThreads, 0, stream>>>(p, partial_counts, rows);
+    number_and_list_rows<<<grid_of(row_blocks), kThreads, 0, stream>>>(p, partial_counts, rows);
   }
   return cudaGetLastError();
 }
@@ -441,7 +440,7 @@ cudaError_t launch_pack_bits(const PackParams& params, cudaStream_t stream) {
     case Access::kAligned16: pack_vectors<16, true><<<strips<16>(p), kThreads, 0, stream>>>(p); break;
     case Access::kAligned4: pack_vectors<4, true><<<strips<4>(p), kThreads, 0, stream>>>(p); break;
     case Access::kNeighbours: pack_vectors<4, false><<<strips<4>(p), kThreads, 0, stream>>>(p); break;
-    case Access::kOneByOne: pack_elements<<<grid(tiles), kThreads, 0, stream>>>(p); break;
+    case Access::kOneByOne: pack_elements<<<grid_of(tiles), kThreads, 0, stream>>>(p); break;
   }
   return cudaGetLastError();
 }

@@ -576,7 +576,7 @@ cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
   const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
   const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / in_turn);
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 

@@ -234,7 +234,7 @@ cudaError_t launch_query_major(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 

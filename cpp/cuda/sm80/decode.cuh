@@ -338,7 +338,7 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   if (cluster > 1 && !has_room_for_cluster(kernel, cluster, Sizes::kThreads, bytes, known)) return cudaErrorInvalidClusterSize;
   const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
   const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
-  return launch_dependent_clusters(kernel, cluster, dim3(static_cast<unsigned>(blocks)), Sizes::kThreads, bytes, stream, given);
+  return launch_dependent_clusters(kernel, cluster, grid_of(blocks), Sizes::kThreads, bytes, stream, given);
 }
 
 }  // namespace dmattn::cuda::sm80

@@ -201,7 +201,7 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const int64_t blocks = (call.p.query_length + kShape.queries - 1) / kShape.queries * call.p.batch * call.p.heads;
   if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();
 }
 

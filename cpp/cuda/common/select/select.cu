@@ -23,6 +23,7 @@
 
 #include "../../launch.h"
 #include "../dependent_launch.cuh"
+#include "../kernel_limits.cuh"
 #include "best.cuh"
 #include "groups.cuh"
 #include "keys.cuh"
@@ -327,8 +328,8 @@ size_t lay_out(const SelectParams& p, char* memory, Work& work) {
 }
 
 template <class Key>
-cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned batch_heads, cudaStream_t stream) {
-  const unsigned blocks = batch_heads * static_cast<unsigned>(work.tiles);
+cudaError_t launch_sort(const SelectParams& p, const Work& work, int64_t batch_heads, cudaStream_t stream) {
+  const unsigned blocks = grid_of(batch_heads * work.tiles);
   const auto sort = work.tiles == 1 ? sort_tiles<Key, true> : sort_tiles<Key, false>;
   cudaError_t status = launch_dependent(sort, blocks, kThreads<Key>, 0, stream, p, work);
   Key* from = static_cast<Key*>(work.keys[0]);
@@ -343,11 +344,10 @@ cudaError_t launch_sort(const SelectParams& p, const Work& work, unsigned batch_
 }
 
 template <class Key>
-cudaError_t launch_all(const SelectParams& p, const Work& work, unsigned batch_heads, cudaStream_t stream) {
+cudaError_t launch_all(const SelectParams& p, const Work& work, int64_t batch_heads, cudaStream_t stream) {
   cudaError_t status = launch_sort<Key>(p, work, batch_heads, stream);
   if (status != cudaSuccess || !p.is_causal) return status;
-  const unsigned chunks = batch_heads * static_cast<unsigned>(work.chunks),
-                 tiles = batch_heads * static_cast<unsigned>(work.tiles);
+  const unsigned chunks = grid_of(batch_heads * work.chunks), tiles = grid_of(batch_heads * work.tiles);
   status = launch_dependent(find_thresholds<kThreads<Key>>, chunks, kThreads<Key>, 0, stream, work);
   if (status == cudaSuccess) status = launch_dependent(distribute<kThreads<Key>>, tiles, kThreads<Key>, 0, stream, p, work);
   if (status == cudaSuccess) status = launch_dependent(resolve, chunks, kResolveThreads, 0, stream, p, work);
@@ -372,12 +372,12 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   if (is_short(p) && !keeps_all_or_none(p)) return launch_select_short(p, work.window, stream);
   if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
-    return launch_dependent_clusters(keep_best_of_head, blocks, static_cast<unsigned>(batch_heads) * blocks, kBestThreads, 0,
-                                     stream, p, work.window);
+    return launch_dependent_clusters(keep_best_of_head, blocks, grid_of(batch_heads * blocks), kBestThreads, 0, stream, p,
+                                     work.window);
   }
   cudaError_t status = cudaSuccess;
   if (work.groups != nullptr) {
-    const auto group_blocks = static_cast<unsigned>(work.group_batches * work.group_heads);
+    const auto group_blocks = grid_of(int64_t{work.group_batches} * work.group_heads);
     status =
         launch_dependent(p.is_causal ? find_causal_groups : find_chained_groups, group_blocks, kGroupThreads, 0, stream, p, work);
   }
@@ -386,7 +386,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   }
   if (status == cudaSuccess) {
     const auto launch = needs_wide_keys(p) ? launch_all<WideKey> : launch_all<NarrowKey>;
-    status = launch(p, work, static_cast<unsigned>(batch_heads), stream);
+    status = launch(p, work, batch_heads, stream);
   }
   if (status == cudaSuccess && !p.is_causal) status = launch_dependent(keep_best, simple_grid, 256, 0, stream, p, work, keys);
   return status;

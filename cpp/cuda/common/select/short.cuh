@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../dependent_launch.cuh"
+#include "../kernel_limits.cuh"
 #include "../sort_numbers.cuh"
 #include "keys.cuh"
 #include "sort.cuh"
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) select_short(const SelectParams p, c
 }
 
 inline cudaError_t launch_select_short(const SelectParams& p, int32_t window, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(p.batch * p.heads);
+  const unsigned blocks = grid_of(p.batch * p.heads);
   if (p.length <= 512) return launch_dependent(select_short<128>, blocks, 128, 0, stream, p, window);
   if (p.length <= 1024) return launch_dependent(select_short<256>, blocks, 256, 0, stream, p, window);
   if (p.length <= 2048) return launch_dependent(select_short<512>, blocks, 512, 0, stream, p, window);
