@@ -17,6 +17,7 @@ struct AttentionArguments {
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   bool deterministic = false;
   bool is_in_order = false;
+  int64_t most_keys = 0;
 };
 
 // The arguments with what kernels see of them. Copies made for the kernels stay alive in this struct.
@@ -47,6 +48,7 @@ inline void check_factors(const AttentionArguments& given, AttentionParams& p) {
   check_scale(given.scale), check_softcap(given.softcap);
   check(dropout_p >= 0 && dropout_p < 1, "dropout_p: expected 0 <= dropout_p < 1, got ", dropout_p);
   p.scale = given.scale, p.softcap = given.softcap, p.dropout_p = dropout_p;
+  p.most_keys = given.most_keys;
 }
 
 // A tensor [B|1, H|Hkv|1, Sk], or null where it is not given.

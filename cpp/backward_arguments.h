@@ -27,10 +27,10 @@ BackwardResults unpack_backward(const Tensor& grad_out, std::optional<Tensor> gr
                                 std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
                                 std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
                                 double softcap, double dropout_p, bool deterministic, bool need_key_bias, bool need_bias,
-                                std::optional<Tensor> lse_rest, bool is_in_order) {
+                                std::optional<Tensor> lse_rest, bool is_in_order, int64_t most_keys) {
   return op({{query, key, value, std::move(start), std::move(end), std::move(tiles), std::move(rows), std::move(columns),
               std::move(bits), std::move(key_bias), std::move(bias), std::move(dropout_seed), is_causal, scale, softcap,
-              dropout_p, deterministic, is_in_order},
+              dropout_p, deterministic, is_in_order, most_keys},
              grad_out,
              std::move(grad_lse),
              out,

@@ -70,6 +70,9 @@ struct AttentionParams {
 
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   const int64_t* dropout_seed = nullptr;  // [1], on the device; null when dropout_p == 0
+
+  // How many keys a query sees at most; 0 or less: not known. It changes speed, never results.
+  int64_t most_keys = 0;
 };
 
 struct BackwardParams {

@@ -9,8 +9,9 @@
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
 //   dropout_seed int64, one element
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
-//   is_in_order: a hint that the keys a query sees are neighbours, or nearly so, by start and end; it changes speed, never
-//   results decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
+//   hints, which change speed, never results: is_in_order, the keys that a query sees are neighbours, or nearly so, by start and
+//   end; most_keys, a query sees at most so many keys, 0 where that is not known
+//   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
 //   window + rewind slots
@@ -47,7 +48,8 @@ DMATTN_OPS(m) {
       "forward(Tensor query, Tensor key, Tensor value, Tensor? start, Tensor? end, "
       "Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
-      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, bool is_in_order=False) "
+      "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, bool is_in_order=False, "
+      "SymInt most_keys=0) "
       "-> (Tensor out, Tensor lse, Tensor lse_rest)");
 
   m.def(
@@ -55,7 +57,7 @@ DMATTN_OPS(m) {
       "Tensor? start, Tensor? end, Tensor? tiles, Tensor? rows, Tensor? columns, Tensor? bits, "
       "Tensor? key_bias, Tensor? bias, Tensor? dropout_seed, "
       "bool is_causal, float scale, float softcap, float dropout_p, bool deterministic, "
-      "bool need_key_bias, bool need_bias, Tensor? lse_rest=None, bool is_in_order=False) "
+      "bool need_key_bias, bool need_bias, Tensor? lse_rest=None, bool is_in_order=False, SymInt most_keys=0) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
 
   m.def(

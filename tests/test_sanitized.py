@@ -25,14 +25,19 @@ tensor = strategies.random_tensor
 WINDOW = 400
 
 
-def check(case, on_gpu):
+def check(case, on_gpu, fn=dmattn.attention):
     is_hopper = os.environ.get("DMATTN_FAMILY") != "sm80" and torch.cuda.get_device_capability()[0] == 9
     if is_hopper and os.environ.get("DMATTN_SANITIZER") == "initcheck":
         # It does not see what tensor copies write: who reads the output, we or backward, would seem to read what nobody wrote.
-        on_gpu.call(dmattn.attention)
+        on_gpu.call(fn)
         torch.cuda.synchronize()
         return
-    assert_close_to_reference(case, {name: result.cpu() for name, result in run(on_gpu).items()})
+    assert_close_to_reference(case, {name: result.cpu() for name, result in run(on_gpu, fn).items()})
+
+
+def select_all(query, key, value, mask, *, key_bias, bias, is_causal, **options):
+    """Dynamic-mask attention with a window of all keys, which come in order on Hopper."""
+    return dmattn.dynamic_mask_attention(query, key, value, key_bias, key.shape[2], **options)
 
 
 def problem(kind, size, value_size, deterministic, dtype=torch.bfloat16):
@@ -110,6 +115,20 @@ def test_pack(block):
         assert torch.equal(ours[..., :1].cpu(), count)
         listed = torch.arange(theirs.shape[-1] - 1) < count
         assert torch.equal(torch.where(listed, ours[..., 1:].cpu(), 0), torch.where(listed, theirs[..., 1:], 0))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_window_of_all_keys(hidden, size):
+    """Some keys have scores that are never selected, and are left out of the chunks of keys."""
+    query = tensor((1, 2, 600, size), 0, torch.bfloat16)
+    key, value = (tensor((1, 1, 700, size), seed, torch.bfloat16) for seed in (1, 2))
+    scores = tensor((1, 1, 700), 3)
+    if hidden:
+        scores[:, :, 100:400:7] = -torch.inf
+    visible = IntervalMask.top_k(scores, 700).to_bool(600, 700)
+    case = AttentionCase(query, key, value, visible=visible, key_bias=scores)
+    check(case, case.with_leaves({name: leaf.cuda() for name, leaf in case.leaves().items()}), select_all)
 
 
 def test_float16():

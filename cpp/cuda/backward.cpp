@@ -42,9 +42,9 @@ bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused
 #endif
 }
 
-bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p) {
+bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::backward_walks_in_order(p);
+  return sm90::backward_walks_in_order(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
 #else
   return false;
 #endif
@@ -252,7 +252,7 @@ BackwardResults backward_op(BackwardArguments given) {
   // gains.
   if (is_sm90 && p.query_length >= 8192) options.shortest = 1;
   options.by_lifetime = is_sm90 && p.query_length >= 65536;
-  const bool is_in_order = is_sm90 && sm90_walks_in_order(p);
+  const bool is_in_order = is_sm90 && sm90_walks_in_order(p, device);
   options.is_one = is_sm90 && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;

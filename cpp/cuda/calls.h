@@ -19,6 +19,7 @@ enum class Variant : int32_t {
   kPlainOptions,
   kGatheredOptions,
   kPlainBias,  // backward: kPlain with bias, key_bias and dropout
+  kKeyBias,    // keys in order, intervals or not, with key_bias; no block masks
 };
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.

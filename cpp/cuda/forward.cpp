@@ -5,6 +5,7 @@
 #include "calls.h"
 #include "family.h"
 #include "inputs.h"
+#include "key_ways.h"
 #include "owned_live_keys.h"
 
 namespace dmattn::cuda {
@@ -18,17 +19,17 @@ bool sm90_has_forward([[maybe_unused]] const AttentionParams& p) {
 #endif
 }
 
-bool sm90_walks_directly([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
+KeyWay sm90_forward_way([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::walks_directly(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
+  return sm90::forward_way(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
 #else
-  return false;
+  return KeyWay::kLists;
 #endif
 }
 
-bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p) {
+bool sm90_has_ranges([[maybe_unused]] const AttentionParams& p) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::forward_walks_in_order(p);
+  return sm90::forward_has_ranges(p);
 #else
   return false;
 #endif
@@ -90,16 +91,16 @@ ForwardResults forward_op(AttentionArguments given) {
   if (family == Family::kSm90 && p.key_length > 0) check_sm90(is_sm90, p);
   LiveKeysOptions options;
   options.orders = !is_sm90;
-  const bool is_direct = is_sm90 && sm90_walks_directly(p, device);
-  const bool is_in_order = is_sm90 && !is_direct && sm90_walks_in_order(p);
-  const bool compacts = is_sm90 && !is_direct && !is_in_order && may_compact(p);
+  const KeyWay way = is_sm90 ? sm90_forward_way(p, device) : KeyWay::kLists;
+  const bool has_ranges = is_sm90 && way == KeyWay::kLists && sm90_has_ranges(p);
+  const bool compacts = is_sm90 && way == KeyWay::kLists && !has_ranges && may_compact(p);
   options.joins = compacts, options.lengthens = true;
   OwnedLiveKeys owned;
-  if (is_direct) {
+  if (way == KeyWay::kDirect) {
     owned.live_keys.is_direct = true;
-  } else if (is_in_order) {
+  } else if (has_ranges) {
     owned = make_key_ranges(p, query, device.stream());
-  } else {
+  } else if (way == KeyWay::kLists) {
     owned = make_live_keys(p, query, device.stream(), options);
   }
   ForwardCall call;
@@ -119,7 +120,9 @@ ForwardResults forward_op(AttentionArguments given) {
       check_cuda(status, "attention kernel");
       return checked.results();
     }
-    if (is_in_order) owned = make_live_keys(p, query, device.stream(), {}), call.live_keys = owned.live_keys;
+    if (has_ranges || way == KeyWay::kAllKeys) {
+      owned = make_live_keys(p, query, device.stream(), {}), call.live_keys = owned.live_keys;
+    }
     call.live_keys.ticket = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);

@@ -22,12 +22,14 @@ from dmattn.fake import accumulate_dtype
 TENSORS = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed")
 OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-INPUTS = len(TENSORS) + len(OPTIONS) + 1  # is_in_order, a hint, is the last; it may be left out
+HINTS = ("is_in_order", "most_keys")  # they may be left out, and no derivative asks for them
+OPTIONS_END = len(TENSORS) + len(OPTIONS)
+INPUTS = OPTIONS_END + len(HINTS)
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
-# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before is_in_order.
+# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before the hints.
 GRADIENT_INPUTS = INPUTS + 7
-NEEDS = slice(GRADIENT_INPUTS - 4, GRADIENT_INPUTS - 2)
-GRADIENT_DEFAULTS = (None, False)  # of lse_rest and is_in_order
+NEEDS = slice(OPTIONS_END + 4, OPTIONS_END + 6)
+GRADIENT_DEFAULTS = (None, False, 0)  # of lse_rest and the hints
 
 
 def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
@@ -45,7 +47,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options, ctx.hints = inputs[len(TENSORS) : len(TENSORS) + len(OPTIONS)], inputs[len(TENSORS) + len(OPTIONS) :]
+    ctx.options, ctx.hints = inputs[len(TENSORS) : OPTIONS_END], inputs[OPTIONS_END:]
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:

@@ -84,7 +84,7 @@ def forward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inpu
 
 
 def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, is_in_order -> five gradients."""
+    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, hints -> five gradients."""
     size, batch = info.batch_size, batch_of(inputs[2], in_dims[2])
     needs, lse_rest = inputs[21:23], inputs[23]
     out_dims = (0, 0, 0, *(0 if need else None for need in needs))

@@ -31,7 +31,9 @@ class Options(NamedTuple):
     softcap: float
     dropout_p: float
     deterministic: bool
-    is_in_order: bool = False  # a hint: the keys that a query sees are neighbours; it changes speed, never results
+    # Hints, which change speed, never results.
+    is_in_order: bool = False  # the keys that a query sees are neighbours
+    most_keys: int = 0  # how many keys a query sees at most, 0 where that is not known
 
 
 def options_of(
@@ -42,6 +44,7 @@ def options_of(
     softcap: float | None = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    most_keys: int = 0,
 ) -> Options:
     """Checks the options of a public function. A seed is checked even where it has no effect, and then left out."""
     scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
@@ -61,7 +64,7 @@ def options_of(
     elif dropout_seed is None:
         dropout_seed = new_seed(sizes.device)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
+    return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, most_keys=most_keys)
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -142,6 +142,7 @@ def backward(
     need_bias: bool,
     lse_rest: Tensor | None = None,
     is_in_order: bool = False,
+    most_keys: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (grad_out, grad_lse, key, value, out, lse, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
     check_one_device("backward", "query", query, *tensors, lse_rest)

@@ -17,6 +17,7 @@ LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE = BACKWARD + "test_wide_heads"
+ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
@@ -38,6 +39,10 @@ FAULTS = [
             "zeros in front of the first key count as keys", FORWARD + "test_ragged_lengths", IN_ORDER),
     in_file("walk.cuh", "note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;", "note.index[index_place<kKeys>(thread_)] = base + thread_;",
             "keys that no query sees are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
+    in_file("walk.cuh", "note.index[row] = span[i].touches(low_, high_) ? base + row : -1;", "note.index[row] = max(base + row, 0);",
+            "keys in order that no query of a tile sees are loaded, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
+    in_file("walk.cuh", "span[i].covers(p.mask.is_causal ? max(low_, key) : low_, high_);", "span[i].covers(p.mask.is_causal ? max(low_, key) : low_, low_);",
+            "keys in order that the last queries of a tile do not see are not tested", "test_key_ways.py::test_every_window_gives_what_the_reference_gives", "sm90_forward*kKeyBias"),
     in_file("walk.cuh", "if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;", "",
             "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("walk.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
@@ -67,7 +72,7 @@ FAULTS = [
             "query heads are dealt to key heads in turn", FORWARD + "test_grouped_heads", ALL),
     in_file("forward_load.cuh", "copy_async_wait<0>();\n    fence_async();\n    barrier_arrive(due);", "fence_async();\n    barrier_arrive(due);",
             "gathered rows are announced before they have landed", THRESHOLDS + " " + LISTS, ALL),
-    in_file("forward_load.cuh", "key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];", "key = in_order ? note.first_key + at : note.index[at % kShape.keys];",
+    in_file("forward_load.cuh", "kHasKeyBias ? note.first_key + at : note.index[index_place<kShape.keys>(at)];", "kHasKeyBias ? note.first_key + at : note.index[at % kShape.keys];",
             "gathered keys have the key_bias of their neighbours", THRESHOLDS, GATHERED),
     in_file("forward_load.cuh", "        query_empty.wait_empty(tiles);\n", "",
             "queries are overwritten while they are used", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks " + LIVE_KEYS + "test_edges_of_tiles_and_segments " + CUDA_TILES + "test_more_tiles_than_blocks", ALL),

@@ -199,7 +199,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   using Products = BackwardProducts<T, kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = kIsGathered || kHasOptions;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},

@@ -96,7 +96,7 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
-      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, gathers_keys(kVariant) ? bias_2[e / 2] + minus_lse2 : minus_lse2));
+      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, has_key_bias(kVariant) ? bias_2[e / 2] + minus_lse2 : minus_lse2));
     }
   }
 }
@@ -285,7 +285,7 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
       for (int e = 0; e < 4; ++e) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
         grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
-        if (gathers_keys(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
+        if (has_key_bias(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
       }
     }
   }
@@ -351,7 +351,7 @@ __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardSh
     weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
                                                  shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
   } else {
-    if (gathers_keys(kVariant) && has_huge_rows) {
+    if (has_key_bias(kVariant) && has_huge_rows) {
       weigh_huge_scores<kDim>(call, tile, note, scores);
     } else {
       weigh_scores<kVariant>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);

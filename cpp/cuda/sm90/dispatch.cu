@@ -72,7 +72,7 @@ constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
 // head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
-// Chunks of wider heads are short where keys come in order.
+// Chunks of wider heads are short where keys come in order, and they have no instance of kKeyBias.
 constexpr int kMostInOrderDim = 128;
 
 // How many head groups of head_group_bytes fit into section_bytes, at least one.
@@ -91,7 +91,26 @@ Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool
   return is_bounded ? variant_of(plain, is_gathered) : Variant::kGeneral;
 }
 
+// Is kKeyBias the variant of the call if its keys come in order, and if there is an instance?
+bool has_only_key_bias(const AttentionParams& p) {
+  return p.key_bias.data && !p.mask.tiles.data && variant_of(p, true) == Variant::kGathered;
+}
+
+// rows: of a tile of (query, head) pairs in forward, 0 for the tiles of keys in backward.
+KeyCounts counts_of(const AttentionParams& p, int rows, int processors) {
+  const int64_t tiles = rows > 0 ? (p.batch * p.heads * p.query_length + rows - 1) / rows
+                                 : (p.key_length + kBackwardKeys - 1) / kBackwardKeys * p.batch * p.kv_heads;
+  return {p.query_length, p.key_length, p.most_keys, p.mask.is_causal, tiles, processors};
+}
+
+// The instance that takes the keys of the call in order, although it has a key_bias, and intervals or not; null: there is none.
+const ForwardInstance* find_key_bias(const AttentionParams& p) {
+  const ForwardInstance* const instance = has_only_key_bias(p) ? find_instance(kForward, p, Variant::kKeyBias) : nullptr;
+  return instance && instance->variant == Variant::kKeyBias ? instance : nullptr;
+}
+
 const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
+  if (const ForwardInstance* const instance = is_gathered ? nullptr : find_key_bias(p)) return instance;
   Variant variant = variant_of(p, is_gathered);
   if (p.softcap != 0 || p.dropout_p != 0) {
     variant = variant_without_options(p, is_gathered, false);
@@ -105,17 +124,18 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
 
 }  // namespace
 
-bool walks_directly(const AttentionParams& p, int processors) {
-  constexpr int64_t kMostDirect = 512, kMostDirectAtOnce = 1024;
+KeyWay forward_way(const AttentionParams& p, int processors) {
   const ForwardInstance* const instance = find_forward(p, true);
-  if (!instance || instance->variant != Variant::kGathered || p.mask.tiles.data) return false;
-  // With a key_bias and no intervals the gathered variant walks keys in order: the plain one has no key_bias.
-  if (!gathers(p)) return p.key_bias.data && p.key_length > 0;
-  const bool is_at_once = p.batch * p.heads * p.query_length <= static_cast<int64_t>(processors) * instance->shape.rows();
-  return p.key_length <= (is_at_once ? kMostDirectAtOnce : kMostDirect) && instance->dim <= kMostDirectDim;
+  if (!instance || instance->variant != Variant::kGathered || p.mask.tiles.data || p.key_length == 0) return KeyWay::kLists;
+  const bool may_come_in_order = find_key_bias(p);
+  // With a key_bias and no intervals the gathered variant walks keys in order for head sizes without kKeyBias.
+  if (!gathers(p)) return p.key_bias.data && !may_come_in_order ? KeyWay::kDirect : KeyWay::kLists;
+  const KeyWay way = forward_way(counts_of(p, instance->shape.rows(), processors));
+  if (way == KeyWay::kAllKeys && may_come_in_order) return way;
+  return way == KeyWay::kDirect && instance->dim <= kMostDirectDim ? KeyWay::kDirect : KeyWay::kLists;
 }
 
-bool forward_walks_in_order(const AttentionParams& p) {
+bool forward_has_ranges(const AttentionParams& p) {
   if (!p.mask.is_in_order || !gathers(p) || variant_of(p, false) != Variant::kPlain) return false;
   const ForwardInstance* const instance = find_forward(p, false);
   return instance && instance->variant == Variant::kPlain && instance->dim <= kMostInOrderDim;
@@ -197,6 +217,8 @@ const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered
     without_bias.bias = {};
     const bool is_taken = p.softcap == 0 && variant_without_options(without_bias, false, true) == Variant::kPlain;
     variant = is_taken ? Variant::kPlainBias : Variant::kGeneral;
+  } else if (!is_gathered && has_only_key_bias(p) && std::max(p.head_dim, p.value_dim) <= kMostInOrderDim) {
+    variant = Variant::kKeyBias;
   } else if (variant == Variant::kGeneral) {
     variant = variant_without_options(p, is_gathered, true);
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
@@ -213,16 +235,17 @@ bool shares_intervals(const AttentionParams& p) {
 
 }  // namespace
 
-bool backward_walks_in_order(const AttentionParams& p) {
+bool backward_walks_in_order(const AttentionParams& p, int processors) {
   if (p.bias.data) return true;
-  if (!p.mask.is_in_order || !gathers(p) || !shares_intervals(p)) return false;
+  if (!gathers(p) || !shares_intervals(p)) return false;
   const BackwardInstance* const instance = find_backward(p, false);
-  return instance && instance->shape.keys == kBackwardKeys;  // the kernel of wide heads tests no intervals there
+  if (!instance || instance->shape.keys != kBackwardKeys) return false;  // the kernel of wide heads tests no intervals there
+  return p.mask.is_in_order || backward_way(counts_of(p, 0, processors)) == KeyWay::kAllKeys;
 }
 
 bool has_backward(const AttentionParams& p, bool deterministic) {
   if ((p.mask.tiles.data || p.bias.data) && !shares_intervals(p)) return false;
-  const BackwardInstance* const instance = find_backward(p, gathers(p) && !backward_walks_in_order(p));
+  const BackwardInstance* const instance = find_backward(p, gathers(p));
   // Wide heads with intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
   if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;

@@ -4,17 +4,17 @@
 #pragma once
 
 #include "../calls.h"
+#include "../key_ways.h"
 
 namespace dmattn::cuda::sm90 {
 
 // Does the family have a forward kernel for the call? Asked before its live keys are found.
 bool has_forward(const AttentionParams& p);
-// Does forward take such a call with LiveKeys::is_direct, without lists? Either there are so few keys, and so few tiles for each
-// of the processors, that a tile reads the spans of all keys in less time than lists take to make. Or there are no intervals,
-// only a key_bias, and the gathered variant walks keys in order.
-bool walks_directly(const AttentionParams& p, int processors);
-// Does forward take the call's keys in order, although it has intervals? Then it needs LiveKeys::ranges and no lists.
-bool forward_walks_in_order(const AttentionParams& p);
+// How forward comes to the keys of such a call. kDirect is LiveKeys::is_direct: a tile reads the spans of all keys, or there are
+// no intervals, only a key_bias, and the gathered variant walks keys in order. kAllKeys: there are intervals, and no live keys.
+KeyWay forward_way(const AttentionParams& p, int processors);
+// Does forward take the keys of a call for which that is kLists in order all the same, in the ranges of LiveKeys::ranges?
+bool forward_has_ranges(const AttentionParams& p);
 // call.live_keys.ticket: one int of scratch, zero where there are lists or ranges. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
@@ -23,7 +23,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
 // heads of a group share it.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // Does backward take the call's keys in order, although it has intervals? Then it needs no live keys.
-bool backward_walks_in_order(const AttentionParams& p);
+bool backward_walks_in_order(const AttentionParams& p, int processors);
 // ticket: one int, zero.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
     if (!left) scores[i][2 * r] = negative_infinity();
     if (!right) scores[i][2 * r + 1] = negative_infinity();
   };
-  if (Chunk::kIsDense || flags & kLimit) {
+  if ((Chunk::kIsDense && !Chunk::kHasKeyBias) || flags & kLimit) {
     const int base = note.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
 
 // May logits have a bias? Then the running maximum is a logit itself (common/softmax.cuh).
 template <Variant kVariant>
-inline constexpr bool kMayHaveBias = gathers_keys(kVariant) || kVariant == Variant::kGeneral;
+inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kVariant == Variant::kGeneral;
 
 // Products that were not added to the key_bias become logits.
 template <Variant kVariant, int kN, class Chunk>
@@ -251,7 +251,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
     hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
   }
-  const bool has_huge = gathers_keys(kVariant) && __any_sync(0xffffffffu, flags & kHuge);
+  const bool has_huge = starts_with_bias(kVariant) && __any_sync(0xffffffffu, flags & kHuge);
   if (has_huge) {
     add_bias<kVariant>(scores, note, column, call.scale);
     unit = 1.0f;
@@ -434,7 +434,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   uint32_t weights[kSteps][4];
 
   // In the gathered variants key_bias is what products are added to, unless they are capped.
-  const bool has_bias = gathers_keys(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
+  const bool has_bias = starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -615,7 +615,8 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single = is_dense(kVariant) || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data);
+  const bool is_single = kVariant != Variant::kKeyBias &&
+                         (is_dense(kVariant) || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data));
   // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.

@@ -100,6 +100,21 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
   }
 }
 
+// Copies the rows of a chunk of keys in order into a tile of panels, by kLoaders threads. Keys with index -1 become zeros. One
+// piece of a row after the other: such chunks are few where this is called.
+template <int kDim, int kKeys, int kLoaders>
+__device__ __forceinline__ void copy_seen_rows(int thread, uint32_t tile, const int32_t* index, const char* from,
+                                               uint32_t row_bytes, int width) {
+  constexpr int kChunks = kDim / 8;
+#pragma unroll 1
+  for (int i = thread; i < kKeys * kChunks; i += kLoaders) {
+    const int row = i / kChunks, chunk = i % kChunks, key = index[row];
+    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+    const bool is_wanted = key >= 0 && chunk * 8 < width;
+    copy_async_16(to, from + static_cast<int64_t>(is_wanted ? key : 0) * row_bytes + (is_wanted ? chunk * 16 : 0), is_wanted);
+  }
+}
+
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
 // as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; without
 // gathering one thread of each half does. loader: this thread's number among them.
@@ -139,7 +154,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     barrier_arrive(due);
     due = 0;
   };
-  constexpr bool kIsGathered = gathers_keys(kVariant);
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
+                 kMayHaveBias = starts_with_bias(kVariant);
   // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -168,12 +184,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     auto& note = shared.notes[n % kShape.notes];
     const uint32_t flags = note.flags;
-    const bool in_order = is_dense(kVariant) || flags & kInOrder;
+    const bool in_order = kHasKeyBias ? !(flags & kGaps) : is_dense(kVariant) || flags & kInOrder;
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
+      if constexpr (kMayHaveBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
       if constexpr (kIsGathered) {
-        bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
         const bool is_from_compact = flags & kCompact;
         map = is_keys ? is_from_compact ? &maps.compact_key : &maps.key : is_from_compact ? &maps.compact_value : &maps.value;
         if (bias && is_from_compact) {
@@ -181,14 +197,15 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         }
       }
     }
-    const bool has_bias = kIsGathered && bias && !(flags & kEnd);
+    const bool has_bias = kMayHaveBias && bias && !(flags & kEnd);
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
     const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.rows_present : kShape.keys;
     if (has_bias) {  // read now, and written when the copies are under way
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int at = thread + i * kLoaders, key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
+        const int at = thread + i * kLoaders;
+        const int key = in_order || kHasKeyBias ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
         bias_of[i] = key >= 0 && at < rows_present ? bias[key] : negative_infinity();
       }
     }
@@ -216,6 +233,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
                                                                  settle);
       }
       if (thread == 0) barrier_arrive(stage_full);
+    } else if (kHasKeyBias && !in_order) {
+      if constexpr (kHasKeyBias) copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, note.index, from, row_bytes, width);
+      if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
       barrier_expect(stage_full, kShape.keys * kDim * 2);
 #pragma unroll
@@ -232,6 +252,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
+        if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
         note.key_bias[Chunk::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
       }
     }

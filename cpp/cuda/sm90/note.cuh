@@ -18,7 +18,7 @@ enum Flag : uint32_t {
   kSpans = 32,     // spans have to be tested, in the gathered variant `seen`; without kInOrder rows may be missing
   kBits = 64,      // bits have to be tested; without kInOrder rows may be missing
   kFew = 128,      // gathered variant: `seen` has to be tested for the first kFewRows rows
-  kGaps = 256,     // gathered variant: rows from rows_present on are missing, and key_bias or a test hides them
+  kGaps = 256,     // gathered variant: rows from rows_present on are missing, kKeyBias: those with index -1; all are hidden
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
   kHuge = 1024,    // gathered variant, set by the warps that load keys: some key_bias is beyond kHugeBias
   // Gathered variant: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
@@ -52,14 +52,15 @@ struct Note {
   static constexpr bool kIsDense = is_dense(kVariant);                    // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = !kIsDense && !gathers_keys(kVariant);  // live keys are listed without bits
   static constexpr bool kIsGathered = gathers_keys(kVariant);
-  static constexpr int kRowNotes = kIsDense ? 4 : kKeys;
-  static constexpr int kBiasWarps = kIsGathered ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
+  static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has index (by row), span and key_bias
+  static constexpr int kRowNotes = kIsDense && !kHasKeyBias ? 4 : kKeys;
+  static constexpr int kBiasWarps = starts_with_bias(kVariant) ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
   // The place of a column in key_bias. In the general variant what a thread of a product holds of two tiles of 8 columns lies
-  // together. In the gathered variant columns keep their order: a thread reads two neighbours into the scores that it adds to
-  // them.
+  // together. Where products start with key_bias columns keep their order: a thread reads two neighbours into the scores that
+  // it adds to them.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
-    return kIsGathered ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+    return starts_with_bias(kVariant) ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
   // The place of a column in `seen`: what a thread of a product has to know of its columns lies together, two neighbours in a
   // word.

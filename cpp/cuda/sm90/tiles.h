@@ -14,10 +14,14 @@ inline constexpr int kWarpgroup = 128;
 
 // What a variant is beside its options.
 constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
-constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions; }
+constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions || v == Variant::kKeyBias; }
 constexpr bool has_options(Variant v) {
   return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions || v == Variant::kPlainBias;
 }
+// Is key_bias, in forward, what products are added to?
+constexpr bool starts_with_bias(Variant v) { return gathers_keys(v) || v == Variant::kKeyBias; }
+// May a call of backward have a key_bias?
+constexpr bool has_key_bias(Variant v) { return gathers_keys(v) || has_options(v) || v == Variant::kKeyBias; }
 
 // A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
 // load, half of them keys and half of them values, and warps that walk the keys: a warpgroup for each of the two jobs, or one
@@ -52,12 +56,14 @@ inline constexpr ForwardRow kForwardRows[] = {
     //                                                                             warps:            registers of a thread:
     //dim variant                     consumers  keys  stages  query_tiles  notes  loading  walking  computing  loading  walking
     { 64, Variant::kDense,           {        3,  128,      2,           2,     8,       2,       2,       160,      32,      32}},
+    { 64, Variant::kKeyBias,         {        3,   96,      2,           2,     8,       2,       2,       152,      56,      56}},
     { 64, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGathered,        {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
     { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
+    {128, Variant::kKeyBias,         {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     {128, Variant::kGathered,        {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},

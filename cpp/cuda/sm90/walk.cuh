@@ -181,7 +181,9 @@ class Walk {
     high_ = min(tile.first_query + work_.queries, static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     position_flag_ = kFirst;
-    if constexpr (is_dense(kVariant)) {
+    if constexpr (kVariant == Variant::kKeyBias) {
+      walk_intervals();
+    } else if constexpr (is_dense(kVariant)) {
       walk_in_order();
     } else if constexpr (gathers_keys(kVariant)) {
       walk_live_keys();
@@ -244,6 +246,45 @@ class Walk {
       note_hashes(note, base);
       fetch_bias(base);
       accept(kInOrder | (end > limits.whole_limit || base < 0 ? kLimit : 0));
+    }
+  }
+
+  // The same with intervals: a chunk of which some query does not see some key, but for causality, is tested span by span. Keys
+  // that no query of the tile sees get index -1, so that whatever they hold is never loaded.
+  __device__ __forceinline__ void walk_intervals() {
+    const AttentionParams& p = call_.p;
+    const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
+    const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch_, head_);
+    for (int stop = limits.limit; stop > 0; stop -= kKeys) {
+      const int base = stop - kKeys;
+      uint32_t flags = kInOrder | (stop > limits.whole_limit || base < 0 ? kLimit : 0);
+      Stage& note = begin_chunk();
+      if (spans.has_intervals()) {
+        bool touches = false, has_holes = false, covers = true;
+        Span span[kRowsPerThread];
+#pragma unroll
+        for (int i = 0; i < kRowsPerThread; ++i) {
+          const int row = thread_ + i * kThreads, key = base + row;
+          span[i] = spans.of_key(row < kKeys ? key : -1);
+          if (row >= kKeys || key < 0) continue;
+          const bool is_seen = span[i].touches(low_, high_);
+          touches |= is_seen, has_holes |= !is_seen;
+          covers &= span[i].covers(p.mask.is_causal ? max(low_, key) : low_, high_);
+        }
+        if (any(!covers)) {
+          if (!any(touches)) continue;
+          flags = kInOrder | kSpans | (any(has_holes) ? kGaps : 0);
+#pragma unroll
+          for (int i = 0; i < kRowsPerThread; ++i) {
+            const int row = thread_ + i * kThreads;
+            if (row >= kKeys) continue;
+            note.index[row] = span[i].touches(low_, high_) ? base + row : -1;
+            note.span[row] = Seen::of(span[i]);
+          }
+        }
+      }
+      if (thread_ == 0) note.first_key = base;
+      accept(flags);
     }
   }
 
