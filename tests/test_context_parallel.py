@@ -237,6 +237,16 @@ def test_compiled_in_one_graph(ranks, kind, lengths):
         assert same == [True] * len(lengths)
 
 
+@pytest.mark.parametrize("lengths", [[58, 1, 2], [1, 58, 1]], ids=str)
+def test_compiled_chunks_that_no_rank_can_guess_are_refused_on_every_rank(ranks, lengths):
+    """None fails while it traces, for which the others would wait."""
+    with pytest.raises(RankError) as raised:
+        ranks.run("rank_calls:compare_compiled", [("mask", [lengths])] * 3)
+    assert set(raised.value.errors) == {0, 1, 2}
+    for error in raised.value.errors.values():
+        assert error.startswith(f"ValueError: query: expected, while compiling, chunks of one length, got {lengths};"), error
+
+
 def test_on_one_dimension_of_a_mesh(ranks):
     query, key, value, scores = dynamic_case(30)
     whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7}

@@ -301,9 +301,13 @@ def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[in
     own, whole = given.sizes.query_length, given.mask_length
     if not whole or whole == own * world or world == 1:
         return [own] * world
-    if rank < world - 1:
+    if rank < world - 1 and own * (world - 1) <= whole:
         return [own] * (world - 1) + [whole - own * (world - 1)]
-    return [(whole - own) // (world - 1)] * (world - 1) + [own]
+    # Where the others' parts cannot be equal, they add up all the same: a graph can be made, and its first exchange refuses on every rank.
+    lengths = [(whole - own) // (world - 1)] * world
+    lengths[rank] = own
+    lengths[world - 2 if rank == world - 1 else world - 1] += whole - sum(lengths)
+    return lengths
 
 
 def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
