@@ -112,11 +112,12 @@ def four_dims(name: str, given: Tensor, sizes: Sizes) -> Tensor:
     layout = "[B|1, H|Hkv|1, Sq|1, Sk]"
     if given.dim() > 4 or given.dim() < 1:
         raise ValueError(f"{name}: expected {layout}, got shape {checks.shape_of(given)}")
+    came = given.shape
     given = given[(None,) * (4 - given.dim())] if given.dim() < 4 else given
     if given.shape[3] == 1 and sizes.key_length != 1:
         given = given.expand(-1, -1, -1, sizes.key_length)
     rows = sizes.query_length if given.shape[2] != 1 else 1
-    per_head(name, given, sizes, (rows, sizes.key_length), layout)
+    per_head(name, given, sizes, (rows, sizes.key_length), layout, came)
     return given
 
 
@@ -148,8 +149,9 @@ def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, 
     checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
     if key_bias.dim() > 3 or key_bias.dim() < 1:
         raise ValueError(f"key_bias: expected {layout}, got shape {checks.shape_of(key_bias)}")
+    came = key_bias.shape
     key_bias = key_bias[(None,) * (3 - key_bias.dim())] if key_bias.dim() < 3 else key_bias
-    per_head("key_bias", key_bias, sizes, (sizes.key_length,), layout)
+    per_head("key_bias", key_bias, sizes, (sizes.key_length,), layout, came)
     return key_bias.to(accumulate_dtype(sizes.dtype))
 
 
