@@ -248,6 +248,11 @@ def line_of(result: dict[str, Any]) -> str:
 # Many runs -------------------------------------------------------------------------------------------------------------------------
 
 
+def visible_gpus(count: int, visible: str | None) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES has to be for a run on each of this process's GPUs; one empty string where there is none."""
+    return (visible.split(",") if visible else [str(gpu) for gpu in range(count)])[:count] or [""]
+
+
 def jobs(options: argparse.Namespace) -> None:
     """Every job in a process of its own, on the GPU that is free next; what the time limit leaves is written to LEFT beside the output."""
     stop_at = time.time() + options.limit
@@ -261,7 +266,7 @@ def jobs(options: argparse.Namespace) -> None:
     longest: dict[str, float] = {}  # wall seconds of a job of a task
     left: list[dict[str, Any]] = []
 
-    def work(gpu: int) -> None:
+    def work(gpu: str) -> None:
         while True:
             try:
                 job = waiting.get_nowait()
@@ -273,7 +278,7 @@ def jobs(options: argparse.Namespace) -> None:
                 continue
             command = [sys.executable, __file__, "run", job["task"], job["variant"], "--job", json.dumps(job), "--output",
                        str(options.output), "--stop-at", str(stop_at)]  # fmt: skip
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)} if gpu >= 0 else None
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu} if gpu else None
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             try:
                 said, _ = child.communicate(timeout=stop_at - began + GRACE)
@@ -284,9 +289,9 @@ def jobs(options: argparse.Namespace) -> None:
             took = time.time() - began
             longest[job["task"]] = max(took, longest.get(job["task"], 0.0))
             shown = said.strip() if child.returncode else (said.strip().splitlines() or [""])[-1]
-            print(f"[gpu {gpu}, {took:.0f} s] {shown}", flush=True)
+            print(f"[gpu {gpu or 'none'}, {took:.0f} s] {shown}", flush=True)
 
-    gpus = list(range(torch.cuda.device_count())) or [-1]
+    gpus = visible_gpus(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus for _ in range(options.per_gpu)]
     for thread in threads:
         thread.start()

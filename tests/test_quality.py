@@ -239,6 +239,13 @@ def test_recency_without_rotation_and_heads_without_recency(quality):
         assert torch.equal(ours, theirs)
 
 
+def test_jobs_stay_on_the_gpus_that_are_visible(quality):
+    assert quality.visible_gpus(2, None) == ["0", "1"]
+    assert quality.visible_gpus(2, "5,3") == ["5", "3"]
+    assert quality.visible_gpus(1, "1") == ["1"]
+    assert quality.visible_gpus(0, None) == quality.visible_gpus(0, "") == [""]
+
+
 VARIANTS = (
     "dense",
     "dense+recency",
