@@ -82,6 +82,16 @@ def test_a_window_beyond_32_bits_keeps_every_key(device, window):
         assert torch.equal(ops.select(scores, None, window, causal), expected)
 
 
+@pytest.mark.parametrize("sizes", [(2**63 - 1, 1, 0), (4, 2**63 - 1, 0), (2**62, 2**62, 2**63 - 1)])
+def test_sizes_whose_sum_is_beyond_64_bits_keep_every_key(device, sizes):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    query, key, value = (tensor((1, 2, 40, 8), i, dtype, device=device) for i in range(3))
+    scores = tensor((1, 2, 40), 3, device=device)
+    window, local, sink = sizes
+    out = dmattn.dynamic_mask_attention(query, key, value, scores, window, local=local, sink=sink)
+    assert torch.equal(out, dmattn.dynamic_mask_attention(query, key, value, scores, 40, local=1 if local else 0))
+
+
 # No work ------------------------------------------------------------------------------------------------------------------------------
 
 

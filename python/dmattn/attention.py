@@ -166,7 +166,8 @@ def dynamic_mask_attention(
     start, end = select_interval(scores, window, is_causal, base, local, sink)
     start = start if start is None else interval_rows("base.start", start, sizes)
     causal = is_causal or (base is not None and base.segments == "causal")
-    most_keys = window + local + sink if base is None else 0  # a document may be shorter than all keys by far
+    # A document may be shorter than all keys by far. The sum may be too large for an op.
+    most_keys = min(window + local + sink, checks.MAX_LENGTH) if base is None else 0
     options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic, most_keys)
     masks: MaskTensors = (start, end, *NO_MASK[2:])
     if query_offset is not None:

@@ -1,6 +1,7 @@
 // From which key to which do neighbouring queries see any? For kernels that take keys in order although there are intervals.
 #include "../calls.h"
 #include "device.cuh"
+#include "kernel_limits.cuh"
 #include "visibility.cuh"
 
 namespace dmattn::cuda {
@@ -57,7 +58,7 @@ cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_key
   const size_t bytes = static_cast<size_t>(mask_heads * live_keys.range_count) * sizeof(int2) + sizeof(int32_t);
   const cudaError_t status = cudaMemsetAsync(live_keys.ranges, 0, bytes, stream);
   if (status != cudaSuccess) return status;
-  key_ranges_kernel<<<static_cast<unsigned>(mask_heads * parts), kWarps * 32, 0, stream>>>(p, live_keys);
+  key_ranges_kernel<<<grid_of(mask_heads * parts), kWarps * 32, 0, stream>>>(p, live_keys);
   return cudaGetLastError();
 }
 

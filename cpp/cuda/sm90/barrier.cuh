@@ -48,10 +48,7 @@ __device__ __forceinline__ void barrier_sleep(uint32_t barrier, uint32_t parity)
   while (!barrier_test(barrier, parity)) __nanosleep(kSleep);
 }
 
-// Named barriers of `threads` threads of the block: arrive; arrive and wait for all; does any thread say so; how many do.
-__device__ __forceinline__ void group_arrive(int id, int threads) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
+// Named barriers of `threads` threads of the block: arrive and wait for all; does any thread say so; how many do.
 __device__ __forceinline__ void group_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

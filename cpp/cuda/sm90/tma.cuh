@@ -1,5 +1,4 @@
-// Hopper's copy engine as functions: copies of boxes of tensors and of consecutive bytes, and adds, between global and shared
-// memory.
+// Hopper's copy engine as functions: copies of boxes of tensors and of consecutive bytes between global and shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -42,18 +41,9 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from,
                : "memory");
 }
 
-// Adds consecutive floats in shared memory to those in global memory. Their bytes and both addresses are multiples of 16.
-__device__ __forceinline__ void add_floats(float* to, uint32_t from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-               : "memory");
-}
-
-// Makes this thread's stores and adds so far a group, which can be waited for.
+// Makes this thread's stores so far a group, which can be waited for.
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until this thread's groups, but for the last kPending, have read shared memory.
-template <int kPending = 0>
-__device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
+// Waits until this thread's groups have read shared memory.
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 }  // namespace dmattn::cuda::sm90

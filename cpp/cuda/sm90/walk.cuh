@@ -336,6 +336,7 @@ class Walk {
 
   // All keys of the tile's range.
   __device__ __forceinline__ void walk_range() {
+    static_assert(kRangeQueries % kRows == 0);  // no tile has queries of two ranges
     const LiveKeys& live_keys = call_.live_keys;
     const int key_length = static_cast<int>(call_.p.key_length);
     const KeyLimits limits(call_.p.mask, key_length, low_, high_);
