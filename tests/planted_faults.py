@@ -219,7 +219,9 @@ class Planter:
         made = {name: place / f"{index}.o" for index, name in enumerate(objects)}
 
         async def compile_one(name: str) -> tuple[int, str]:
-            command = base.commands[name].replace(f"{base.built_source}/", f"{source}/").replace(name, str(made[name]))
+            # Not what else lies in that folder: a virtual environment, and in a build folder generated sources.
+            own = re.sub(re.escape(f"{base.built_source}/cpp") + r"\b", f"{source}/cpp", base.commands[name])
+            command = own.replace(name, str(made[name]))
             if ".cpp.o" in name:
                 command += " -Wno-error"
             async with self.compiling:

@@ -239,7 +239,7 @@ def test_compiled_in_one_graph(ranks, kind, lengths):
 
 @pytest.mark.parametrize("lengths", [[58, 1, 2], [1, 58, 1]], ids=str)
 def test_compiled_chunks_that_no_rank_can_guess_are_refused_on_every_rank(ranks, lengths):
-    """None fails while it traces, for which the others would wait."""
+    """None fails while it traces, for which the others would wait. The mask is as long as all chunks together."""
     with pytest.raises(RankError) as raised:
         ranks.run("rank_calls:compare_compiled", [("mask", [lengths])] * 3)
     assert set(raised.value.errors) == {0, 1, 2}

@@ -257,6 +257,15 @@ def test_padding_that_holds_nan_leaves_the_loss_and_its_gradient_finite():
     assert all(gradient[:, :, :25].isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize(
+    ("options", "rotated"),
+    [({}, 2), ({"rope_theta": None}, None), ({"local_heads": 0}, None), ({"local_heads": 1}, 1), ({"rotated_heads": 4}, 4)],
+    ids=str,
+)
+def test_the_recommended_layer_rotates_its_local_heads(options, rotated):
+    assert DynamicMaskAttention.recommended(64, 4, 16, **options).rotated_heads == rotated
+
+
 def test_the_recommended_layer_shows_so_many_keys_on_average():
     layer = DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=4, dropout=0.5, explore=False)
     assert (layer.dropout, layer.explore, layer.local, layer.local_heads, layer.window) == (0.5, False, 8, 2, 48)

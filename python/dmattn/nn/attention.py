@@ -75,6 +75,8 @@ class DynamicMaskAttention(nn.Module):
         ValueError: sizes that do not divide, a window <= 0 without local and sink, or one of these or recency without is_causal.
     """
 
+    rotated_heads: int | None = None  # layers pickled before there was a choice have none of their own
+
     def __init__(
         self,
         embed_dim: int,
@@ -192,10 +194,11 @@ class DynamicMaskAttention(nn.Module):
         if heads < 2:
             raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
         local, streaming = visible // 4, heads // 2
+        rotates = options.get("rope_theta", 0) is not None
         chosen: dict[str, Any] = {
             "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
-            "taught": True, "recency": 0.25, "rotated_heads": streaming, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
-            "explore": True,
+            "taught": True, "recency": 0.25, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
+            "explore": True, "rotated_heads": (options.get("local_heads", streaming) or None) if rotates else None,
         }  # fmt: skip
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
