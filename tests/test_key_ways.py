@@ -8,6 +8,7 @@ import os
 import dmattn
 import pytest
 import torch
+from devices import DEVICE
 from dmattn.testing import AttentionCase, assert_matches_reference
 from dmattn.testing.tolerance import assert_same_by_another_way
 
@@ -163,7 +164,7 @@ def test_huge_scores_beside_a_window_of_all_keys(device, dtype, huge):
 
 def is_hopper():
     family = os.environ.get("DMATTN_FAMILY", "auto")
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and family != "sm80"
+    return DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9 and family != "sm80"
 
 
 @pytest.mark.gpu
