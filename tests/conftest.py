@@ -74,3 +74,14 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def short_warm_ups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks warm up for no time, and leave as many threads as there were."""
+    from dmattn.bench import measure
+
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

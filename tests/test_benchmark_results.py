@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_calls import BENCHMARKS, SMALL, as_it_was, assert_refused  # noqa: F401 (a fixture)
+from benchmark_calls import BENCHMARKS, SMALL, assert_refused
 from dmattn.bench import (
     __main__,
     compare,
@@ -24,7 +24,7 @@ from dmattn.bench import (
     tables,
 )
 
-pytestmark = pytest.mark.usefixtures("as_it_was")
+pytestmark = pytest.mark.usefixtures("short_warm_ups")
 
 # Files ----------------------------------------------------------------------------------------------------------------------------
 

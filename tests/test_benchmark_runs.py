@@ -15,7 +15,7 @@ import dmattn
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmark_calls import BENCHMARKS, SMALL, as_it_was, assert_refused  # noqa: F401 (a fixture)
+from benchmark_calls import BENCHMARKS, SMALL, assert_refused
 from dmattn.bench import (
     __main__,
     cases,
@@ -31,7 +31,7 @@ from dmattn.bench import (
 )
 from torch.nn.attention import SDPBackend, flex_attention
 
-pytestmark = pytest.mark.usefixtures("as_it_was")
+pytestmark = pytest.mark.usefixtures("short_warm_ups")
 KINDS = ("dense", "dma", "sliding", "streaming", "documents", "tree", "blocks", "patches", "select")
 
 

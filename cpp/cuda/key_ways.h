@@ -36,7 +36,7 @@ inline double visible_share(const KeyCounts& counts) {
 }
 
 // The bounds below are where one way became faster than another on an H200, for windows from 1/16 of the keys to all of them
-// (docs/lab/lists.md).
+// (docs/lab/lists.md). Backward's bound beyond 4,096 keys is a guess above what was measured: lists have become faster since.
 inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
   // Keys in order are tested chunk by chunk, which is slow where a chunk has keys that its tile does not see.

@@ -85,10 +85,9 @@ def attention(
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
-    options = options_of(sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic)
+    is_in_order = isinstance(mask, IntervalMask) and mask.is_in_order
+    options = options_of(sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order=is_in_order)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
-    if isinstance(mask, IntervalMask) and mask.is_in_order:
-        options = options._replace(is_in_order=True)
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
     out, lse = attend(query, key, value, sizes, masks, key_bias, bias, options)
@@ -168,7 +167,7 @@ def dynamic_mask_attention(
     causal = is_causal or (base is not None and base.segments == "causal")
     # A document may be shorter than all keys by far. The sum may be too large for an op.
     most_keys = min(window + local + sink, checks.MAX_LENGTH) if base is None else 0
-    options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic, most_keys)
+    options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic, most_keys=most_keys)
     masks: MaskTensors = (start, end, *NO_MASK[2:])
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)

@@ -44,9 +44,12 @@ def options_of(
     softcap: float | None = 0.0,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    *,
+    is_in_order: bool = False,
     most_keys: int = 0,
 ) -> Options:
-    """Checks the options of a public function. A seed is checked even where it has no effect, and then left out."""
+    """Checks the options of a public function, and puts hints beside them. A seed is checked even where it has no effect, and then left
+    out."""
     scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
     if type(softcap) is not float or softcap != 0.0:
         softcap = checks.softcap(softcap)
@@ -64,7 +67,7 @@ def options_of(
     elif dropout_seed is None:
         dropout_seed = new_seed(sizes.device)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, most_keys=most_keys)
+    return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order, most_keys)
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -166,9 +166,10 @@ def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
         key_bias = rows
     # The op's own causality, where positions are those of keys, hides later keys without a start for each key.
     is_causal = rules.is_causal and packed.ends_k is None
-    options = options_of(sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic)
-    if rules.window is None and (rules.mask is None or rules.mask.is_in_order):
-        options = options._replace(is_in_order=True)
+    options = options_of(
+        sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic,
+        is_in_order=rules.window is None and (rules.mask is None or rules.mask.is_in_order),
+    )  # fmt: skip
     out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), key_bias, rules.bias, options)
     if rules.sinks is not None:
         out = with_sinks(out, lse, rules.sinks, sizes)

@@ -262,7 +262,7 @@ FAULTS = [
     in_file("compat/flash_dmattn.py", "sinks=s_aux", "sinks=None",
             "a model's sinks are dropped", "test_compat_flash_dmattn.py::test_a_model_has_sinks_dropout_and_windows_longer_than_the_text"),
     # Packed sequences, positions, shards, and torch's module.
-    in_file("varlen.py", "if rules.window is None and (rules.mask is None or rules.mask.is_in_order):", "if rules.mask is None or rules.mask.is_in_order:",
+    in_file("varlen.py", "is_in_order=rules.window is None and (rules.mask is None or rules.mask.is_in_order),", "is_in_order=rules.mask is None or rules.mask.is_in_order,",
             "keys that scores select are said to lie in order", "test_in_order.py::test_which_calls_give_it"),
     in_file("autograd.py", "need_bias, lse_rest, *ctx.hints)", "need_bias, lse_rest)",
             "backward is not told that keys lie in order", "test_in_order.py::test_backward_gets_it_on_the_short_way"),

@@ -174,7 +174,7 @@ class DynamicMaskAttention(nn.Module):
 
         Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the best
         ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency. The former alone rotate, and the
-        queries that teach explore: recall of what lies far back needs both. Train it with ``with_score_loss=True``.
+        queries that teach explore: so it recalled what lies far back. Train it with ``with_score_loss=True``.
         Until backward each of the 256 queries that teach holds S weights a head in float32, a few times: give long sequences a smaller
         ``score_queries``, or ``explore=False``.
 

@@ -98,10 +98,9 @@ class AttentionCase:
 
     def positions(self) -> Tensor:
         """Where the queries stand, int64 [B|1, 1, Sq, 1]."""
-        queries, device = self.query.shape[2], self.query.device
+        queries = self.query.shape[2]
         first = self.key.shape[2] - queries if self.query_offset is None else self.query_offset
-        first = torch.as_tensor(first, device=device).long().reshape(-1, 1, 1, 1)
-        return first + torch.arange(queries, device=device)[:, None]
+        return positions_from(first, queries, self.query.device)
 
     def leaves(self) -> dict[str, Tensor]:
         """The tensors that have a gradient, by name."""
@@ -146,6 +145,12 @@ class AttentionCase:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis would print every tensor
         printer.text(repr(self))
+
+
+def positions_from(first: int | Tensor, queries: int, device: torch.device) -> Tensor:
+    """Where so many queries stand, the first of each sequence at ``first``, a number or a tensor [] or [B]: int64 [B|1, 1, queries, 1]."""
+    first = torch.as_tensor(first, device=device).long().reshape(-1, 1, 1, 1)
+    return first + torch.arange(queries, device=device)[:, None]
 
 
 def with_rank(tensor: Tensor, rank: int) -> Tensor:

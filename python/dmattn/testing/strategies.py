@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dmattn import reference
 from dmattn.masks import BlockMask, IntervalMask, Mask
-from dmattn.testing.case import AttentionCase, with_rank
+from dmattn.testing.case import AttentionCase, positions_from, with_rank
 from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
 from dmattn.testing.layouts import GRADIENT_LAYOUTS, LAYOUTS, laid_out
 
@@ -650,8 +650,7 @@ def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | Non
         return drawn.visible
     bounds = (with_rank(bound, 3) for bound in (drawn.mask.start, drawn.mask.end))
     start, end = (reference.per_query_head(bound, shape.H)[:, :, None] for bound in bounds)
-    first = torch.as_tensor(offset, device=start.device).long().reshape(-1, 1, 1, 1)
-    p = first + torch.arange(shape.Sq, device=start.device)[:, None]
+    p = positions_from(offset, shape.Sq, start.device)
     return ((start <= p) & (p < end)).expand(-1, -1, shape.Sq, shape.Sk)
 
 
