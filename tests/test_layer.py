@@ -195,6 +195,60 @@ def test_the_loss_of_sharp_queries_is_its_formula():
     )
 
 
+@pytest.mark.parametrize("sharp", [False, True])
+@pytest.mark.parametrize("documents", [(0,), (0, 7, 20)])
+def test_the_gradient_of_the_loss_is_that_of_its_formula(documents, sharp):
+    heads = 2 if sharp else 4
+    query, key, scores, bias = (
+        tensor(shape, i, torch.float64) for i, shape in enumerate(((2, heads, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 2, 24)))
+    )
+    base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
+    weights = torch.tensor([2.0, -3.0], dtype=torch.float64)
+    scores.requires_grad_()
+    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=4, sink=2, queries=24, sharp=sharp)
+    by_hand = loss_by_hand(query, key, scores, bias, documents, 4, 2, 0.0, sharp)
+    gradients = [torch.autograd.grad((weights * loss).sum(), scores)[0] for loss in (ours, by_hand)]
+    assert gradients[1].any()
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_gradient_of_the_loss_cannot_be_differentiated_again():
+    query, key, scores = (tensor((1, 2, 30, *size), i) for i, size in enumerate(((8,), (8,), ())))
+    loss = score_loss(query, key, scores.requires_grad_(), local=3).sum()
+    (gradient,) = torch.autograd.grad(loss + scores.square().sum(), scores, create_graph=True)
+    with pytest.raises(RuntimeError, match="score_loss: its gradient cannot be differentiated again"):
+        gradient.square().sum().backward()
+
+
+def test_the_loss_of_each_sample_under_func():
+    query, key, scores = (tensor((3, 1, 2, 30, *size), i) for i, size in enumerate(((8,), (8,), ())))
+
+    def loss(query, key, scores):
+        return score_loss(query, key, scores, local=3, queries=30).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss, argnums=2), randomness="same")(query, key, scores)
+    for i in range(3):
+        torch.testing.assert_close(together[i], torch.func.grad(loss, argnums=2)(query[i], key[i], scores[i]))
+
+
+@pytest.mark.parametrize("first_head", [0, 1])
+def test_the_loss_of_some_heads_is_theirs_among_all(first_head):
+    query, key, scores, bias = (
+        tensor(shape, i) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 4, 24)))
+    )
+    given = {"key_bias": bias, "base": IntervalMask.padding(24, torch.tensor([24, 9])), "local": 4, "sink": 1, "queries": 24}
+    torch.testing.assert_close(
+        score_loss(query, key, scores, first_head=first_head, **given), score_loss(query, key, scores, **given)[first_head:]
+    )
+
+
+@pytest.mark.parametrize(("first_head", "error"), [(2, ValueError), (-1, ValueError), (1.0, TypeError)])
+def test_a_first_head_that_is_not_there(first_head, error):
+    query, scores = torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5)
+    with pytest.raises(error, match="first_head: expected"):
+        score_loss(query, query, scores, first_head=first_head)
+
+
 @pytest.mark.parametrize(("last", "late"), [(0.0, 4), (0.5, 34), (1.0, 64)])
 def test_a_part_of_the_queries_is_drawn_from_the_last_sixteenth(last, late):
     torch.manual_seed(0)

@@ -175,8 +175,8 @@ class DynamicMaskAttention(nn.Module):
         Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the best
         ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency. The former alone rotate, and the
         queries that teach explore: so it recalled what lies far back. Train it with ``with_score_loss=True``.
-        Until backward each of the 256 queries that teach holds S weights a head in float32, a few times: give long sequences a smaller
-        ``score_queries``, or ``explore=False``.
+        While the loss is computed each of the 256 queries that teach holds S weights a head that selects in float32, a few times: give very
+        long sequences a smaller ``score_queries``.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
@@ -381,13 +381,13 @@ class DynamicMaskAttention(nn.Module):
             return result
         options: dict[str, Any] = {
             "key_bias": bias, "base": base, "local": self.local, "sink": self.sink, "queries": self.score_queries,
-            "last": self.last_queries, "sharp": self.sharp_queries, "softcap": self.softcap,
+            "last": self.last_queries, "sharp": self.sharp_queries, "first_head": self.local_heads, "softcap": self.softcap,
         }  # fmt: skip
         if self.explore and self.training:
             out, losses = explored(query, key, value, out, ranks, **options)
         else:
             losses = score_loss(query, key, ranks, **options)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), losses[self.local_heads :].mean()
+        return self.o_proj(out.transpose(1, 2).flatten(2)), losses.mean()
 
     def _check_cached(self) -> None:
         if not self.is_causal:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.attention import attention
 from dmattn.call import Options, autocast, options_of
-from dmattn.masks import IntervalMask
+from dmattn.masks import FOREVER, IntervalMask
 from dmattn.sharding import beside
 from dmattn.sizes import key_bias_rows, sizes_of
 
@@ -50,6 +52,7 @@ def score_loss(
     queries: int = 64,
     last: float = 0.0,
     sharp: bool = False,
+    first_head: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
@@ -60,7 +63,9 @@ def score_loss(
     are older than ``local`` and no sinks), and the softmax of their scores. A query counts as much as it attends to such keys. The loss is
     least where scores are logarithms of the attention that later queries pay; the best of them then hold the most attention.
 
-    Only ``scores`` get a gradient. Memory: ``queries`` rows of dense attention, [B, H, queries, S] in float32, a few times.
+    Only ``scores`` get a gradient. It is computed together with the loss, so that nothing but its [B, Hkv, S] numbers is kept for backward,
+    and it cannot be differentiated again. Memory during the call: ``queries`` rows of dense attention, [B, H, queries, S] in
+    float32, a few times.
 
     Args:
         query: [B, H, S, D], as attention takes it (rotated).
@@ -72,16 +77,17 @@ def score_loss(
         last: this part of them is drawn from the last sixteenth of the sequence, where what is asked about a text stands.
         sharp: whether a query's part of the loss is multiplied by the largest weight it pays to a key that competes. A query that looks for
             one key alone needs that key; one that looks at many is served by others, too.
+        first_head: the key heads from this one on have a loss; the work for those before is saved.
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
-        [Hkv], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries. Queries that
+        [Hkv - first_head], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries. Queries that
         ``base`` makes padding, because their own key is hidden, count as 0.
 
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
     """
-    return _taught(query, key, None, scores, key_bias, base, local, sink, queries, last, sharp, scale, softcap)[1]
+    return _taught(query, key, None, scores, key_bias, base, local, sink, queries, last, sharp, first_head, scale, softcap)[1]
 
 
 def explored(
@@ -98,6 +104,7 @@ def explored(
     queries: int = 64,
     last: float = 0.0,
     sharp: bool = False,
+    first_head: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +116,7 @@ def explored(
         out: [B, H, S, Dv], what attention with the windows gives.
 
     Returns:
-        (out with the rows of the drawn queries in place of its own, with all gradients; the loss [Hkv] of :func:`score_loss`).
+        (out with the rows of the drawn queries in place of its own, with all gradients; the loss of :func:`score_loss`).
 
     Raises:
         TypeError, ValueError: as :func:`score_loss`, or value or out does not fit.
@@ -117,7 +124,9 @@ def explored(
     checks.tensor("out", out)
     if out.shape != (*query.shape[:3], checks.tensor("value", value).shape[-1]):
         raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[-1]]}, got {checks.shape_of(out)}")
-    dense, loss, rows = _taught(query, key, value, scores, key_bias, base, local, sink, queries, last, sharp, scale, softcap)
+    dense, loss, rows = _taught(
+        query, key, value, scores, key_bias, base, local, sink, queries, last, sharp, first_head, scale, softcap
+    )
     if dense is None:
         return out, loss
     # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11.
@@ -128,11 +137,10 @@ def explored(
 
 def _taught(
     query: Tensor, key: Tensor, value: Tensor | None, scores: Tensor, key_bias: Tensor | None, base: IntervalMask | None, local: int,
-    sink: int, queries: int, last: float, sharp: bool, scale: float | None, softcap: float,
+    sink: int, queries: int, last: float, sharp: bool, first_head: int, scale: float | None, softcap: float,
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss [Hkv], which queries were drawn [R])."""
+    """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss of each head, which queries were drawn [R])."""
     query, key, values = autocast(query, key, key if value is None else value)
-    value = None if value is None else values
     sizes = sizes_of(query, key, values)
     options = options_of(sizes, None, True, scale, softcap)
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
@@ -140,6 +148,9 @@ def _taught(
     checks.number("last", last, low=0.0, high=1.0)
     checks.flag("sharp", sharp)
     checks.selection(1, local, sink, True)
+    checks.natural_int("first_head", first_head)
+    if first_head >= key.shape[1]:
+        raise ValueError(f"first_head: expected less than the number of key heads {key.shape[1]}, got {first_head}")
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}")
     checks.dtype("scores", checks.tensor("scores", scores), checks.DTYPES["cpu"])
@@ -147,62 +158,130 @@ def _taught(
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
     rows = _drawn(key.shape[2], queries, last, key.device)
+    of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     if key.shape[2] == 0 or key.shape[0] == 0:
-        return None, scores.to(torch.promote_types(scores.dtype, torch.float32)).sum((0, 2)), rows
-    seen, competing = _visibility(scores, rows, base, local, sink)
+        return None, of_heads.sum((0, 2)), rows
+
     # A query whose own key is hidden is padding: it teaches nothing and may hold anything.
-    is_real = seen.expand(*scores.shape[:2], *seen.shape[2:]).gather(
-        3, rows[None, None, :, None].expand(*scores.shape[:2], -1, 1)
-    )
-    if value is not None:  # a hidden key may hold anything, NaN too, and 0 times NaN is NaN in a gradient
-        anyone = seen.any(2)[..., None]
-        key, value = torch.where(anyone, key, 0.0), torch.where(anyone, value, 0.0)
-    with torch.set_grad_enabled(value is not None and torch.is_grad_enabled()):
-        weights = _dense_rows(query, key, key_bias, seen, is_real, rows, options)
-        dense = None if value is None else (weights.to(value.dtype) @ value[:, :, None]).flatten(1, 2)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))[:, :, None]
-    competing = competing & (wide > -math.inf)
-    foretold = torch.log_softmax(torch.where(competing, wide, -1e9), dim=3)
-    paid = weights.detach().mean(2) * (competing & is_real)
-    if sharp:
-        paid = paid * paid.amax(3, keepdim=True)
-    return dense, -(paid * foretold).sum(3).mean((0, 2)), rows
+    group, drawn = query.shape[1] // key.shape[1], query.index_select(2, rows)  # [B, H, R, D]
+    ends = None if base is None else base.end
+    is_real = None if ends is None else ends[:, :, rows] > rows
+    if is_real is not None:
+        of_query_heads = is_real.repeat_interleave(group, 1) if is_real.shape[1] > 1 else is_real
+        drawn = torch.where(of_query_heads[..., None], drawn, 0.0)
+    dense = None
+    if value is not None:
+        keys = torch.arange(key.shape[2], device=key.device)[None, None]
+        seen = IntervalMask(_place(rows, keys), _place(rows, torch.full_like(keys, FOREVER) if ends is None else ends))
+        dense = attention(
+            drawn, key, values, seen, key_bias=key_bias, scale=options.scale, softcap=options.softcap, query_offset=0
+        )
+
+    def from_first(given: Tensor | None, heads: int = key.shape[1]) -> Tensor | None:
+        return given if given is None or given.shape[1] == 1 else given[:, first_head * given.shape[1] // heads :]
+
+    with torch.no_grad():
+        certain = IntervalMask.top_k(scores, 0, base=base, local=local, sink=sink).end if local or sink else None
+        loss, gradient = _loss_and_gradient(
+            drawn[:, first_head * group :], key[:, first_head:], of_heads, from_first(key_bias), rows, from_first(is_real),
+            from_first(ends), from_first(certain), sharp, options,
+        )  # fmt: skip
+    return dense, _with_gradient(loss, of_heads, gradient), rows
 
 
 def _drawn(length: int, queries: int, last: float, device: torch.device) -> Tensor:
-    """Positions of queries, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth."""
+    """Positions of queries in order, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth."""
     late = round(queries * last)
     spread = queries - late
     drawn = torch.cat((
         (torch.arange(spread, device=device) + torch.rand(spread, device=device)) * (length / max(spread, 1)),
         length * (1 - torch.rand(late, device=device) / 16),
     ))  # fmt: skip
-    return drawn.long().clamp(max=max(length - 1, 0))
+    return drawn.long().clamp(max=max(length - 1, 0)).sort().values
 
 
-def _visibility(scores: Tensor, rows: Tensor, base: IntervalMask | None, local: int, sink: int) -> tuple[Tensor, Tensor]:
-    """Which keys the queries at ``rows`` [R] may see, and which of these compete for their windows, bool [B|1, Hkv|1, R, S]."""
-    seen = (torch.arange(scores.shape[2], device=scores.device) <= rows[:, None])[None, None]
-    if base is None and not local and not sink:
-        return seen, seen
-    certain = IntervalMask.top_k(scores.detach(), 0 if local or sink else 1, base=base, local=local, sink=sink)
-    if base is not None:
-        seen = seen & (rows[:, None] < base.end[..., None, :])
-    return seen, seen & (rows[:, None] >= certain.end[..., None, :]) if local or sink else seen
+def _place(rows: Tensor, positions: Tensor) -> Tensor:
+    """How many of the sorted ``rows`` stand before each position, int32."""
+    return torch.searchsorted(rows, positions.to(rows.dtype).contiguous()).to(torch.int32)
 
 
-def _dense_rows(
-    query: Tensor, key: Tensor, key_bias: Tensor | None, seen: Tensor, is_real: Tensor, rows: Tensor, options: Options
-) -> Tensor:
-    """Attention weights [B, Hkv, H / Hkv, R, S] that the queries at ``rows`` pay where they see all keys; those that are not real count as
-    zeros."""
-    grouped = (key.shape[1], -1)  # key heads, query heads of each
-    drawn = torch.where(is_real[:, :, None], query.index_select(2, rows).unflatten(1, grouped), 0.0)  # [B, Hkv, G, R, D]
-    logits = (drawn @ key[:, :, None].transpose(3, 4)).to(torch.promote_types(query.dtype, torch.float32)) * options.scale
+def _loss_and_gradient(
+    drawn: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, rows: Tensor, is_real: Tensor | None, ends: Tensor | None,
+    certain: Tensor | None, sharp: bool, options: Options,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss of each head, [h], and its gradient by ``scores``, [B, h, S].
+
+    drawn [B, H, R, D] are the queries at ``rows`` [R], ``is_real`` [B|1, h|1, R] those that teach (None: all); key [B, h, S, D].
+    ``ends`` [B|1, h|1, S] says where visibility of keys ends and
+    ``certain`` up to which position they are visible without being selected; None: nowhere.
+    """
+    batch, heads, length = scores.shape
+    seen = (torch.arange(length, device=rows.device) <= rows[:, None])[None, None]  # [B|1, h|1, R, S]
+    if ends is not None:
+        seen = seen & (rows[:, None] < ends[:, :, None])
+    competing = seen & (scores > -math.inf)[:, :, None]
+    if certain is not None:
+        competing = competing & (rows[:, None] >= certain[:, :, None])
+
+    # What these queries pay to each key when they see all.
+    logits = drawn.unflatten(1, (heads, -1)) @ key[:, :, None].transpose(3, 4)  # [B, h, H / h, R, S]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.scale
     if options.softcap:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if key_bias is not None:
-        by_query_head = key_bias.shape[1] == query.shape[1]
-        logits = logits + (key_bias.unflatten(1, grouped) if by_query_head else key_bias[:, :, None])[..., None, :]
-    logits = torch.where(seen[:, :, None], logits, -1e30)  # finite, or a query that sees nothing has a gradient of NaN
-    return torch.where(seen[:, :, None], logits.softmax(4), 0.0)  # of queries that see nothing, too
+        logits = logits + key_bias.unflatten(1, (heads if key_bias.shape[1] > 1 else 1, -1))[..., None, :]
+    weights = torch.where(seen[:, :, None], logits, -math.inf).softmax(4).mean(2)
+    counted = competing if is_real is None else competing & is_real[..., None]
+    paid = torch.where(counted, weights, 0.0)
+    if sharp:
+        paid = paid * paid.amax(3, keepdim=True)
+
+    foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -1e9), dim=3)
+    parts = batch * rows.shape[0]
+    gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2) / parts
+    return -(paid * foretold).sum((0, 2, 3)) / parts, gradient
+
+
+def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
+    """The loss [h] of scores [B, h, S] whose gradient is known. To differentiate that once more raises, eager and compiled."""
+    if torch.compiler.is_compiling():  # the compiler refuses a second derivative itself, and warns of the class below
+        given = torch.where(gradient != 0, scores, 0.0)  # not where scores are -inf
+        return loss + (gradient * (given - given.detach())).sum((0, 2))
+    known: Tensor = _KnownGradient.apply(scores, loss, gradient)
+    return known
+
+
+class _KnownGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, None, None]:
+        scores, gradient = ctx.saved_tensors
+        first: Tensor = _OnlyOnce.apply(of_loss[:, None] * gradient, scores)
+        return first, None, None
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A gradient by ``scores`` that was computed without them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, scores: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> NoReturn:
+        raise RuntimeError("score_loss: its gradient cannot be differentiated again")

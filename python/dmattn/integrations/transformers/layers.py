@@ -132,8 +132,10 @@ class SelectingAttention(nn.Module):
         if self.taught and self.training and torch.is_grad_enabled():
             self.last_score_loss = None  # an earlier pass's
             if query.shape[2] == key.shape[2]:
-                losses = score_loss(query, key, ranks, queries=self.score_queries, scale=self.scaling, **sizes)
-                self.last_score_loss = losses[self.local_heads :].mean()
+                losses = score_loss(
+                    query, key, ranks, queries=self.score_queries, first_head=self.local_heads, scale=self.scaling, **sizes
+                )
+                self.last_score_loss = losses.mean()
         return out
 
     def _competing(self, ranks: Tensor) -> Tensor:
