@@ -72,16 +72,67 @@ def test_block_mask_gradients_of_heads_in_parts():
             assert_same_in_another_order(got[:, h], expected, torch.bfloat16)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_deterministic_gradients_are_equal_over_twenty_runs(sparse):
-    q, k, v, scores, grad_out = inputs(length=1500)
-
-    def run():
-        if sparse:
-            return step(q, k, v, scores, grad_out)
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(dmattn.attention(*leaves, is_causal=True, deterministic=True), leaves, grad_out)
-
+def assert_equal_over_twenty_runs(run):
     first = run()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+    return first
+
+
+def test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs():
+    given = inputs(length=1500)
+    assert_equal_over_twenty_runs(lambda: step(*given))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(1500, 1500), (1500, 700), (700, 1500), (8200, 8200), (70, 9000)], ids=str)
+def test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs(lengths, causal, size):
+    """Tiles of keys wait for each other's turn to add to grad_query; more of them than a GPU has multiprocessors, too."""
+    queries, keys = lengths
+    q, k, v, _, grad_out = inputs(max(lengths), size=size)
+    leaves = [x.detach().requires_grad_() for x in (q[:, :, :queries], k[:, :, :keys], v[:, :, :keys])]
+
+    def gradients(deterministic=True):
+        out = dmattn.attention(*leaves, is_causal=causal, deterministic=deterministic)
+        return torch.autograd.grad(out, leaves, grad_out[:, :, :queries])
+
+    for got, expected in zip(assert_equal_over_twenty_runs(gradients), gradients(False), strict=True):
+        assert_same_in_another_order(got, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("option", ["softcap", "dropout", "key_bias", "key_bias of all heads", "bias", "bias of all heads"])
+def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option, size):
+    q, k, v, scores, grad_out = inputs(1100, size=size)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options = {"softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}}.get(option, {})
+    if "bias" in option:
+        name = option.split()[0]
+        kept = slice(0, 1) if "all heads" in option else slice(None)
+        added = scores[:, kept] if name == "key_bias" else grad_out[..., :1].float() * scores.repeat_interleave(2, 1)[:, :, None]
+        options = {name: added[:, kept].detach().requires_grad_()}
+        leaves.append(options[name])
+
+    def gradients(deterministic=True):
+        out = dmattn.attention(*leaves[:3], is_causal=True, deterministic=deterministic, **options)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    for got, expected in zip(assert_equal_over_twenty_runs(gradients), gradients(False), strict=True):
+        assert_same_by_another_way(got, expected, torch.bfloat16)
+
+
+def test_deterministic_gradients_of_heads_in_parts_are_equal_over_twenty_runs():
+    """So many floats of sums that some heads come after the others, which take turns anew."""
+    q, k, v, _, grad_out = inputs(2100, 1200, 600, 128, batch=1)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def gradients(part=slice(None), kv_part=slice(None), deterministic=True):
+        given = [x[:, h].detach().requires_grad_() for x, h in zip(leaves, (part, kv_part, kv_part), strict=True)]
+        return torch.autograd.grad(dmattn.attention(*given, is_causal=True, deterministic=deterministic), given, grad_out[:, part])
+
+    together = assert_equal_over_twenty_runs(gradients)
+    for head in (0, 333, 599):
+        one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        for got, expected, h in zip(together, gradients(pair, one), (pair, one, one), strict=True):
+            assert torch.equal(got[:, h], expected)

@@ -34,6 +34,14 @@ void take_in_turn(BackwardCall& call, const PerHead& grad) {
   if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_in_turn = p.kv_heads;
 }
 
+// Do batches or kv heads add to the same elements of a bias's gradient?
+bool adds_across_heads(const BackwardCall& call) {
+  BackwardCall in_turn = call;
+  take_in_turn(in_turn, call.grad_key_bias);
+  take_in_turn(in_turn, call.grad_bias);
+  return in_turn.batches_in_turn * in_turn.kv_heads_in_turn > 1;
+}
+
 bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic) {
 #ifdef DMATTN_WITH_SM90
   return sm90::has_backward(p, deterministic);
@@ -87,6 +95,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
+  if (part.turns) part.turns += terms / kTurnQueries;
   part.lse += terms, part.lse_rest2 += terms;
   if (part.row_hash) part.row_hash += terms;
   if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
@@ -243,7 +252,8 @@ BackwardResults backward_op(BackwardArguments given) {
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
   // Find the live keys.
-  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic);
+  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic) &&
+                       !(call.b.deterministic && adds_across_heads(call));
   LiveKeysOptions options;
   options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
@@ -264,7 +274,8 @@ BackwardResults backward_op(BackwardArguments given) {
   const Sums sums(call, call.live_keys.index && !options.is_one);
   const bool runs_sm90 = is_sm90 && !sums.is_too_large, has_hashes = is_sm90 && p.dropout_seed;
   const int64_t query_floats = runs_sm90 ? sums.batches * sums.heads * sums.query_floats : 0;
-  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2}, ScalarType::Float);
+  const int64_t turns = runs_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;
+  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2 + turns}, ScalarType::Float);
   float* const floats = static_cast<float*>(memory.data_ptr());
   call.lse2 = floats + query_floats;
   call.delta = call.lse2 + terms;
@@ -275,15 +286,17 @@ BackwardResults backward_op(BackwardArguments given) {
   call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {
     call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), ticket = call.row_flags + 1;
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, 2 * sizeof(int32_t), stream));
+    const size_t bytes = static_cast<size_t>(2 + turns) * sizeof(int32_t);
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, bytes, stream));
   }
+  if (turns > 0) call.turns = ticket + 1;  // without lists
   if (runs_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
   BackwardCall for_terms = call;
   if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
   if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
-  call.query_sums = nullptr, call.query_sums_in_tiles = false;
+  call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;
   run_sm80(call, query, device);
   return checked.results();
 }

@@ -89,6 +89,9 @@ struct BackwardCall {
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 64 rows by 16 columns one after the other
+  // How many tiles of keys have added to the chunk of queries that begins here, and at the next element to its second piece,
+  // zeroed; null: tiles of keys add in any order, not each in its turn.
+  int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
   // query of the group see?
   uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys

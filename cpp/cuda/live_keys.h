@@ -17,6 +17,7 @@ namespace dmattn::cuda {
 
 inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers for walks without lists
 inline constexpr int kListBlock = 512;      // entries of a list that the portable walk reads at once
+inline constexpr int kTurnQueries = 32;     // at most half of the queries of a chunk in backward
 inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows

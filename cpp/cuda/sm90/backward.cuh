@@ -206,6 +206,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       tile_empty{shared_address(&shared.tile_empty)};
   const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
+  const Ring<1> turn_begun{shared_address(&shared.turn_begun)}, turn_ended{shared_address(&shared.turn_ended)};
   const Products products(shared);
 
   float grad_key[kOut][4], grad_value[kOut][4];
@@ -214,10 +215,12 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
   uint32_t n = 0;  // the number of the note of queries
-  // Adds grad_query of the chunk with this note.
-  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t note) {
+  // Adds grad_query of the chunk with this note. Where sums have a fixed order, in the tile's turn.
+  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t note, uint32_t visit) {
+    if (!kIsGathered && call.turns) turn_begun.wait_full(note - visit);
     add_grad_query<Shared, kDim>(shared.query_notes[note % Shared::kQueryNotes], grad_query, products.group,
                                  static_cast<int>(sum_width(p.head_dim)));
+    if (!kIsGathered && call.turns) barrier_arrive(turn_ended.at(note - visit));
   };
   for (uint32_t visit = 0;; ++visit) {
     note_full.wait_full(visit);
@@ -319,7 +322,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       barrier_arrive(score_full.at(chunk));
       if (has_chunk_before) {
         barrier_arrive(score_empty.at(chunk - 1));
-        add(grad_query, n - 2);
+        add(grad_query, n - 2, visit);
       }
       has_chunk_before = true;
       wait_products<0>();
@@ -342,7 +345,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
-      add(grad_query, n - 1);
+      add(grad_query, n - 1, visit);
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
@@ -373,7 +376,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared);
+    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.turns);
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
       barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
@@ -393,6 +396,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (!gathers_keys(kVariant) && thread == kLoaders + 32 && call.turns) {
+      take_turns<kDim, kVariant>(call, work, shared);
     }
   }
 }

@@ -33,6 +33,7 @@ struct alignas(1024) BackwardShared {
   static constexpr BackwardShape kShape = kBackwardShape<kDim, kHasOptions>;
   static_assert(kShape.keys == kBackwardKeys);
   static constexpr bool kSplitsChunks = false;  // query and grad_out of a chunk are announced together
+  static constexpr int kPieces = 1;             // in which grad_query of a chunk is added
   static constexpr int kKeyNotes = 2;           // the next visit's queries come before this visit has ended
   static constexpr int kQueryNotes = 8;         // a note is read until the chunk after it has been computed
   static_assert(kQueryNotes > kShape.query_stages + 2);
@@ -54,6 +55,7 @@ struct alignas(1024) BackwardShared {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
+  uint64_t turn_begun, turn_ended;
 };
 
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
@@ -62,11 +64,13 @@ inline constexpr int kComputingThreads = kConsumers * kWarpgroup;
 
 // Sets up the barriers between the warps that load and those that compute. By one thread.
 template <class Shared>
-__device__ __forceinline__ void init_barriers_of_loads(Shared& shared) {
+__device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_turns) {
   for (int i = 0; i < Shared::kKeyNotes; ++i) {
     barrier_init(shared_address(&shared.note_full[i]), kLoaders);
-    barrier_init(shared_address(&shared.note_empty[i]), kComputingThreads + 1);
+    barrier_init(shared_address(&shared.note_empty[i]), kComputingThreads + (has_turns ? 2 : 1));
   }
+  barrier_init(shared_address(&shared.turn_begun), 1);
+  barrier_init(shared_address(&shared.turn_ended), kComputingThreads);
   barrier_init(shared_address(&shared.key_full), kLoaders);
   barrier_init(shared_address(&shared.value_full), kLoaders);
   barrier_init(shared_address(&shared.tile_empty), kComputingThreads);
@@ -184,7 +188,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    // Draw the next item. Its latency is hidden, because the last visit has only begun.
+    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order the visit ends
+    // first: other blocks wait for a tile of keys that this one has drawn.
+    if (!kIsGathered && call.turns) tile_empty.sleep_empty(visit);
     if (thread_index() % kLoaders == 0)
       shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
@@ -195,6 +201,19 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
   barrier_arrive(note_full.at(visit));
 }
+
+// The queries [from, to) that see a key of the tile with this note, `from` that of a chunk of kQueries.
+template <int kQueries>
+struct QueriesOfVisit {
+  int from, to;
+
+  __device__ __forceinline__ QueriesOfVisit(const AttentionParams& p, const KeyNote& note) {
+    const int shift = static_cast<int>(p.key_length - p.query_length);
+    from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift) / kQueries * kQueries;
+    to = min(note.to, max(note.bounds[0][3], note.bounds[1][3]) - shift);
+  }
+  __device__ __forceinline__ int chunks() const { return (to - from + kQueries - 1) / kQueries; }
+};
 
 // query, grad_out [B, H, Sq, D or Dv], lse2, delta [B, H, padded_queries] -> chunks of queries in shared memory for every visit,
 // with notes. By one thread.
@@ -217,8 +236,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
     const int shift = static_cast<int>(p.key_length - p.query_length);
-    const int from = max(note.from, min(note.bounds[0][0], note.bounds[1][0]) - shift) / kQueries * kQueries;
-    const int to = min(note.to, max(note.bounds[0][3], note.bounds[1][3]) - shift);
+    const auto [from, to] = QueriesOfVisit<kQueries>(p, note);
 
     auto send = [&](int first_query, int head, int state, int row_in_tile) {
       const uint32_t stage = n % kShape.query_stages;
@@ -254,6 +272,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       ++n;
     };
 
+    // Where sums have a fixed order, all heads of the group take a chunk before the next one is taken. Head by head, causality
+    // would let each tile of keys catch up with the one that it follows.
+    const bool has_turns = !gathers_keys(kVariant) && call.turns;
 #pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
       const bool has_blocks = !gathers_keys(kVariant) && mask.tiles.data;
@@ -275,11 +296,19 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         // Without a block mask each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at
         // the same time.
         const int chunks = (stop - first + kQueries - 1) / kQueries;
+        int at = !has_blocks && chunks > 0 ? note.first_place / kShape.keys % chunks : 0;
+        if (has_turns) at = ChunkOrder{note.first_place / kShape.keys, work.tiles, chunks, work.is_cyclic}.first();
 #pragma unroll 1
-        for (int i = 0, at = !has_blocks && chunks > 0 ? note.first_place / kShape.keys % chunks : 0; i < chunks; ++i) {
+        for (int left = chunks; left > 0;) {
           send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
-          if (++at == chunks) at = 0;
+          if (has_turns) {
+            if (++head < note.head + work.heads) continue;
+            head = note.head;
+          }
+          --left;
+          at = has_turns && !work.is_cyclic ? at - 1 : at + 1 < chunks ? at + 1 : 0;
         }
+        if (has_turns) head += work.heads;
       }
     }
     empty.sleep_empty(n);
@@ -287,6 +316,54 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     barrier_arrive(full.at(n));
     if (Shared::kSplitsChunks) barrier_arrive(grad_out_full.at(n));
     ++n;
+    barrier_arrive(note_empty.at(visit));
+  }
+}
+
+// Waits until as many tiles of keys have added to a chunk of queries as `turn` says. What they added has arrived then.
+__device__ __forceinline__ void wait_turn(const int32_t* counter, int turn) {
+  int reached;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(counter) : "memory");
+  } while (reached != turn);
+}
+// Counts one more tile, after all that is known to have been added.
+__device__ __forceinline__ void end_turn(int32_t* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Where sums have a fixed order: waits for the turns of the block's tiles of keys, tells the warps that compute when they may add,
+// and counts when they have. Those never wait for global memory so. By one thread.
+template <int kDim, Variant kVariant>
+__device__ __forceinline__ void take_turns(const BackwardCall& call, const BackwardWork& work,
+                                           BackwardShared<kDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  const AttentionParams& p = call.b.forward;
+  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<1> begun{shared_address(&shared.turn_begun)}, ended{shared_address(&shared.turn_ended)};
+  uint32_t n = 0;
+  for (uint32_t visit = 0;; ++visit) {
+    note_full.sleep_full(visit);
+    const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
+    if (note.head < 0) return;
+    const QueriesOfVisit<kShape.queries> queries(p, note);
+    const ChunkOrder order = {note.first_place / kShape.keys, work.tiles, queries.chunks(), work.is_cyclic};
+#pragma unroll 1
+    for (int i = 0, chunk = order.first(); i < order.chunks; ++i, chunk = order.after(chunk)) {
+#pragma unroll 1
+      for (int head = note.head; head < note.head + work.heads; ++head) {
+        const int64_t first_row = (note.batch * p.heads + head) * call.padded_queries + queries.from + chunk * kShape.queries;
+#pragma unroll 1
+        for (int piece = 0; piece < Shared::kPieces; ++piece, ++n) {
+          int32_t* const counter = call.turns + first_row / kTurnQueries + piece;
+          wait_turn(counter, order.turn_at(chunk));
+          barrier_arrive(begun.at(n));
+          ended.sleep_full(n);
+          end_turn(counter);
+        }
+      }
+    }
     barrier_arrive(note_empty.at(visit));
   }
 }

@@ -20,6 +20,7 @@ template <>
 struct alignas(1024) BackwardShared<kWideDim, false> {
   static constexpr BackwardShape kShape = kBackwardShape<kWideDim, false>;
   static constexpr bool kSplitsChunks = true;           // grad_out of a chunk is announced after its query
+  static constexpr int kPieces = 2;                     // in which grad_query of a chunk is added
   static constexpr int kKeyNotes = 2, kQueryNotes = 8;  // as for smaller heads
   static_assert(kQueryNotes > kShape.query_stages + 2);
   uint16_t key[kShape.keys * kWideDim];
@@ -38,6 +39,7 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t weight_full, weight_empty, score_full;
+  uint64_t turn_begun, turn_ended;
 };
 
 // As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
@@ -164,6 +166,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       grad_out_full{shared_address(shared.grad_out_full)};
   const Ring<1> weight_full{shared_address(&shared.weight_full)}, weight_empty{shared_address(&shared.weight_empty)},
       score_full{shared_address(&shared.score_full)};
+  const Ring<1> turn_begun{shared_address(&shared.turn_begun)}, turn_ended{shared_address(&shared.turn_ended)};
   const Products products(shared);
   float grad_key[kOut][4], grad_value[kOut][4];
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
@@ -198,9 +201,13 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     // Where the warp's part of grad_query of the last chunk is added, and how many floats a row there has.
     float* to = nullptr;
     const int width = static_cast<int>(sum_width(p.head_dim));
-    auto add = [&](int piece) {
+    // Where sums have a fixed order, each piece of a chunk is added in the tile's turn.
+    auto add = [&](int piece, uint32_t chunk) {
       const int columns = width - ScorePlace<kDim>().first_column - piece * Products::kPiece;
+      const uint32_t number = chunk * Shared::kPieces + piece;
+      if (!kIsGathered && call.turns) turn_begun.wait_full(number);
       add_wide_grad_query(to + piece * Products::kPiece * 64, columns, grad_query);
+      if (!kIsGathered && call.turns) barrier_arrive(turn_ended.at(number));
     };
     key_full.wait_full(visit);
     bool has_chunk = begin_scores();
@@ -245,7 +252,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       commit_products();
 
       // Add the first piece of grad_query = grad_scores^T K of the chunk before to global memory, and issue the second.
-      if (chunk > first_chunk) add(0);
+      if (chunk > first_chunk) add(0, chunk - 1);
       pin(grad_query);
       begin_products();
       products.begin_grad_query(grad_query, 1, chunk - 1);
@@ -272,7 +279,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       pin(grad_value);
       pin(grad_query);
       barrier_arrive(weight_empty.at(chunk));
-      if (chunk > first_chunk) add(1);
+      if (chunk > first_chunk) add(1, chunk - 1);
       const ScorePlace<kDim> place;
       to = note.sums + place.first_column * 64 + place.first_row * 16 + place.lane * 4;
       pin(grad_query);
@@ -291,14 +298,14 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     pin(scores);
     pin(grad_query);
     if (!is_empty) {
-      add(0);
+      add(0, n - 1 - visit);
       pin(grad_query);
       begin_products();
       products.begin_grad_query(grad_query, 1, n - 1 - visit);
       commit_products();
       wait_products<0>();
       pin(grad_query);
-      add(1);
+      add(1, n - 1 - visit);
     }
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
@@ -330,7 +337,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared);
+    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.turns);
     for (int i = 0; i < kShape.query_stages; ++i) barrier_init(shared_address(&shared.grad_out_full[i]), 1);
     for (uint64_t* const barrier : {&shared.weight_full, &shared.weight_empty, &shared.score_full}) {
       barrier_init(shared_address(barrier), kComputingThreads);
@@ -350,6 +357,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (!gathers_keys(kVariant) && thread == kLoaders + 32 && call.turns) {
+      take_turns<kDim, kVariant>(call, work, shared);
     }
   }
 }

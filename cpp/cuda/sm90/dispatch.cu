@@ -249,7 +249,9 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   // Wide heads with intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
   if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;
-  return !deterministic && p.key_length > 0 && p.query_length > 0;
+  // Sums have a fixed order where tiles of keys follow each other through the same chunks of queries.
+  const bool has_order = !p.mask.tiles.data && !gathers(p);
+  return (!deterministic || has_order) && p.key_length > 0 && p.query_length > 0;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
@@ -284,6 +286,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   work.ticket = items > blocks ? ticket : nullptr;
+  work.is_cyclic = items <= processors && !p.mask.is_causal;
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&
