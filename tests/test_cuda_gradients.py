@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "lengths"), [(k, n) for k, n in LONG_KINDS if n[0] > 1 and sum(n) > 4096 and n[0] * n[1] < 2e8], ids=str
 )
-def test_gradients_of_long_problems(kind, lengths, size):
-    """The kernels that add beside those with a fixed order of sums: they share neither walk nor sums."""
+def test_gradients_of_long_problems(kind, lengths, size, monkeypatch):
+    """The kernels that add beside the portable ones with a fixed order of sums: they share neither walk nor sums."""
     queries, keys = lengths
     torch.manual_seed(0)
     shapes = (4, queries, size), (2, keys, size), (2, keys, size), (2, keys)
@@ -34,7 +34,9 @@ def test_gradients_of_long_problems(kind, lengths, size):
         )  # fmt: skip
         return torch.autograd.grad(out, leaves, grad_out)
 
-    for got, expected in zip(gradients(False), gradients(True), strict=True):
+    result = gradients(False)
+    monkeypatch.setenv("DMATTN_FAMILY", "sm80")
+    for got, expected in zip(result, gradients(True), strict=True):
         assert_same_by_another_way(got, expected, torch.bfloat16)
 
 
@@ -72,41 +74,70 @@ def test_block_mask_gradients_of_heads_in_parts():
             assert_same_in_another_order(got[:, h], expected, torch.bfloat16)
 
 
-def assert_equal_over_twenty_runs(run):
-    first = run()
+def assert_deterministic(gradients, monkeypatch):
+    """Bits are equal over 20 runs, and right beside the portable kernels, which share neither walk nor sums."""
+    first = gradients()
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run(), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
+    monkeypatch.setenv("DMATTN_FAMILY", "sm80")
+    for got, expected in zip(first, gradients(), strict=True):
+        assert_same_by_another_way(got, expected, torch.bfloat16)
+    monkeypatch.undo()
     return first
 
 
-def test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs():
-    given = inputs(length=1500)
-    assert_equal_over_twenty_runs(lambda: step(*given))
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(1500, 4, 2), (9000, 4, 2), (1500, 40, 40), (9000, 8, 2)])
+def test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs(length, heads, kv_heads, size, monkeypatch):
+    """Few lists and many; lists of a head wait for each other's turn to add to grad_key and grad_value."""
+    given = inputs(length, heads, kv_heads, size)
+    assert_deterministic(lambda: step(*given), monkeypatch)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("kind", ["window", "top_k", "local", "any", "short", "most"])
+def test_deterministic_gradients_of_any_lists_are_equal_over_twenty_runs(kind, size, monkeypatch):
+    """Lists that are empty, and those that share keys with many others; with dropout and softcap, too."""
+    q, k, v, scores, grad_out = inputs(9000, size=size)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, scores)]
+    mask = dmattn.IntervalMask(*long_spans(kind, 2, 9000, 9000))
+    seed = torch.tensor(5, device="cuda")
+    for options in ({}, {"dropout_p": 0.3, "dropout_seed": seed, "softcap": 3.0}):
+
+        def gradients(options=options):
+            out = dmattn.attention(
+                *leaves[:3], mask, key_bias=leaves[3], is_causal=kind in ("window", "top_k", "local", "most"),
+                deterministic=True, **options,
+            )  # fmt: skip
+            return torch.autograd.grad(out, leaves, grad_out)
+
+        assert_deterministic(gradients, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(1500, 1500), (1500, 700), (700, 1500), (8200, 8200), (70, 9000)], ids=str)
-def test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs(lengths, causal, size):
+def test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs(lengths, causal, size, monkeypatch):
     """Tiles of keys wait for each other's turn to add to grad_query; more of them than a GPU has multiprocessors, too."""
     queries, keys = lengths
     q, k, v, _, grad_out = inputs(max(lengths), size=size)
     leaves = [x.detach().requires_grad_() for x in (q[:, :, :queries], k[:, :, :keys], v[:, :, :keys])]
 
-    def gradients(deterministic=True):
-        out = dmattn.attention(*leaves, is_causal=causal, deterministic=deterministic)
+    def gradients():
+        out = dmattn.attention(*leaves, is_causal=causal, deterministic=True)
         return torch.autograd.grad(out, leaves, grad_out[:, :, :queries])
 
-    for got, expected in zip(assert_equal_over_twenty_runs(gradients), gradients(False), strict=True):
-        assert_same_in_another_order(got, expected, torch.bfloat16)
+    assert_deterministic(gradients, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("option", ["softcap", "dropout", "key_bias", "key_bias of all heads", "bias", "bias of all heads"])
-def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option, size):
+def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option, size, monkeypatch):
     q, k, v, scores, grad_out = inputs(1100, size=size)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    options = {"softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}}.get(option, {})
+    options = {"softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}}.get(
+        option, {}
+    )
     if "bias" in option:
         name = option.split()[0]
         kept = slice(0, 1) if "all heads" in option else slice(None)
@@ -114,24 +145,22 @@ def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option,
         options = {name: added[:, kept].detach().requires_grad_()}
         leaves.append(options[name])
 
-    def gradients(deterministic=True):
-        out = dmattn.attention(*leaves[:3], is_causal=True, deterministic=deterministic, **options)
+    def gradients():
+        out = dmattn.attention(*leaves[:3], is_causal=True, deterministic=True, **options)
         return torch.autograd.grad(out, leaves, grad_out)
 
-    for got, expected in zip(assert_equal_over_twenty_runs(gradients), gradients(False), strict=True):
-        assert_same_by_another_way(got, expected, torch.bfloat16)
+    assert_deterministic(gradients, monkeypatch)
 
 
-def test_deterministic_gradients_of_heads_in_parts_are_equal_over_twenty_runs():
+def test_deterministic_gradients_of_heads_in_parts_are_equal_over_twenty_runs(monkeypatch):
     """So many floats of sums that some heads come after the others, which take turns anew."""
     q, k, v, _, grad_out = inputs(2100, 1200, 600, 128, batch=1)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
-    def gradients(part=slice(None), kv_part=slice(None), deterministic=True):
-        given = [x[:, h].detach().requires_grad_() for x, h in zip(leaves, (part, kv_part, kv_part), strict=True)]
-        return torch.autograd.grad(dmattn.attention(*given, is_causal=True, deterministic=deterministic), given, grad_out[:, part])
+    def gradients(part=slice(None), kv_part=slice(None)):
+        given = [x[:, h].detach().requires_grad_() for x, h in zip((q, k, v), (part, kv_part, kv_part), strict=True)]
+        return torch.autograd.grad(dmattn.attention(*given, is_causal=True, deterministic=True), given, grad_out[:, part])
 
-    together = assert_equal_over_twenty_runs(gradients)
+    together = assert_deterministic(gradients, monkeypatch)
     for head in (0, 333, 599):
         one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
         for got, expected, h in zip(together, gradients(pair, one), (pair, one, one), strict=True):

@@ -252,18 +252,20 @@ BackwardResults backward_op(BackwardArguments given) {
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
   // Find the live keys.
-  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic) &&
-                       !(call.b.deterministic && adds_across_heads(call));
+  const bool is_sm90 =
+      family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic) && !(call.b.deterministic && adds_across_heads(call));
   LiveKeysOptions options;
   options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
   // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
   // their segment come behind those that outlive it, so that few tiles meet all its queries; in others that costs more than it
   // gains.
-  if (is_sm90 && p.query_length >= 8192) options.shortest = 1;
-  options.by_lifetime = is_sm90 && p.query_length >= 65536;
-  const bool is_in_order = is_sm90 && sm90_walks_in_order(p, device);
-  options.is_one = is_sm90 && !is_in_order && has_one_visit(p);
+  // Sums in a fixed order need lists in key order, and many of them.
+  const bool is_fast = is_sm90 && !call.b.deterministic;
+  if (is_fast && p.query_length >= 8192) options.shortest = 1;
+  options.by_lifetime = is_fast && p.query_length >= 65536;
+  const bool is_in_order = is_fast && sm90_walks_in_order(p, device);
+  options.is_one = is_fast && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
 
@@ -286,10 +288,12 @@ BackwardResults backward_op(BackwardArguments given) {
   call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {
     call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), ticket = call.row_flags + 1;
-    const size_t bytes = static_cast<size_t>(2 + turns) * sizeof(int32_t);
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, bytes, stream));
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, 2 * sizeof(int32_t), stream));
   }
-  if (turns > 0) call.turns = ticket + 1;  // without lists
+  if (turns > 0) {
+    call.turns = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms) + 2;
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.turns, 0, static_cast<size_t>(turns) * sizeof(int32_t), stream));
+  }
   if (runs_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
   BackwardCall for_terms = call;
   if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear

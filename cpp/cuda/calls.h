@@ -90,7 +90,8 @@ struct BackwardCall {
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 64 rows by 16 columns one after the other
   // How many tiles of keys have added to the chunk of queries that begins here, and at the next element to its second piece,
-  // zeroed; null: tiles of keys add in any order, not each in its turn.
+  // zeroed; null: tiles of keys add in any order, not each in its turn. Where keys are gathered [B, Hkv, segments] of it: the
+  // first key that a segment's list has not added to key_sums.
   int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
   // query of the group see?

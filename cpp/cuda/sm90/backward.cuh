@@ -276,7 +276,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // With options registers do not suffice for both products before the scores are weighed.
       if (!kHasOptions) begin_grad_scores();
       if (kHasBias && is_new_head) {
-        flush_bias<kDim>(call, tile, head, bias_sum);
+        if (!kIsGathered || !call.turns) flush_bias<kDim>(call, tile, head, bias_sum);
         read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
       }
       if (kHasBias) head = note.head;
@@ -340,6 +340,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     pin(grad_query);
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
+    if (kIsGathered && call.turns) turn_begun.wait_full(visit);
     if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
@@ -351,8 +352,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     ++n;
     if constexpr (kIsGathered) {
       if (call.key_sums) {
-        if (!has_chunk_before) continue;  // nothing was added
-        add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+        if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+        if (call.turns) barrier_arrive(turn_ended.at(visit));
       } else {  // this visit is the only one of its keys
         store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
       }
@@ -376,7 +377,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.turns);
+    init_barriers_of_loads(shared, call.turns);
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
       barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
@@ -396,7 +397,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (!gathers_keys(kVariant) && thread == kLoaders + 32 && call.turns) {
+    } else if (thread == kLoaders + 32 && call.turns) {
       take_turns<kDim, kVariant>(call, work, shared);
     }
   }

@@ -80,6 +80,29 @@ __device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_
   }
 }
 
+// Waits until as many tiles of keys have added to a chunk of queries as `turn` says. What they added has arrived then.
+__device__ __forceinline__ void wait_turn(const int32_t* counter, int turn) {
+  int reached;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(counter) : "memory");
+  } while (reached != turn);
+}
+// Counts one more tile, after all that is known to have been added.
+__device__ __forceinline__ void end_turn(int32_t* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Waits until the list before has added its keys up to last_key, and says that this one has added its own before next_key.
+__device__ __forceinline__ void wait_key_turn(const int32_t* next_key, int last_key) {
+  int reached;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(next_key) : "memory");
+  } while (reached <= last_key);
+}
+__device__ __forceinline__ void end_key_turn(int32_t* to, int next_key) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(next_key) : "memory");
+}
+
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each visit, with a note.
 // By half a warpgroup.
 template <int kDim, Variant kVariant>
@@ -188,9 +211,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order the visit ends
-    // first: other blocks wait for a tile of keys that this one has drawn.
-    if (!kIsGathered && call.turns) tile_empty.sleep_empty(visit);
+    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order the visit
+    // ends first: other blocks wait for a tile of keys that this one has drawn.
+    if (read_anew(&call)->turns) tile_empty.sleep_empty(visit);
     if (thread_index() % kLoaders == 0)
       shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
@@ -272,8 +295,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       ++n;
     };
 
-    // Where sums have a fixed order, all heads of the group take a chunk before the next one is taken. Head by head, causality
-    // would let each tile of keys catch up with the one that it follows.
+    // Where sums have a fixed order, chunks are taken from the last to the first, and each for all heads of the group: head by
+    // head, causality would let each tile of keys catch up with the one that it follows.
     const bool has_turns = !gathers_keys(kVariant) && call.turns;
 #pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
@@ -297,7 +320,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         // the same time.
         const int chunks = (stop - first + kQueries - 1) / kQueries;
         int at = !has_blocks && chunks > 0 ? note.first_place / kShape.keys % chunks : 0;
-        if (has_turns) at = ChunkOrder{note.first_place / kShape.keys, work.tiles, chunks, work.is_cyclic}.first();
+        if (has_turns) at = chunks - 1;
 #pragma unroll 1
         for (int left = chunks; left > 0;) {
           send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
@@ -306,7 +329,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
             head = note.head;
           }
           --left;
-          at = has_turns && !work.is_cyclic ? at - 1 : at + 1 < chunks ? at + 1 : 0;
+          at = has_turns ? at - 1 : at + 1 < chunks ? at + 1 : 0;
         }
         if (has_turns) head += work.heads;
       }
@@ -320,20 +343,15 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
   }
 }
 
-// Waits until as many tiles of keys have added to a chunk of queries as `turn` says. What they added has arrived then.
-__device__ __forceinline__ void wait_turn(const int32_t* counter, int turn) {
-  int reached;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(counter) : "memory");
-  } while (reached != turn);
-}
-// Counts one more tile, after all that is known to have been added.
-__device__ __forceinline__ void end_turn(int32_t* counter) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-// Where sums have a fixed order: waits for the turns of the block's tiles of keys, tells the warps that compute when they may add,
-// and counts when they have. Those never wait for global memory so. By one thread.
+// Where sums have a fixed order: waits for the turns of the block's tiles of keys, tells the warps that compute when they may
+// add, and counts when they have. Those never wait for global memory so. By one thread.
+//
+// Keys in order take turns at each chunk of queries, from the first tile of keys to the last. Every tile begins with the last
+// chunk, which causality lets all of them see, and follows the one before it, so that tiles come to a chunk in their order.
+//
+// Gathered ones take none there, because one block has the whole list of a
+// segment, but where they add grad_key and grad_value: the lists of a head add a key from the last segment to the first. They are
+// in key order, and what a segment shares with a later one lies there at the same place or before, so that blocks hardly wait.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void take_turns(const BackwardCall& call, const BackwardWork& work,
                                            BackwardShared<kDim, has_options(kVariant)>& shared) {
@@ -347,17 +365,35 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
     note_full.sleep_full(visit);
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
+    if constexpr (gathers_keys(kVariant)) {
+      const LiveKeys& live_keys = call.live_keys;
+      const int64_t mask_head = live_keys.mask_head_of(note.batch, note.head);
+      const int shift = live_keys.shift[mask_head], segment = segment_of(note.from, shift);
+      const int2* const lists = live_keys.lists + mask_head * live_keys.most_lists;
+      const int2 list = lists[segment];
+      const int32_t* const index = live_keys.index + mask_head * live_keys.capacity + list.x;
+      int32_t* const turn = call.turns + (note.batch * static_cast<int>(p.kv_heads) + note.kv_head) * work.tiles + segment;
+      const int stop = note.first_place + kShape.keys;
+      // An empty list has no key of a later one either.
+      if (segment + 1 < segments_at(static_cast<int>(p.query_length), shift) && lists[segment + 1].y > 0) {
+        wait_key_turn(turn + 1, index[min(stop, list.y) - 1]);
+      }
+      barrier_arrive(begun.at(visit));
+      ended.sleep_full(visit);
+      end_key_turn(turn, stop < list.y ? index[stop] : kLastPosition);
+      barrier_arrive(note_empty.at(visit));
+      continue;
+    }
     const QueriesOfVisit<kShape.queries> queries(p, note);
-    const ChunkOrder order = {note.first_place / kShape.keys, work.tiles, queries.chunks(), work.is_cyclic};
 #pragma unroll 1
-    for (int i = 0, chunk = order.first(); i < order.chunks; ++i, chunk = order.after(chunk)) {
+    for (int chunk = queries.chunks() - 1; chunk >= 0; --chunk) {
 #pragma unroll 1
       for (int head = note.head; head < note.head + work.heads; ++head) {
         const int64_t first_row = (note.batch * p.heads + head) * call.padded_queries + queries.from + chunk * kShape.queries;
 #pragma unroll 1
         for (int piece = 0; piece < Shared::kPieces; ++piece, ++n) {
           int32_t* const counter = call.turns + first_row / kTurnQueries + piece;
-          wait_turn(counter, order.turn_at(chunk));
+          wait_turn(counter, note.first_place / kShape.keys);
           barrier_arrive(begun.at(n));
           ended.sleep_full(n);
           end_turn(counter);

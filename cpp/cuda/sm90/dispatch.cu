@@ -233,6 +233,17 @@ bool shares_intervals(const AttentionParams& p) {
   return is_shared(p.mask.start) && is_shared(p.mask.end);
 }
 
+// Can the instance add sums in a fixed order? With keys in order, where tiles of keys follow each other through the same chunks
+// of queries. With gathered keys, where a block takes the whole list of a segment and the heads of a group together; there have
+// to be so many lists that most of the GPU has work.
+bool has_order(const AttentionParams& p, const BackwardInstance& instance) {
+  if (!gathers(p)) return !p.mask.tiles.data;
+  constexpr int64_t kFewLists = 32;
+  const int64_t lists = segments_at(static_cast<int>(p.query_length), 0) * p.batch * p.kv_heads;
+  return gathers_keys(instance.variant) && instance.shape.keys == kBackwardKeys && shares_intervals(p) && lists >= kFewLists &&
+         (!p.key_bias.data || p.key_bias.head_divisor % (p.heads / p.kv_heads) == 0);
+}
+
 }  // namespace
 
 bool backward_walks_in_order(const AttentionParams& p, int processors) {
@@ -249,9 +260,7 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   // Wide heads with intervals beside a block mask are the portable family's.
   const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
   if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;
-  // Sums have a fixed order where tiles of keys follow each other through the same chunks of queries.
-  const bool has_order = !p.mask.tiles.data && !gathers(p);
-  return (!deterministic || has_order) && p.key_length > 0 && p.query_length > 0;
+  return (!deterministic || has_order(p, *instance)) && p.key_length > 0 && p.query_length > 0;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
@@ -274,6 +283,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
                   few = head_groups * std::min<int64_t>(segments, 4);
     const int64_t rounds = call.key_sums ? 4 : 8;  // without sums a share costs little more than its tiles
     work.shares = static_cast<int>(std::clamp<int64_t>(rounds * processors / few, 8, std::max<int64_t>(tiles, 8)));
+    if (call.turns) work.shares = 1;  // one block adds all that is added to the queries of a segment
     tiles = segments * work.shares;
   }
   const int64_t items = tiles * head_groups;
@@ -286,7 +296,6 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   work.ticket = items > blocks ? ticket : nullptr;
-  work.is_cyclic = items <= processors && !p.mask.is_causal;
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&

@@ -60,29 +60,6 @@ struct BackwardWork {
   int heads;
   int shares;   // items that share the list of a segment
   int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
-  // Where sums have a fixed order: are all items at work at once, and does each meet all chunks of queries?
-  bool is_cyclic;
-};
-
-// Where sums have a fixed order: in which order a tile of keys takes its `chunks` chunks of queries, and in which tiles add to a
-// chunk. Each follows the one before it through the chunks, from the last one, which causality lets all of them see, so that
-// tiles come to a chunk in the order in which they begin. Where all begin at once they are spread over the chunks in a circle.
-struct ChunkOrder {
-  int tile, tiles, chunks;
-  bool is_cyclic;
-
-  __device__ __forceinline__ int first() const { return is_cyclic ? tile * chunks / tiles : chunks - 1; }
-  __device__ __forceinline__ int after(int chunk) const {
-    if (!is_cyclic) return chunk - 1;
-    return chunk + 1 < chunks ? chunk + 1 : 0;
-  }
-  // How many tiles add to this chunk before this tile does.
-  __device__ __forceinline__ int turn_at(int chunk) const {
-    if (!is_cyclic) return tile;
-    // The last tile that begins at this chunk or before comes first, and those behind it come in the end.
-    const int first = ((chunk + 1) * tiles - 1) / chunks;
-    return first >= tile ? first - tile : first - tile + tiles;
-  }
 };
 
 // An item by its number. Numbers run over sections of head groups; in a section from early tiles of keys to late ones, or from
