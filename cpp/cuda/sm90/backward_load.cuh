@@ -344,14 +344,14 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 }
 
 // Where sums have a fixed order: waits for the turns of the block's tiles of keys, tells the warps that compute when they may
-// add, and counts when they have. Those never wait for global memory so. By one thread.
+// add, and counts when they have. By one thread.
 //
 // Keys in order take turns at each chunk of queries, from the first tile of keys to the last. Every tile begins with the last
 // chunk, which causality lets all of them see, and follows the one before it, so that tiles come to a chunk in their order.
 //
-// Gathered ones take none there, because one block has the whole list of a
-// segment, but where they add grad_key and grad_value: the lists of a head add a key from the last segment to the first. They are
-// in key order, and what a segment shares with a later one lies there at the same place or before, so that blocks hardly wait.
+// One block has the whole list of a segment where keys are gathered, so it takes turns only where it adds grad_key and
+// grad_value: the lists of a head add a key from the last segment to the first. They are in key order, and the later of two has
+// dropped more of what they share, so that it is ahead.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void take_turns(const BackwardCall& call, const BackwardWork& work,
                                            BackwardShared<kDim, has_options(kVariant)>& shared) {
