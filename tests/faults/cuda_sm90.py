@@ -15,6 +15,7 @@ def in_file(
 FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
 LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
+GRADIENTS = "test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE = BACKWARD + "test_wide_heads"
 ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
@@ -97,7 +98,7 @@ FAULTS = [
     in_file("forward.cuh", "    } else if (moves) {", "    } else if (moves && n > 1000) {",
             "sums are not rescaled when a maximum grows", "test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
     # Backward.
-    in_file("backward.cuh", "      if (kHasBias && is_new_head) {\n        flush_bias<kDim>(call, tile, head, bias_sum);", "      if (kHasBias && is_new_head) {",
+    in_file("backward.cuh", "        if (!kIsGathered || !call.turns) flush_bias<kDim>(call, tile, head, bias_sum);", "",
             "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     in_file("backward_scores.cuh", "if (!has_bit(word, 8)) scores[i][2 + e]", "if (!has_bit(word, 7)) scores[i][2 + e]",
             "keys 8 further on have the bits of others", TILES),
@@ -109,7 +110,7 @@ FAULTS = [
             "half of grad_query is added at the wrong place", BACKWARD + "test_gathered_keys_of_other_widths"),
     in_file("backward.cuh", "begin_grad_query(grad_query, chunk - 1);", "begin_grad_query(grad_query, chunk);",
             "grad_query is computed before the chunk's scores are there", RAGGED + " " + THRESHOLDS),
-    in_file("backward.cuh", "add(grad_query, n - 1);", "add(grad_query, n - 2);",
+    in_file("backward.cuh", "add(grad_query, n - 1, visit);", "add(grad_query, n - 2, visit);",
             "the last chunk's grad_query goes to the queries before", RAGGED),
     in_file("backward_load.cuh", "max(note.bounds[0][3], note.bounds[1][3]) - shift);", "note.bounds[0][3] - shift);",
             "queries that only later keys of a tile see are left out", BACKWARD + "test_one_key_of_a_tile_is_seen_longer_than_the_others"),
@@ -117,13 +118,13 @@ FAULTS = [
             "a chunk of queries whose last sees a key no more is not tested", BACKWARD + "test_one_key_of_a_tile_ends_with_a_chunk_of_queries"),
     in_file("backward_load.cuh", "bits += row_in_tile * words + note.first_place / 32 % words;", "bits += row_in_tile * words;",
             "tiles of 256 keys use the bits of their first 128 twice", TILES),
-    in_file("backward_load.cuh", "if (++at == chunks) at = 0;", "if (++at == chunks) at = 1;",
+    in_file("backward_load.cuh", "at + 1 < chunks ? at + 1 : 0;", "at + 1 < chunks ? at + 1 : 1;",
             "a chunk of queries comes twice and the first never", THRESHOLDS + " " + RAGGED),
     in_file("backward_load.cuh", "terms = (note.batch * p.heads + head) * call.padded_queries + first_query;", "terms = (note.batch * p.heads + head) * p.query_length + first_query;",
             "lse and delta are those of other queries", RAGGED),
     in_file("backward_wide.cuh", "my_queries = queries + step_of(group * kMine * 128);", "my_queries = queries;",
             "both warpgroups compute the scores of the earlier queries", WIDE, "sm90_backward_wide", size=256),
-    in_file("backward_wide.cuh", "      pin(grad_query);\n      add(1);", "      pin(grad_query);",
+    in_file("backward_wide.cuh", "      pin(grad_query);\n      add(1, n - 1 - visit);", "      pin(grad_query);",
             "a piece of grad_query of a visit's last chunk is left out", WIDE, "sm90_backward_wide", size=256),
     in_file("backward_wide.cuh", "products.begin_grad_key(grad_key, stage, chunk);", "products.begin_grad_key(grad_key, stage, chunk + 1);",
             "grad_key is made of the score gradients of the chunk before", WIDE, "sm90_backward_wide", size=256),
@@ -133,6 +134,11 @@ FAULTS = [
             "packs of heads overlap", RAGGED + " " + THRESHOLDS),
     in_file("backward_load.cuh", "base < list.y; base += work.shares * kKeys", "base + kKeys <= list.y; base += work.shares * kKeys",
             "the last keys of a list are dropped", THRESHOLDS),
+    # Sums in a fixed order.
+    in_file("backward_load.cuh", "while (reached != turn);", "while (reached < 0);",
+            "tiles of keys add in any order", GRADIENTS + "test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs"),
+    in_file("backward_load.cuh", "while (reached <= last_key);", "while (reached < 0);",
+            "lists add keys in any order", GRADIENTS + "test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs"),
     # Laying out the work.
     in_file("dispatch.cu", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
             "heads with a key_bias of their own share one", THRESHOLDS, "sm90/dispatch.cu"),
