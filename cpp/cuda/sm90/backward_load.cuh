@@ -55,7 +55,7 @@ struct alignas(1024) BackwardShared {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
-  uint64_t turn_begun, turn_ended;
+  uint64_t turn_begun, turn_ended, visit_loaded;
 };
 
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
@@ -70,6 +70,7 @@ __device__ __forceinline__ void init_barriers_of_loads(Shared& shared, bool has_
     barrier_init(shared_address(&shared.note_empty[i]), kComputingThreads + (has_turns ? 2 : 1));
   }
   barrier_init(shared_address(&shared.turn_begun), 1);
+  barrier_init(shared_address(&shared.visit_loaded), 1);
   barrier_init(shared_address(&shared.turn_ended), kComputingThreads);
   barrier_init(shared_address(&shared.key_full), kLoaders);
   barrier_init(shared_address(&shared.value_full), kLoaders);
@@ -213,7 +214,13 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     }
     // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order the visit
     // ends first: other blocks wait for a tile of keys that this one has drawn.
-    if (read_anew(&call)->turns) tile_empty.sleep_empty(visit);
+    if (read_anew(&call)->turns) {
+      if (kIsGathered) {
+        tile_empty.sleep_empty(visit);
+      } else {
+        Ring<1>{shared_address(&shared.visit_loaded)}.sleep_empty(visit);
+      }
+    }
     if (thread_index() % kLoaders == 0)
       shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
     group_sync(kLoadBarrier, kLoaders);
@@ -340,6 +347,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     if (Shared::kSplitsChunks) barrier_arrive(grad_out_full.at(n));
     ++n;
     barrier_arrive(note_empty.at(visit));
+    barrier_arrive(shared_address(&shared.visit_loaded));
   }
 }
 

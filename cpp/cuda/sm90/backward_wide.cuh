@@ -39,7 +39,7 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t weight_full, weight_empty, score_full;
-  uint64_t turn_begun, turn_ended;
+  uint64_t turn_begun, turn_ended, visit_loaded;
 };
 
 // As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
