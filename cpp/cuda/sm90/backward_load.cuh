@@ -212,8 +212,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order the visit
-    // ends first: other blocks wait for a tile of keys that this one has drawn.
+    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order it
+    // has all but ended: other blocks wait for a tile of keys that this one has drawn.
     if (read_anew(&call)->turns) {
       if (kIsGathered) {
         tile_empty.sleep_empty(visit);
