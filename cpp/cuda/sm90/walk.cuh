@@ -334,20 +334,38 @@ class Walk {
 
   // ---- keys in order, under intervals ----
 
-  // All keys of the tile's range.
+  // All keys of the tile's range. Those that no query of the tile sees get index -1, so that whatever they hold is never loaded.
   __device__ __forceinline__ void walk_range() {
     static_assert(kRangeQueries % kRows == 0);  // no tile has queries of two ranges
     const LiveKeys& live_keys = call_.live_keys;
+    const MaskParams& mask = call_.p.mask;
     const int key_length = static_cast<int>(call_.p.key_length);
-    const KeyLimits limits(call_.p.mask, key_length, low_, high_);
-    const SpanSource spans(call_.p.mask, key_length, batch_, head_);
+    const KeyLimits limits(mask, key_length, low_, high_);
+    const SpanSource spans(mask, key_length, batch_, head_);
     const int2 range =
         live_keys.ranges[live_keys.mask_head_of(batch_, head_) * live_keys.range_count + first_query_ / kRangeQueries];
-    for (int end = min(range.y, limits.limit); end > key_length - range.x; end -= kKeys) {
+    const int first = key_length - range.x, limit = min(range.y, limits.limit);
+    for (int end = limit; end > first; end -= kKeys) {
+      // The last chunk begins with the first key of the range, if that has a chunk's keys: keys before it are seldom seen, and a
+      // chunk with keys that no query sees is copied row by row. The chunk before has had some of its keys; they are hidden.
+      const int base = end - kKeys < first && limit - first >= kKeys ? first : end - kKeys;
       Stage& note = begin_chunk();
-      if (thread_ == 0) note.first_key = end - kKeys;
-      const uint32_t flags = test_chunk(note, spans, end - kKeys, nullptr, 0);
-      if (flags != 0) accept(flags);
+      if (thread_ == 0) note.first_key = base;
+      bool touches = false, misses = false, covers = true;
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        const int row = thread_ + i * kThreads, key = base + row;
+        if (row >= kKeys) continue;
+        const Span span = spans.of_key(key);
+        const bool is_seen = span.touches(low_, high_), is_new = key < end;
+        touches |= is_seen, misses |= !is_seen;
+        covers &= is_new && span.covers(mask.is_causal ? max(low_, key) : low_, high_);
+        note.span[row] = Seen::of(is_new ? span : Span::empty());
+        note.index[index_place<kKeys>(row)] = is_seen ? key : -1;
+      }
+      if (!any(touches)) continue;
+      const bool has_gaps = any(misses), is_tested = any(!covers);
+      accept((has_gaps ? 0 : kInOrder) | (is_tested ? kSpans : end > limits.whole_limit ? kLimit : 0));
     }
   }
 
