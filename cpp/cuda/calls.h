@@ -20,6 +20,8 @@ enum class Variant : int32_t {
   kGatheredOptions,
   kPlainBias,  // backward: kPlain with bias, key_bias and dropout
   kKeyBias,    // keys in order, intervals or not, with key_bias; no block masks
+  kRange,  // forward: keys in order, from the first to the last that LiveKeys::ranges gives, and intervals; only where a family
+           // has it
 };
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.

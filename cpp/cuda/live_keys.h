@@ -22,7 +22,7 @@ inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
-inline constexpr int kRangeQueries = 128;    // queries that share a range of keys: whole tiles of 128 rows
+inline constexpr int kRangeQueries = 192;    // queries that share a range of keys: whole tiles of 192 rows
 inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
 inline constexpr int kPartGroups = 32;       // of a part's live keys, kPartKeys / kPartGroups each; the last have fewer or none
 inline constexpr int kEntriesPerKey = 6;   // int32 entries reserved per key: its place among the live keys, and room in the lists

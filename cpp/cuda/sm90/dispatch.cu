@@ -117,7 +117,8 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
   }
-  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data && !gathers(p);
+  if (variant == Variant::kPlain && gathers(p)) variant = Variant::kRange;
+  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
   const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
   return dense && dense->variant == Variant::kDense ? dense : find_instance(kForward, p, variant);
 }
@@ -138,7 +139,7 @@ KeyWay forward_way(const AttentionParams& p, int processors) {
 bool forward_has_ranges(const AttentionParams& p) {
   if (!p.mask.is_in_order || !gathers(p) || variant_of(p, false) != Variant::kPlain) return false;
   const ForwardInstance* const instance = find_forward(p, false);
-  return instance && instance->variant == Variant::kPlain && instance->dim <= kMostInOrderDim;
+  return instance && instance->variant == Variant::kRange;
 }
 
 bool has_forward(const AttentionParams& p) {

@@ -49,8 +49,8 @@ __device__ __forceinline__ constexpr int index_place(int row) {
 template <int kDim, Variant kVariant>
 struct Note {
   static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
-  static constexpr bool kIsDense = is_dense(kVariant);                    // has no fields beyond first_key, with options key_hash
-  static constexpr bool kHasBits = !kIsDense && !gathers_keys(kVariant);  // live keys are listed without bits
+  static constexpr bool kIsDense = is_dense(kVariant);  // has no fields beyond first_key, with options key_hash
+  static constexpr bool kHasBits = takes_blocks(kVariant);
   static constexpr bool kIsGathered = gathers_keys(kVariant);
   static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has index (by row), span and key_bias
   static constexpr int kRowNotes = kIsDense && !kHasKeyBias ? 4 : kKeys;

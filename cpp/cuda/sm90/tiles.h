@@ -23,6 +23,9 @@ constexpr bool starts_with_bias(Variant v) { return gathers_keys(v) || v == Vari
 // May a call of backward have a key_bias?
 constexpr bool has_key_bias(Variant v) { return gathers_keys(v) || has_options(v) || v == Variant::kKeyBias; }
 
+// May the call have a block mask?
+constexpr bool takes_blocks(Variant v) { return v == Variant::kPlain || v == Variant::kGeneral; }
+
 // A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
 // load, half of them keys and half of them values, and warps that walk the keys: a warpgroup for each of the two jobs, or one
 // warpgroup for both.
@@ -62,6 +65,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
     { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
+    { 64, Variant::kRange,           {        3,   96,      3,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kKeyBias,         {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
@@ -69,6 +73,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},
     {128, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     {128, Variant::kGatheredOptions, {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
+    {128, Variant::kRange,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
     {256, Variant::kDense,           {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
     {256, Variant::kPlain,           {        2,   32,      4,           1,     4,       4,       4,       192,      48,      80}},
     {256, Variant::kGathered,        {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
@@ -97,7 +102,7 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
-  const bool has_blocks = !is_dense(variant) && !gathers_keys(variant);
+  const bool has_blocks = takes_blocks(variant);
   const bool is_split = s.loading_warps == 4 && s.walking_warps == 4, is_shared = s.loading_warps == 2 && s.walking_warps == 2;
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   const int pool = 65536 / s.threads() / 8 * 8 * s.threads();
@@ -105,7 +110,9 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
   return (is_split || (is_shared && s.loading_registers == s.walking_registers)) &&
          (!gathers_keys(variant) || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
-         s.keys % (is_dense(variant) ? 16 : 32) == 0 && s.keys <= (has_blocks ? s.walkers() : 256) &&
+         (variant != Variant::kRange || kRangeQueries % s.rows() == 0) &&
+         s.keys % (is_dense(variant) || variant == Variant::kRange ? 16 : 32) == 0 &&
+         s.keys <= (has_blocks ? s.walkers() : 256) &&
          (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
          (s.query_tiles == 1 || s.query_tiles == 2);
 }

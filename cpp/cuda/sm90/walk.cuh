@@ -187,12 +187,12 @@ class Walk {
       walk_in_order();
     } else if constexpr (gathers_keys(kVariant)) {
       walk_live_keys();
+    } else if constexpr (kVariant == Variant::kRange) {
+      walk_range();
     } else if (Queues::kHasLists && call_.live_keys.index) {
       walk_live_keys();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
-    } else if (kVariant == Variant::kPlain && call_.live_keys.ranges) {
-      walk_range();
     } else {
       walk_in_order();
     }
