@@ -39,8 +39,9 @@ inline void check_sizes(const AttentionArguments& given, AttentionParams& p) {
   check_shape("value", value, {p.batch, p.kv_heads, p.key_length, p.value_dim}, "[B, Hkv, Sk, Dv]");
   check_head_counts(p.heads, p.kv_heads);
   check_head_size("query", p.head_dim), check_head_size("value", p.value_dim);
-  check(p.query_length <= kMaxLength, "query: expected a length up to ", kMaxLength, ", got ", p.query_length);
-  check(p.key_length <= kMaxLength, "key: expected a length up to ", kMaxLength, ", got ", p.key_length);
+  const int64_t longest = given.is_in_order && query.is_cuda() ? kMaxLengthInOrder : kMaxLength;
+  check(p.query_length <= longest, "query: expected a length up to ", longest, ", got ", p.query_length);
+  check(p.key_length <= longest, "key: expected a length up to ", longest, ", got ", p.key_length);
 }
 
 inline void check_factors(const AttentionArguments& given, AttentionParams& p) {

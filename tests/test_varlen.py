@@ -212,6 +212,12 @@ def test_the_output_keeps_the_order_of_tokens_in_memory(device, dtype):
 # More tokens than a call takes --------------------------------------------------------------------------------------------------------
 
 
+def take_parts_of_18(monkeypatch):
+    """So that a call takes 18 tokens, on Hopper too, where it takes more if keys come in order."""
+    monkeypatch.setattr(checks, "MAX_LENGTH", 18)
+    monkeypatch.setattr(checks, "MAX_LENGTH_IN_ORDER", 18)
+
+
 @pytest.mark.parametrize(("causal", "scored", "same"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
     """The same, gradients included, when a call takes 18 tokens. cu_seqlens are on the CPU."""
@@ -222,7 +228,7 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
     visible = visible_pairs(ends_q, ends_k, Tq, Tk, causal, scores=scores, window=3 if scored else 0).to(device)
     key_bias = None if scores is None else scores.T[None].to(device)
     case = AttentionCase(*tokens(Tq, Tk, device, dtype), visible=visible, key_bias=key_bias)
-    monkeypatch.setattr(checks, "MAX_LENGTH", 18)
+    take_parts_of_18(monkeypatch)
     called = []
     monkeypatch.setattr(varlen, "attend_packed", lambda *given, call=varlen.attend_packed: called.append(1) or call(*given))
     rules = {"window": 3} if scored else {}
@@ -237,7 +243,7 @@ def test_parts_read_ends_that_lie_on_a_device(device, monkeypatch):
     )
     ends = ends_of([9, 3, 8, 0, 14])
     expected = dmattn.varlen_attention(query, key, value, ends, is_causal=True)
-    monkeypatch.setattr(checks, "MAX_LENGTH", 18)
+    take_parts_of_18(monkeypatch)
     monkeypatch.setattr(checks, "values_are_known", lambda ends: False)
     out = dmattn.varlen_attention(query, key, value, ends.to(device), is_causal=True)
     assert_same_by_another_way(out, expected, query.dtype)
@@ -248,7 +254,7 @@ def test_parts_read_ends_that_lie_on_a_device(device, monkeypatch):
 def test_parts_draw_different_dropout(monkeypatch):
     """Two equal documents in two parts."""
     query, key, value = (given[0].transpose(0, 1).repeat(2, 1, 1) for given in tokens(16, 16, "cpu", torch.float32))
-    monkeypatch.setattr(checks, "MAX_LENGTH", 18)
+    take_parts_of_18(monkeypatch)
     for seed in (None, torch.tensor([5])):
         first, second = dmattn.varlen_attention(query, key, value, ends_of([16, 16]), dropout_p=0.5, dropout_seed=seed).split(16)
         assert not torch.equal(first, second)

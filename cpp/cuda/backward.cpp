@@ -243,9 +243,12 @@ BackwardResults backward_op(BackwardArguments given) {
     return checked.results();
   }
 
-  // Copy what has rows that 16-byte copies cannot read.
+  // Copy what has rows that 16-byte copies cannot read, and what tensor copies may refuse where no other kernels take the call.
   align_inputs(checked.forward);
   checked.grad_out = with_aligned_rows(checked.grad_out), checked.out = with_aligned_rows(checked.out);
+  if (std::max(p.query_length, p.key_length) > kMaxLength && repeats_rows(checked.grad_out)) {
+    checked.grad_out = torch::stable::clone(torch::stable::contiguous(checked.grad_out));
+  }
   p.query = checked.forward.params.query, p.key = checked.forward.params.key, p.value = checked.forward.params.value;
   p.out = view_of(checked.out), call.b.grad_out = view_of(checked.grad_out);
   call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
@@ -265,6 +268,7 @@ BackwardResults backward_op(BackwardArguments given) {
   if (is_fast && p.query_length >= 8192) options.shortest = 1;
   options.by_lifetime = is_fast && p.query_length >= 65536;
   const bool is_in_order = is_fast && sm90_walks_in_order(p, device);
+  check_length_without_lists(p, is_in_order);
   options.is_one = is_fast && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
@@ -300,6 +304,7 @@ BackwardResults backward_op(BackwardArguments given) {
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
   if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
+  check_length_without_lists(p, false);
   call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;
   run_sm80(call, query, device);
   return checked.results();

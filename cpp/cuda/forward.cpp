@@ -94,6 +94,7 @@ ForwardResults forward_op(AttentionArguments given) {
   const KeyWay way = is_sm90 ? sm90_forward_way(p, device) : KeyWay::kLists;
   const bool has_ranges = is_sm90 && way == KeyWay::kLists && sm90_has_ranges(p);
   const bool compacts = is_sm90 && way == KeyWay::kLists && !has_ranges && may_compact(p);
+  check_length_without_lists(p, has_ranges);
   options.joins = compacts, options.lengthens = true;
   OwnedLiveKeys owned;
   if (way == KeyWay::kDirect) {
@@ -120,6 +121,7 @@ ForwardResults forward_op(AttentionArguments given) {
       check_cuda(status, "attention kernel");
       return checked.results();
     }
+    check_length_without_lists(p, false);
     if (has_ranges || way == KeyWay::kAllKeys) {
       owned = make_live_keys(p, query, device.stream(), {}), call.live_keys = owned.live_keys;
     }

@@ -31,6 +31,11 @@ inline Tensor with_aligned_rows(const Tensor& tensor) {
   return is_aligned ? tensor : torch::stable::clone(torch::stable::contiguous(tensor));
 }
 
+// Are heads or rows of a [B, H, S, size] the same memory, as those of an expanded tensor?
+inline bool repeats_rows(const Tensor& tensor) {
+  return (tensor.size(1) > 1 && tensor.stride(1) == 0) || (tensor.size(2) > 1 && tensor.stride(2) == 0);
+}
+
 inline void align_inputs(CheckedAttention& checked) {
   AttentionParams& p = checked.params;
   checked.query = with_aligned_rows(checked.query), p.query = view_of(checked.query);

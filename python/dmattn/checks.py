@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 MAX_LENGTH = 1 << 20
+MAX_LENGTH_IN_ORDER = 1 << 27  # of keys that a GPU takes in order, which need no lists
 MAX_HEAD_DIM = 256
 MAX_INT = (1 << 63) - 1
 MAX_FACTOR = 1e30  # of scale and softcap: products with it must stay finite in float32

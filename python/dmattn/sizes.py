@@ -37,8 +37,11 @@ def padded(given: Tensor) -> Tensor:
     return F.pad(given, (0, missing)) if missing else given
 
 
-def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> Sizes:
+def sizes_of(query: Tensor, key: Tensor, value: Tensor, longest: int | None = None) -> Sizes:
     """Checks rank, dtype, device, head counts and sizes of query, key and value, and returns them.
+
+    Args:
+        longest: the largest length; None: checks.MAX_LENGTH.
 
     Raises:
         TypeError, ValueError: names the first argument that does not fit.
@@ -72,7 +75,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> Sizes:
         )
     if (heads % kv_heads if kv_heads else heads) != 0:
         raise ValueError(f"key: expected a number of heads that divides H={heads} of query, got Hkv={kv_heads}")
-    most, longest = checks.MAX_HEAD_DIM, checks.MAX_LENGTH
+    most, longest = checks.MAX_HEAD_DIM, checks.MAX_LENGTH if longest is None else longest
     if head_dim % 8 != 0 or head_dim > most or head_dim <= 0:
         raise ValueError(f"query: expected a last dimension that is a multiple of 8 up to {most}, got {head_dim}")
     if value_dim % 8 != 0 or value_dim > most or value_dim <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -119,8 +120,13 @@ def varlen_attention(
         key_bias = _key_rows("key_bias", key_bias, query, key, (query.shape[1], key.shape[1], 1), "[Tk] or [Tk, H|Hkv|1]")
     packed = Packed(query, key, value, ends_q, ends_k, scores, key_bias)
     rules = Rules(is_causal, mask, window, local, sink, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
-    longest = max(query.shape[0], key.shape[0])
-    out, lse = attend_packed(packed, rules) if longest <= checks.MAX_LENGTH else attend_in_parts(packed, rules, checks.MAX_LENGTH)
+    most = checks.MAX_LENGTH
+    if max(query.shape[0], key.shape[0]) <= most:
+        out, lse = attend_packed(packed, rules)
+    elif takes_long_packs(packed, rules):
+        out, lse = attend_packed(packed, rules, checks.MAX_LENGTH_IN_ORDER)
+    else:
+        out, lse = attend_in_parts(packed, rules, most)
     return (out, lse) if return_lse else out
 
 
@@ -153,10 +159,10 @@ class Rules(NamedTuple):
     deterministic: bool
 
 
-def attend_packed(packed: Packed, rules: Rules) -> tuple[Tensor, Tensor]:
-    """out [Tq, H, Dv] and lse [H, Tq] of documents whose tokens fit into one call."""
+def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> tuple[Tensor, Tensor]:
+    """out [Tq, H, Dv] and lse [H, Tq] of documents whose tokens fit into one call. longest: as in :func:`sizes_of`."""
     query, key, value = (given.transpose(0, 1)[None] for given in packed[:3])
-    sizes = sizes_of(query, key, value)
+    sizes = sizes_of(query, key, value, longest)
     start, end = interval_of(packed, rules, sizes)
     key_bias = packed.scores
     if packed.key_bias is not None:
@@ -230,6 +236,26 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
         start = first if start is None else torch.maximum(*same_heads(start, first, "mask"))
         end = torch.minimum(*same_heads(end, last, "mask"))
     return start, end
+
+
+def takes_long_packs(packed: Packed, rules: Rules) -> bool:
+    """Whether one call takes more than checks.MAX_LENGTH tokens: Hopper's kernels do where they take keys in order, which needs no lists.
+
+    Forward and backward of the ops refuse such lengths otherwise.
+    """
+    if packed.query.device.type != "cuda" or max(packed.query.shape[0], packed.key.shape[0]) > checks.MAX_LENGTH_IN_ORDER:
+        return False
+    has_more = any(given is not None for given in (packed.scores, packed.key_bias, rules.mask, rules.window, rules.bias))
+    is_plain = not (has_more or rules.softcap or rules.dropout_p or rules.deterministic)
+    return (
+        is_plain
+        and packed.query.dtype in (torch.bfloat16, torch.float16)
+        and max(packed.query.shape[2], packed.value.shape[2]) <= 128
+        and all(0 not in given.stride() for given in packed[:3])
+        and not torch.are_deterministic_algorithms_enabled()
+        and os.environ.get("DMATTN_FAMILY", "auto") in ("", "auto", "sm90")
+        and torch.cuda.get_device_capability(packed.query.device)[0] == 9
+    )
 
 
 def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor, Tensor]:
