@@ -236,6 +236,41 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
     assert len(called) > 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("causal", "same"), [(True, True), (False, True), (True, False)])
+def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
+    """Beside the same documents in several calls. Nothing waits for the device; elsewhere the op refuses so many tokens."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("several calls on this GPU")
+    lengths = torch.randint(0, 3000, (900,), generator=torch.Generator().manual_seed(1))
+    lengths_q = lengths if same else lengths // 2
+    Tq, Tk = int(lengths_q.sum()) + 3, int(lengths.sum()) + 3
+    assert Tk > checks.MAX_LENGTH
+    ends_q, ends_k = (ends_of(given.tolist(), device) for given in (lengths_q, lengths))
+    leaves = [tensor((length, 2, 64), i, torch.bfloat16, device).requires_grad_() for i, length in enumerate((Tq, Tk, Tk))]
+    documents = varlen.Packed(*leaves, ends_q, None if same else ends_k, None, None)
+    rules = varlen.Rules(causal, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
+    assert varlen.takes_long_packs(documents, rules)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one = dmattn.varlen_attention(*leaves, ends_q, None if same else ends_k, is_causal=causal, return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    parts = varlen.attend_in_parts(documents, rules, checks.MAX_LENGTH)
+    grad = [tensor(given.shape, 7 + i, given.dtype, device) for i, given in enumerate(one)]
+    results, expected = ([*given, *torch.autograd.grad(given, leaves, grad)] for given in (one, parts))
+    for ours, theirs in zip(results, expected, strict=True):
+        assert_same_by_another_way(ours.nan_to_num(neginf=0), theirs.nan_to_num(neginf=0), torch.bfloat16)
+    # A gradient whose rows are one row of memory, which tensor copies may refuse.
+    shared = tensor((1, 2, 64), 9, torch.bfloat16, device).expand(Tq, 2, 64)
+    (ours,), (theirs,) = (torch.autograd.grad(one[0], leaves[:1], given) for given in (shared, shared.contiguous()))
+    assert_same_by_another_way(ours, theirs, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="query, key: expected lengths up to 1048576 for a call that does not take"):
+        dmattn.ops.forward(
+            *(given.detach().transpose(0, 1)[None] for given in leaves), *(None,) * 9, False, 1.0, 0.0, 0.0, False, True
+        )
+
+
 def test_parts_read_ends_that_lie_on_a_device(device, monkeypatch):
     """They are waited for, and then checked, too; on a CPU as if they were known of a device alone."""
     query, key, value = (
