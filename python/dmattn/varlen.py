@@ -7,6 +7,7 @@ import os
 from typing import Literal, NamedTuple, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks, ops
@@ -193,20 +194,22 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
     ends_q = packed.ends_q.to(device, non_blocking=True).int()
     ends_k = ends_q if packed.ends_k is None else packed.ends_k.to(device, non_blocking=True).int()
     keys = torch.arange(sizes.key_length, dtype=torch.int32, device=device)
-    document = torch.searchsorted(ends_k, keys, right=True).clamp(1, ends_k.shape[0] - 1)  # counted from 1
-    last_key = ends_k[document]  # the position behind it
+    # Counted from 1. Keys behind the last document are in one more, which is empty and ends where the last does.
+    document = torch.searchsorted(ends_k, keys, right=True, out_int32=True)
+    last_key = with_last_twice(ends_k).index_select(0, document)  # the position behind it
     # Its last query; where queries and keys are the same tokens, it stands at the last key.
     last_query, shift = last_key, None
     offset = sizes.key_length - sizes.query_length
     if packed.ends_k is not None:
-        last_query = ends_q[document] + offset
+        last_query = with_last_twice(ends_q).index_select(0, document) + offset
         shift = last_query - last_key
 
-    # From which query to which does the key's document go? A key behind the last document has no query.
+    # From which query to which does the key's document go? Of a key behind the last one the end is not behind the start, which
+    # is the key itself under the op's own causality.
     start: Tensor | None = None
-    end: Tensor = torch.where(keys < last_key, last_query, ALWAYS)
+    end: Tensor = last_query
     if not rules.is_causal or shift is not None:
-        start = ends_q[document - 1] + offset
+        start = F.pad(ends_q, (1, 0)).index_select(0, document) + offset
         if rules.is_causal and shift is not None:
             start = torch.maximum(start, keys + shift)
     start, end = None if start is None else start[None, None], end[None, None]
@@ -236,6 +239,10 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
         start = first if start is None else torch.maximum(*same_heads(start, first, "mask"))
         end = torch.minimum(*same_heads(end, last, "mask"))
     return start, end
+
+
+def with_last_twice(ends: Tensor) -> Tensor:
+    return torch.cat((ends, ends[-1:]))
 
 
 def takes_long_packs(packed: Packed, rules: Rules) -> bool:
