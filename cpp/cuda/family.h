@@ -38,8 +38,7 @@ inline Family choose_family(int32_t device) {
 // Only Hopper's kernels take more than kMaxLength queries or keys, and only in order: lists have no room for them.
 inline void check_length_without_lists(const AttentionParams& p, bool takes_in_order) {
   check(takes_in_order || (p.query_length <= kMaxLength && p.key_length <= kMaxLength), "query, key: expected lengths up to ",
-        kMaxLength, " for a call that does not take its keys in order on Hopper, got Sq=", p.query_length,
-        ", Sk=", p.key_length);
+        kMaxLength, " for a call that does not take its keys in order on Hopper, got Sq=", p.query_length, ", Sk=", p.key_length);
 }
 
 // Checks a launch; where no kernel was found the error says what was compiled.

@@ -63,11 +63,7 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
 template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
 __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int rows_present, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
-  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8,
-                kAtOnce = kRows % 8 == 0   ? 8
-                          : kRows % 4 == 0 ? 4
-                                           : 2;
-  static_assert(kRows % kAtOnce == 0);
+  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
   // A batch is kAtOnce rows with the same remainder by 8.
   constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;
   static_assert(kGroups > 0 && 8 % kGroups == 0);
@@ -76,20 +72,12 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
   const char* from = rows + (in_row ? chunk * 16 : 0);
   asm volatile("" : "+l"(from), "+r"(row_bytes));  // keeps them in registers, for at_row
   if (kHasHoles) asm volatile("" : "+r"(tile));    // so that no sum with it is kept from chunk to chunk: registers are short
-  int four[kAtOnce];
+  int4 four[kAtOnce / 4];
   auto read_keys = [&](int batch) {
     const int residue = first + batch / kParts * kGroups;
-    const int32_t* const keys = &index[index_place<kKeys>(residue)] + batch % kParts * kAtOnce;
-    if constexpr (kAtOnce % 4 == 0) {
+    const int4* const keys = reinterpret_cast<const int4*>(&index[index_place<kKeys>(residue)]) + batch % kParts * (kAtOnce / 4);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; j += 4) {
-        const int4 read = *reinterpret_cast<const int4*>(&keys[j]);
-        four[j] = read.x, four[j + 1] = read.y, four[j + 2] = read.z, four[j + 3] = read.w;
-      }
-    } else {
-      const int2 read = *reinterpret_cast<const int2*>(keys);
-      four[0] = read.x, four[1] = read.y;
-    }
+    for (int j = 0; j < kAtOnce / 4; ++j) four[j] = keys[j];
   };
   if (kReadsAhead) read_keys(0);
 #pragma unroll kUnroll
@@ -101,7 +89,7 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
     bool is_wanted[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      const int key = four[j];
+      const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
       is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < rows_present));
       rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
     }
@@ -167,7 +155,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     due = 0;
   };
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
-                 kMayHaveBias = starts_with_bias(kVariant);
+                 kMayHaveBias = starts_with_bias(kVariant), kCopiesSeenRows = kHasKeyBias || kVariant == Variant::kRange;
   // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -234,7 +222,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       return;
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
-    if (!is_dense(kVariant) && !in_order) {
+    if (!is_dense(kVariant) && !kCopiesSeenRows && !in_order) {
       // The gathered variant has separate code for chunks without missing rows.
       if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
@@ -245,8 +233,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
                                                                  settle);
       }
       if (thread == 0) barrier_arrive(stage_full);
-    } else if (kHasKeyBias && !in_order) {
-      if constexpr (kHasKeyBias) copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, note.index, from, row_bytes, width);
+    } else if (kCopiesSeenRows && !in_order) {
+      if constexpr (kCopiesSeenRows)
+        copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, note.index, from, row_bytes, width);
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
       barrier_expect(stage_full, kShape.keys * kDim * 2);

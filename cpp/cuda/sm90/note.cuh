@@ -73,7 +73,7 @@ struct Note {
     int rows_present;  // without it, in the gathered variant: how many rows the chunk has
   };
   int batch, head, first_query;  // of the tile: the first of its heads
-  // By index_place, without kInOrder: the key; of a missing row -1, in the gathered variant 0.
+  // Without kInOrder: the key; of a missing row -1, in the gathered variant 0. By index_place, in kKeyBias and kRange by row.
   alignas(16) int32_t index[kRowNotes];
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
   // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows.

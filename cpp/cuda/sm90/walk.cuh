@@ -361,7 +361,7 @@ class Walk {
         touches |= is_seen, misses |= !is_seen;
         covers &= is_new && span.covers(mask.is_causal ? max(low_, key) : low_, high_);
         note.span[row] = Seen::of(is_new ? span : Span::empty());
-        note.index[index_place<kKeys>(row)] = is_seen ? key : -1;
+        note.index[row] = is_seen ? key : -1;
       }
       if (!any(touches)) continue;
       const bool has_gaps = any(misses), is_tested = any(!covers);
