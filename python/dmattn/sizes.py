@@ -37,7 +37,7 @@ def padded(given: Tensor) -> Tensor:
     return F.pad(given, (0, missing)) if missing else given
 
 
-def sizes_of(query: Tensor, key: Tensor, value: Tensor, longest: int | None = None) -> Sizes:
+def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None = None) -> Sizes:
     """Checks rank, dtype, device, head counts and sizes of query, key and value, and returns them.
 
     Args:

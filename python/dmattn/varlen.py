@@ -165,7 +165,7 @@ class Rules(NamedTuple):
 def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """out [Tq, H, Dv] and lse [H, Tq] of documents whose tokens fit into one call. longest: as in :func:`sizes_of`."""
     query, key, value = (given.transpose(0, 1)[None] for given in packed[:3])
-    sizes = sizes_of(query, key, value, longest)
+    sizes = sizes_of(query, key, value, longest=longest)
     start, end = interval_of(packed, rules, sizes)
     key_bias = packed.scores
     if packed.key_bias is not None:
