@@ -239,7 +239,7 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("causal", "same"), [(True, True), (False, True), (True, False)])
 def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
-    """Beside the same documents in several calls. Nothing waits for the device; elsewhere the op refuses so many tokens."""
+    """Beside the same documents in several calls. Nothing waits for the device. Calls that need lists are refused so many tokens."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("several calls on this GPU")
     lengths = torch.randint(0, 3000, (900,), generator=torch.Generator().manual_seed(1))
@@ -258,12 +258,14 @@ def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
         torch.cuda.set_sync_debug_mode("default")
     parts = varlen.attend_in_parts(documents, rules, checks.MAX_LENGTH)
     grad = [tensor(given.shape, 7 + i, given.dtype, device) for i, given in enumerate(one)]
-    results, expected = ([*given, *torch.autograd.grad(given, leaves, grad)] for given in (one, parts))
+    results, expected = ([*given, *torch.autograd.grad(given, leaves, grad, retain_graph=True)] for given in (one, parts))
     for ours, theirs in zip(results, expected, strict=True):
         assert_same_by_another_way(ours.nan_to_num(neginf=0), theirs.nan_to_num(neginf=0), torch.bfloat16)
     # A gradient whose rows are one row of memory, which tensor copies may refuse.
     shared = tensor((1, 2, 64), 9, torch.bfloat16, device).expand(Tq, 2, 64)
-    (ours,), (theirs,) = (torch.autograd.grad(one[0], leaves[:1], given) for given in (shared, shared.contiguous()))
+    (ours,), (theirs,) = (
+        torch.autograd.grad(one[0], leaves[:1], given, retain_graph=True) for given in (shared, shared.contiguous())
+    )
     assert_same_by_another_way(ours, theirs, torch.bfloat16)
     with pytest.raises(RuntimeError, match="query, key: expected lengths up to 1048576 for a call that does not take"):
         dmattn.ops.forward(
