@@ -9,6 +9,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask, checks, varlen
+from dmattn.compat import flash_attn
 from dmattn.testing import (
     AttentionCase,
     assert_close_to_reference,
@@ -362,6 +363,21 @@ def test_export_with_other_documents(tmp_path):
     torch.export.save(program, tmp_path / "packed.pt2")
     given = example([3, 0, 20, 8], [4, 7, 2, 11])
     assert torch.equal(torch.export.load(tmp_path / "packed.pt2").module()(*given), Model()(*given))
+
+
+def test_backward_copies_no_gradient(monkeypatch):
+    """The op gets the memory of the gradient that torch has."""
+    given, gradients = [], dmattn.autograd._gradients
+    monkeypatch.setattr(dmattn.autograd, "_gradients", lambda inputs: given.append(inputs) or gradients(inputs))
+    leaf = tensor((20, 2, 16), 0).requires_grad_()
+    incoming = tensor((20, 2, 16), 1)
+    calls = (
+        dmattn.varlen_attention(leaf, leaf, leaf, ENDS_Q, is_causal=True),
+        flash_attn.flash_attn_varlen_func(leaf, leaf, leaf, ENDS_Q, ENDS_Q, 9, 9, causal=True),
+    )
+    for out in calls:
+        out.backward(incoming)
+    assert [inputs[0].data_ptr() for inputs in given] == [incoming.data_ptr()] * 2
 
 
 def test_autocast(device):

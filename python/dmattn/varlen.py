@@ -182,7 +182,8 @@ def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> t
     out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), key_bias, rules.bias, options)
     if rules.sinks is not None:
         out = with_sinks(out, lse, rules.sinks, sizes)
-    return out[0].transpose(0, 1), lse[0]
+    # The gradient of squeeze is a view, that of an index a copy among zeros.
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
 def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | None, Tensor]:

@@ -107,7 +107,7 @@ def block_sparse_attn_func(
 
     # Bring the results back into the caller's layout.
     if tables is None:
-        out = out[0].transpose(0, 1)
+        out = out.squeeze(0).transpose(0, 1)
     else:
         of_query = layouts.document_of(ends_q, q.shape[0])
         number = torch.arange(q.shape[0], device=q.device) - ends_q[of_query].long()

@@ -184,8 +184,8 @@ def varlen(
     passes = layouts.passes_of(sequences, left, right, key_slopes, query_slopes)
     query, key, value = layouts.heads_first(q, k, v)
     out, lse = run(query, key, value, passes, scale=scale, softcap=cap, dropout_p=dropout_p, deterministic=deterministic)
-    out = out[0].transpose(0, 1)[..., :value_size]
-    return (out, lse[0], None) if return_attn_probs else out
+    out = out.squeeze(0).transpose(0, 1)[..., :value_size]
+    return (out, lse.squeeze(0), None) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
