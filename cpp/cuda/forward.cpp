@@ -27,11 +27,11 @@ KeyWay sm90_forward_way([[maybe_unused]] const AttentionParams& p, [[maybe_unuse
 #endif
 }
 
-bool sm90_has_ranges([[maybe_unused]] const AttentionParams& p) {
+int sm90_range_queries([[maybe_unused]] const AttentionParams& p) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::forward_has_ranges(p);
+  return sm90::forward_range_queries(p);
 #else
-  return false;
+  return 0;
 #endif
 }
 
@@ -92,7 +92,8 @@ ForwardResults forward_op(AttentionArguments given) {
   LiveKeysOptions options;
   options.orders = !is_sm90;
   const KeyWay way = is_sm90 ? sm90_forward_way(p, device) : KeyWay::kLists;
-  const bool has_ranges = is_sm90 && way == KeyWay::kLists && sm90_has_ranges(p);
+  const int range_queries = is_sm90 && way == KeyWay::kLists ? sm90_range_queries(p) : 0;
+  const bool has_ranges = range_queries > 0;
   const bool compacts = is_sm90 && way == KeyWay::kLists && !has_ranges && may_compact(p);
   check_length_without_lists(p, has_ranges);
   options.joins = compacts, options.lengthens = true;
@@ -100,7 +101,7 @@ ForwardResults forward_op(AttentionArguments given) {
   if (way == KeyWay::kDirect) {
     owned.live_keys.is_direct = true;
   } else if (has_ranges) {
-    owned = make_key_ranges(p, query, device.stream());
+    owned = make_key_ranges(p, query, device.stream(), range_queries);
   } else if (way == KeyWay::kLists) {
     owned = make_live_keys(p, query, device.stream(), options);
   }

@@ -22,7 +22,6 @@ inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
-inline constexpr int kRangeQueries = 192;    // queries that share a range of keys: whole tiles of 192 rows
 inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
 inline constexpr int kPartGroups = 32;       // of a part's live keys, kPartKeys / kPartGroups each; the last have fewer or none
 inline constexpr int kEntriesPerKey = 6;   // int32 entries reserved per key: its place among the live keys, and room in the lists
@@ -70,10 +69,11 @@ struct LiveKeys {
   // Are keys gathered, from lists or without?
   __host__ __device__ bool gathers() const { return index || is_direct; }
 
-  // There are no lists, and keys are taken in order. A range says from the first to the last key that some of kRangeQueries
-  // queries see: Sk minus the first, and the one behind the last; 0 where none is seen.
+  // There are no lists, and keys are taken in order. A range says from the first to the last key that some of range_queries
+  // neighbouring queries see: Sk minus the first, and the one behind the last; 0 where none is seen.
   int2* ranges = nullptr;  // [mask heads, range_count]
   int64_t range_count = 0;
+  int range_queries = 0;  // as many as the rows of a tile
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]

@@ -30,10 +30,11 @@ void count_mask_heads(const AttentionParams& p, LiveKeys& live_keys) {
 
 }  // namespace
 
-OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cudaStream_t stream) {
+OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cudaStream_t stream, int queries) {
   LiveKeys live_keys;
   count_mask_heads(p, live_keys);
-  live_keys.range_count = ceil_div(p.query_length, kRangeQueries);
+  live_keys.range_queries = queries;
+  live_keys.range_count = ceil_div(p.query_length, queries);
   const int64_t ranges = live_keys.batches * live_keys.heads * live_keys.range_count;
   const Tensor memory = empty_on(like, {2 * ranges + 1}, ScalarType::Int);
   live_keys.ranges = static_cast<int2*>(memory.data_ptr());

@@ -24,8 +24,8 @@ struct LiveKeysOptions {
   int shortest = 0;          // segments have at least 2^shortest * kSegmentQueries queries
 };
 
-// Ranges of keys, in place of lists.
-OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cudaStream_t stream);
+// Ranges of keys, in place of lists, each of so many queries.
+OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cudaStream_t stream, int queries);
 OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaStream_t stream, LiveKeysOptions options);
 
 }  // namespace dmattn::cuda

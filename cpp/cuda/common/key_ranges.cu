@@ -33,8 +33,9 @@ __global__ __launch_bounds__(kWarps * 32) void key_ranges_kernel(const __grid_co
   const int end_query = min(__reduce_max_sync(0xffffffffu, high) - shift, query_length);
 
   // For each range of those queries, find the first and the last key.
-  for (int number = first_query / kRangeQueries; number * kRangeQueries < end_query; ++number) {
-    const int from = number * kRangeQueries, to = min(from + kRangeQueries, query_length) - 1;
+  const int queries = live_keys.range_queries;
+  for (int number = first_query / queries; number * queries < end_query; ++number) {
+    const int from = number * queries, to = min(from + queries, query_length) - 1;
     int first = kWarpKeys, last = -1;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {

@@ -109,6 +109,10 @@ const ForwardInstance* find_key_bias(const AttentionParams& p) {
   return instance && instance->variant == Variant::kKeyBias ? instance : nullptr;
 }
 
+// Have documents so many queries that few tiles have those of two? Such a tile meets the keys of both, and the more so the more
+// rows it has. With all tokens as queries tiles of 192 rows were 7 % faster than those of 128, with a quarter of them 5 % slower.
+bool has_long_runs(const AttentionParams& p) { return 2 * p.query_length >= p.key_length; }
+
 const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
   if (const ForwardInstance* const instance = is_gathered ? nullptr : find_key_bias(p)) return instance;
   Variant variant = variant_of(p, is_gathered);
@@ -117,8 +121,8 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
   }
-  if (variant == Variant::kPlain && gathers(p)) variant = Variant::kRange;
-  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data;
+  if (variant == Variant::kPlain && gathers(p) && has_long_runs(p)) variant = Variant::kRange;
+  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data && !gathers(p);
   const ForwardInstance* const dense = is_dense ? find_instance(kForward, p, Variant::kDense) : nullptr;
   return dense && dense->variant == Variant::kDense ? dense : find_instance(kForward, p, variant);
 }
@@ -136,10 +140,11 @@ KeyWay forward_way(const AttentionParams& p, int processors) {
   return way == KeyWay::kDirect && instance->dim <= kMostDirectDim ? KeyWay::kDirect : KeyWay::kLists;
 }
 
-bool forward_has_ranges(const AttentionParams& p) {
-  if (!p.mask.is_in_order || !gathers(p) || variant_of(p, false) != Variant::kPlain) return false;
+int forward_range_queries(const AttentionParams& p) {
+  if (!p.mask.is_in_order || !gathers(p) || variant_of(p, false) != Variant::kPlain) return 0;
   const ForwardInstance* const instance = find_forward(p, false);
-  return instance && instance->variant == Variant::kRange;
+  const bool takes_ranges = instance && (instance->variant == Variant::kRange || instance->variant == Variant::kPlain);
+  return takes_ranges && instance->dim <= kMostInOrderDim ? instance->shape.rows() : 0;
 }
 
 bool has_forward(const AttentionParams& p) {

@@ -13,8 +13,8 @@ bool has_forward(const AttentionParams& p);
 // How forward comes to the keys of such a call. kDirect is LiveKeys::is_direct: a tile reads the spans of all keys, or there are
 // no intervals, only a key_bias, and the gathered variant walks keys in order. kAllKeys: there are intervals, and no live keys.
 KeyWay forward_way(const AttentionParams& p, int processors);
-// Does forward take the keys of a call for which that is kLists in order all the same, in the ranges of LiveKeys::ranges?
-bool forward_has_ranges(const AttentionParams& p);
+// Where forward takes the keys of a call for which that is kLists in order all the same: LiveKeys::range_queries; otherwise 0.
+int forward_range_queries(const AttentionParams& p);
 // call.live_keys.ticket: one int of scratch, zero where there are lists or ranges. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 

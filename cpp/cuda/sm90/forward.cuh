@@ -615,9 +615,8 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
   // Without gathering, one thread loads all keys and queries, another all values.
-  const bool is_single =
-      kVariant != Variant::kKeyBias &&
-      (is_dense(kVariant) || (kVariant != Variant::kRange && !call.live_keys.gathers() && !call.p.mask.tiles.data));
+  const bool is_single = kVariant != Variant::kKeyBias &&
+                         (is_dense(kVariant) || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data));
   // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.

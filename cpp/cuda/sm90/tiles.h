@@ -110,7 +110,6 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
   return (is_split || (is_shared && s.loading_registers == s.walking_registers)) &&
          (!gathers_keys(variant) || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
-         (variant != Variant::kRange || kRangeQueries % s.rows() == 0) &&
          s.keys % (is_dense(variant) || variant == Variant::kRange ? 16 : 32) == 0 &&
          s.keys <= (has_blocks ? s.walkers() : 256) &&
          (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&

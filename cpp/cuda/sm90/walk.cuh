@@ -193,6 +193,8 @@ class Walk {
       walk_live_keys();
     } else if (p.mask.tiles.data) {
       walk_block_mask();
+    } else if (kVariant == Variant::kPlain && call_.live_keys.ranges) {
+      walk_range();
     } else {
       walk_in_order();
     }
@@ -336,14 +338,12 @@ class Walk {
 
   // All keys of the tile's range. Those that no query of the tile sees get index -1, so that whatever they hold is never loaded.
   __device__ __forceinline__ void walk_range() {
-    static_assert(kRangeQueries % kRows == 0);  // no tile has queries of two ranges
     const LiveKeys& live_keys = call_.live_keys;
     const MaskParams& mask = call_.p.mask;
     const int key_length = static_cast<int>(call_.p.key_length);
     const KeyLimits limits(mask, key_length, low_, high_);
     const SpanSource spans(mask, key_length, batch_, head_);
-    const int2 range =
-        live_keys.ranges[live_keys.mask_head_of(batch_, head_) * live_keys.range_count + first_query_ / kRangeQueries];
+    const int2 range = live_keys.ranges[live_keys.mask_head_of(batch_, head_) * live_keys.range_count + first_query_ / kRows];
     const int first = key_length - range.x, limit = min(range.y, limits.limit);
     for (int end = limit; end > first; end -= kKeys) {
       // The last chunk begins with the first key of the range, if that has a chunk's keys: keys before it are seldom seen, and a
@@ -361,7 +361,7 @@ class Walk {
         touches |= is_seen, misses |= !is_seen;
         covers &= is_new && span.covers(mask.is_causal ? max(low_, key) : low_, high_);
         note.span[row] = Seen::of(is_new ? span : Span::empty());
-        note.index[row] = is_seen ? key : -1;
+        note.index[Stage::key_place(row)] = is_seen ? key : -1;
       }
       if (!any(touches)) continue;
       const bool has_gaps = any(misses), is_tested = any(!covers);
