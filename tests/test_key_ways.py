@@ -53,6 +53,17 @@ def test_the_way_that_is_chosen(length, heads, window, expected):
     assert ways_of(length, window, heads) == expected
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "expected"),
+    [(256, 16, "spans"), (512, 16, "spans"), (4096, 512, "spans"), (4096, 1, "spans"), (4096, 16, "lists"), (65536, 16, "lists")],
+)
+def test_without_a_key_bias_forward_takes_all_keys_as_it_takes_most(length, heads, expected):
+    """Forward has no instance that takes all keys in order under intervals alone."""
+    module = pytest.importorskip("dmattn._C")
+    for window in (length, length - 1):
+        assert module.key_ways(length, length, window, True, heads, heads, has_key_bias=False)[0] == expected
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("heads", [1, 16, 512])
 @pytest.mark.parametrize("length", [64, 512, 1000, 4096, 4097, 100_000, 1 << 20])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmattn import checks
 from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of
 from dmattn.masks import IntervalMask, Mask
-from dmattn.masks.interval import select_interval
+from dmattn.masks.interval import most_selected, select_interval
 from dmattn.sinks import with_sinks
 from dmattn.sizes import interval_rows, sizes_of
 
@@ -85,8 +85,10 @@ def attention(
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
-    is_in_order = isinstance(mask, IntervalMask) and mask.is_in_order
-    options = options_of(sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order=is_in_order)
+    is_in_order, most_keys = (mask.is_in_order, mask.most_keys) if isinstance(mask, IntervalMask) else (False, 0)
+    options = options_of(
+        sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order=is_in_order, most_keys=most_keys
+    )
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
@@ -165,8 +167,7 @@ def dynamic_mask_attention(
     start, end = select_interval(scores, window, is_causal, base, local, sink)
     start = start if start is None else interval_rows("base.start", start, sizes)
     causal = is_causal or (base is not None and base.segments == "causal")
-    # A document may be shorter than all keys by far. The sum may be too large for an op.
-    most_keys = min(window + local + sink, checks.MAX_LENGTH) if base is None else 0
+    most_keys = most_selected(window, local, sink, base)
     options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic, most_keys=most_keys)
     masks: MaskTensors = (start, end, *NO_MASK[2:])
     if query_offset is not None:

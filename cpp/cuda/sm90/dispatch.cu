@@ -96,11 +96,13 @@ bool has_only_key_bias(const AttentionParams& p) {
   return p.key_bias.data && !p.mask.tiles.data && variant_of(p, true) == Variant::kGathered;
 }
 
-// rows: of a tile of (query, head) pairs in forward, 0 for the tiles of keys in backward.
+// rows: of a tile of (query, head) pairs in forward, 0 for the tiles of keys in backward. Where keys are known to come in order,
+// their number decides nothing.
 KeyCounts counts_of(const AttentionParams& p, int rows, int processors) {
   const int64_t tiles = rows > 0 ? (p.batch * p.heads * p.query_length + rows - 1) / rows
                                  : (p.key_length + kBackwardKeys - 1) / kBackwardKeys * p.batch * p.kv_heads;
-  return {p.query_length, p.key_length, p.most_keys, p.mask.is_causal, tiles, processors};
+  const int64_t most_keys = p.mask.is_in_order ? 0 : p.most_keys;
+  return {p.query_length, p.key_length, most_keys, p.mask.is_causal, tiles, processors};
 }
 
 // The instance that takes the keys of the call in order, although it has a key_bias, and intervals or not; null: there is none.
@@ -135,9 +137,10 @@ KeyWay forward_way(const AttentionParams& p, int processors) {
   const bool may_come_in_order = find_key_bias(p);
   // With a key_bias and no intervals the gathered variant walks keys in order for head sizes without kKeyBias.
   if (!gathers(p)) return p.key_bias.data && !may_come_in_order ? KeyWay::kDirect : KeyWay::kLists;
-  const KeyWay way = forward_way(counts_of(p, instance->shape.rows(), processors));
-  if (way == KeyWay::kAllKeys && may_come_in_order) return way;
-  return way == KeyWay::kDirect && instance->dim <= kMostDirectDim ? KeyWay::kDirect : KeyWay::kLists;
+  KeyCounts counts = counts_of(p, instance->shape.rows(), processors);
+  counts.may_take_all = may_come_in_order;
+  const KeyWay way = forward_way(counts);
+  return way == KeyWay::kDirect && instance->dim > kMostDirectDim ? KeyWay::kLists : way;
 }
 
 int forward_range_queries(const AttentionParams& p) {

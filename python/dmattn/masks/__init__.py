@@ -25,6 +25,12 @@ class IntervalContext:
 
     any_length: bool
     segments: Segments | None = dataclasses.field(compare=False)
+    most_keys: int = dataclasses.field(compare=False, default=0)
+
+    @classmethod
+    def of(cls, mask: IntervalMask) -> IntervalContext:
+        # A number that the program leaves open is no constant of a tree.
+        return cls(mask.any_length, mask.segments, mask.most_keys if type(mask.most_keys) is int else 0)
 
 
 def _register(cls: type[MaskData], context: Callable[[Any], Any], constants: Callable[[Any], dict[str, Any]], to_json: Callable[[Any], Any],
@@ -50,9 +56,9 @@ def _register(cls: type[MaskData], context: Callable[[Any], Any], constants: Cal
 
 _register(
     IntervalMask,
-    lambda mask: IntervalContext(mask.any_length, mask.segments),
-    lambda kept: {"any_length": kept.any_length, "segments": kept.segments},
-    lambda kept: [kept.any_length, kept.segments],
+    IntervalContext.of,
+    lambda kept: {"any_length": kept.any_length, "segments": kept.segments, "most_keys": kept.most_keys},
+    lambda kept: [kept.any_length, kept.segments, kept.most_keys],
     lambda given: IntervalContext(*given),
 )
 _register(BlockMask, lambda mask: mask.block_size, lambda kept: {"block_size": kept}, list, tuple)

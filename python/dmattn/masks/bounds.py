@@ -15,6 +15,12 @@ FOREVER = torch.iinfo(torch.int32).max
 """An end behind every position."""
 
 
+def fewer(count: int, other: int) -> int:
+    """The smaller of two numbers of keys; of those that a program leaves open, without a condition on the program."""
+    least: int = min(count, other) if type(count) is type(other) is int else torch.sym_min(count, other)
+    return least
+
+
 def position(name: str, given: object, device: torch.device) -> Any:
     """A position as an int, or as an int64 tensor that broadcasts with [B, 1, 1]: from an int, or integers without dimensions or [B].
 

@@ -60,7 +60,7 @@ class MaskBuffer(nn.Module):
         """The facts beside the tensors, int64 [4 or less]."""
         facts = self._facts
         if self._type is IntervalMask:
-            return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"])])
+            return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"]), int(facts["most_keys"])])
         return torch.tensor(
             [facts["query_length"], facts["key_length"], *facts["block_size"]] if facts else [], dtype=torch.int64
         )
@@ -76,7 +76,7 @@ class MaskBuffer(nn.Module):
             article = "an" if self._type is IntervalMask else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
         if self._type is IntervalMask:
-            self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]]}
+            self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]], "most_keys": given[2]}
         elif given:
             self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
 
@@ -85,7 +85,7 @@ class MaskBuffer(nn.Module):
         if not isinstance(state, list) or len(state) != self.get_extra_state().numel():
             return False
         if self._type is IntervalMask:
-            return state[0] in (0, 1) and state[1] in range(len(SEGMENTS))
+            return state[0] in (0, 1) and state[1] in range(len(SEGMENTS)) and state[2] >= 0
         if not state:
             return True
         _, tile_q, words = self.get_buffer("bits").shape

@@ -40,6 +40,9 @@ class IntervalMask(MaskData):
             constructors below make serves the Sk that it was made for and no other, also when that is 1.
         segments: None, or "causal" or "whole" for a mask whose ``end`` is the end of each key's segment (a document, or what is not padding) and
             before every position for padding: what ``top_k`` accepts as ``base``. In a causal segment a query sees no later keys.
+        most_keys: how many keys a query sees at most, as far as the constructors below know it: 2^20 where only the number of keys bounds it,
+            0 where nothing is known (start and end as given, documents, padding). It is a hint to kernels, which list the keys that live
+            where few do: it changes their speed, never a result.
 
     Raises:
         TypeError: start or end is not a dense int32 tensor.
@@ -50,9 +53,10 @@ class IntervalMask(MaskData):
     end: Tensor
     any_length: bool = dataclasses.field(init=False, default=False)
     segments: Segments | None = dataclasses.field(init=False, default=None)
+    most_keys: int = dataclasses.field(init=False, default=0)
 
     LEAVES: ClassVar[tuple[str, ...]] = ("start", "end")
-    CONSTANTS: ClassVar[tuple[str, ...]] = ("any_length", "segments")
+    CONSTANTS: ClassVar[tuple[str, ...]] = ("any_length", "segments", "most_keys")
 
     def __post_init__(self) -> None:
         for name, given in (("start", self.start), ("end", self.end)):
@@ -69,9 +73,9 @@ class IntervalMask(MaskData):
         object.__setattr__(self, "any_length", start.shape[2] == 1 and end.shape[2] == 1)
 
     @classmethod
-    def _of_length(cls, start: Tensor, end: Tensor, segments: Segments | None = None) -> IntervalMask:
+    def _of_length(cls, start: Tensor, end: Tensor, segments: Segments | None = None, most_keys: int = 0) -> IntervalMask:
         """What the constructors below make: a mask of [.., .., Sk] tensors made together, which serves its own number of keys only."""
-        return cls._build(start=start, end=end, any_length=False, segments=segments)
+        return cls._build(start=start, end=end, any_length=False, segments=segments, most_keys=most_keys)
 
     # Constructors ---------------------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class IntervalMask(MaskData):
     def causal(cls, Sk: int, *, device: torch.device | str | None = None) -> IntervalMask:
         """Keys up to the query's own position. ``is_causal=True`` says the same without a tensor."""
         keys = _keys(Sk, device)
-        return cls._of_length(keys, torch.full_like(keys, FOREVER), "causal")
+        return cls._of_length(keys, torch.full_like(keys, FOREVER), "causal", checks.MAX_LENGTH)
 
     @classmethod
     def sliding_window(cls, Sk: int, left: int, right: int = 0, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -87,7 +91,7 @@ class IntervalMask(MaskData):
         keys = _keys(Sk, device)
         checks.length("left", left)
         checks.length("right", right)
-        return cls._of_length(keys - right, keys + (left + 1))
+        return cls._of_length(keys - right, keys + (left + 1), most_keys=left + right + 1)
 
     @classmethod
     def streaming(cls, Sk: int, sink: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -95,7 +99,7 @@ class IntervalMask(MaskData):
         keys = _keys(Sk, device)
         checks.length("sink", sink)
         checks.length("local", local)
-        return cls._of_length(keys, torch.where(keys < sink, FOREVER, keys + local))
+        return cls._of_length(keys, torch.where(keys < sink, FOREVER, keys + local), most_keys=sink + local)
 
     @classmethod
     def documents(
@@ -178,7 +182,7 @@ class IntervalMask(MaskData):
         checks.flag("causal", causal)
         size = min(size, checks.MAX_LENGTH)  # so that the end of the last chunk is an int32
         first = keys - keys % size
-        return cls._of_length(keys if causal else first, first + size, "causal" if causal else "whole")
+        return cls._of_length(keys if causal else first, first + size, "causal" if causal else "whole", size)
 
     @classmethod
     def tree(cls, enter: Tensor, leave: Tensor) -> IntervalMask:
@@ -322,7 +326,7 @@ class IntervalMask(MaskData):
             start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
         elif start is None:
             start = _keys(scores.shape[2], scores.device)
-        return cls._of_length(start, end)
+        return cls._of_length(start, end, most_keys=most_selected(window, local, sink, base))
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -415,7 +419,7 @@ class IntervalMask(MaskData):
         """
         by = bounds.position("n", n, self.device)
         start, end = (bounds.moved(bound, by) for bound in (self.start, self.end))
-        return self._build(start=start, end=end, any_length=self.any_length, segments=None)
+        return self._build(start=start, end=end, any_length=self.any_length, segments=None, most_keys=self.most_keys)
 
     def alive(self, position: int | Tensor) -> Tensor:
         """Which keys the query at a position sees: bool [B|1, H|Hkv|1, Sk]. What a cache has to hold for it, for example.
@@ -460,12 +464,13 @@ class IntervalMask(MaskData):
         start, end = (
             join_batches("masks", [getattr(mask, name) for mask in masks], batches, (length,)) for name in ("start", "end")
         )
-        kinds = {mask.segments for mask in masks}
+        kinds, known = {mask.segments for mask in masks}, [mask.most_keys for mask in masks]
         return cls._build(
             start=start,
             end=end,
             any_length=all(mask.any_length for mask in masks),
             segments=kinds.pop() if len(kinds) == 1 else None,
+            most_keys=max(known) if all(count > 0 for count in known) else 0,
         )
 
 
@@ -482,7 +487,10 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     segments: Segments | None = None
     if mask.segments is not None and other.segments is not None:
         segments = "causal" if "causal" in (mask.segments, other.segments) else "whole"
-    return mask._build(start=start, end=end, any_length=mask.any_length and other.any_length, segments=segments)
+    any_length = mask.any_length and other.any_length
+    # Nothing is known (0) beside a mask of which nothing is known: a document may be shorter than a window by far.
+    most_keys = bounds.fewer(mask.most_keys, other.most_keys)
+    return mask._build(start=start, end=end, any_length=any_length, segments=segments, most_keys=most_keys)
 
 
 def check_base(base: object) -> None:
@@ -494,6 +502,12 @@ def check_base(base: object) -> None:
             "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
             "which no interval can say); select first and intersect afterwards: IntervalMask.top_k(scores, window) & other"
         )
+
+
+def most_selected(window: int, local: int, sink: int, base: IntervalMask | None) -> int:
+    """How many keys a query sees at most under top-k selection, 0 where that is not known: as far as ``top_k(...) & base`` knows it."""
+    most = bounds.fewer(window + local + sink, checks.MAX_LENGTH)  # the sum may be too large for an op
+    return most if base is None else bounds.fewer(most, base.most_keys)
 
 
 def select_interval(

@@ -374,8 +374,9 @@ class DynamicMaskAttention(nn.Module):
             )  # fmt: skip
         else:
             out = attention(
-                query, key, value, self.mask(ranks, base, window=window), key_bias=bias, softcap=self.softcap, dropout_p=dropout
-            )
+                query, key, value, self.mask(ranks, base, window=window), key_bias=bias, is_causal=self.is_causal,
+                softcap=self.softcap, dropout_p=dropout,
+            )  # fmt: skip
         if not with_score_loss:
             result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
