@@ -389,13 +389,23 @@ def test_what_ranks_remember_of_each_other_hides_no_difference(ranks, world):
             assert torch.equal(out, again)
 
 
-def test_a_group_remembers_a_bounded_number_of_answers(alone):
+def test_a_group_expects_the_call_that_came_after_the_last_one(alone):
+    """The same one again where none has come after it; it remembers a bounded number of calls."""
     group = torch.distributed.group.WORLD
-    for length in range(agreement.MOST_ANSWERS + 10):
-        said = [0, length, *(7 for _ in agreement.FIELDS[2:])]
-        assert agreement.Question(group, said).expected is None
-        assert agreement.agree(group, said) == [length] == agreement.Question(group, said).expected
-        assert len(agreement._answers[group]) <= agreement.MOST_ANSWERS
+
+    def asked(length):
+        """Whether a call was expected."""
+        question = agreement.Question(group, [0, length, *(7 for _ in agreement.FIELDS[2:])])
+        expected = question.expected
+        question.ask()
+        assert question.answer() == [length]
+        assert expected in (None, [length])
+        return expected is not None
+
+    assert [asked(length) for length in (1, 1, 2, 1, 2, 1, 1, 1)] == [False, True, False, False, True, True, False, True]
+    for length in range(2, agreement.MOST_CALLS + 10):
+        assert not asked(length)
+        assert len(agreement._memories[group].followed) <= agreement.MOST_CALLS
 
 
 def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks):

@@ -7,13 +7,13 @@ import struct
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dmattn.distributed.chunks import begin_all_gather_flat
+from dmattn.distributed.chunks import begin_all_gather_flat, begin_message
 
+KIND = "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)"
 # What a rank says, in this order. "length" is its own and may differ; the rest is the same on every rank.
 FIELDS = (
     "failed",
@@ -25,7 +25,7 @@ FIELDS = (
     "value size",
     "dtype",
     "device type",
-    "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)",
+    KIND,
     "length of the mask",
     "mask",
     "key_bias (0 none, else 1 + batches + 2^20 heads)",
@@ -43,17 +43,30 @@ FIELDS = (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
 
-MOST_ANSWERS = 64  # that are remembered for a group
+MOST_CALLS = 64  # that a group remembers
+
+# What a rank says of the message that its call exchanges before the answers have come: its bytes, or one of these.
+WAITS, FORGOT = -1, -2
+
+Call = tuple[tuple[int, ...], ...]  # what every rank has said, in rank order
 
 
-class Answer(NamedTuple):
-    """What every rank was called with, int64 [ranks * fields], and the lengths of their chunks."""
+class Memory:
+    """What a rank remembers of its group's calls. Only what all ranks have said gets in, so all ranks remember the same.
 
-    everyone: torch.Tensor
-    lengths: list[int]
+    Attributes:
+        last: the last call; None before the first one, after an error, and while a call has asked and has no answer.
+        followed: which call came after another one when that was last made.
+        device: of this rank's messages.
+    """
+
+    def __init__(self) -> None:
+        self.last: Call | None = None
+        self.followed: dict[Call, Call] = {}
+        self.device = torch.device("cpu")
 
 
-_answers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Answer]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, Memory] = weakref.WeakKeyDictionary()
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -64,24 +77,37 @@ def float_bits(value: float) -> int:
 
 
 class Question:
-    """An exchange of arguments that has begun: this rank has said what it was called with, and the others' answers are on their way.
+    """An exchange of arguments: each rank says what it was called with, and compares what all have said.
 
-    The exchange is one between hosts, over gloo, so that it waits for no GPU. What a rank does meanwhile may build on :attr:`expected`, but
-    nothing may leave the rank before :meth:`answer` has returned: ranks that differ would wait for each other in exchanges that do not fit.
+    The exchange is one between hosts, over gloo, so that it waits for no GPU. A rank may send or receive the message of its call before it
+    knows the answer, but only if it was called as it expected (:attr:`expected`). All ranks expect the same call, so those that go ahead fit
+    each other. Those that wait learn from the answer that others have gone ahead, and take the other end of their message, so that it ends
+    and nothing hangs; what it brings is thrown away, and all begin again or, if they differ, raise.
     """
 
-    def __init__(self, group: dist.ProcessGroup, said: Sequence[int]) -> None:
-        world = dist.get_world_size(group)
-        self._said = tuple(said)
-        self._answers = _answers.setdefault(group, {})
-        self._everyone = torch.empty(world * len(FIELDS), dtype=torch.int64)
-        self._work = begin_all_gather_flat(self._everyone, torch.tensor(said, dtype=torch.int64), _host_group(group))
+    def __init__(self, group: dist.ProcessGroup, said: Sequence[int], device: torch.device | None = None) -> None:
+        self._group, self._said, self._device = group, tuple(said), device
+        self._memory = _memories.setdefault(group, Memory())
+        self._last = self._memory.last
+        self._expected = None if self._last is None else self._memory.followed.get(self._last, self._last)
 
     @property
     def expected(self) -> list[int] | None:
-        """The lengths of all chunks when this rank last said the same; None if it never has."""
-        known = self._answers.get(self._said)
-        return None if known is None else known.lengths
+        """The lengths of all chunks if this is the call that all ranks expect: the one that came after the last one before, or the last one."""
+        if self._expected is None or self._expected[dist.get_rank(self._group)] != self._said:
+            return None
+        return _lengths(self._expected)
+
+    def ask(self, message: int = WAITS) -> None:
+        """Says what this rank was called with. ``message``: the bytes of the message that it exchanges without waiting for the answer."""
+        if message == WAITS and self._last is None:
+            message = FORGOT
+        # A call that fails before it has the answer has not remembered what the others have.
+        self._memory.last = None
+        self._message = message
+        self._everyone = torch.empty(dist.get_world_size(self._group) * (len(FIELDS) + 1), dtype=torch.int64)
+        said = torch.tensor((*self._said, message), dtype=torch.int64)
+        self._work = begin_all_gather_flat(self._everyone, said, _host_group(self._group))
 
     def answer(self) -> list[int]:
         """The lengths of all chunks, after every rank has said what it was called with.
@@ -91,23 +117,42 @@ class Question:
             RuntimeError: torch's own, where a rank does not answer within the group's timeout.
         """
         self._work.wait()
-        known = self._answers.get(self._said)
-        if known is not None and torch.equal(known.everyone, self._everyone):
-            return known.lengths
-        everyone = self._everyone.view(-1, len(FIELDS)).tolist()
-        lengths = _compared(everyone)
-        if len(self._answers) == MOST_ANSWERS:
-            self._answers.clear()
-        self._answers[self._said] = Answer(self._everyone, lengths)
-        return lengths
+        everyone = self._everyone.view(-1, len(FIELDS) + 1).tolist()
+        messages = [one.pop() for one in everyone]
+        call = tuple(map(tuple, everyone))
+        self.all_went_ahead = min(messages) >= 0
+        if self._message < 0 <= max(messages):
+            self._end_message(max(messages))
+        if call != self._expected:
+            _compare(call)
+        memory = self._memory
+        if min(messages) == FORGOT or len(memory.followed) == MOST_CALLS:
+            memory.followed.clear()
+        elif self._last is not None:
+            memory.followed[self._last] = call
+        memory.last = call
+        if self._device is not None:
+            memory.device = self._device
+        return _lengths(call)
+
+    def _end_message(self, size: int) -> None:
+        """Takes this rank's end of the message that the other of two ranks has begun. A sender sends zeros."""
+        if size:
+            begin_message(torch.zeros(size, dtype=torch.uint8, device=self._memory.device), 0, self._group).wait()
 
 
 def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
     """Asks a :class:`Question` and waits for the answer."""
-    return Question(group, said).answer()
+    question = Question(group, said)
+    question.ask()
+    return question.answer()
 
 
-def _compared(everyone: list[list[int]]) -> list[int]:
+def _lengths(call: Call) -> list[int]:
+    return [one[FIELDS.index("length")] for one in call]
+
+
+def _compare(everyone: Call) -> None:
     failed = [rank for rank, one in enumerate(everyone) if one[0]]
     if failed:
         raise ValueError(f"rank {failed[0]} refused its own arguments; its error says why")
@@ -119,7 +164,6 @@ def _compared(everyone: list[list[int]]) -> list[int]:
         raise ValueError(
             f"{name}: expected the same on every rank, got {_shown(name, values[0])} on rank 0 and {_shown(name, values[other])} on rank {other}"
         )
-    return [one[FIELDS.index("length")] for one in everyone]
 
 
 def fail(group: dist.ProcessGroup) -> None:

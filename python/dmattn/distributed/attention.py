@@ -135,17 +135,17 @@ def context_parallel_attention(
         return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
+        given = _with_long_enough_mask(given, sum(lengths))
     else:
         lengths = agreement.agree(ranks, said) if world > 1 else [given.sizes.query_length]
         said = []
     chunks = Chunks(ranks.group_name, rank, lengths)
     if given.mask_length and not compiling and given.mask_length != chunks.length:
-        name = "mask" if given.base is None else "base"
-        raise ValueError(
-            f"{name}: expected one for {chunks.length} keys, the sum of the chunks {lengths}, got one for {given.mask_length}"
-        )
+        raise ValueError(exchange.wrong_mask_length(given.mask_length, lengths, given.base is not None))
     if not compiling:
-        _check_length(chunks)
+        too_long = _too_long(lengths)
+        if too_long:
+            raise ValueError(too_long)
 
     # Begin to copy this rank's rows behind its slots.
     counts = _slot_counts(given, chunks)
@@ -250,9 +250,10 @@ def _by_head(bias: Tensor) -> Tensor:
     return bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
 
 
-def _check_length(chunks: Chunks) -> None:
-    if chunks.length > checks.MAX_LENGTH:
-        raise ValueError(f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {chunks.length}")
+def _too_long(lengths: Sequence[int]) -> str | None:
+    if sum(lengths) <= checks.MAX_LENGTH:
+        return None
+    return f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {sum(lengths)}"
 
 
 def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
@@ -299,7 +300,7 @@ def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, h
 def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[int]:
     """Equal chunks; or, where a mask says N and the ranks' chunks are not equal, equal ones and a shorter last one."""
     own, whole = given.sizes.query_length, given.mask_length
-    if not whole or whole == own * world or world == 1:
+    if not whole or whole == own * world or world == 1 or whole < own:
         return [own] * world
     if rank < world - 1 and own * (world - 1) <= whole:
         return [own] * (world - 1) + [whole - own * (world - 1)]
@@ -308,6 +309,17 @@ def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[in
     lengths[rank] = own
     lengths[world - 2 if rank == world - 1 else world - 1] += whole - sum(lengths)
     return lengths
+
+
+def _with_long_enough_mask(given: Arguments, length: int) -> Arguments:
+    """Instead of a mask or base shorter than this rank's chunk, one of this length under which nothing is visible.
+
+    A graph can be made with it, and its first exchange refuses the mask's length on every rank.
+    """
+    if not 0 < given.mask_length < given.sizes.query_length:
+        return given
+    nothing = torch.zeros(1, 1, length, dtype=torch.int32, device=given.sizes.device)
+    return given._replace(mask=None if given.mask is None else IntervalMask(nothing, nothing), base=None)
 
 
 def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
@@ -372,22 +384,11 @@ def _between_two(
         return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
     rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
 
-    def begin(lengths: list[int]) -> pair.Begun:
-        return pair.begin(rows, pair.Selection(*given.selection), Chunks(group.group_name, rank, lengths))
+    def attended(begun: pair.Begun) -> tuple[Tensor, Tensor]:
+        scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
+        return _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
 
-    # While the other rank answers, begin with what it has answered before.
-    question = agreement.Question(group, said)
-    expected = question.expected
-    begun = None if expected is None else begin(expected)
-    lengths = question.answer()
-    _check_length(Chunks(group.group_name, rank, lengths))
-    if begun is None or lengths != expected:
-        begun = begin(lengths)
-    scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
-    results = _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
-    for work in begun.sent:
-        work.wait()
-    return results
+    return pair.exchanged(group, said, rows, pair.Selection(*given.selection), _too_long, attended)
 
 
 def _over_slots(

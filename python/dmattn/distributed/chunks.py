@@ -88,6 +88,15 @@ def begin_all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGro
     return work
 
 
+def begin_message(packed: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Begins to send bytes from one rank of two to the other."""
+    rank, sent, received = dist.get_rank(group), [0, 0], [0, 0]
+    (sent if rank == source else received)[1 - rank] = packed.numel()
+    incoming, outgoing = (packed[:0], packed) if rank == source else (packed, packed[:0])
+    work: dist.Work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group, async_op=True)
+    return work
+
+
 def _all_gather() -> Any:
     """Newer releases of torch have another name for it."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

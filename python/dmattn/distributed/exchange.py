@@ -51,13 +51,28 @@ def group_named(name: str) -> dist.ProcessGroup:
 def agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int]) -> None:
     """In a compiled graph the first exchange is where ranks compare their arguments; eager calls have done so before."""
     if said:
-        given = agreement.agree(group, said)
-        # Unequal parts before the last one may be what one rank has guessed, and are never what all have.
-        if given != list(lengths) or len(set(given[:-1])) > 1:
-            raise ValueError(
-                f"query: expected, while compiling, chunks of one length, got {given}; "
-                "chunks of different lengths need a mask of the whole sequence, of which all ranks but the last hold equal parts"
-            )
+        refused = refusal(said, agreement.agree(group, said), lengths)
+        if refused:
+            raise ValueError(refused)
+
+
+def wrong_mask_length(mask_length: int, lengths: Sequence[int], is_base: bool) -> str:
+    name = "base" if is_base else "mask"
+    return f"{name}: expected one for {sum(lengths)} keys, the sum of the chunks {list(lengths)}, got one for {mask_length}"
+
+
+def refusal(said: Sequence[int], given: Sequence[int], lengths: Sequence[int]) -> str | None:
+    """Why a graph that was traced for chunks of these lengths cannot take the ``given`` ones; the same on every rank."""
+    mask_length = said[agreement.FIELDS.index("length of the mask")]
+    if mask_length not in (0, sum(given)):
+        return wrong_mask_length(mask_length, given, said[agreement.FIELDS.index(agreement.KIND)] == 3)
+    # Unequal parts before the last one may be what one rank has guessed, and are never what all have.
+    if list(given) == list(lengths) and len(set(given[:-1])) <= 1:
+        return None
+    return (
+        f"query: expected, while compiling, chunks of one length, got {list(given)}; "
+        "chunks of different lengths need a mask of the whole sequence, of which all ranks but the last hold equal parts"
+    )
 
 
 # Scores --------------------------------------------------------------------------------------------------------------------------------
@@ -96,6 +111,11 @@ class Room(NamedTuple):
     joined: list[Tensor]
     done: torch.cuda.Event | None
 
+    def wait(self) -> None:
+        """Has the current stream wait for the copy."""
+        if self.done is not None:
+            self.done.wait(torch.cuda.current_stream(self.joined[0].device))
+
 
 _copying: dict[torch.device, torch.cuda.Stream] = {}  # the stream for copies on each GPU
 
@@ -119,8 +139,12 @@ def _can_be_wide(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def make_room(tensors: Sequence[Tensor], slots: int) -> Room:
-    """Copies a rank's own rows [B, Hkv, n, *] behind ``slots`` empty ones; on a GPU beside whatever runs in the current stream."""
+def make_room(tensors: Sequence[Tensor], slots: int, ends_in_order: bool = False) -> Room:
+    """Copies a rank's own rows [B, Hkv, n, *] behind ``slots`` empty ones; on a GPU beside whatever runs in the current stream.
+
+    ``ends_in_order``: the caller has the current stream wait for the copy whatever happens. Otherwise the allocator sees to it that nothing is
+    used again while the copy runs, which takes more memory where the host is ahead of the GPU.
+    """
     joined = [tensor.new_empty(*tensor.shape[:2], slots + tensor.shape[2], tensor.shape[3]) for tensor in tensors]
     device = tensors[0].device
     if device.type != "cuda":
@@ -135,7 +159,7 @@ def make_room(tensors: Sequence[Tensor], slots: int) -> Room:
         for whole, tensor in zip(joined, tensors, strict=True):
             copy_rows(whole[:, :, slots:], tensor)
             # A call that fails before it has waited for the copy frees both while it runs.
-            for each in (whole, tensor):
+            for each in () if ends_in_order else (whole, tensor):
                 each.record_stream(stream)
         return Room(joined, stream.record_event())
 
@@ -257,8 +281,7 @@ def _carry(
         head, slot = routes.filled // count, routes.filled % count
         for whole, rows in zip(room.joined, _unpacked(received, tensors), strict=True):
             whole[head // heads, head % heads, slot] = rows
-    if room.done is not None:
-        room.done.wait(torch.cuda.current_stream(key.device))
+    room.wait()
     joined = room.joined
     return joined[0], joined[1], key.new_empty(0) if key_bias is None else joined[2], torch.tensor(splits)
 

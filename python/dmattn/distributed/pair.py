@@ -2,7 +2,8 @@
 
 The first rank selects among its own keys. Those that are alive behind its chunk take the second rank's slots: their scores and rows leave in
 one message. Meanwhile the second rank copies its own rows behind its slots. Then it selects among slots and its own keys, which gives the
-ends that the whole sequence gives.
+ends that the whole sequence gives. A key's end depends on earlier keys' scores, so attention on the second rank cannot begin before these
+have come, and the rows come with them.
 
 Slots hold, in the order of positions: the sinks; the keys that have been selected, at most ``window``; the last ``local`` keys, which do not
 compete yet. So every slot that counts as local is as far from the second rank's queries as in the whole sequence, and all others are
@@ -12,8 +13,8 @@ farther than ``local``. A slot of the middle part that stays empty has a score o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dmattn import ops
-from dmattn.distributed import exchange, traffic
-from dmattn.distributed.chunks import Chunks
+from dmattn.distributed import agreement, exchange, traffic
+from dmattn.distributed.chunks import Chunks, begin_message
 
 ALIGNMENT = 16  # bytes at whose multiples each tensor's rows begin within what is sent
 
@@ -40,17 +41,17 @@ class Selection(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """What a rank has done before anything moves.
+    """What a rank has done without the other one, and the message between them.
 
     Attributes:
         chunks, selection: what it was done for.
         slots: the number M of the second rank's slots.
         end: on the first rank, of its own keys, [B, Hkv, n]; on the second only if it has no slots.
         positions: on the first rank, of the keys that the slots get, int64 [B, Hkv, M].
-        packed: the message, as bytes: on the first rank what leaves it, on the second room for what comes.
+        message: on its way. The first rank waits for it after attention. None if there are no slots.
         parts: of the message, [B, Hkv, M, *], of scores (* is 1), key, value and, if given, key_bias.
-        joined: on the second rank, of the same tensors, [B, Hkv, M + n, *], whose slots are still to be filled.
-        sent: on the first rank, the message on its way, to be waited for after attention.
+        scores: on the second rank, [B, Hkv, M + n, 1], whose slots are still to be filled.
+        room: on the second rank, the other tensors, [B, Hkv, M + n, *], whose slots are still to be filled.
     """
 
     chunks: Chunks
@@ -58,10 +59,10 @@ class Begun(NamedTuple):
     slots: int
     end: Tensor | None
     positions: Tensor | None
-    packed: Tensor | None
+    message: dist.Work | None
     parts: list[Tensor]
-    joined: list[Tensor]
-    sent: list[dist.Work]
+    scores: Tensor | None
+    room: exchange.Room | None
 
 
 @torch.no_grad()
@@ -70,21 +71,91 @@ def begin(tensors: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Be
     slots = selection.slots(chunks.first(1))
     count = sum(slots)
     if count and chunks.rank == 1:
-        joined = [tensor.new_empty(*tensor.shape[:2], count + tensor.shape[2], tensor.shape[3]) for tensor in tensors]
-        for whole, tensor in zip(joined, tensors, strict=True):
-            exchange.copy_rows(whole[:, :, count:], tensor)
-        return Begun(chunks, selection, count, None, None, *_packet(tensors, count), joined, [])
+        scores, *others = tensors
+        # On a GPU own rows are copied beside the message and the selection.
+        room = exchange.make_room(others, count, ends_in_order=True)
+        try:
+            message, parts = _receive(tensors, count, chunks)
+            joined = scores.new_empty(*scores.shape[:2], count + scores.shape[2], 1)
+            joined[:, :, count:] = scores
+        except BaseException:
+            room.wait()
+            raise
+        return Begun(chunks, selection, count, None, None, message, parts, joined, room)
     window, local, sink = selection
     end = ops.select(tensors[0].detach()[..., 0], None, window, True, local, sink)
     if not count:
-        return Begun(chunks, selection, 0, end, None, None, [], [], [])
+        return Begun(chunks, selection, 0, end, None, None, [], None, None)
     positions, is_empty = _living(end, slots)
     packed, parts = _packet(tensors, count)
     for part, tensor in zip(parts, tensors, strict=True):
         torch.gather(tensor, 2, positions[..., None].expand(part.shape), out=part)
     if is_empty is not None:
         parts[0][:, :, slots[0] : slots[0] + slots[1], 0].masked_fill_(is_empty, -math.inf)
-    return Begun(chunks, selection, count, end, positions, packed, parts, [], [])
+    message = begin_message(packed, 0, exchange.group_named(chunks.group))
+    return Begun(chunks, selection, count, end, positions, message, parts, None, None)
+
+
+def _receive(tensors: Sequence[Tensor], count: int, chunks: Chunks) -> tuple[dist.Work, list[Tensor]]:
+    packed, parts = _packet(tensors, count)
+    traffic.count("rows", packed.numel())
+    return begin_message(packed, 0, exchange.group_named(chunks.group)), parts
+
+
+Result = TypeVar("Result")
+
+
+def exchanged(
+    group: dist.ProcessGroup,
+    said: Sequence[int],
+    tensors: Sequence[Tensor],
+    selection: Selection,
+    refusal: Callable[[Sequence[int]], str | None],
+    use: Callable[[Begun], Result],
+) -> Result:
+    """What ``use`` makes of the message that both ranks agree on.
+
+    A rank that is called as both expect does everything before it asks for the other's answer. Where the other was called differently, what
+    has come is thrown away. ``refusal`` says why chunks of these lengths, the same on both ranks, are refused.
+
+    Raises:
+        ValueError: ranks differ, or their lengths are refused; on both ranks.
+    """
+    rank, device = dist.get_rank(group), tensors[0].device
+    question = agreement.Question(group, said, device)
+    lengths = question.expected
+    result: Result | None = None
+    if lengths is None or refusal(lengths):
+        question.ask()
+    else:
+        chunks = Chunks(group.group_name, rank, lengths)
+        size = _packet_size(tensors, sum(selection.slots(chunks.first(1))))[1]
+        # Over gloo questions and messages come in one order; over NCCL the other rank waits for the message alone.
+        if device.type != "cuda":
+            question.ask(size)
+        begun = begin(tensors, selection, chunks)
+        if device.type == "cuda":
+            question.ask(size)
+        result = _used(begun, use)
+    lengths = question.answer()
+    if result is not None and question.all_went_ahead:
+        return result
+    refused = refusal(lengths)
+    if refused:
+        raise ValueError(refused)
+    return _used(begin(tensors, selection, Chunks(group.group_name, rank, lengths)), use)
+
+
+def _used(begun: Begun, use: Callable[[Begun], Result]) -> Result:
+    try:
+        result = use(begun)
+    except BaseException:
+        if begun.room is not None:
+            begun.room.wait()
+        raise
+    if begun.message is not None and begun.chunks.rank == 0:
+        begun.message.wait()
+    return result
 
 
 def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
@@ -115,18 +186,20 @@ def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | 
 
 def _fetch(tensors: Sequence[Tensor], begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
     """The tensors of :func:`begin` with the rows of the rank's slots in front, and end for these."""
-    chunks, (window, local, sink), count, end, _, packed, parts, joined, sent = begun
-    if packed is None:
-        assert end is not None
-        return tensors, end
-    work = _move(packed, 0, chunks, "rows")
-    if end is not None:
-        sent.append(work)
-        return tensors, end
-    work.wait()
-    for whole, part in zip(joined, parts, strict=True):
+    (window, local, sink), count = begun.selection, begun.slots
+    if begun.end is not None:
+        return tensors, begun.end
+    assert begun.message is not None
+    assert begun.scores is not None
+    assert begun.room is not None
+    begun.message.wait()
+    joined = [begun.scores, *begun.room.joined]
+    joined[0][:, :, :count] = begun.parts[0]
+    end = ops.select(joined[0][..., 0], None, window, True, local, sink)
+    for whole, part in zip(joined[1:], begun.parts[1:], strict=True):
         exchange.copy_rows(whole[:, :, :count], part)
-    return joined, ops.select(joined[0][..., 0], None, window, True, local, sink)
+    begun.room.wait()
+    return joined, end
 
 
 def _send_back(
@@ -143,7 +216,7 @@ def _send_back(
     if chunks.rank == 1:
         for part, tensor in zip(parts, gradients, strict=True):
             part.copy_(tensor[:, :, :count])
-        _move(packed, 1, chunks, "gradients").wait()
+        begin_message(packed, 1, exchange.group_named(chunks.group)).wait()
         own = [tensor[:, :, count:] for tensor in gradients]
         return own if in_place else [tensor.clone(memory_format=torch.contiguous_format) for tensor in own]
     assert positions is not None
@@ -153,7 +226,8 @@ def _send_back(
         tensor if in_place and place in (1, 2) else tensor.clone(memory_format=contiguous)
         for place, tensor in enumerate(gradients)
     ]
-    _move(packed, 1, chunks, "gradients").wait()
+    traffic.count("gradients", packed.numel())
+    begin_message(packed, 1, exchange.group_named(chunks.group)).wait()
     return [_with_rows(tensor, positions, part) for tensor, part in zip(own, parts, strict=True)]
 
 
@@ -193,11 +267,7 @@ class Fetch(torch.autograd.Function):
 
 def _packet(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
     """Room for ``count`` rows a key head of each tensor [B, Hkv, length, *], as bytes, and each tensor's part of it, [B, Hkv, count, *]."""
-    firsts, total = [], 0
-    for tensor in like:
-        firsts.append(total)
-        size = tensor.shape[0] * tensor.shape[1] * count * tensor.shape[3] * tensor.element_size()
-        total += -(-size // ALIGNMENT) * ALIGNMENT
+    firsts, total = _packet_size(like, count)
     packed = like[0].new_empty(total, dtype=torch.uint8)
     parts = []
     for first, tensor in zip(firsts, like, strict=True):
@@ -206,19 +276,14 @@ def _packet(like: Sequence[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
     return packed, parts
 
 
-def _move(packed: Tensor, source: int, chunks: Chunks, kind: str) -> dist.Work:
-    """Begins to send bytes from one rank of two to the other."""
-    sent, received = [0, 0], [0, 0]
-    is_source = chunks.rank == source
-    (sent if is_source else received)[1 - chunks.rank] = packed.numel()
-    nothing = packed[:0]
-    incoming, outgoing = (nothing, packed) if is_source else (packed, nothing)
-    if not is_source:
-        traffic.count(kind, packed.numel())
-    work: dist.Work = dist.all_to_all_single(
-        incoming, outgoing, received, sent, group=exchange.group_named(chunks.group), async_op=True
-    )
-    return work
+def _packet_size(like: Sequence[Tensor], count: int) -> tuple[list[int], int]:
+    """At which byte each tensor's part of a packet begins, and the bytes of all."""
+    firsts, total = [], 0
+    for tensor in like:
+        firsts.append(total)
+        size = tensor.shape[0] * tensor.shape[1] * count * tensor.shape[3] * tensor.element_size()
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return firsts, total
 
 
 # Compiled calls ------------------------------------------------------------------------------------------------------------------------
@@ -229,16 +294,23 @@ def _fetch_op(
     rank: int, group: str, said: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What :func:`_fetch` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
-    tensors = _listed(key, value, scores, key_bias)
-    begun = begin(tensors, Selection(window, local, sink), Chunks(group, rank, lengths))
-    exchange.agreed(exchange.group_named(group), said, lengths)
-    results, end = _fetch(tensors, begun)
-    for work in begun.sent:
-        work.wait()
-    if begun.end is not None:
-        results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
-    positions = torch.empty(0, dtype=torch.int64, device=key.device) if begun.positions is None else begun.positions.contiguous()
-    return results[1], results[2], results[0], key.new_empty(0) if key_bias is None else results[3], end, positions
+    tensors, selection = _listed(key, value, scores, key_bias), Selection(window, local, sink)
+
+    def fetched(begun: Begun) -> tuple[Tensor, ...]:
+        results, end = _fetch(tensors, begun)
+        if begun.end is not None:
+            results = [tensor.clone(memory_format=torch.contiguous_format) for tensor in results]
+        empty = torch.empty(0, dtype=torch.int64, device=key.device)
+        positions = empty if begun.positions is None else begun.positions.contiguous()
+        return results[1], results[2], results[0], key.new_empty(0) if key_bias is None else results[3], end, positions
+
+    if not said:
+        return _used(begin(tensors, selection, Chunks(group, rank, lengths)), fetched)
+
+    def refusal(given: Sequence[int]) -> str | None:
+        return exchange.refusal(said, given, lengths)
+
+    return exchanged(exchange.group_named(group), said, tensors, selection, refusal, fetched)
 
 
 def _fetch_back_op(
