@@ -11,7 +11,7 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask, checks
-from dmattn.distributed import context_parallel_attention, exchange, record_traffic
+from dmattn.distributed import agreement, context_parallel_attention, exchange, record_traffic
 from dmattn.testing.strategies import random_tensor
 from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order
 from rank_sharding import device_of
@@ -46,6 +46,12 @@ def gradients_of_two_passes(
 
 def call(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
     return context_parallel_attention(**arguments, group=group).detach()
+
+
+def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
+    """A call that fails when all that it exchanges is under way."""
+    with mock.patch.object(agreement.Question, "answer", side_effect=MemoryError), contextlib.suppress(MemoryError):
+        call(group, arguments)
 
 
 def refusals_of_long_chunks(group: dist.ProcessGroup, most: int, arguments: dict[str, Any]) -> list[str]:
@@ -83,13 +89,15 @@ def call_with_generators(group: dist.ProcessGroup, arguments: dict[str, Any]) ->
     return call(group, arguments)
 
 
-def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int]]) -> list[bool]:
+def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int]], mask_length: int | None = None) -> list[bool]:
     """Whether compiled results and gradients are the eager ones, for several lengths of the ranks' chunks; a second graph is an error."""
     rank = dist.get_rank(group)
 
     def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: IntervalMask) -> Tensor:
         if kind == "scores":
             return context_parallel_attention(query, key, value, scores=bias, window=5, local=2, sink=1, group=group)
+        if kind == "base":
+            return context_parallel_attention(query, key, value, scores=bias, window=5, base=mask, group=group)
         if kind == "mask":
             return context_parallel_attention(query, key, value, mask, window=7, key_bias=bias, group=group)
         return context_parallel_attention(query, key, value, key_bias=bias, group=group)
@@ -101,7 +109,8 @@ def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int
         generator = torch.Generator().manual_seed(rank)
         shapes = [(2, heads, chunks[rank], 8) for heads in (4, 2, 2)] + [(2, 2, chunks[rank])]
         leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-        mask = IntervalMask.sliding_window(sum(chunks), 7)
+        length = mask_length or sum(chunks)
+        mask = IntervalMask.padding(length, torch.tensor([4, 5])) if kind == "base" else IntervalMask.sliding_window(length, 7)
         results = []
         for function in (compiled, run):
             with torch._dynamo.config.patch(error_on_recompile=True):
@@ -162,12 +171,17 @@ def compare_with_one_process(group: dist.ProcessGroup, length: int, first: int, 
         got = [out, *torch.autograd.grad(out, list(own.values()), grad_out[:, :, chunk])]
         for ours, expected in zip(got, wanted, strict=True):
             same(ours, expected[:, :, chunk], dtype)
-    differing = {**options, "window": options["window"] + rank}
-    refused = ""
-    try:
-        context_parallel_attention(**own, **differing, group=group)
-    except ValueError as error:
-        refused = str(error)
-    assert refused.startswith("window: expected the same on every rank"), refused
-    again = context_parallel_attention(**own, **options, group=group)
-    same(again, wanted[0][:, :, chunk], dtype)
+    for differing, message in (
+        ({"window": options["window"] + rank}, "window: expected the same on every rank"),
+        ({"window": options["window"] + 9 * (1 - rank)}, "window: expected the same on every rank"),
+        ({"softcap": 2.0 * rank}, "softcap: expected the same on every rank"),
+        ({"local": -1 if rank else options.get("local", 0)}, "local: expected" if rank else "rank 1 refused its own arguments"),
+    ):  # fmt: skip
+        refused = ""
+        try:
+            context_parallel_attention(**own, **{**options, **differing}, group=group)
+        except ValueError as error:
+            refused = str(error)
+        assert refused.startswith(message), refused
+        for _ in range(2):
+            same(context_parallel_attention(**own, **options, group=group), wanted[0][:, :, chunk], dtype)

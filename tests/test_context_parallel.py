@@ -247,6 +247,17 @@ def test_compiled_chunks_that_no_rank_can_guess_are_refused_on_every_rank(ranks,
         assert error.startswith(f"ValueError: query: expected, while compiling, chunks of one length, got {lengths};"), error
 
 
+@pytest.mark.parametrize(("kind", "lengths", "mask_length"), [("mask", [20, 5], 10), ("base", [8, 8], 7), ("mask", [8, 8], 12)])
+def test_compiled_masks_of_another_length_are_refused_on_every_rank(ranks, kind, lengths, mask_length):
+    """Also where one is shorter than a rank's own chunk: no rank fails while it traces."""
+    with pytest.raises(RankError) as raised:
+        ranks.run("rank_calls:compare_compiled", [(kind, [lengths], mask_length)] * len(lengths))
+    message = (
+        f"ValueError: {kind}: expected one for {sum(lengths)} keys, the sum of the chunks {lengths}, got one for {mask_length}"
+    )
+    assert [error.partition("\n")[0] for error in raised.value.errors.values()] == [message] * len(lengths)
+
+
 def test_on_one_dimension_of_a_mesh(ranks):
     query, key, value, scores = dynamic_case(30)
     whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7}
@@ -376,17 +387,52 @@ def test_a_seed_on_one_rank_alone_is_an_error_on_every_rank(ranks, world):
     )
 
 
+def differing_calls():
+    """Arguments in place of others, with messages of the same bytes, of more, of fewer, or with another kind of exchange."""
+    one, tensors = arguments(), ("query", "key", "value", "scores")
+    yield from ({"window": 5}, {"window": 2}, {"softcap": 1.0}, {"window": 0}, {"scores": None, "window": None})
+    yield {name: one[name][:1] for name in tensors}
+    yield {name: one[name].float() for name in tensors}
+    yield {"key_bias": one["scores"].double()}
+    yield {"dropout_p": 0.2, "dropout_seed": SEED}
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_ranks_remember_of_each_other_hides_no_difference(ranks, world):
     """After calls that agreed, a rank that differs is an error on every rank, and the next calls that agree work."""
     same = [arguments() for _ in range(world)]
-    for changes in ({"window": 5}, {"softcap": 1.0}, {"window": 0}):
+    for changes in differing_calls() if world == 2 else itertools.islice(differing_calls(), 5):
         first = ranks.run("rank_calls:call", [(one,) for one in same])
         for place in range(world):
+            ranks.run("rank_calls:call", [(one,) for one in same])  # which all expect
             given = [{**one, **changes} if rank == place else one for rank, one in enumerate(same)]
-            every_rank_says(ranks, given, r"ValueError: (window|softcap|rank \d refused)")
+            every_rank_says(
+                ranks, given, r"ValueError: (.* expected the same on every rank|window: expected a pos|rank \d refused)"
+            )
         for out, again in zip(first, ranks.run("rank_calls:call", [(one,) for one in same]), strict=True):
             assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("forgetful", [0, 1])
+@pytest.mark.parametrize(("before", "failing", "after"), [((4, 7, 4), 7, ()), ((4, 4), 4, (7, 4))])
+def test_a_rank_that_failed_before_it_had_the_answer(ranks, forgetful, before, failing, after):
+    """It has not remembered the call, and the other one has. Neither takes the other's next call, if it differs, for the one it expects."""
+    given = {window: ({**arguments(), "window": window},) for window in (4, 7)}
+    expected = {window: ranks.run("rank_calls:call", [given[window]] * 2) for window in (4, 7)}
+
+    def check(*windows):
+        for window in windows:
+            for out, wanted in zip(ranks.run("rank_calls:call", [given[window]] * 2), expected[window], strict=True):
+                assert torch.equal(out, wanted)
+
+    for windows in ((4, 7), (7, 4)):
+        check(*before)
+        for rank in range(2):
+            ranks.ask(rank, f"rank_calls:{'call_without_its_answer' if rank == forgetful else 'call'}", 2, given[failing])
+        assert [ranks.answer(rank)[1] for rank in range(2)] == [None, None]
+        check(*after)
+        every_rank_says(ranks, [given[window][0] for window in windows], "ValueError: window: expected the same on every rank")
+        check(4, 4, 7, 4, 7, 7)
 
 
 def test_a_group_expects_the_call_that_came_after_the_last_one(alone):
