@@ -11,6 +11,7 @@ from dmattn import checks
 from dmattn.attention import attention
 from dmattn.integrations.transformers.masks import interval_of
 from dmattn.integrations.transformers.packing import packed_sequences
+from dmattn.integrations.transformers.wide import is_wide, wide_attention
 from dmattn.masks import BlockMask, IntervalMask, Mask
 from dmattn.sizes import padded
 from dmattn.weights import attention_weights
@@ -51,7 +52,8 @@ def attention_forward(
 
     Args:
         module: the attention layer; its ``is_causal`` (default True) counts where is_causal is None.
-        query, key, value: [B, H, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]; head sizes up to 256, padded to multiples of 8 where they are none.
+        query, key, value: [B, H, Sq, D], [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]; head sizes that are no multiples of 8 are padded,
+            and those beyond 256 are left to torch's attention, in memory for all pairs.
         attention_mask: None, what dmattn's mask function made, or bool or float [B|1, H|1, Sq|1, >= Sk].
         dropout, scaling, softcap: as transformers has them; softcap None is none.
         is_causal: as in transformers' SDPA: without a mask, several queries see the keys up to their own number.
@@ -91,7 +93,6 @@ def attention_forward(
     mask = _both(mask, _listed(indices, query, key), query_length)
 
     scaling = size**-0.5 if scaling is None else scaling
-    query, key = padded(query), padded(key)
     shared: dict[str, Any] = {
         "bias": bias,
         "is_causal": is_causal and query_length > 1,
@@ -100,6 +101,14 @@ def attention_forward(
         "sinks": sinks if s_aux is None else s_aux,
         "query_offset": 0 if is_causal and query_length > key.shape[2] else None,
     }
+    if is_wide(query, value):
+        if output_attentions:
+            raise ValueError(
+                f"output_attentions: expected False with heads wider than {checks.MAX_HEAD_DIM}, got True; use attn_implementation='eager'"
+            )
+        out = wide_attention(query, key, value, mask, dropout_p=dropout, **shared)
+        return out.transpose(1, 2).contiguous(), None
+    query, key = padded(query), padded(key)
     out, lse = attention(query, key, padded(value), mask, dropout_p=dropout, return_lse=True, **shared)
     out = out[..., :value_size].transpose(1, 2).contiguous()
     weights = attention_weights(query, key, mask, lse, **shared).to(query.dtype) if output_attentions else None

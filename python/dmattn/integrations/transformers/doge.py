@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 from transformers.models.doge.modeling_doge import DogeAttention
@@ -10,6 +10,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
 from dmattn.integrations.transformers.layers import SelectingAttention, check_model
+from dmattn.integrations.transformers.masks import select_keys
 
 M = TypeVar("M", bound=PreTrainedModel)
 
@@ -22,6 +23,10 @@ class DynamicMaskDogeAttention(SelectingAttention, DogeAttention):  # type: igno
     @property
     def window(self) -> int:  # type: ignore[override]
         return self.keep_window_size
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles, whose configs are copies, too
+        super().__setstate__(state)
+        select_keys(self.config)
 
 
 def enable_dynamic_mask_attention(model: M, bounded_cache: bool = False, *, rewind: int = REWIND) -> M:
@@ -61,6 +66,7 @@ def enable_dynamic_mask_attention(model: M, bounded_cache: bool = False, *, rewi
     model.set_attn_implementation("dmattn")
     for layer in layers:
         layer.__class__ = DynamicMaskDogeAttention
+        select_keys(layer.config)
         layer.register_parameter("log_slope", None)
         layer.cache_rewind = rewind if bounded_cache else None
     return model

@@ -12,17 +12,26 @@ a layer cuts off keys.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers import PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from dmattn.masks import ALWAYS, FOREVER, IntervalMask, detect
 
 FAR = 1 << 29
 """Beyond every query's number, and small enough that a shift by a length cannot wrap."""
+
+READERS = ("bigbird_pegasus", "deepseek_v4", "doge", "hy_v4", "nllb-moe")
+"""Types of models whose own code reads or extends the masks. They get what eager attention gets, which takes memory for all pairs."""
+
+_selecting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,8 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: Any = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Tensor | None:
     """transformers' mask function for dmattn; it has the arguments of ``transformers.masking_utils.sdpa_mask``.
@@ -73,12 +84,36 @@ def make_mask(
         allow_is_causal_skip, allow_is_bidirectional_skip: whether None may stand for a causal mask, or for one that hides nothing.
         use_vmap: the mask function takes single indices only.
         device: of the mask.
+        config: of the model, which tells models whose own code reads masks.
+        dtype: of the masks that such models get.
         options: of other implementations, without a meaning here.
 
     Returns:
-        None; intervals int32 [B|1, 1, 2, Sk]; or, where the mask is none of intervals, bool [B, 1, Sq, Sk].
+        None; intervals int32 [B|1, 1, 2, Sk]; where the mask is none of intervals, bool [B, 1, Sq, Sk]; or, for a model whose own code reads
+        masks, floats [B, 1, Sq, Sk] to add.
+
+    Raises:
+        ValueError: the model's layers call no attention function; or attention_mask has a wrong shape.
     """
     device = torch.device(device)
+    if config is not None and not torch.compiler.is_compiling():
+        _check_layers(type(config))
+    if _reads_masks(config):
+        whole_mask: Tensor = eager_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            dtype,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return whole_mask
+    # The layers of some decoders beside an encoder do not say that they are causal; the mask has to.
+    allow_is_causal_skip = allow_is_causal_skip and not getattr(config, "is_encoder_decoder", False)
     keys = Keys((torch.arange(kv_length, device=device) + kv_offset).view(1, 1, -1))
     found = None
     if not torch.compiler.is_compiling() and not use_vmap:
@@ -124,6 +159,35 @@ def make_mask(
     if start.shape[2] != kv_length:
         start, end = (bound.expand(-1, -1, kv_length) for bound in (start, end))
     return torch.stack((start, end), dim=2).to(torch.int32)
+
+
+def select_keys(config: Any) -> None:
+    """Notes that the layers of the model with this config select keys themselves, and take intervals whatever the type of the model."""
+    _selecting[id(config)] = config
+
+
+def _reads_masks(config: Any) -> bool:
+    if getattr(config, "model_type", None) not in READERS:
+        return False
+    if config.model_type != "doge":
+        return True
+    return not torch.compiler.is_compiling() and _selecting.get(id(config)) is not config
+
+
+@functools.cache
+def _check_layers(config: type) -> None:
+    """Raises where transformers knows of a model of its own that the layers call no attention function; masks would be garbage to them."""
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    if not name.startswith("transformers.models."):
+        return
+    for model in vars(sys.modules.get(name, torch)).values():
+        if isinstance(model, type) and issubclass(model, PreTrainedModel) and model.__module__ == name:
+            if not model._can_set_attn_implementation():
+                raise ValueError(
+                    "attn_implementation: expected one that the model has, since its layers call no attention function, got dmattn for a model "
+                    f"with {config.__name__}; use attn_implementation='eager'"
+                )
+            return
 
 
 def interval_of(mask: Tensor, query_length: int, key_length: int) -> IntervalMask:

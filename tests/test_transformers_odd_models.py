@@ -1,0 +1,170 @@
+"""Models of transformers that do more than call an attention function with a mask: they give what they give with eager attention, or say why not."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+from dmattn import IntervalMask  # noqa: E402
+from dmattn.integrations.transformers import attention_forward, enable_dynamic_mask_attention, make_mask  # noqa: E402
+from dmattn.testing import strategies  # noqa: E402
+from torch.testing import assert_close  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+# Parts of transformers warn of themselves.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+)
+COMMON = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+DECODER = COMMON | {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+PAIR = COMMON | {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "init_std": 0.2, "decoder_start_token_id": 1, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"]
+DOGE = DECODER | {"keep_window_size": 5}
+MODELS = {
+    "doge": ("DogeForCausalLM", "DogeConfig", DOGE),  # without enable_dynamic_mask_attention
+    "hy_v4": ("HYV4ForCausalLM", "HYV4Config", DECODER | {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "head_dim": 8, "n_routed_experts": 4, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "n_group": 1, "topk_group": 1,
+    }),
+    "gemma 4": ("Gemma4ForCausalLM", "Gemma4TextConfig", DECODER | {
+        "head_dim": 8, "global_head_dim": 264, "sliding_window": 6, "layer_types": LAYERS, "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    }),
+    "bigbird_pegasus": ("BigBirdPegasusForConditionalGeneration", "BigBirdPegasusConfig", PAIR | {"attention_type": "original_full"}),
+    "nllb-moe": ("NllbMoeForConditionalGeneration", "NllbMoeConfig", PAIR | {"num_experts": 4, "router_dtype": "float32"}),
+    "pegasus_x": ("PegasusXForConditionalGeneration", "PegasusXConfig", PAIR | {"block_size": 8, "num_global_tokens": 4}),
+}  # fmt: skip
+
+
+def built(name: str) -> torch.nn.Module:
+    cls, config, options = MODELS[name]
+    if not hasattr(transformers, cls):
+        pytest.skip("this release of transformers has no such model")
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**options)).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith((".A", "layer_scalar")) or (parameter.dim() > 1 and name in PAIRS):
+                parameter.normal_(std=0.2)
+    return model
+
+
+PAIRS = ("bigbird_pegasus", "nllb-moe", "pegasus_x")
+
+
+def tokens(length: int = 20, seed: int = 1) -> torch.Tensor:
+    """Tokens none of which comes twice in a sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([3 + torch.randperm(61, generator=generator)[:length] for _ in range(2)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_give_what_eager_gives(name):
+    model, padding = built(name), torch.ones(2, 20, dtype=torch.int64)
+    inputs = {"input_ids": tokens(), "attention_mask": padding, "use_cache": False}
+    if name in PAIRS:
+        padding[0, -6:] = 0
+        inputs["decoder_input_ids"] = tokens(9, 2)
+    else:
+        padding[0, :6] = 0
+    found = {}
+    for implementation in ("eager", "dmattn"):
+        model.set_attn_implementation(implementation)
+        logits = model(**inputs).logits
+        logits = logits if name in PAIRS else logits[padding.bool()]
+        gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
+        found[implementation] = [logits.detach(), *(x for x in gradients if x is not None)]
+    assert_close(found["dmattn"], found["eager"])
+
+
+def test_layers_that_call_no_attention_function_are_refused():
+    options = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(**options), attn_implementation="dmattn")
+    with pytest.raises(
+        ValueError, match="attn_implementation: expected one that the model has.*got dmattn for a model with BloomConfig"
+    ):
+        model(tokens())
+
+
+@pytest.mark.parametrize("way", ["as it was", "copied", "pickled"])
+def test_a_doge_model_keeps_its_selection(way):
+    """One that was enabled takes intervals, however it was copied; one that was not takes masks of all pairs."""
+    model = enable_dynamic_mask_attention(built("doge"))
+    model = model if way == "as it was" else copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+    sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20, "allow_is_causal_skip": False}
+    assert make_mask(**sizes, config=model.config).dtype == torch.int32
+    assert make_mask(**sizes, config=built("doge").config).dtype == torch.float32
+    assert model(tokens()).logits.isfinite().all()
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def wide(size: int, queries: int = 6) -> tuple[torch.Tensor, ...]:
+    """Tensors whose heads mean the same at any size: the further elements are zero."""
+    shapes = ((2, 4, queries, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+    return tuple(
+        torch.nn.functional.pad(strategies.random_tensor(shape, seed), (0, size - 16)).requires_grad_()
+        for seed, shape in enumerate(shapes)
+    )
+
+
+def with_mask(name: str) -> dict[str, object]:
+    hidden = torch.zeros(2, 1, 6, 9)
+    hidden[0, :, :, 4:] = hidden[1, :, 2] = -torch.inf
+    options: dict[str, dict[str, object]] = {
+        "causal": {"attention_mask": None},
+        "intervals": {"attention_mask": IntervalMask.sliding_window(9, 2).shift(-3).to_tensor()},
+        "bool": {"attention_mask": hidden == 0},
+        "floats": {"attention_mask": hidden.clamp(min=-1.5)},
+        "sinks": {"attention_mask": None, "s_aux": strategies.random_tensor((4,), 7)},
+        "sinks and intervals": {
+            "attention_mask": IntervalMask.padding(9, 4).to_tensor(), "s_aux": strategies.random_tensor((4,), 7), "is_causal": False,
+        },
+        "listed keys": {"attention_mask": None, "is_causal": False, "indices": torch.tensor([[[0, 3]] * 6, [[1, -1]] * 6])},
+    }  # fmt: skip
+    return options[name]
+
+
+@pytest.mark.parametrize("name", ["causal", "intervals", "bool", "floats", "sinks", "sinks and intervals", "listed keys"])
+def test_heads_beyond_the_kernels_are_attended_to(name):
+    options = with_mask(name) | {"scaling": 0.25}
+    sinks = options.get("s_aux")
+    leaves = () if sinks is None else (sinks.requires_grad_(),)
+    found = []
+    for size in (16, 264):
+        given = wide(size)
+        out, _ = attention_forward(Layer(), *given, **options)
+        seed = strategies.random_tensor((2, 6, 4, 16), 9)
+        gradients = torch.autograd.grad((out[..., :16] * seed).sum(), (*given, *leaves))
+        found.append([out[..., :16], *(x[..., :16] for x in gradients)])
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 2.0}, "softcap: expected None with heads wider than 256, got 2.0"),
+        ({"output_attentions": True}, "output_attentions: "),
+    ],
+    ids=["softcap", "weights"],
+)
+def test_what_wide_heads_cannot_have_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        attention_forward(Layer(), *wide(264), None, **options)
