@@ -1,4 +1,4 @@
-"""Models of transformers that do more than call an attention function with a mask: they give what they give with eager attention, or say why not."""
+"""Models of transformers that do more than pass a mask to an attention function: they give what eager attention gives, or say why not."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_layers_that_call_no_attention_function_are_refused():
     options = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}
     model = transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(**options), attn_implementation="dmattn")
     with pytest.raises(
-        ValueError, match="attn_implementation: expected one that the model has.*got dmattn for a model with BloomConfig"
+        ValueError, match=r"attn_implementation: expected one that the model has.*got dmattn for a model with BloomConfig"
     ):
         model(tokens())
 

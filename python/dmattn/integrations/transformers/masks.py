@@ -97,7 +97,7 @@ def make_mask(
     """
     device = torch.device(device)
     if config is not None and not torch.compiler.is_compiling():
-        _check_layers(type(config))
+        _check_layers(config.__class__)
     if _reads_masks(config):
         whole_mask: Tensor = eager_mask(
             batch_size,
@@ -182,7 +182,8 @@ def _check_layers(config: type) -> None:
         return
     for model in vars(sys.modules.get(name, torch)).values():
         if isinstance(model, type) and issubclass(model, PreTrainedModel) and model.__module__ == name:
-            if not model._can_set_attn_implementation():
+            can_set: Any = getattr(model, "_can_set_attn_implementation", None)
+            if can_set is not None and not can_set():
                 raise ValueError(
                     "attn_implementation: expected one that the model has, since its layers call no attention function, got dmattn for a model "
                     f"with {config.__name__}; use attn_implementation='eager'"
