@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.testing import assert_close
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -245,6 +246,20 @@ def test_training_compiles_in_one_graph():
     loss.backward()
     assert_close(loss, expected)
     assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+def test_windows_that_change_compile_twice(monkeypatch):
+    """With the option of torch that the page names: once for the first window and once for all others."""
+    monkeypatch.setattr(torch._dynamo.config, "allow_unspec_int_on_nn_module", True)
+    model, tokens = convert(built(), 20, local=3), distinct()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for window in (20, 16, 12, 10, 9, 8, 7, 6, 5, 4):
+            set_window(model, window)
+            assert_close(compiled(input_ids=tokens, use_cache=False).logits, model(input_ids=tokens, use_cache=False).logits)
+    assert counter.frame_count == 2
 
 
 def test_the_window_follows_a_schedule():

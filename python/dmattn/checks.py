@@ -176,7 +176,7 @@ def cu_seqlens(name: str, value: object, tokens: int | None, exactly: bool = Fal
     ends = tensor(name, value)
     dtype(name, ends, (torch.int32, torch.int64))
     if ends.dim() != 1 or ends.shape[0] < 2:
-        raise ValueError(f"{name}: expected one dimension [documents + 1], got shape {shape_of(ends)}")
+        raise ValueError(f"{name}: expected one dimension [documents + 1] with at least one document, got shape {shape_of(ends)}")
     if values_are_known(ends):
         document_ends(name, ends, tokens, exactly)
     return ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,13 +126,13 @@ def _numbers(name: str, given: object, size: int, device: torch.device) -> Tenso
             raise TypeError(f"{name}: expected integers without dimensions or [n], got {chosen.dtype} {checks.shape_of(chosen)}")
         chosen = chosen.reshape(-1).long()
     else:
-        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-        numbers = [n for n in listed if isinstance(n, int) and not isinstance(n, bool)]
-        if len(numbers) != len(listed):
-            raise TypeError(f"{name}: expected ints, got {type(given).__name__}")
-        if not all(-checks.MAX_INT <= n <= checks.MAX_INT for n in numbers):
+        listed: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        for n in listed:
+            if not isinstance(n, int) or isinstance(n, bool):
+                raise TypeError(f"{name}: expected ints, got {type(n).__name__}")
+        if not all(-checks.MAX_INT <= n <= checks.MAX_INT for n in listed):
             raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {given}")
-        chosen = torch.tensor(numbers, dtype=torch.int64)
+        chosen = torch.tensor(listed, dtype=torch.int64)
     if checks.values_are_known(chosen) and bool(((chosen < 0) | (chosen >= size)).any()):
         raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {chosen.tolist()[:8]}")
     return chosen.to(device)

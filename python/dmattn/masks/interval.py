@@ -565,7 +565,7 @@ def with_three_dims(given: Tensor) -> Tensor:
     return given[(None,) * (3 - given.dim())] if given.dim() < 3 else given
 
 
-def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) -> Tensor:
+def _lengths(name: str, given: object, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
         checks.tensor(name, given)
@@ -578,6 +578,8 @@ def _lengths(name: str, given: Tensor | int, device: torch.device | str | None) 
             if least < 0 or most > checks.MAX_LENGTH:
                 raise ValueError(f"{name}: expected lengths from 0 to {checks.MAX_LENGTH}, got {least if least < 0 else most}")
         return given.clamp(max=checks.MAX_LENGTH).to(torch.int32).reshape(-1, 1, 1)
+    if not isinstance(given, int):
+        raise TypeError(f"{name}: expected an int or a tensor [B], got {checks.type_of(given)}")
     checks.length(name, given)
     return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
 
