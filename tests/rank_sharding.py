@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,34 @@ def run_other_functions(group: dist.ProcessGroup) -> None:
     for got, wanted in zip((out, lse, rest), plain, strict=True):
         assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
         same(got.full_tensor(), wanted)
+
+
+def reduce(group: dist.ProcessGroup) -> None:
+    """Sums and maxima have the bits of one process, and stay where they are; gradients too."""
+    mesh, device = mesh_of(group), device_of(group)
+    x = torch.randn(7, 6, 900, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    for op in (torch.ops.dmattn.reduce_sum, torch.ops.dmattn.reduce_max):
+        for dim, keepdim in itertools.product((None, 0, 1, -1), (False, True)):
+            leaf = x.clone().requires_grad_()
+            wanted = op(leaf, dim, keepdim)
+            weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2)).to(device, x.dtype)
+            (wanted_grad,) = torch.autograd.grad(wanted, leaf, weights)
+            for placement in (Replicate(), Shard(0), Shard(1), Shard(2), Partial()):
+                if placement.is_partial():  # of zeros on all ranks but the first
+                    mine = x if dist.get_rank(group) == 0 else torch.zeros_like(x)
+                    given = DTensor.from_local(mine, mesh, [placement]).requires_grad_()
+                else:
+                    given = distribute_tensor(x, mesh, [placement]).requires_grad_()
+                got = op(given, dim, keepdim)
+                what = f"{op} over {dim}, keepdim={keepdim}, of {placement}"
+                assert got.shape == wanted.shape, what
+                is_kept = dim is not None and placement.is_shard() and placement.dim != dim % 3
+                expected = Shard(placement.dim - (placement.dim > dim % 3 and not keepdim)) if is_kept else Replicate()
+                assert got.placements == (expected,), f"{what}: {got.placements}"
+                assert torch.equal(got.full_tensor(), wanted), what
+                (grad,) = torch.autograd.grad(got, given, distribute_tensor(weights, mesh, list(got.placements)))
+                assert torch.equal(grad.full_tensor(), wanted_grad), what
+    assert torch.equal(torch.ops.dmattn.reduce_sum(distribute_tensor(x > 0, mesh, [Shard(2)]), 1).full_tensor(), (x > 0).sum(1))
 
 
 def drop(group: dist.ProcessGroup) -> None:

@@ -214,6 +214,13 @@ def test_memory_is_measured_in_a_process_of_its_own():
     assert taken.keys() == {"forward", "backward"}
 
 
+def test_memory_that_was_there_before_is_not_negative(monkeypatch):
+    """Results that fit into resident pages leave the peak where it was."""
+    monkeypatch.setattr(measure, "_status", lambda field: 2**20)
+    load = cases.workload(cases.Case(20, head_dim=16), "cpu", with_peers=False)
+    assert measure._extra_cpu(load.ours, load.grad_out) == {"forward": 0, "backward": 0}
+
+
 def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls: list[str] = []

@@ -37,6 +37,11 @@ def test_partial_sums_decoding_packing_and_ops(device_ranks):
 
 
 @pytest.mark.slow
+def test_reductions(device_ranks):
+    device_ranks.run("rank_sharding:reduce", [()] * 2)
+
+
+@pytest.mark.slow
 def test_compiled_calls(device_ranks):
     device_ranks.run("rank_sharding:attend", [(LAYOUTS[:2], ["top-k", "top-k in documents"], True)] * 2)
 

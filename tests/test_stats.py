@@ -138,6 +138,7 @@ def test_nothing_visible():
     assert found.density == 0.0
     for shape in ((1, 1, 0, 8), (0, 1, 3, 8)):
         assert dmattn.stats(shape).density == 0.0
+        assert dmattn.stats(shape).predicted_speedup == 1.0
         assert repr(dmattn.stats(shape))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn import sharding
 from dmattn._library import rules
-from dmattn.autograd import below_autograd, has_tangent
+from dmattn.autograd import are_plain, below_autograd, has_tangent
 from dmattn.composed import in_front
 
 
@@ -118,6 +119,8 @@ def transformed_max_rule(given: Tensor, dim: int | None = None, keepdim: bool = 
 
 
 def _ruled(function: Any, op: Any, inputs: tuple[Any, ...]) -> Any:
+    if not are_plain(inputs) and sharding.is_sharded(inputs[0]):
+        return sharding.reduce(op, *inputs)
     if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         return function.apply(*inputs)
     return below_autograd(op, inputs)

@@ -89,6 +89,34 @@ def decode(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
     return deal.whole(out, (*shape, value.shape[3])), deal.whole(lse, shape)
 
 
+def reduce(op: Any, given: Any, dim: int | None, keepdim: bool) -> Tensor:
+    """The ops ``reduce_sum`` and ``reduce_max`` on a DTensor.
+
+    Every rank reduces the sequences that it holds. What is dealt out along a reduced dimension, or is a partial result, is gathered first: the
+    order of additions, and so the bits, are those of one process.
+    """
+    dtensor = _tensor_module()
+    rank = given.dim()
+    reduced = None if dim is None or rank == 0 else dim % rank
+    placements: list[Any] = [dtensor.Replicate()] * given.device_mesh.ndim
+    results = list(placements)
+    if reduced is not None:
+        for at, placement in enumerate(given.placements):
+            if type(placement) is dtensor.Shard and placement.dim != reduced:
+                placements[at] = placement
+                results[at] = dtensor.Shard(placement.dim - (placement.dim > reduced and not keepdim))
+    local = given.redistribute(given.device_mesh, placements).to_local(grad_placements=placements)
+    result = op(local, dim, keepdim)
+    sizes = [1 if reduced in (None, at) else size for at, size in enumerate(given.shape)]
+    if not keepdim and rank:
+        sizes = [] if reduced is None else sizes[:reduced] + sizes[reduced + 1 :]
+    shape = torch.Size(sizes)
+    whole: Tensor = dtensor.DTensor.from_local(
+        result, given.device_mesh, results, run_check=False, shape=shape, stride=_strides_in_order_of(result, shape)
+    )
+    return whole
+
+
 def refuse(name: str) -> None:
     """For what keeps a rank's state."""
     raise TypeError(f"{name}: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local()")

@@ -102,10 +102,10 @@ class Stats:
         """Pairs that dense attention computes for each that this call computes: how many times as fast the products alone are.
 
         Neither selection, lists of live keys, launches nor the slower loading of scattered rows is in it: an upper bound, see the page
-        "Profiling".
+        "Profiling". 1 where there are no pairs at all, inf where none of them is visible.
         """
-        computed = int(self.computed_pairs.sum())
-        return self.dense_pairs * self.computed_pairs.numel() / computed if computed else math.inf
+        dense, computed = self.dense_pairs * self.computed_pairs.numel(), int(self.computed_pairs.sum())
+        return dense / computed if computed else math.inf if dense else 1.0
 
     @property
     def read_bytes(self) -> int:
