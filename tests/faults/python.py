@@ -287,6 +287,8 @@ FAULTS = [
             "a mask counts packed queries, not the places of keys", VARLEN + "test_selection_and_masks_are_those_of_each_document"),
     in_file("varlen.py", "end = selected if shift is None else selected + shift", "end = selected",
             "selected keys end at places of keys", VARLEN + "test_selection_and_masks_are_those_of_each_document"),
+    in_file("varlen.py", "out.squeeze(0).transpose(0, 1)", "out[0].transpose(0, 1)",
+            "backward copies the gradient of packed results among zeros", VARLEN + "test_backward_copies_no_gradient"),
     in_file("varlen.py", "rules.dropout_seed + number", "rules.dropout_seed",
             "all parts of a large pack drop the same weights", VARLEN + "test_parts_draw_different_dropout"),
     in_file("varlen.py", "if max(tokens) > longest and document - 1 > cuts[-1]:", "if max(tokens) >= longest and document - 1 > cuts[-1]:",
