@@ -8,9 +8,9 @@ import os
 import dmattn
 import pytest
 import torch
+from cuda_inputs import assert_same_results
 from devices import DEVICE
 from dmattn.testing import AttentionCase, assert_matches_reference
-from dmattn.testing.tolerance import assert_same_by_another_way
 
 # The choice ---------------------------------------------------------------------------------------------------------------------------
 
@@ -212,8 +212,7 @@ def test_a_window_of_all_keys_needs_neither_lists_nor_sums_of_keys():
     sums_of_keys = heads * length * 2 * size * 4
     assert many - few > lists
     assert more - fewer > sums_of_keys
-    for one, other in zip(got, expected, strict=True):
-        assert_same_by_another_way(one, other, torch.bfloat16)
+    assert_same_results(got, expected)
 
 
 LONG = [(1500, 1, 1000), (4096, 40, 2048), (16384, 1, 8192), (9000, 12, 9000), (16384, 8, 14000), (16384, 1, 16384)]
@@ -233,5 +232,4 @@ def test_long_problems_are_the_same_by_lists(length, heads, window, size):
     listed = dmattn.attention(*inputs[:3], mask, key_bias=inputs[3], is_causal=True)
     results = [out, *torch.autograd.grad(out, inputs, grad_out)]
     expected = [listed, *torch.autograd.grad(listed, inputs, grad_out)]
-    for one, other in zip(results, expected, strict=True):
-        assert_same_by_another_way(one.detach(), other.detach(), torch.bfloat16)
+    assert_same_results(results, expected)

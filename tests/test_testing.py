@@ -113,7 +113,10 @@ def test_the_rule_covers_sinks_and_offsets(dtype):
 def test_the_rule_has_nothing_to_turn():
     assert list(inspect.signature(assert_close_to_reference).parameters) == ["case", "results"]
     assert list(inspect.signature(assert_matches_reference).parameters) == ["case", "fn", "gradients"]
-    for check in (tolerance.assert_same_by_another_way, tolerance.assert_same_in_another_order):
+    for check in (
+        tolerance.assert_same_by_another_way, tolerance.assert_same_sums_by_another_way, tolerance.assert_same_lse_by_another_way,
+        tolerance.assert_same_in_another_order,
+    ):  # fmt: skip
         assert list(inspect.signature(check).parameters) == ["result", "expected", "dtype"]
 
 
@@ -161,6 +164,25 @@ def test_one_wrong_row_among_many_is_seen():
         tolerance.assert_same_by_another_way(few.float(), few, torch.bfloat16)
 
 
+@pytest.mark.parametrize("check", [tolerance.assert_same_sums_by_another_way, tolerance.assert_same_lse_by_another_way])
+@pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 19999), (0, 2, 7000)])
+def test_one_wrong_number_among_many_is_seen(check, place):
+    """A norm hides it, of all numbers and of a head's."""
+    right = strategies.random_tensor((1, 4, 20000), 0)
+    right[place] = 1.0
+    for wrong in (0.0, 2.0, torch.nan):
+        result = right.clone()
+        result[place] = wrong
+        with pytest.raises(AssertionError, match="distance"):
+            check(result, right, torch.bfloat16)
+    if check is tolerance.assert_same_sums_by_another_way:  # what rows alone would say
+        result[place] = 1.5
+        tolerance.assert_same_by_another_way(result, right, torch.bfloat16)
+        with pytest.raises(AssertionError, match=rf"row {re.escape(str([*place]))}: .* 1 of 80000 rows"):
+            check(result, right, torch.bfloat16)
+    check(right * (1 + 4 * torch.finfo(torch.float32).eps), right, torch.bfloat16)
+
+
 def two_ways(causal, window, heads, length, size, peak, seed):
     """out and gradients in bfloat16, as two right kernels give them: one rounds weights before they are divided by their sum, one behind."""
     generator = torch.Generator().manual_seed(seed)
@@ -190,8 +212,10 @@ def two_ways(causal, window, heads, length, size, peak, seed):
 @pytest.mark.parametrize(("heads", "length", "size"), [(2, 300, 8), (3, 500, 64), (1, 1000, 16)], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(False, 9999), (True, 9999), (True, 30), (True, 5)])
 def test_right_rows_pass(causal, window, heads, length, size, peak, seed):
-    for one, other in zip(*two_ways(causal, window, heads, length, size, peak, seed), strict=True):
+    *rows, sums = zip(*two_ways(causal, window, heads, length, size, peak, seed), strict=True)
+    for one, other in rows:
         tolerance.assert_same_by_another_way(one, other, torch.bfloat16)
+    tolerance.assert_same_sums_by_another_way(*sums, torch.bfloat16)
 
 
 @settings(max_examples=15)

@@ -266,6 +266,41 @@ def assert_same_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dt
     _compare_rows(result, expected, eps * ROUNDINGS / 2, LONGEST**0.5 * torch.finfo(accumulate_dtype(dtype)).eps)
 
 
+def assert_same_sums_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """The rule of :func:`assert_same_by_another_way` for results with one number for each key, as the gradient of key_bias [B, H, Sk].
+
+    The last dimension is no vector of a head, so each number is compared by itself, as a row of one. It is the sum over queries of a
+    weight times a difference. Six halves of an ulp of each term, of either sign, make 3 eps of the root of the sum of their squares. Where
+    what comes in is random, a number is about as large as that root for its key; where it happens to be small, numbers near it are not.
+
+    Args:
+        result, expected: tensors of one shape, [.., S].
+        dtype: that of query.
+
+    Raises:
+        AssertionError: as :func:`assert_same_by_another_way`.
+    """
+    assert_same_by_another_way(result[..., None], expected[..., None], dtype)
+
+
+def assert_same_lse_by_another_way(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """The rule for lse [B, H, Sq] of two ways to one result: nothing on the way to it is rounded to the dtype of query.
+
+    So the whole is compared as in :func:`assert_same_in_another_order`, and each number by itself: sums in the accumulate dtype are off by
+    2^10 ulps of the largest of all.
+
+    Args:
+        result, expected: tensors of one shape, without infinities.
+        dtype: that of query.
+
+    Raises:
+        AssertionError: as :func:`assert_same_by_another_way`.
+    """
+    summed = accumulate_dtype(dtype)
+    assert_same_in_another_order(result, expected, summed)
+    _compare_rows(result[..., None], expected[..., None], 0.0, LONGEST**0.5 * torch.finfo(summed).eps)
+
+
 def assert_same_in_another_order(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """The rule for two results that are rounded alike, and differ only in the order of their sums in the accumulate dtype.
 
