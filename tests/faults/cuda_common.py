@@ -6,8 +6,8 @@ from __future__ import annotations
 from faults import Fault
 
 
-def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "") -> Fault:
-    return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects)
+def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str = "", *, size: int = 64) -> Fault:
+    return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects, size=size)
 
 
 CACHE, REDUCE = "test_cache.py::", "test_reduce.py::"
@@ -22,6 +22,7 @@ FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
 )
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 LISTS, COMPACT = LIVE_KEYS + "test_lists_of_long_problems", LIVE_KEYS + "test_one_list_of_keys_for_all_queries"
+RANGES = "test_in_order.py::test_it_changes_no_result"
 EVERYTHING = "sm80_forward sm80_query_major sm90_forward sm90_backward"
 
 FAULTS = [
@@ -55,6 +56,24 @@ FAULTS = [
             "the live keys of a part are written over those of the part before", LIVE_KEYS + "test_lists_of_many_heads " + LIVE_KEYS + "test_more_than_a_thousand_lists"),
     in_file("common/live_keys.cu", "front += all & 0xffff, back -= all >> 16;", "back -= all >> 16;",
             "later groups of a list are written over the first", LISTS),
+    # Ranges of keys in order.
+    in_file("common/key_ranges.cu", "spans[i] = source.of_key(first_key + i * 32 + lane);", "spans[i] = source.of_key(first_key + lane * kPerLane + i);",
+            "keys of a warp stand at the places of others", RANGES),
+    in_file("common/key_ranges.cu", "number * kRangeQueries < end_query; ++number", "(number + 1) * kRangeQueries <= end_query; ++number",
+            "keys that end within a range of queries are not in it", RANGES),
+    in_file("common/key_ranges.cu", "first = min(first, i * 32", "first = max(0, i * 32",
+            "the first key of a range is one of a warp's last keys", RANGES),
+    in_file("common/key_ranges.cu", "last = i * 32 + 31 - __clz", "last = 31 - __clz",
+            "the last key of a range is one of a warp's first keys", RANGES),
+    in_file("common/key_ranges.cu", "lane == 0 ? key_length - (first_key + first) : first_key + last + 1;", "lane == 0 ? key_length - (first_key + first) : first_key + last;",
+            "the last key of a range is left out", RANGES),
+    in_file("common/key_ranges.cu", "const SpanSource source(p.mask, key_length, mask_head / heads, head);", "const SpanSource source(p.mask, key_length, 0, head);",
+            "every sequence has the ranges of the first", RANGES),
+    in_file("common/key_ranges.cu", "mask_head % heads * static_cast<int>(live_keys.head_divisor);", "mask_head % heads;",
+            "ranges are those of the first group's heads", RANGES, size=128),
+    in_file("common/key_ranges.cu", "__reduce_max_sync(0xffffffffu, high) - shift,", "__reduce_max_sync(0xffffffffu, high) - abs(shift),",
+            "ranges of queries that stand before the first key end early", RANGES, size=128),
+    # Compact keys.
     in_file("common/compact_keys.cu", "call.compact.key_bias[to] = bias[key];", "call.compact.key_bias[to] = bias[at];",
             "compact keys have the key_bias of others", COMPACT),
     in_file("common/compact_keys.cu", "(batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2 + piece * 16", "(batch * tensor.batch_stride + head * tensor.head_stride) * 2 + piece * 16",

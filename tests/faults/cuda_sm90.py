@@ -21,6 +21,7 @@ WIDE = BACKWARD + "test_wide_heads"
 ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
 RANGES = "test_in_order.py::test_it_changes_no_result"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
+RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
     "sm90_forward*kGathered",
@@ -55,6 +56,14 @@ FAULTS = [
             "tiles of 256 queries use the bits of their first rows again", TILES, ALL),
     in_file("walk.cuh", "base < min(first + tile_k, limits.limit); base += kKeys", "base + kKeys <= min(first + tile_k, limits.limit); base += kKeys",
             "the last partial chunk of a mask's tile is dropped", TILES + " " + FORWARD + "test_each_mask_with_everything_else_plain", ALL),
+    in_file("walk.cuh", "min(range.y, limits.limit)", "min(range.y, limits.limit) - 1",
+            "the last key of a tile's range is left out", RANGES, RANGED),
+    in_file("walk.cuh", "key_length - range.x", "key_length - range.x + kKeys",
+            "the first keys of a tile's range are left out", RANGES, RANGED),
+    in_file("walk.cuh", "live_keys.range_count + first_query_ / kRangeQueries", "live_keys.range_count",
+            "every tile takes the range of the first queries", RANGES, RANGED),
+    in_file("walk.cuh", "live_keys.mask_head_of(batch_, head_) * live_keys.range_count", "live_keys.mask_head_of(0, head_) * live_keys.range_count",
+            "tiles of every sequence take the ranges of the first", RANGES, RANGED),
     in_file("walk.cuh", "partial_head_ += from_partial, partial_count_ -= from_partial;", "partial_count_ -= from_partial;",
             "keys that some see come twice", THRESHOLDS + " " + LISTS, GATHERED),
     in_file("walk.cuh", "whole_head_ += kKeys, whole_count_ -= kKeys;", "whole_head_ += kKeys - 1, whole_count_ -= kKeys;",
