@@ -234,15 +234,18 @@ class Planter:
             if code != 0:
                 outcome.state, outcome.detail = "error", f"does not compile: {output[-600:]}"
                 return None
-        link = base.commands[LIBRARY].replace(f"-o {LIBRARY}", f"-o {site / LIBRARY}")
-        words = [os.path.normpath(word) if word.endswith(".o") else word for word in link.split(" ")]
-        missing = set(made) - set(words)
+        missing = set(made)
+        for library in (LIBRARY, *(name for name in base.commands if name.startswith("_C"))):
+            link = base.commands[library].replace(f"-o {library}", f"-o {site / library}")
+            words = [os.path.normpath(word) if word.endswith(".o") else word for word in link.split(" ")]
+            if missing.isdisjoint(words):
+                continue
+            missing -= set(words)
+            code, output = await self.shell(" ".join(str(made.get(word, word)) for word in words), base.build)
+            if code != 0:
+                raise ValueError(f"{fault}: does not link: {output[-600:]}")
         if missing:
-            raise ValueError(f"{fault}: the library is not linked from {missing}")
-        link = " ".join(str(made.get(word, word)) for word in words)
-        code, output = await self.shell(link, base.build)
-        if code != 0:
-            raise ValueError(f"{fault}: does not link: {output[-600:]}")
+            raise ValueError(f"{fault}: no library is linked from {missing}")
         return site / LIBRARY
 
     async def shell(self, command: str, folder: Path) -> tuple[int, str]:

@@ -17,6 +17,7 @@ FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "t
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
+WAYS = "test_key_ways.py::test_the_way_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
@@ -242,4 +243,21 @@ FAULTS = [
     in_file("cpu/scratch.h", "(bytes_each + 63) / 64 * 64 + 64", "(bytes_each + 63) / 64 * 64",
             "workers' memory lies side by side",
             harmless="The extra line keeps a vector's prefetch apart; every piece of an Arena lies within bytes_each, so none overlaps."),
+    # How Hopper's kernels come to keys: the host's choice, which dmattn._C shows.
+    in_file("cuda/key_ways.h", "  if (!counts.is_causal) return most / keys;\n", "",
+            "without causality pairs that causality would leave are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/key_ways.h", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
+            "pairs of queries before the call's first one are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/key_ways.h", "share >= 1.0 && counts.keys >= 512", "share >= 1.0",
+            "short calls take all keys instead of looking at spans", WAYS),
+    in_file("cuda/key_ways.h", "if (counts.may_take_all && share", "if (share",
+            "forward takes all keys in order where no instance does", "test_key_ways.py::test_without_a_key_bias_forward_takes_all_keys_as_it_takes_most"),
+    in_file("cuda/key_ways.h", "(is_at_once ? 1024 : 512)", "512",
+            "few tiles of 1,024 keys are listed", WAYS),
+    in_file("cuda/key_ways.h", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
+            "few tiles that see most keys are listed", WAYS),
+    in_file("cuda/key_ways.h", "  if (share == 0.0) return KeyWay::kLists;\n", "",
+            "backward takes all keys of masks of which nothing is known", WAYS),
+    in_file("cuda/key_ways.h", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
+            "backward of one long head takes all keys", WAYS),
 ]  # fmt: skip
