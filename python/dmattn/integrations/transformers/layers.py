@@ -128,7 +128,9 @@ class SelectingAttention(nn.Module):
             return plain
         ranks = scores if self.log_slope is None else scores + recency_of(self.log_slope, scores.shape[2])
         mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
-        out: Tensor = attention(query, key, value, mask, key_bias=added, **shared)
+        # The mask is causal by itself. Kernels are told, too, where that takes no operation more.
+        is_causal = not isinstance(offset, Tensor)
+        out: Tensor = attention(query, key, value, mask, key_bias=added, is_causal=is_causal, **shared)
         if self.taught and self.training and torch.is_grad_enabled():
             self.last_score_loss = None  # an earlier pass's
             if query.shape[2] == key.shape[2]:
