@@ -183,6 +183,22 @@ def test_one_wrong_number_among_many_is_seen(check, place):
     check(right * (1 + 4 * torch.finfo(torch.float32).eps), right, torch.bfloat16)
 
 
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_lse_in_another_order_passes_and_a_missing_key_does_not(factor):
+    """Products summed half by half, and keys part by part."""
+    query, key = (strategies.random_tensor((1, 3, 500, 128), seed, torch.bfloat16).float() for seed in range(2))
+    one = (query * factor @ key.mT).mul(128**-0.5)
+    halves = [(query[..., part] * factor @ key[..., part].mT).mul(128**-0.5) for part in (slice(0, 40), slice(40, None))]
+    other = sum(halves).flip(-1)
+    parts = torch.stack([part.logsumexp(-1) for part in other.split(130, -1)], -1)
+    tolerance.assert_same_lse_by_another_way(parts.logsumexp(-1), one.logsumexp(-1), torch.bfloat16)
+    missing = one.clone()
+    key_of = one[0, 1, 77].median(0) if factor == 1 else one[0, 1, 77].max(0)
+    missing[0, 1, 77, key_of.indices] = -torch.inf
+    with pytest.raises(AssertionError, match="distance"):
+        tolerance.assert_same_lse_by_another_way(missing.logsumexp(-1), one.logsumexp(-1), torch.bfloat16)
+
+
 def two_ways(causal, window, heads, length, size, peak, seed):
     """out and gradients in bfloat16, as two right kernels give them: one rounds weights before they are divided by their sum, one behind."""
     generator = torch.Generator().manual_seed(seed)
