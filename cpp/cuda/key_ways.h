@@ -19,7 +19,6 @@ struct KeyCounts {
   int64_t most_keys = 0;  // how many keys a query sees at most; 0 or less: not known
   bool is_causal = false;
   int64_t tiles = 0, processors = 0;
-  bool may_take_all = true;  // does forward have an instance that takes all keys of the call in order?
 };
 
 // Of the pairs of a query and a key that the call has without intervals, the share that may be visible; 0: not known.
@@ -41,7 +40,7 @@ inline double visible_share(const KeyCounts& counts) {
 inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
   // Keys in order are tested chunk by chunk, which is slow where a chunk has keys that its tile does not see.
-  if (counts.may_take_all && share >= 1.0 && counts.keys >= 512) return KeyWay::kAllKeys;
+  if (share >= 1.0 && counts.keys >= 512) return KeyWay::kAllKeys;
   const bool is_at_once = counts.tiles <= counts.processors;
   const bool is_short = counts.keys <= (is_at_once ? 1024 : 512);
   // Between few tiles and many, two or three of unequal length for each processor take longer than lists.

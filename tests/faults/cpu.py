@@ -250,8 +250,6 @@ FAULTS = [
             "pairs of queries before the call's first one are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
     in_file("cuda/key_ways.h", "share >= 1.0 && counts.keys >= 512", "share >= 1.0",
             "short calls take all keys instead of looking at spans", WAYS),
-    in_file("cuda/key_ways.h", "if (counts.may_take_all && share", "if (share",
-            "forward takes all keys in order where no instance does", "test_key_ways.py::test_without_a_key_bias_forward_takes_all_keys_as_it_takes_most"),
     in_file("cuda/key_ways.h", "(is_at_once ? 1024 : 512)", "512",
             "few tiles of 1,024 keys are listed", WAYS),
     in_file("cuda/key_ways.h", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
