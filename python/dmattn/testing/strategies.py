@@ -488,13 +488,17 @@ def bool_tensor_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> Dra
     return DrawnMask(made, visible, f"bool{list(made.shape)}", frozenset({"bool"}))
 
 
-def interval_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
-    """Every kind of IntervalMask."""
+@st.composite
+def interval_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """Every kind of IntervalMask, with and without what is known of the number of keys that a query sees."""
     kinds = (
         raw_interval_masks, causal_masks, sliding_window_masks, streaming_masks, document_masks, prefix_masks, padding_masks, top_k_masks,
         chunked_masks, tree_masks,
     )  # fmt: skip
-    return st.one_of(*(kind(shape, device) for kind in kinds))
+    drawn = draw(st.one_of(*(kind(shape, device) for kind in kinds)))
+    if isinstance(drawn.mask, IntervalMask) and drawn.mask.most_keys and draw(st.booleans()):
+        return dataclasses.replace(drawn, mask=drawn.mask._replace(most_keys=0))
+    return drawn
 
 
 def block_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
