@@ -495,7 +495,7 @@ def interval_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnM
         raw_interval_masks, causal_masks, sliding_window_masks, streaming_masks, document_masks, prefix_masks, padding_masks, top_k_masks,
         chunked_masks, tree_masks,
     )  # fmt: skip
-    drawn = draw(st.one_of(*(kind(shape, device) for kind in kinds)))
+    drawn: DrawnMask = draw(st.one_of(*(kind(shape, device) for kind in kinds)))
     if isinstance(drawn.mask, IntervalMask) and drawn.mask.most_keys and draw(st.booleans()):
         return dataclasses.replace(drawn, mask=drawn.mask._replace(most_keys=0))
     return drawn
