@@ -58,6 +58,15 @@ def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any])
         call(group, arguments)
 
 
+def told_to_forward(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
+    """What calls tell the op ``forward`` of the number of keys that a query sees at most."""
+    told, forward = [], dmattn.ops.forward
+    with mock.patch.object(dmattn.ops, "forward", lambda *inputs: told.append(inputs[18]) or forward(*inputs)):
+        for arguments in calls:
+            call(group, arguments)
+    return told
+
+
 def refusals_of_long_chunks(group: dist.ProcessGroup, most: int, arguments: dict[str, Any]) -> list[str]:
     """What two equal calls say where chunks may have ``most`` positions together."""
     said = []

@@ -220,6 +220,26 @@ def test_no_sequences(ranks, world, kind):
         assert out.shape == (0, 4, 5, 8)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_kernels_are_told_how_many_keys_a_query_sees(ranks, world):
+    """As in one process; also where a mask belies it on one rank, which is no reason to refuse."""
+    query, key, value, scores = dynamic_case(12 * world)
+    length, rows = query.shape[2], {"query": query, "key": key, "value": value}
+    selecting = {**rows, "scores": scores, "window": 5, "local": 2}
+    chunks = IntervalMask.chunked(length, 4)
+    calls = {
+        7: selecting,
+        4: {**selecting, "base": chunks},
+        0: {**selecting, "base": IntervalMask.documents(length, torch.tensor([0, 5, length]))},
+        3: {**rows, "mask": IntervalMask.sliding_window(length, 2)},
+        2**20: rows,
+    }
+    parts = [cut(given, even_cuts(length, world)) for given in (*calls.values(), {**rows, "mask": chunks})]
+    parts[-1][0]["mask"] = chunks._replace(most_keys=9)
+    expected = [[*calls, 9 if rank == 0 else 4] for rank in range(world)]
+    assert ranks.run("rank_calls:told_to_forward", [([own[rank] for own in parts],) for rank in range(world)]) == expected
+
+
 def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     """Every rank has a generator in another state; the whole sequence gets the mask of the first one's seed."""
     query, key, value, scores = dynamic_case(40)

@@ -20,7 +20,7 @@ from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
-from dmattn.masks.interval import check_base, select_interval
+from dmattn.masks.interval import check_base, most_selected, select_interval
 from dmattn.sizes import Sizes, key_bias_rows, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
@@ -43,6 +43,13 @@ class Arguments(NamedTuple):
         """The length that the mask or base says the sequence has; 0 if none does."""
         given = self.mask if self.base is None else self.base
         return 0 if given is None or given.key_length is None else given.key_length
+
+    @property
+    def most_keys(self) -> int:
+        """How many keys a query sees at most, 0 where that is not known."""
+        if self.kind == SCORES:
+            return most_selected(*self.selection, self.base)
+        return checks.MAX_LENGTH if self.mask is None else self.mask.most_keys
 
 
 @overload
@@ -123,7 +130,7 @@ def context_parallel_attention(
         checks.flags(False, deterministic, return_lse)
         query, key, value = autocast(query, key, value)
         given = _checked(query, key, value, mask, scores, window, local, sink, base, key_bias)
-        options = options_of(given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic)
+        options = options_of(given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic, most_keys=given.most_keys)
     except Exception:  # whatever it is: the other ranks would wait for this one
         if not compiling and world > 1:
             agreement.fail(ranks)
@@ -176,9 +183,8 @@ def context_parallel_attention(
         "deterministic": options.deterministic,
     }  # fmt: skip
     if seed is None:
-        out, lse = attention(
-            query, key, value, needs.local_mask(start, end, slots, chunks), key_bias=flat_bias, return_lse=True, **common
-        )
+        local_mask = needs.local_mask(start, end, slots, chunks)._replace(most_keys=options.most_keys)
+        out, lse = attention(query, key, value, local_mask, key_bias=flat_bias, return_lse=True, **common)
     else:
         out, lse = _at_positions(query, key, value, flat_bias, start, end, slots, chunks, common)
     return (out, lse) if return_lse else out
