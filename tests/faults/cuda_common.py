@@ -136,7 +136,7 @@ FAULTS = [
     in_file("common/select/keys.cuh", "return index - (head.groups ? head.groups[index] : 0) <", "return index <",
             "only the first document has sinks", SELECT + "test_sinks_are_the_first_keys_of_a_document_that_are_there"),
     in_file("common/select/keys.cuh", "<= index || is_sink(p, head, index)) return 0;", "<= index) return 0;",
-            "sinks of float64 scores and in documents compete for places of the window", SELECT + "test_a_local_window_delays_and_sinks_do_not_compete"),
+            "sinks of float64 scores and in documents compete for places of the window", SELECT + "test_local_window_and_sinks_end_with_their_document " + SELECT + "test_a_local_window_delays_and_sinks_do_not_compete"),
     in_file("common/select/sort.cuh", "offset >= 0 && first + offset >= p.sink ?", "offset >= 0 ?",
             "sinks compete for places of the window", SELECT + "test_a_local_window_delays_and_sinks_do_not_compete"),
     in_file("common/select/short.cuh", "codes[i] = index < length && index >= p.sink ? ~codes[i] : kAll;", "codes[i] = index < length ? ~codes[i] : kAll;",
