@@ -16,6 +16,7 @@ from dmattn.bench import (
     __main__,
     compare,
     measure,
+    page_tables,
     plots,
     records,
     report,
@@ -301,6 +302,62 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
         == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
     )
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
+
+
+STAMP = {
+    "machine": {"gpu": "A GPU"},
+    "torch": "2.11",
+    "commit": "abc",
+    "uncommitted_changes": False,
+    "date": "2026-11-21T15:13:06",
+}
+PAGE_TABLES = {  # results, and a line of the table
+    "ranks": (
+        {"rows": [STAMP | {"length": 5000, "ours": {"forward_ms": 3.21, "forward_in_a_row_ms": 0.5, "forward_backward_ms": 10},
+                           "one_chunk_alone": {"forward_ms": 2.0, "forward_in_a_row_ms": 1.0, "forward_backward_ms": 8.0}}]},
+        "| 5,000 | 3.21 ms | 500 us | 2.00, 1.00 ms | - | 10.0 ms | 8.00 ms | - |",
+    ),
+    "packs": (
+        STAMP | {"rows": [{"case": "2 documents", "tokens": 1_510_000, "forward_ms": 2.0, "forward_over_proportional": 1.234,
+                           "backward_ms": 3.0, "backward_over_proportional": 2.0, "torch_forward_ms": 9.0, "torch_backward_ms": 8.0}]},
+        "| 2 documents: 1.5 million tokens | 2.00 ms | 1.23x | 9.00 ms | 3.00 ms | 2.00x | 8.00 ms |",
+    ),
+    "predictions": (
+        STAMP | {"rows": [{"case": case, "length": length, "window": window, "head_dim": 128, "medians": {"forward": 2, "peer_forward": 1},
+                           "kernel_medians": {"forward": 1, "peer_forward": 25}}
+                          for case, length, window in zip(page_tables.PREDICTED, (1024, 256), (1024, 256), strict=True)]},
+        "| 1,024 tokens, window 1,024 | 1.0x | 25x | 0.50x |",
+    ),
+    "training-steps": (
+        {"rows": [STAMP | {"name": name, "length": 4096, "ranks": 2, "window": 64, "samples": [1.0], "tokens_per_second": rate,
+                           "compiled": rate > 2500, "documents": documents}
+                  for name, rate, documents in (("dynamic", 3000.4, 0), ("causal", 2000.0, 0), ("dynamic", 1.0, 7))]},
+        "| 4,096, 64, 2 (one step each; the peer is not compiled) | 3,000 | 2,000 | 1.5x |",
+    ),
+    "doge": (
+        STAMP | {"rows": [{"name": "dmattn", "length": 4096, "forward_ms": 1.4, "backward_ms": 2.6, "peak_gib": 3.14},
+                          {"name": "eager", "length": 4096, "out_of_memory": True}]},
+        "| 4,096 | 1 + 3 ms | 3.1 GiB | out of memory | - |",
+    ),
+    "reductions": (
+        STAMP | {"rows": [{"case": "[9] int8, dim 0", "reduce_sum": 1234.5, "torch_sum": 1, "copy": 2}]},
+        "| [9] int8, dim 0 | 1,234 | 1 | - | - | 2 |",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", page_tables.TABLES)
+def test_tables_of_pages_say_what_the_results_say(name, tmp_path):
+    place = f"<!-- bench:{name} -->\n<!-- /bench:{name} -->"
+    with pytest.raises(records.BadResultError, match=f"no results for bench:{name}: expected"):
+        report.rewritten(place, tmp_path)
+    result, line = PAGE_TABLES[name]
+    (tmp_path / page_tables.MACHINE).mkdir()
+    (tmp_path / page_tables.MACHINE / page_tables.TABLES[name][0]).write_text(json.dumps(result))
+    lines = report.rewritten(place, tmp_path).splitlines()
+    assert line in lines
+    assert lines[-2] == "A GPU, torch 2.11, commit abc, 2026-11-21."
+    assert report.rewritten("\n".join(lines), tmp_path).splitlines() == lines
 
 
 def test_a_page_without_results_says_so(tmp_path):

@@ -1,7 +1,7 @@
 """Turns results into tables and plots: those of README.md and docs/, or a report of any results.
 
 A page has places ``<!-- bench:NAME -->`` to ``<!-- /bench:NAME -->``. NAME is that of results/*/NAME.json, or of one of the short tables below,
-or of one of quality_report.py; serve is that of serve_report.py.
+or of one of quality_report.py or page_tables.py; serve is that of serve_report.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench import plots, quality_report, serve_report
+from dmattn.bench import page_tables, plots, quality_report, serve_report
 from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, summary
-from dmattn.bench.tables import duration, markdown, number, ratio
+from dmattn.bench.tables import duration, markdown, number, plain_ratio, ratio
 
-PAGES = ("README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md")
+PAGES = (
+    "README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md", "docs/distributed.md",
+    "docs/packed.md", "docs/profiling.md", "docs/training.md", "docs/transformers.md", "docs/lab/reached.md",
+)  # fmt: skip
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
@@ -127,9 +130,9 @@ def short_table(name: str, results: Path) -> str:
             line[0] += f", D = {row['head_dim']}" if row["head_dim"] != first["head_dim"] else ""
             line[0] += "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
             for part in ("forward", "backward"):
-                line.append(plain_ratio(row["medians"], part) + ", " + duration(row["medians"][part]))
+                line.append(faster(row["medians"], part) + ", " + duration(row["medians"][part]))
                 if with_kernels:
-                    line.append(plain_ratio(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
+                    line.append(faster(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
             lines.append(line)
     return markdown(titles, lines, texts=2) + "\n\n" + "; ".join(machines) + "."
 
@@ -153,10 +156,8 @@ def short_peer(row: dict[str, Any]) -> str:
     return name if name == "FlexAttention" else name + (", causal" if row["is_causal"] else ", dense")
 
 
-def plain_ratio(times: dict[str, float], part: str) -> str:
-    """Two digits are what can be relied on."""
-    ratio = times["peer_" + part] / times[part]
-    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2f}x"
+def faster(times: dict[str, float], part: str) -> str:
+    return plain_ratio(times["peer_" + part] / times[part])
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -172,6 +173,8 @@ def rewritten(text: str, results: Path) -> str:
             return f"<!-- bench:{name} -->\n{short_table(name, results)}\n<!-- /bench:{name} -->"
         if name in quality_report.TABLES:
             return f"<!-- bench:{name} -->\n{quality_report.table(name, results)}\n<!-- /bench:{name} -->"
+        if name in page_tables.TABLES:
+            return f"<!-- bench:{name} -->\n{page_tables.table(name, results)}\n<!-- /bench:{name} -->"
         paths = sorted(results.glob(f"*/{name}.json"))
         if name == "serve" and paths:
             return f"<!-- bench:serve -->\n{serve_report.table(results)}\n<!-- /bench:serve -->"

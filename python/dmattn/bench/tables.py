@@ -25,3 +25,8 @@ def ratio(times: float) -> str:
 def number(value: float | None) -> str:
     """Three digits, and all before the point."""
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plain_ratio(times: float) -> str:
+    """Two digits are what can be relied on."""
+    return f"{times:.0f}x" if times >= 10 else f"{times:.1f}x" if times >= 1 else f"{times:.2f}x"
