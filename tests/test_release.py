@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import subprocess
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -106,6 +107,24 @@ def test_the_stages_of_the_container_are_there():
     assert set(re.findall(r"--from=(\w+)", text)) | set(re.findall(r"--target (\w+)", text)) <= set(stages)
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".venv", "build", "dist"} <= set(ignored)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for pattern in ignored:  # the container builds and tests all that is committed
+        assert not [path for path in listed if PurePath(path).match(pattern) or path.startswith(f"{pattern}/")], pattern
+
+
+@pytest.mark.parametrize("name", ["wheels.yml", "tests.yml"])
+def test_wheels_are_audited(name):
+    """By auditwheel and abi3audit, which make wheel runs as well, and by torch-abi-audit, which a test runs as well."""
+    audited = "\n".join(steps(HIDDEN / "workflows" / name))
+    if name == "wheels.yml":
+        audited += "\n".join(PROJECT["tool"]["cibuildwheel"]["repair-wheel-command"])
+        assert "torch-abi-audit --check both" in audited
+    else:
+        assert "make wheel" in audited
+        assert any(need.startswith("torch-abi-audit") for need in PROJECT["dependency-groups"]["test"])
+        audited += re.search(r"^wheel:.*\n((?:\t.*\n)+)", MAKEFILE, re.M)[1]
+    assert "auditwheel repair" in audited
+    assert "abi3audit --strict" in audited
 
 
 @pytest.mark.parametrize("path", PROSE, ids=name_of)
