@@ -240,6 +240,21 @@ def test_results_with_nothing_to_draw_draw_nothing(tmp_path):
     assert plots.draw_all([{"rows": []}], [], tmp_path) == []
 
 
+def test_every_kind_of_case_is_under_the_roofline(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    kinds = ["dense", "dma", "sliding", "streaming", "documents", "tree", "blocks", "patches"]
+    rates = {"tflops": {"forward": 0.5}, "kernel_tflops": {}}
+    row = {"pairs": 9, "heads": 1, "kv_heads": 1, "batch": 1, "length": 9, "head_dim": 8, "dtype": "float32", **rates}
+    result = {
+        "ceiling": {"float32": {"tflops": 1.0, "gigabytes_per_second": 9.0}},
+        "rows": [row | {"kind": kind} for kind in kinds],
+    }
+    labels = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: labels.extend(figure.axes[0].get_legend_handles_labels()[1]))
+    plots.draw_roofline([result], tmp_path / "roofline.svg")
+    assert labels[1:] == ["dynamic mask" if kind == "dma" else kind for kind in kinds]
+
+
 def test_training_runs_with_the_most_seeds_are_drawn():
     def run(name, seed, steps=10):
         settings = {"task": "text", "steps": steps, "seconds": 0.0, "length": 8, "visible": 4, "seed": seed}
@@ -358,6 +373,26 @@ def test_tables_of_pages_say_what_the_results_say(name, tmp_path):
     assert line in lines
     assert lines[-2] == "A GPU, torch 2.11, commit abc, 2026-11-21."
     assert report.rewritten("\n".join(lines), tmp_path).splitlines() == lines
+
+
+def test_a_result_without_chosen_rows_gives_all_that_were_measured(tmp_path):
+    """The workloads beside pages choose none; a case that was refused has no times."""
+    row = {
+        "case": "a case", "kind": "dma", "batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "in_readme": False,
+        "medians": dict.fromkeys(("forward", "backward", "peer_forward", "peer_backward"), 0.5), "kernel_medians": {},
+        "samples": {"forward": [0.5]}, "peer_names": ["x"],
+    }  # fmt: skip
+    hardware = {"gpu": "A GPU", "driver": "1"}
+    result = STAMP | {
+        "machine": hardware,
+        "cuda": "13",
+        "rows": [row, row | {"case": "other"}, {"case": "refused", "refused": "wrong"}],
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/mine.json").write_text(json.dumps(result))
+    made = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path)
+    assert [line.split(" |")[0] for line in made.splitlines()[3:5]] == ["| a case", "| other"]
+    assert "refused" not in made
 
 
 def test_a_page_without_results_says_so(tmp_path):

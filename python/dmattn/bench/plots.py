@@ -17,6 +17,7 @@ from dmattn.bench.records import Result, Row, first_peer
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
 COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")
+KIND_COLORS = (*COLORS, "#c9a227", "#2a9d9b")  # one for each kind of case
 STYLE = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}
 MOST_CURVES = len(COLORS)
 Run = dict[str, Any]
@@ -221,7 +222,8 @@ def draw_decode_over_context(results: list[Result], path: Path) -> None:
         ax.plot(ends, [us, us], "--", color=ORANGE, label=f"dmattn, bounded cache of {steps[0]['keys']:,} keys")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ticks = [row["length"] for row in measured][::2]
+    lengths = [row["length"] for row in measured]
+    ticks = sorted({*lengths[::2], lengths[-1]})
     ax.set_xticks(ticks, [f"{length:,}" for length in ticks])
     ax.set_xlabel("keys in the context")
     ax.set_ylabel("microseconds")
@@ -258,17 +260,22 @@ def draw_roofline(results: list[Result], path: Path) -> None:
         lw=1,
         label=f"a product of matrices: {most['tflops']:.3g} TFLOP/s; a copy: {most['gigabytes_per_second']:,.0f} GB/s",
     )
-    for kind, color in zip(dict.fromkeys(row["kind"] for row in measured), COLORS, strict=False):
+    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in measured)):
+        color = KIND_COLORS[number % len(KIND_COLORS)]
         found = [row for row in measured if row["kind"] == kind]
         rates = [(row["kernel_tflops"] or row["tflops"])["forward"] for row in found]
-        ax.plot([intensity(row) for row in found], rates, "o", color=color, ms=4, label=kind)
+        ax.plot([intensity(row) for row in found], rates, "o", color=color, ms=4, label="dynamic mask" if kind == "dma" else kind)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    ticker = importlib.import_module("matplotlib.ticker")
+    ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    ax.yaxis.set_minor_formatter(ticker.NullFormatter())
     ax.set_xlabel("operations for each byte of query, key, value and result")
     ax.set_ylabel("TFLOP/s on visible pairs")
     ax.set_title("Forward passes under the roofline", fontsize=11)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=7)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=3)
     save(figure, path)
 
 

@@ -24,7 +24,7 @@ PAGES = (
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
-DRAWN = (GPU, "nvidia-h200/decode.json", "nvidia-h200/serve.json", "nvidia-h200/lengths.json")
+DRAWN = (GPU, "nvidia-h200/decode.json", "nvidia-h200/serve.json", "nvidia-h200/lengths.json", "nvidia-h200/ancestor.json")
 LEARNED = ("nvidia-h200/quality.jsonl",)
 SHORT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # results, then cases of them
     "summary": {
@@ -100,8 +100,9 @@ def mixed(rows: list[dict[str, Any]]) -> bool:
 
 
 def markdown_table(result: dict[str, Any]) -> str:
-    """The rows chosen for tables (``in_readme``), all of them in older results, each beside its first peer."""
-    rows = [row for row in result["rows"] if row.get("in_readme", True)]
+    """The rows chosen for tables (``in_readme``), all of them where none is chosen, each beside its first peer."""
+    measured = [row for row in result["rows"] if "medians" in row]
+    rows = [row for row in measured if row.get("in_readme", True)] or measured
     several = len({first_peer(row) for row in rows}) > 1
     with_kernels = any(row.get("kernel_medians") for row in rows)
     lines = [columns(row, several, with_kernels) for row in rows]
