@@ -40,6 +40,7 @@ ARGUMENTS = {
                                          "rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0, "return_softmax_lse": False,
                                          "page_table": None},
     flash_attn.unpad_input: {"hidden_states": Q, "attention_mask": torch.ones(2, 5, dtype=torch.int64), "unused_mask": None},
+    flash_attn.index_first_axis: {"hidden_states": PQ, "indices": torch.arange(10)},
     flash_attn.pad_input: {"hidden_states": PQ, "indices": torch.arange(10), "batch": 2, "seqlen": 5},
     flash_dmattn.flash_dmattn_func: {"query": Q, "key": K, "value": V, "attn_mask": None, "attn_bias": None, "softmax_scale": None,
                                      "is_causal": None, "softcap": None, "deterministic": None, "return_attn_probs": None, "scale": None},
@@ -91,6 +92,7 @@ EXCEPT = {
     (flash_dmattn.block_smooth, "key_len"): set(),
     (flash_attn.unpad_input, "attention_mask"): set(),
     (flash_attn.pad_input, "batch"): WHOLE,
+    (flash_attn.index_first_axis, "hidden_states"): {"no keys", "2^40 elements", "2^40 batches and heads"},  # whose rows are there
     (block_sparse_attn.block_sparse_attn_func, "base_blockmask"): set(),
     (block_sparse_attn.block_sparse_attn_func, "streaming_info"): set(),
     (block_sparse_attn.block_sparse_attn_func, "max_seqlen_q_"): set(),
@@ -202,6 +204,7 @@ BAD = {
     "a mask for a larger batch": (lambda: flash_dmattn.create_mask(BIAS, None, 3, 5, 6, 3, 0.0), ValueError, "attention_bias: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=3, Sq=5, Sk=6, got [2, 2, 1, 6]"),
     "kind of mask": (lambda: flash_dmattn.create_mask(BIAS, None, 2, 5, 6, 3, 0.0, type="max"), ValueError, "type: expected \"topk\" or \"relu\", got 'max'"),
     "indices": (lambda: flash_attn.pad_input(PQ, torch.arange(10) + 1, 2, 5), ValueError, "indices: expected numbers from 0 to 9, got [1, 2, 3, 4, 5, 6, 7, 8]"),
+    "rows": (lambda: flash_attn.index_first_axis(PQ, torch.arange(10) - 1), ValueError, "indices: expected numbers from 0 to 9, got [-1, 0, 1, 2, 3, 4, 5, 6]"),
     "tables": (lambda: sparse(base_blockmask=TABLES[:1]), ValueError, "base_blockmask: expected [B, tables, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)] = [2, 'tables', 1, 1], got [1, 1, 1, 1]"),
     "no tables": (lambda: sparse(base_blockmask=None), ValueError, "base_blockmask: expected a table for each head with head_mask_type > 0, got None"),
     "few tables": (lambda: sparse(head_mask_type=long(1, 1, 0, 0)), ValueError, "base_blockmask: expected at least 2 tables for head_mask_type, got 1"),

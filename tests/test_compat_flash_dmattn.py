@@ -256,6 +256,7 @@ def test_unpad_and_pad_are_inverse():
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
     tokens, indices, ends, longest, used = flash_dmattn.unpad_input(x, mask)
     assert torch.equal(tokens, x[mask.bool()])
+    assert torch.equal(flash_attn.index_first_axis(x.flatten(0, 1), indices), tokens)
     assert (indices.tolist(), ends.tolist(), longest, used.tolist()) == ([0, 1, 7, 8, 9], [0, 2, 5, 5], 3, [2, 3, 0])
     assert ends.dtype == torch.int32
     back = flash_attn.pad_input(tokens, indices, 3, 5)

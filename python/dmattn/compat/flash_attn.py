@@ -13,7 +13,7 @@ from dmattn.call import new_seed
 from dmattn.compat import layouts
 from dmattn.compat.flash_attn_cache import flash_attn_with_kvcache
 from dmattn.compat.merging import run
-from dmattn.compat.padding import pad_input, unpad_input
+from dmattn.compat.padding import index_first_axis, pad_input, unpad_input
 from dmattn.composed import dropout_factors
 from dmattn.sizes import padded
 from dmattn.varlen import varlen_attention
@@ -285,6 +285,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "index_first_axis",
     "pad_input",
     "unpad_input",
 ]

@@ -66,6 +66,31 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
+def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
+    """The rows of a flattened batch that :func:`unpad_input` kept, for further tensors of the same batch.
+
+    Args:
+        hidden_states: [B * S, ...].
+        indices: int32 or int64 [T], as :func:`unpad_input` returned them.
+
+    Returns:
+        [T, ...], differentiable.
+
+    Raises:
+        TypeError, ValueError: names the argument, what was expected and what came.
+    """
+    if checks.tensor("hidden_states", hidden_states).dim() < 1:
+        raise ValueError(f"hidden_states: expected [B * S, ...], got shape {checks.shape_of(hidden_states)}")
+    checks.dtype("indices", checks.tensor("indices", indices), (torch.int32, torch.int64))
+    checks.same_device("indices", indices, hidden_states, "hidden_states")
+    if indices.dim() != 1:
+        raise ValueError(f"indices: expected [T], got shape {checks.shape_of(indices)}")
+    rows = hidden_states.shape[0]
+    if checks.values_are_known(indices) and bool(((indices < 0) | (indices >= rows)).any()):
+        raise ValueError(f"indices: expected numbers from 0 to {rows - 1}, got {indices.tolist()[:8]}")
+    return hidden_states.index_select(0, indices)
+
+
 def _mask(name: str, given: object, hidden_states: Tensor) -> Tensor:
     mask = checks.tensor(name, given)
     checks.dtype(name, mask, (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
