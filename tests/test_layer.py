@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, WindowSchedule, score_loss
 from dmattn.testing import AttentionCase, strategies, top_k_visible
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 tensor = strategies.random_tensor
 RECOMMENDED = {"local": 4, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}
@@ -428,6 +430,23 @@ def test_windows_and_lengths_change_without_recompiling():
         for length, window in ((90, 33), (70, 12), (130, 9)):
             for ours, eager in zip(step(compiled, length, window), step(layer, length, window), strict=True):
                 torch.testing.assert_close(ours, eager)
+
+
+def test_compiled_gradients_of_values_are_added_where_they_lie():
+    """Attention's gradient of values, [B, Hkv, S, D], is turned before that of the scores is added: Inductor would copy the sum otherwise."""
+    graphs = []
+
+    def kept(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    layer = layer_of()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=kept))  # fmt: skip
+    compiled(tensor((1, 40, 64), 0)).sum().backward()
+    (backward,) = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.dmattn.backward.default)
+    of_value = next(node for node in backward.users if node.args[1] == 2)
+    assert [node.target for node in of_value.users] == [torch.ops.aten.transpose.int]
 
 
 def test_a_second_window_compiles_once_more_and_a_third_no_more():

@@ -47,10 +47,11 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         attention = self.attention
-        query, key, value = attention.projected(x, rotation=rotation)
+        rows = attention.projected(x, rotation=rotation, heads_first=False)
+        query, key, value = (each.transpose(1, 2) for each in rows)
         if self.window is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
-        scores = attention.scores(value)
+        scores = attention.scores(rows[2].transpose(1, 2))
         if self.world == 1:
             base = None if self.ends is None else dmattn.IntervalMask.documents(x.shape[1], self.ends)
             return dmattn.dynamic_mask_attention(query, key, value, scores, self.window, base=base)

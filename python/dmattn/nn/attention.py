@@ -364,8 +364,10 @@ class DynamicMaskAttention(nn.Module):
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, self.is_causal) if base is None else base
-        query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
-        ranks, bias = self.ranked(hidden_states, value)
+        rows = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation, heads_first=False)
+        query, key, value = (each.transpose(1, 2) for each in rows)
+        # Scores read values as another view, so that compiled layers add up both gradients as the values lie in memory.
+        ranks, bias = self.ranked(hidden_states, rows[2].transpose(1, 2))
         dropout = self.dropout if self.training else 0.0
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
             out = dynamic_mask_attention(
@@ -426,10 +428,19 @@ class DynamicMaskAttention(nn.Module):
         )  # fmt: skip
 
     def projected(
-        self, hidden_states: Tensor, positions: Tensor | None = None, *, rotation: tuple[Tensor, Tensor] | None = None
+        self,
+        hidden_states: Tensor,
+        positions: Tensor | None = None,
+        *,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        heads_first: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B|1, S], by
-        default 0, 1, ... in every sequence, or by ``rotation`` instead, what :meth:`rotation` of any layer with the same heads gave."""
+        default 0, 1, ... in every sequence, or by ``rotation`` instead, what :meth:`rotation` of any layer with the same heads gave.
+
+        ``heads_first=False`` gives [B, S, H|Hkv, D], as projections leave them. A model that has scores of values transposes these for
+        attention and again for :meth:`scores`: then torch.compile adds up both gradients of values without a copy.
+        """
         query, key, value = (
             proj(hidden_states).unflatten(2, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -451,6 +462,8 @@ class DynamicMaskAttention(nn.Module):
             group = query.shape[2] // key.shape[2]
             query = turned(query, rotation, heads and heads * group)
             key = turned(key, rotation, heads)
+        if not heads_first:
+            return query, key, value
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
