@@ -442,7 +442,8 @@ def test_compiled_gradients_of_values_are_added_where_they_lie():
 
     layer = layer_of()
     torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=kept))  # fmt: skip
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=kept)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
     compiled(tensor((1, 40, 64), 0)).sum().backward()
     (backward,) = graphs[0].graph.find_nodes(op="call_function", target=torch.ops.dmattn.backward.default)
     of_value = next(node for node in backward.users if node.args[1] == 2)
