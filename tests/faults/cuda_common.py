@@ -59,7 +59,7 @@ FAULTS = [
     # Ranges of keys in order.
     in_file("common/key_ranges.cu", "spans[i] = source.of_key(first_key + i * 32 + lane);", "spans[i] = source.of_key(first_key + lane * kPerLane + i);",
             "keys of a warp stand at the places of others", RANGES),
-    in_file("common/key_ranges.cu", "number * kRangeQueries < end_query; ++number", "(number + 1) * kRangeQueries <= end_query; ++number",
+    in_file("common/key_ranges.cu", "number * queries < end_query; ++number", "(number + 1) * queries <= end_query; ++number",
             "keys that end within a range of queries are not in it", RANGES),
     in_file("common/key_ranges.cu", "first = min(first, i * 32", "first = max(0, i * 32",
             "the first key of a range is one of a warp's last keys", RANGES),

@@ -19,7 +19,6 @@ GRADIENTS = "test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE = BACKWARD + "test_wide_heads"
 ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
-RANGES = "test_in_order.py::test_it_changes_no_result"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
 ALL, GATHERED, GENERAL, IN_ORDER = (
@@ -43,9 +42,9 @@ FAULTS = [
     in_file("walk.cuh", "note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;", "note.index[index_place<kKeys>(thread_)] = base + thread_;",
             "keys that no query sees are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("walk.cuh", "Seen::of(is_new ? span : Span::empty());", "Seen::of(span);",
-            "keys that two chunks of a range have count twice", RANGES, "sm90_forward*kRange sm90_forward*kPlain"),
+            "keys that two chunks of a range have count twice", RANGES, RANGED),
     in_file("walk.cuh", "note.index[Stage::key_place(row)] = is_seen ? key : -1;", "note.index[Stage::key_place(row)] = min(max(key, 0), key_length - 1);",
-            "keys of a range that no query of the tile sees are loaded", RANGES, "sm90_forward*kRange sm90_forward*kPlain"),
+            "keys of a range that no query of the tile sees are loaded", RANGES, RANGED),
     in_file("walk.cuh", "note.index[row] = span[i].touches(low_, high_) ? base + row : -1;", "note.index[row] = max(base + row, 0);",
             "keys in order that no query of a tile sees are loaded, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
     in_file("walk.cuh", "span[i].covers(p.mask.is_causal ? max(low_, key) : low_, high_);", "span[i].covers(p.mask.is_causal ? max(low_, key) : low_, low_);",
@@ -60,7 +59,7 @@ FAULTS = [
             "the last key of a tile's range is left out", RANGES, RANGED),
     in_file("walk.cuh", "key_length - range.x", "key_length - range.x + kKeys",
             "the first keys of a tile's range are left out", RANGES, RANGED),
-    in_file("walk.cuh", "live_keys.range_count + first_query_ / kRangeQueries", "live_keys.range_count",
+    in_file("walk.cuh", "live_keys.range_count + first_query_ / kRows", "live_keys.range_count",
             "every tile takes the range of the first queries", RANGES, RANGED),
     in_file("walk.cuh", "live_keys.mask_head_of(batch_, head_) * live_keys.range_count", "live_keys.mask_head_of(0, head_) * live_keys.range_count",
             "tiles of every sequence take the ranges of the first", RANGES, RANGED),
