@@ -415,6 +415,10 @@ def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
     assert "a table" in (tmp_path / "README.md").read_text()
     assert [Path(path).name for path, _ in ran] == ["draw.py", "pictures.py"]
     assert report.pages(tmp_path, check=True) == []
+    monkeypatch.setattr(plots, "is_possible", lambda: False)
+    assert report.pages(tmp_path, check=True) == []  # only drawing needs it
+    with pytest.raises(records.BadResultError, match="plots need matplotlib"):
+        report.pages(tmp_path, check=False)
 
 
 def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):

@@ -6,8 +6,8 @@ How it is made, from the bottom up:
 - ``suite`` measures cases and makes one row of each; ``decode``, ``serve``, ``training_step`` and ``context_parallel`` measure what is not
   one call of attention, and can be run by themselves.
 - ``workloads`` gives all of them names; ``records`` notes the machine, and writes and reads results.
-- ``compare`` finds what became slower; ``report``, ``plots``, ``serve_report`` and ``quality_report`` turn results into pages and
-  pictures, with what ``tables`` writes.
+- ``compare`` finds what became slower; ``report``, ``plots``, ``serve_report``, ``quality_report`` and ``page_tables`` turn results into
+  pages and pictures, with what ``tables`` writes.
 
 Scripts of the folder ``benchmarks/`` use the same parts for questions of their own; a workload of theirs becomes one of all by a line in
 ``workloads``.

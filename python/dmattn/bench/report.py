@@ -191,7 +191,13 @@ def rewritten(text: str, results: Path) -> str:
 
 
 def pages(root: Path, check: bool) -> list[str]:
-    """Names of the pages of a checkout that are not what the committed results say; unless ``check`` they are rewritten, and all plots drawn."""
+    """Names of the pages of a checkout that are not what the committed results say; unless ``check`` they are rewritten, and all plots drawn.
+
+    Raises:
+        BadResultError: a result is missing, or matplotlib, which draws.
+    """
+    if not check:
+        need_matplotlib()
     changed = []
     for name in PAGES:
         page = root / name
@@ -211,6 +217,12 @@ def pages(root: Path, check: bool) -> list[str]:
     return changed
 
 
+def need_matplotlib() -> None:
+    """Raises BadResultError where there is none: before anything is written."""
+    if not plots.is_possible():
+        raise BadResultError("report: plots need matplotlib, which is not installed (pip install 'dmattn[bench]')")
+
+
 def draw_committed(root: Path, folder: Path) -> list[str]:
     """The plots of the committed results, in docs/generated/ by docs/pictures.py; their names."""
     found = [read(root / RESULTS / name) for name in DRAWN if (root / RESULTS / name).is_file()]
@@ -224,8 +236,7 @@ def of_results(paths: list[Path], folder: Path) -> Path:
     Raises:
         BadResultError: a file is neither a result nor training runs, or matplotlib is not installed.
     """
-    if not plots.is_possible():
-        raise BadResultError("report: plots need matplotlib, which is not installed (pip install 'dmattn[bench]')")
+    need_matplotlib()
     results, runs, parts = [], [], ["# Benchmarks of dmattn"]
     for path in paths:
         if path.suffix == ".jsonl":
