@@ -444,7 +444,7 @@ BAD = {
     "nested": (lambda: attend(query=torch.nested.nested_tensor([Q[0], Q[0]], layout=torch.jagged)), TypeError, "query: expected a dense tensor, got a nested one; dmattn.varlen_attention takes packed sequences"),
     "ends as a list": (lambda: attend(cu_seqlens_q=[0, 20]), TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
     "ends as floats": (lambda: attend(cu_seqlens_k=ENDS_K.float()), TypeError, "cu_seqlens_k: expected dtype int32, int64, got float32"),
-    "ends of two dimensions": (lambda: attend(cu_seqlens_q=ENDS_Q[None]), ValueError, r"cu_seqlens_q: expected one dimension \[documents \+ 1\], got shape \[1, 4\]"),
+    "ends of two dimensions": (lambda: attend(cu_seqlens_q=ENDS_Q[None]), ValueError, r"cu_seqlens_q: expected one dimension \[documents \+ 1\] with at least one document, got shape \[1, 4\]"),
     "no document": (lambda: attend(cu_seqlens_q=ENDS_Q[:1]), ValueError, "cu_seqlens_q: expected one dimension"),
     "other numbers of documents": (lambda: attend(cu_seqlens_k=ends_of([26])), ValueError, r"cu_seqlens_k: expected \[documents \+ 1\] = \[4\] like cu_seqlens_q, got \[2\]"),
     "ends that begin late": (lambda: attend(cu_seqlens_q=ENDS_Q[1:], cu_seqlens_k=ENDS_K[1:]), ValueError, r"cu_seqlens_q: expected 0 = c\[0\]"),
