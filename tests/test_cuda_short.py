@@ -44,6 +44,19 @@ def test_short_selection_is_the_same_as_on_a_cpu(length, dtype, kind):
             assert torch.equal(got.cpu(), expected), (window, causal, local, sink)
 
 
+@pytest.mark.parametrize("kind", ["random", "ties", "never"])
+@pytest.mark.parametrize("length", [100, 500, 1000, 1024])
+def test_many_short_heads_are_selected_as_few_are(length, kind):
+    """Keys of few short heads are counted, those of many are sorted."""
+    few = scores_of(kind, length, torch.float32).cuda()
+    many = few.repeat(60, 1, 1)
+    for window in (1, length // 5 + 1, length - 1):
+        for local, sink in ((0, 0), (7, 3)):
+            expected = torch.ops.dmattn.select(few, None, window, True, local, sink)
+            got = torch.ops.dmattn.select(many, None, window, True, local, sink)
+            assert torch.equal(got, expected.repeat(len(many) // len(few), 1, 1)), (window, local, sink)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1025, 2049])
 def test_selection_of_half_a_block_takes_no_longer_than_of_a_whole(length):

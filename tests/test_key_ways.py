@@ -36,9 +36,12 @@ def ways_of(length, window, heads, *, queries=None, is_causal=True):
         (4096, 1, 2048, ("spans", "all keys")),
         (16384, 1, 8192, ("lists", "lists")),
         # Half of all keys and more.
-        (1024, 128, 512, ("spans", "all keys")),
+        (1000, 128, 500, ("spans", "all keys")),
+        (1024, 128, 512, ("all keys", "all keys")),
+        (1024, 16, 768, ("all keys", "all keys")),
         (4096, 16, 2048, ("lists", "all keys")),
         (4096, 512, 2048, ("spans", "all keys")),
+        (4096, 16, 3072, ("all keys", "all keys")),
         (16384, 16, 8192, ("lists", "lists")),
         (16384, 16, 12288, ("lists", "all keys")),
         # All keys.

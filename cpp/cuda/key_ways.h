@@ -39,13 +39,15 @@ inline double visible_share(const KeyCounts& counts) {
 // (docs/lab/lists.md). Backward's bound beyond 4,096 keys is a guess above what was measured: lists have become faster since.
 inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
-  // Keys in order are tested chunk by chunk, which is slow where a chunk has keys that its tile does not see.
-  if (share >= 1.0 && counts.keys >= 512) return KeyWay::kAllKeys;
-  const bool is_at_once = counts.tiles <= counts.processors;
+  const bool is_at_once = counts.tiles <= counts.processors, has_many_tiles = counts.tiles > 4 * counts.processors;
+  // Keys in order cost what dense attention costs and somewhat more, whatever the share. In long calls lists do not cost more.
+  double least = 1.0;
+  if (counts.is_causal && counts.keys >= 1024 && counts.keys <= 8192) least = has_many_tiles && counts.keys < 2048 ? 0.7 : 0.9;
+  if (share >= least && counts.keys >= 512) return KeyWay::kAllKeys;
   const bool is_short = counts.keys <= (is_at_once ? 1024 : 512);
   // Between few tiles and many, two or three of unequal length for each processor take longer than lists.
-  const bool has_few_tiles = is_at_once && share >= 0.45, has_many_tiles = counts.tiles > 4 * counts.processors && share >= 0.7;
-  return is_short || (counts.keys <= 4096 && (has_few_tiles || has_many_tiles)) ? KeyWay::kDirect : KeyWay::kLists;
+  const bool is_direct = (is_at_once && share >= 0.45) || (has_many_tiles && share >= 0.7);
+  return is_short || (counts.keys <= 4096 && is_direct) ? KeyWay::kDirect : KeyWay::kLists;
 }
 
 inline KeyWay backward_way(const KeyCounts& counts) {

@@ -139,6 +139,10 @@ FAULTS = [
             "sinks of float64 scores and in documents compete for places of the window", SELECT + "test_local_window_and_sinks_end_with_their_document " + SELECT + "test_a_local_window_delays_and_sinks_do_not_compete"),
     in_file("common/select/sort.cuh", "offset >= 0 && first + offset >= p.sink ?", "offset >= 0 ?",
             "sinks compete for places of the window", SELECT + "test_a_local_window_delays_and_sinks_do_not_compete"),
+    in_file("common/select/counts.cuh", "- (base > key ? 1 : 0);", "- 0;",
+            "of equal scores far from each other the earlier one lives on", SHORT + "test_short_selection_is_the_same_as_on_a_cpu", "select.cu"),
+    in_file("common/select/counts.cuh", "max(other, key), length);", "other, length);",
+            "a key that is never selected ends before it has come", SHORT + "test_short_selection_is_the_same_as_on_a_cpu", "select.cu"),
     in_file("common/select/short.cuh", "codes[i] = index < length && index >= p.sink ? ~codes[i] : kAll;", "codes[i] = index < length ? ~codes[i] : kAll;",
             "sinks of a short sequence compete for places of the window", SELECT + "test_sinks_take_no_place_of_the_window", "select.cu"),
     # Packing.

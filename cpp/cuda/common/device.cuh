@@ -97,6 +97,10 @@ __device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
+__device__ __forceinline__ void store_zeros_16(uint32_t to) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
 // 16-bit element types: how to convert them, alone and in pairs, and multiply them.
 template <class T>
 struct Element;

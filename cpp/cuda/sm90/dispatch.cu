@@ -138,7 +138,8 @@ KeyWay forward_way(const AttentionParams& p, int processors) {
   // With a key_bias and no intervals the gathered variant walks keys in order for head sizes without kKeyBias.
   if (!gathers(p)) return p.key_bias.data && !may_come_in_order ? KeyWay::kDirect : KeyWay::kLists;
   KeyCounts counts = counts_of(p, instance->shape.rows(), processors);
-  if (!may_come_in_order) counts.most_keys = 0;  // without a key_bias lists are no slower, however many keys a query sees
+  // Without a key_bias, and in long calls with D=64, lists are no slower, however many keys a query sees.
+  if (!may_come_in_order || (instance->dim <= 64 && p.key_length > 8192)) counts.most_keys = 0;
   const KeyWay way = forward_way(counts);
   return way == KeyWay::kDirect && instance->dim > kMostDirectDim ? KeyWay::kLists : way;
 }

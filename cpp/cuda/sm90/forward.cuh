@@ -49,6 +49,14 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
+    } else if (Chunk::kHasKeyBias && !(flags & kStarts)) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const int2 last = *reinterpret_cast<const int2*>(&note.last[column + 8 * i]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) keep(i, r, positions[r] < last.x, positions[r] < last.y);
+        if (i % 4 == 3) asm volatile("" ::: "memory");
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
@@ -245,6 +253,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   }
   // Hide what the note says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
   if (gathers_keys(kVariant) && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
+  if (kVariant == Variant::kKeyBias && !(flags & (kTested << (thread_index() / 32)))) flags &= ~kSpans;
   if (is_biased) flags &= ~kGaps;
   if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
@@ -362,7 +371,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
     }
   }
   if constexpr (kByCopy) {
-    const int first_row = group * 64 + warp * 16;
+    const int first_row = row & ~15;  // of the warp
     const uint32_t rows = shared_address(shared.query[tile_number % kShape.query_tiles]) + first_row * 128;
     const int own = read_lane();
     const uint32_t to = rows + own % 16 * 128, swizzle = ((own / 16) ^ (own % 8)) * 16;
@@ -434,7 +443,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   uint32_t weights[kSteps][4];
 
   // In the gathered variants key_bias is what products are added to, unless they are capped.
-  const bool has_bias = starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f);
+  const bool has_bias = kVariant == Variant::kKeyBias ||
+                        (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
   auto read_bias = [&](const Chunk& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -631,6 +641,9 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
       barrier_init(shared_address(&shared.value_full[i]), loaders);
       barrier_init(shared_address(&shared.key_empty[i]), kComputing);
       barrier_init(shared_address(&shared.value_empty[i]), kComputing);
+      if constexpr (kVariant == Variant::kKeyBias) {
+        for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.landed[half][i]), 1);
+      }
     }
     for (int i = 0; i < kShape.notes; ++i) {
       barrier_init(shared_address(&shared.note_full[i]), kShape.walkers());

@@ -33,6 +33,7 @@ struct alignas(1024) ForwardShared {
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
   uint64_t note_full[kShape.notes], note_empty[kShape.notes];
+  uint64_t landed[2][kVariant == Variant::kKeyBias ? kShape.stages : 1];  // keys, and values, of a chunk of which some are dead
 };
 
 // A ring of barriers. The n-th use has barrier n % kCount, in phase n / kCount.
@@ -115,6 +116,25 @@ __device__ __forceinline__ void copy_seen_rows(int thread, uint32_t tile, const 
   }
 }
 
+// Fills the rows of a tile of panels that have a bit in `dead` with zeros, by kLoaders threads: each takes the same piece of 16
+// bytes of several rows.
+template <int kDim, int kKeys, int kLoaders>
+__device__ __forceinline__ void clear_dead_rows(int thread, uint32_t tile, const uint32_t (&dead)[(kKeys + 31) / 32]) {
+  constexpr int kPieces = kDim / 8, kAtOnce = kLoaders / kPieces;
+  static_assert(32 % kAtOnce == 0);
+  const int piece = thread % kPieces, first = thread / kPieces;
+  const uint32_t to = tile + piece / 8 * (kKeys * 128) + first * 128 + piece % 8 * 16;
+#pragma unroll
+  for (int word = 0; word < (kKeys + 31) / 32; ++word) {
+    const uint32_t bits = dead[word] >> first;
+    if (dead[word] == 0) continue;
+#pragma unroll
+    for (int row = 0; row < 32 && word * 32 + row < kKeys; row += kAtOnce) {
+      if (has_bit(bits, row)) store_zeros_16(to + (word * 32 + row) * 128);
+    }
+  }
+}
+
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
 // as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; without
 // gathering one thread of each half does. loader: this thread's number among them.
@@ -144,18 +164,31 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   // Copied rows have to be fenced before the tensor cores read them, so a chunk is announced when it has landed. That is waited
-  // for when some copies of the next chunk have been started, or before anything else is waited for.
-  uint32_t due = 0;  // the barrier of a chunk that is not announced yet; 0: there is none
+  // for when some copies of the next chunk have been started, or before anything else is waited for. With kKeyBias it is so for
+  // chunks with dead rows, which are cleared when the tensor copy has landed; so their notes are freed then.
+  uint32_t due = 0;                          // the barrier of a chunk that is not announced yet; 0: there is none
+  uint32_t due_note = 0, landed_phases = 0;  // the number of its note; the parity of each stage's landed barrier, a bit each
+  constexpr int kDeadWords = kVariant == Variant::kKeyBias ? (kShape.keys + 31) / 32 : 1;
   // Announces it. Called before anything else is waited for, because that may itself be waiting for this chunk.
   auto settle = [&] {
     if (!due) return;
-    copy_async_wait<0>();
+    if constexpr (kVariant == Variant::kKeyBias) {
+      const uint32_t due_stage = (due - full) / 8;
+      barrier_wait(shared_address(shared.landed) + (is_keys ? 0 : sizeof(shared.landed[0])) + 8 * due_stage,
+                   landed_phases >> due_stage & 1);
+      landed_phases ^= 1u << due_stage;
+      clear_dead_rows<kDim, kShape.keys, kLoaders>(thread, tiles_from + due_stage * (kShape.keys * kDim * 2),
+                                                   shared.notes[due_note % kShape.notes].dead);
+      barrier_arrive(note_empty.at(due_note));
+    } else {
+      copy_async_wait<0>();
+    }
     fence_async();
     barrier_arrive(due);
     due = 0;
   };
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
-                 kMayHaveBias = starts_with_bias(kVariant), kCopiesSeenRows = kHasKeyBias || kVariant == Variant::kRange;
+                 kMayHaveBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
   // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -184,7 +217,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     auto& note = shared.notes[n % kShape.notes];
     const uint32_t flags = note.flags;
-    const bool in_order = kHasKeyBias ? !(flags & kGaps) : is_dense(kVariant) || flags & kInOrder;
+    const bool in_order = is_dense(kVariant) || flags & kInOrder, has_dead = kHasKeyBias && flags & kGaps;
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
@@ -205,8 +238,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = thread + i * kLoaders;
-        const int key = in_order || kHasKeyBias ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
-        bias_of[i] = key >= 0 && at < rows_present ? bias[key] : negative_infinity();
+        const int key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
+        const bool is_dead = has_dead && at < kShape.keys && has_bit(note.dead[at / 32 % kDeadWords], at % 32);
+        bias_of[i] = key >= 0 && at < rows_present && !is_dead ? bias[key] : negative_infinity();
       }
     }
     const uint32_t stage_full = full + 8 * stage;
@@ -238,10 +272,15 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, note.index, from, row_bytes, width);
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
-      barrier_expect(stage_full, kShape.keys * kDim * 2);
+      uint32_t to_tell = stage_full;
+      if (has_dead) {
+        barrier_arrive(stage_full);
+        to_tell = shared_address(&shared.landed[is_keys ? 0 : 1][kHasKeyBias ? stage : 0]);
+      }
+      barrier_expect(to_tell, kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * (kShape.keys * 128), map, stage_full, panel * 64, note.first_key, kv_head, batch);
+        copy_box(tile + panel * (kShape.keys * 128), map, to_tell, panel * 64, note.first_key, kv_head, batch);
       }
     }
     if (has_bias) {
@@ -259,8 +298,10 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     if (!is_single) {
       settle();
-      if (in_order) {
+      if (in_order && !has_dead) {
         barrier_arrive(stage_full);
+      } else if constexpr (kHasKeyBias) {
+        due = stage_full, due_note = n;
       } else {
         copy_async_commit();
         due = stage_full;
@@ -274,7 +315,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       }
       ++tiles;
     }
-    barrier_arrive(note_empty.at(n));
+    if (!has_dead) barrier_arrive(note_empty.at(n));
     if (++stage == kShape.stages) stage = 0, parity ^= 1;
   }
 }

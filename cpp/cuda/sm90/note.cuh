@@ -18,10 +18,11 @@ enum Flag : uint32_t {
   kSpans = 32,     // spans have to be tested, in the gathered variant `seen`; without kInOrder rows may be missing
   kBits = 64,      // bits have to be tested; without kInOrder rows may be missing
   kFew = 128,      // gathered variant: `seen` has to be tested for the first kFewRows rows
-  kGaps = 256,     // gathered variant: rows from rows_present on are missing, kKeyBias: those with index -1; all are hidden
+  kGaps = 256,     // gathered variant: rows from rows_present on are missing, kKeyBias: `dead` ones; all are hidden
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
   kHuge = 1024,    // gathered variant, set by the warps that load keys: some key_bias is beyond kHugeBias
-  // Gathered variant: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
+  kStarts = 2048,  // kKeyBias, with kSpans: the beginnings of spans have to be tested, too
+  // Gathered variant and kKeyBias: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
   kTested = 1 << 16,
 };
 
@@ -52,7 +53,7 @@ struct Note {
   static constexpr bool kIsDense = is_dense(kVariant);  // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = takes_blocks(kVariant);
   static constexpr bool kIsGathered = gathers_keys(kVariant);
-  static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has index (by row), span and key_bias
+  static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has span, last, dead and key_bias
   static constexpr int kRowNotes = kIsDense && !kHasKeyBias ? 4 : kKeys;
   static constexpr int kBiasWarps = starts_with_bias(kVariant) ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
@@ -77,9 +78,13 @@ struct Note {
     int rows_present;  // without it, in the gathered variant: how many rows the chunk has
   };
   int batch, head, first_query;  // of the tile: the first of its heads
-  // Without kInOrder: the key; of a missing row -1, in the gathered variant 0. By index_place, in kKeyBias and kRange by row.
-  alignas(16) int32_t index[kRowNotes];
+  // Without kInOrder: the key; of a missing row -1, in the gathered variant 0. By index_place, in kRange by row.
+  alignas(16) int32_t index[kHasKeyBias ? 4 : kRowNotes];
   alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
+  // kKeyBias, with kSpans: the position behind the last that sees the key. With kGaps: a bit for each key that no query of the
+  // tile sees.
+  alignas(16) int32_t last[kHasKeyBias ? kKeys : 1];
+  uint32_t dead[kHasKeyBias ? (kKeys + 31) / 32 : 1];
   // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows.
   alignas(16) float key_bias[kRowNotes];
   alignas(16) uint32_t key_hash[has_options(kVariant) ? kKeys : 1];  // with dropout: dropout_key_hash of each key

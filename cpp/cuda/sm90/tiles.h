@@ -67,7 +67,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kRange,           {        3,   96,      3,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
-    {128, Variant::kKeyBias,         {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
+    {128, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
     {128, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     {128, Variant::kGathered,        {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},

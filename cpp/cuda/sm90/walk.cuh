@@ -251,42 +251,71 @@ class Walk {
     }
   }
 
-  // The same with intervals: a chunk of which some query does not see some key, but for causality, is tested span by span. Keys
-  // that no query of the tile sees get index -1, so that whatever they hold is never loaded.
+  // The same with intervals. Keys that no query of the tile sees are `dead`: whatever they hold is replaced by zeros, and their
+  // key_bias by -inf. Chunks with keys that only some of the queries see are tested, by those warps of which some row does not.
   __device__ __forceinline__ void walk_intervals() {
     const AttentionParams& p = call_.p;
-    const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
     const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch_, head_);
-    for (int stop = limits.limit; stop > 0; stop -= kKeys) {
-      const int base = stop - kKeys;
-      uint32_t flags = kInOrder | (stop > limits.whole_limit || base < 0 ? kLimit : 0);
+    if (!spans.has_intervals()) {
+      walk_in_order();
+      return;
+    }
+    // What all threads of the walk find together: a bit for each computing warp that has to test, then these.
+    constexpr uint32_t kTouched = 1 << 16, kMissed = 1 << 17, kLate = 1 << 18;
+    static_assert(kRows / 16 <= 12);
+    int end = KeyLimits(p.mask, static_cast<int>(p.key_length), low_, high_).limit;
+    Span next[kRowsPerThread];
+    const auto read = [&](int base) {
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        const int row = thread_ + i * kThreads;
+        next[i] = spans.of_key(row < kKeys ? base + row : -1);
+      }
+    };
+    read(end - kKeys);
+    for (; end > 0; end -= kKeys) {
+      const int base = end - kKeys, shift = work_.log2_heads_per_tile;
+      Span span[kRowsPerThread];
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) span[i] = next[i];
+      if (base > 0) read(base - kKeys);  // a chunk ahead, so that the latency is hidden
       Stage& note = begin_chunk();
-      if (spans.has_intervals()) {
-        bool touches = false, has_holes = false, covers = true;
-        Span span[kRowsPerThread];
+      uint32_t found = 0;
+#pragma unroll
+      for (int i = 0; i < kRowsPerThread; ++i) {
+        const int row = thread_ + i * kThreads;
+        const bool is_seen = span[i].touches(low_, high_), is_dead = row < kKeys && !is_seen;
+        const uint32_t dead = __ballot_sync(0xffffffffu, is_dead);
+        if (thread_ % 32 == 0 && row < kKeys) note.dead[row / 32] = dead;
+        found |= is_dead ? kMissed : 0;
+        if (!is_seen) continue;
+        // The warps all of whose rows see the key need no test of it.
+        const int from = (((max(span[i].first - low_, 0)) << shift) + 15) / 16;
+        const int to = (min(span[i].last - low_, work_.queries) << shift) / 16;
+        const uint32_t whole = to > from ? (1u << to) - (1u << from) : 0;
+        found |= kTouched | (((1u << (kRows / 16)) - 1) & ~whole) | (span[i].first > low_ ? kLate : 0);
+      }
+      buffer_ ^= 1;
+      found = __reduce_or_sync(0xffffffffu, found);
+      if (thread_ % 32 == 0) queues_.warp_flags[buffer_][thread_ / 32] = found;
+      sync();
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) found |= queues_.warp_flags[buffer_][warp];
+      if (!(found & kTouched)) continue;
+      const uint32_t tested = found & (kTouched - 1);
+      if (tested) {
 #pragma unroll
         for (int i = 0; i < kRowsPerThread; ++i) {
-          const int row = thread_ + i * kThreads, key = base + row;
-          span[i] = spans.of_key(row < kKeys ? key : -1);
-          if (row >= kKeys || key < 0) continue;
+          const int row = thread_ + i * kThreads;
+          if (row >= kKeys) continue;
           const bool is_seen = span[i].touches(low_, high_);
-          touches |= is_seen, has_holes |= !is_seen;
-          covers &= span[i].covers(p.mask.is_causal ? max(low_, key) : low_, high_);
-        }
-        if (any(!covers)) {
-          if (!any(touches)) continue;
-          flags = kInOrder | kSpans | (any(has_holes) ? kGaps : 0);
-#pragma unroll
-          for (int i = 0; i < kRowsPerThread; ++i) {
-            const int row = thread_ + i * kThreads;
-            if (row >= kKeys) continue;
-            note.index[row] = span[i].touches(low_, high_) ? base + row : -1;
-            note.span[row] = Seen::of(span[i]);
-          }
+          note.last[row] = is_seen ? span[i].last : kFirstPosition;
+          if (found & kLate) note.span[row] = Seen::of(is_seen ? span[i] : Span::empty());
         }
       }
       if (thread_ == 0) note.first_key = base;
-      accept(flags);
+      accept(kInOrder | (found & kMissed ? kGaps : 0) | (tested ? kSpans : 0) | (tested && found & kLate ? kStarts : 0) |
+             tested * kTested);
     }
   }
 

@@ -25,6 +25,7 @@
 #include "../dependent_launch.cuh"
 #include "../kernel_limits.cuh"
 #include "best.cuh"
+#include "counts.cuh"
 #include "groups.cuh"
 #include "keys.cuh"
 #include "short.cuh"
@@ -369,6 +370,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   Work work;
   lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
+  if (is_counted(p) && !keeps_all_or_none(p)) return launch_select_by_counts(p, work.window, stream);
   if (is_short(p) && !keeps_all_or_none(p)) return launch_select_short(p, work.window, stream);
   if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
