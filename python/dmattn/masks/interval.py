@@ -510,22 +510,27 @@ def most_selected(window: int, local: int, sink: int, base: IntervalMask | None)
     return most if base is None else bounds.fewer(most, base.most_keys)
 
 
+def segment_ends(base: IntervalMask, scores: Tensor) -> Tensor:
+    """The end of each key's segment, for selection among scores [B, Hkv, Sk]; refuses what is no base for them."""
+    check_base(base)
+    ends = with_three_dims(base.end)
+    checks.same_device("base", ends, scores, "scores")
+    if ends.shape[2] != scores.shape[2] or any(
+        own not in (1, size) for own, size in zip(ends.shape[:2], scores.shape[:2], strict=True)
+    ):
+        raise ValueError(
+            f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(ends)}"
+        )
+    return ends
+
+
 def select_interval(
     scores: Tensor, window: int, causal: bool, base: IntervalMask | None, local: int, sink: int
 ) -> tuple[Tensor | None, Tensor]:
     """The interval of each key under top-k selection; start None means: from the key's own position on, or, without causality, always."""
     segment_end = None
     if base is not None:
-        check_base(base)
-        segment_end = with_three_dims(base.end)
-        checks.same_device("base", segment_end, scores, "scores")
-        shape = segment_end.shape
-        if shape[2] != scores.shape[2] or any(
-            own not in (1, size) for own, size in zip(shape[:2], scores.shape[:2], strict=True)
-        ):
-            raise ValueError(
-                f"base: expected a mask for [B, Hkv, Sk] = {checks.shape_of(scores)}, got one for {checks.shape_of(segment_end)}"
-            )
+        segment_end = segment_ends(base, scores)
         if torch.compiler.is_exporting():
             _assert_segments(base, causal)
         causal = causal or base.segments == "causal"

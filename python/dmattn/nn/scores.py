@@ -12,6 +12,7 @@ from dmattn import checks
 from dmattn.attention import attention
 from dmattn.call import Options, autocast, options_of
 from dmattn.masks import FOREVER, IntervalMask
+from dmattn.masks.interval import segment_ends
 from dmattn.sharding import beside
 from dmattn.sizes import key_bias_rows, sizes_of
 
@@ -157,6 +158,7 @@ def _taught(
     if scores.shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
+    ends = None if base is None else segment_ends(base, scores)
     rows = _drawn(key.shape[2], queries, last, key.device)
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     if key.shape[2] == 0 or key.shape[0] == 0:
@@ -164,7 +166,6 @@ def _taught(
 
     # A query whose own key is hidden is padding: it teaches nothing and may hold anything.
     group, drawn = query.shape[1] // key.shape[1], query.index_select(2, rows)  # [B, H, R, D]
-    ends = None if base is None else base.end
     is_real = None if ends is None else ends[:, :, rows] > rows
     if is_real is not None:
         of_query_heads = is_real.repeat_interleave(group, 1) if is_real.shape[1] > 1 else is_real
