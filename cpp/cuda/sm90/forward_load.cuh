@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     due = 0;
   };
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
-                 kMayHaveBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
+                 kStartsWithBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
   // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
   int batch = 0, kv_head = 0;
   const char* from = nullptr;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
-      if constexpr (kMayHaveBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
+      if constexpr (kStartsWithBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
       if constexpr (kIsGathered) {
         const bool is_from_compact = flags & kCompact;
         map = is_keys ? is_from_compact ? &maps.compact_key : &maps.key : is_from_compact ? &maps.compact_value : &maps.value;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         }
       }
     }
-    const bool has_bias = kMayHaveBias && bias && !(flags & kEnd);
+    const bool has_bias = kStartsWithBias && bias && !(flags & kEnd);
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
     const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.rows_present : kShape.keys;
