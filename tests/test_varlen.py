@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import dmattn
 import pytest
@@ -241,8 +242,8 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
 @pytest.mark.parametrize(("causal", "same"), [(True, True), (False, True), (True, False)])
 def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
     """Beside the same documents in several calls. Nothing waits for the device. Calls that need lists are refused so many tokens."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("several calls on this GPU")
+    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("DMATTN_FAMILY") == "sm80":
+        pytest.skip("several calls on this GPU, or by the portable kernels")
     lengths = torch.randint(0, 3000, (900,), generator=torch.Generator().manual_seed(1))
     lengths_q = lengths if same else lengths // 2
     Tq, Tk = int(lengths_q.sum()) + 3, int(lengths.sum()) + 3
