@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 import dmattn
@@ -277,7 +278,7 @@ def _flex(name: str, problem: Problem) -> Call:
         return None if inside is None else create(inside, *sizes, length, length, device=query.device.type)
 
     mask = build()
-    compiled: Any = torch.compile(flex_attention.flex_attention, dynamic=False)
+    compiled = _compiled(flex_attention.flex_attention)
     options = {"score_mod": score} if bias is not None else {}
 
     def attend() -> Tensor:
@@ -334,7 +335,15 @@ def _compiled_flex(shape: tuple[int, ...], device: torch.device) -> tuple[Callab
     def inside(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return current[0, h, q // BLOCK, k // BLOCK]
 
-    return torch.compile(flex_attention.flex_attention, dynamic=False), inside, current
+    return _compiled(flex_attention.flex_attention), inside, current
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` for a call whose backward is timed many times over: compiled as it comes it may run once, because it gives the
+    memory of what forward saved away."""
+    functorch_config.donated_buffer = False
+    compiled: Callable[..., Any] = torch.compile(call, dynamic=False)
+    return compiled
 
 
 # Other libraries ------------------------------------------------------------------------------------------------------------------
