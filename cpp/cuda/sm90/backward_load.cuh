@@ -182,7 +182,17 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     ++visit;
   };
 
-  for (uint32_t number = blockIdx.x; number < work.items;) {
+  // Draws the next item.
+  auto draw = [&] {
+    if (thread_index() % kLoaders == 0) {
+      shared.item = work.ticket ? work.undrawn + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
+    }
+    group_sync(kLoadBarrier, kLoaders);
+    const uint32_t item = shared.item;
+    group_sync(kLoadBarrier, kLoaders);
+    return item;
+  };
+  for (uint32_t number = work.undrawn > 0 ? blockIdx.x : draw(); number < work.items; number = draw()) {
     const BackwardItem item(*read_anew(&p), *read_anew(&work), number);
     const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
@@ -212,8 +222,8 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    // Draw the next item. Its latency is hidden, because the last visit has only begun. Where sums have a fixed order it
-    // has all but ended: other blocks wait for a tile of keys that this one has drawn.
+    // The latency of the next draw is hidden, because the last visit has only begun. Where sums have a fixed order it has all but
+    // ended: other blocks wait for a tile of keys that this one has drawn.
     if (read_anew(&call)->turns) {
       if (kIsGathered) {
         tile_empty.sleep_empty(visit);
@@ -221,11 +231,6 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         Ring<1>{shared_address(&shared.visit_loaded)}.sleep_empty(visit);
       }
     }
-    if (thread_index() % kLoaders == 0)
-      shared.item = work.ticket ? gridDim.x + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
-    group_sync(kLoadBarrier, kLoaders);
-    number = shared.item;
-    group_sync(kLoadBarrier, kLoaders);
   }
   note_empty.sleep_empty(visit);
   if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
@@ -365,6 +370,7 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
                                            BackwardShared<kDim, has_options(kVariant)>& shared) {
   using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
+  static_assert(Shared::kPieces * kTurnQueries <= kShape.queries && kShape.queries % kTurnQueries == 0);
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> begun{shared_address(&shared.turn_begun)}, ended{shared_address(&shared.turn_ended)};

@@ -305,7 +305,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
   work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  work.ticket = items > blocks ? ticket : nullptr;
+  work.undrawn = call.turns ? 0 : static_cast<uint32_t>(blocks);
+  work.ticket = items > work.undrawn ? ticket : nullptr;
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&

@@ -20,7 +20,7 @@ cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream
 
 // Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
 // and keys in order, `seen`; and with gathered live keys key_sums, unless head sizes are up to 128, there is one segment and the
-// heads of a group share it.
+// heads of a group share it. A deterministic call needs turns.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // Does backward take the call's keys in order, although it has intervals? Then it needs no live keys.
 bool backward_walks_in_order(const AttentionParams& p, int processors);

@@ -58,8 +58,11 @@ struct BackwardWork {
   uint32_t head_groups;          // batches x groups of heads
   uint32_t section_head_groups;  // head groups whose queries and sums fit into L2 together
   int heads;
-  int shares;   // items that share the list of a segment
-  int* ticket;  // items handed out beyond the first of each block, zero at the start; null: no block has a second
+  int shares;  // items that share the list of a segment
+  // So many items, the first ones, belong to the blocks with their numbers. None where sums have a fixed order: a block then
+  // waits for items with smaller numbers, and their blocks might come onto the GPU only when it has ended.
+  uint32_t undrawn;
+  int* ticket;  // items handed out beyond those, zero at the start; null: there are no others
 };
 
 // An item by its number. Numbers run over sections of head groups; in a section from early tiles of keys to late ones, or from
