@@ -259,6 +259,7 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
     is_plain = not (has_more or rules.softcap or rules.dropout_p or rules.deterministic)
     return (
         is_plain
+        and (rules.scale is None or rules.scale >= 1e-6)
         and packed.query.dtype in (torch.bfloat16, torch.float16)
         and max(packed.query.shape[2], packed.value.shape[2]) <= 128
         and all(0 not in given.stride() for given in packed[:3])
