@@ -624,7 +624,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
-  // Without gathering, one thread loads all keys and queries, another all values.
+  // Where tensor copies bring all rows, and none has to be cleared, one thread loads all keys and queries, another all values.
   const bool is_single = kVariant != Variant::kKeyBias &&
                          (is_dense(kVariant) || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data));
   // Set up the barriers.

@@ -136,8 +136,8 @@ __device__ __forceinline__ void clear_dead_rows(int thread, uint32_t tile, const
 }
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
-// as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; without
-// gathering one thread of each half does. loader: this thread's number among them.
+// as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; is_single:
+// one thread of each half does, because all rows come by tensor copies. loader: this thread's number among them.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                            ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {

@@ -59,7 +59,7 @@ struct Note {
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
   // The place of a row's key in `index`.
   static __device__ __forceinline__ constexpr int key_place(int row) {
-    return kVariant == Variant::kKeyBias || kVariant == Variant::kRange ? row : index_place<kKeys>(row);
+    return kVariant == Variant::kRange ? row : index_place<kKeys>(row);
   }
   // The place of a column in key_bias. In the general variant what a thread of a product holds of two tiles of 8 columns lies
   // together. Where products start with key_bias columns keep their order: a thread reads two neighbours into the scores that

@@ -31,7 +31,7 @@ struct WalkQueues {
   uint32_t some_see[kWarps][4];  // of the queries of each warp: which keys of a chunk does one see? A bit for each key
   uint32_t item;
   // With a block mask: some entries of its row of tiles, and their states.
-  static constexpr bool kHasEntries = kVariant == Variant::kPlain || kVariant == Variant::kGeneral;
+  static constexpr bool kHasEntries = takes_blocks(kVariant);
   int32_t entries[kHasEntries ? kThreads : 1], states[kHasEntries ? kThreads : 1];
   // With a block mask, for each thread: which of its tiles are short, and how many tiles of the threads before it are.
   // short_tiles: how many of all; 0: tiles come as they are numbered.
@@ -91,7 +91,7 @@ class Walk {
  private:
   static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Stage::kKeys, kRows = Stage::kRows,
                        kNotes = kForwardShape<kDim, kVariant>.notes,
-                       kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk of listed keys
+                       kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk
 
   // Computed anew at every call: registers are short.
   __device__ __forceinline__ uint32_t count_items() const {
