@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import types
 
 import dmattn
 import pytest
@@ -236,6 +237,26 @@ def test_parts_equal_one_call(device, dtype, monkeypatch, causal, scored, same):
     rules = {"window": 3} if scored else {}
     assert_matches_reference(case, packed(ends_q, None if same else ends_k, is_causal=causal, **rules))
     assert len(called) > 2
+
+
+def test_which_long_packs_are_one_call(monkeypatch):
+    """Asked of what looks like tensors on a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.delenv("DMATTN_FAMILY", raising=False)
+    query = types.SimpleNamespace(
+        device=types.SimpleNamespace(type="cuda"), shape=(1 << 21, 8, 64), dtype=torch.bfloat16, stride=lambda: (512, 64, 1)
+    )
+    documents = varlen.Packed(query, query, query, None, None, None, None)
+    plain = varlen.Rules(True, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
+    monkeypatch.setattr(varlen, "HAS_HOPPER_KERNELS", True)
+    assert varlen.takes_long_packs(documents, plain)
+    for changed in ({"scale": 1e-7}, {"softcap": 1.0}, {"dropout_p": 0.1}, {"deterministic": True}, {"window": 5}):
+        assert not varlen.takes_long_packs(documents, plain._replace(**changed))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert not varlen.takes_long_packs(documents, plain)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(varlen, "HAS_HOPPER_KERNELS", False)  # of a build without 90a
+    assert not varlen.takes_long_packs(documents, plain)
 
 
 @pytest.mark.gpu

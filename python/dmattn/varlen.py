@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks, ops
+from dmattn._library import build_info
 from dmattn.call import NO_MASK, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask, bounds
@@ -248,6 +249,9 @@ def with_last_twice(ends: Tensor) -> Tensor:
     return torch.cat((ends, ends[-1:]))
 
 
+HAS_HOPPER_KERNELS = "90a" in build_info()["cuda_archs"]
+
+
 def takes_long_packs(packed: Packed, rules: Rules) -> bool:
     """Whether one call takes more than checks.MAX_LENGTH tokens: Hopper's kernels do where they take keys in order, which needs no lists.
 
@@ -264,6 +268,7 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
         and max(packed.query.shape[2], packed.value.shape[2]) <= 128
         and all(0 not in given.stride() for given in packed[:3])
         and not torch.are_deterministic_algorithms_enabled()
+        and HAS_HOPPER_KERNELS
         and os.environ.get("DMATTN_FAMILY", "auto") in ("", "auto", "sm90")
         and torch.cuda.get_device_capability(packed.query.device)[0] == 9
     )
