@@ -58,6 +58,16 @@ def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any])
         call(group, arguments)
 
 
+def call_whose_attention_fails(group: dist.ProcessGroup, arguments: dict[str, Any]) -> str:
+    """The name of the error of a call that finds no memory when its message has come."""
+    with mock.patch("dmattn.distributed.attention._over_slots", side_effect=MemoryError):
+        try:
+            call(group, arguments)
+        except MemoryError as error:
+            return type(error).__name__
+    return ""
+
+
 def told_to_forward(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
     """What calls tell the op ``forward`` of the number of keys that a query sees at most."""
     told, forward = [], dmattn.ops.forward

@@ -455,6 +455,25 @@ def test_a_rank_that_failed_before_it_had_the_answer(ranks, forgetful, before, f
         check(4, 4, 7, 4, 7, 7)
 
 
+@pytest.mark.parametrize("length", [8, 6])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_attention_fails_takes_part_in_the_exchange(ranks, failing, length):
+    """It was called as expected. The other one was not where its chunk has another length, so both exchange again."""
+    same = [(arguments(),)] * 2
+    first = ranks.run("rank_calls:call", same)
+    ranks.run("rank_calls:call", same)  # which both expect
+    tensors = ("query", "key", "value", "scores")
+    other = {name: x[:, :, :length] if name in tensors else x for name, x in arguments().items()}
+    ranks.ask(failing, "rank_calls:call_whose_attention_fails", 2, same[0])
+    ranks.ask(1 - failing, "rank_calls:call", 2, (other,))
+    (error, _), (out, refusal) = ranks.answer(failing), ranks.answer(1 - failing)
+    assert error == "MemoryError"
+    assert refusal is None
+    assert out.shape[2] == length
+    for out, again in zip(first, ranks.run("rank_calls:call", same), strict=True):
+        assert torch.equal(out, again)
+
+
 def test_a_group_expects_the_call_that_came_after_the_last_one(alone):
     """The same one again where none has come after it; it remembers a bounded number of calls."""
     group = torch.distributed.group.WORLD

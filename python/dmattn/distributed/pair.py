@@ -125,6 +125,7 @@ def exchanged(
     question = agreement.Question(group, said, device)
     lengths = question.expected
     result: Result | None = None
+    error: Exception | None = None
     if lengths is None or refusal(lengths):
         question.ask()
     else:
@@ -136,10 +137,16 @@ def exchanged(
         begun = begin(tensors, selection, chunks)
         if device.type == "cuda":
             question.ask(size)
-        result = _used(begun, use)
+        # A rank whose own part fails still tells whether the other one exchanges again.
+        try:
+            result = _used(begun, use)
+        except Exception as caught:
+            error = caught
     lengths = question.answer()
     if result is not None and question.all_went_ahead:
         return result
+    if error is not None and question.all_went_ahead:
+        raise error
     refused = refusal(lengths)
     if refused:
         raise ValueError(refused)
