@@ -214,12 +214,45 @@ def test_the_gradient_of_the_loss_is_that_of_its_formula(documents, sharp):
     torch.testing.assert_close(*gradients)
 
 
+def test_a_query_whose_keys_are_all_hidden_by_a_bias_pays_nothing():
+    query, key, scores = (tensor((2, 2, 24, *size), i) for i, size in enumerate(((8,), (8,), ())))
+    lengths = torch.tensor([24, 17])
+    bias = torch.where(torch.arange(24) < 24 - lengths[:, None, None], -math.inf, 0.0)  # padding on the left
+    loss = score_loss(query, key, scores.requires_grad_(), key_bias=bias, local=3, queries=24)
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert loss.isfinite().all()
+    assert gradient.isfinite().all()
+    # The other sequence is as it is alone, in a mean over two.
+    (alone,) = torch.autograd.grad(score_loss(query[:1], key[:1], scores[:1], local=3, queries=24).sum(), scores)
+    torch.testing.assert_close(gradient[0], alone[0] / 2)
+
+
 def test_the_gradient_of_the_loss_cannot_be_differentiated_again():
     query, key, scores = (tensor((1, 2, 30, *size), i) for i, size in enumerate(((8,), (8,), ())))
     loss = score_loss(query, key, scores.requires_grad_(), local=3).sum()
     (gradient,) = torch.autograd.grad(loss + scores.square().sum(), scores, create_graph=True)
     with pytest.raises(RuntimeError, match="score_loss: its gradient cannot be differentiated again"):
         gradient.square().sum().backward()
+
+
+def test_the_tangent_of_the_loss_is_its_gradient_times_that_of_the_scores():
+    query, key, scores, tangent = (tensor((1, 2, 30, *size), i) for i, size in enumerate(((8,), (8,), (), ())))
+
+    def loss(scores):
+        return score_loss(query, key, scores, local=3, queries=30).sum()
+
+    def pushed(scores):
+        return torch.func.jvp(loss, (scores,), (tangent,))[1]
+
+    torch._dynamo.reset()
+    for function in (pushed, torch.compile(pushed, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(function(scores), (torch.func.grad(loss)(scores) * tangent).sum())
+    for second in (
+        lambda: torch.func.grad(pushed)(scores),
+        lambda: torch.func.jvp(torch.func.grad(loss), (scores,), (tangent,)),
+    ):
+        with pytest.raises(RuntimeError, match="score_loss: its gradient cannot be differentiated again"):
+            second()
 
 
 def test_the_loss_of_each_sample_under_func():

@@ -231,7 +231,11 @@ def _loss_and_gradient(
         logits = options.softcap * torch.tanh(logits / options.softcap)
     if key_bias is not None:
         logits = logits + key_bias.unflatten(1, (heads if key_bias.shape[1] > 1 else 1, -1))[..., None, :]
-    weights = torch.where(seen[:, :, None], logits, -math.inf).softmax(4).mean(2)
+    logits = torch.where(seen[:, :, None], logits, -math.inf)
+    weights = logits.softmax(4)
+    if key_bias is not None:  # which may hide all keys of a query: it pays nothing
+        weights.masked_fill_(logits.amax(4, keepdim=True) == -math.inf, 0.0)
+    weights = weights.mean(2)
     counted = competing if is_real is None else competing & is_real[..., None]
     paid = torch.where(counted, weights, 0.0)
     if sharp:
@@ -244,10 +248,11 @@ def _loss_and_gradient(
 
 
 def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
-    """The loss [h] of scores [B, h, S] whose gradient is known. To differentiate that once more raises, eager and compiled."""
-    if torch.compiler.is_compiling():  # the compiler refuses a second derivative itself, and warns of the class below
+    """The loss [h] of scores [B, h, S] whose gradient is known. To differentiate that once more raises in eager calls."""
+    if torch.compiler.is_compiling():  # the compiler warns of the class below
         given = torch.where(gradient != 0, scores, 0.0)  # not where scores are -inf
-        return loss + (gradient * (given - given.detach())).sum((0, 2))
+        # no_grad stops gradients, but no tangents, which the second term has alone.
+        return loss.detach() + (gradient * (given - given.detach())).sum((0, 2))
     known: Tensor = _KnownGradient.apply(scores, loss, gradient)
     return known
 
@@ -262,6 +267,7 @@ class _KnownGradient(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0], inputs[2])
+        ctx.save_for_forward(inputs[0], inputs[2])
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, None, None]:
@@ -269,9 +275,15 @@ class _KnownGradient(torch.autograd.Function):
         first: Tensor = _OnlyOnce.apply(of_loss[:, None] * gradient, scores)
         return first, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, of_scores: Tensor, *_: object) -> Tensor:
+        scores, gradient = ctx.saved_tensors
+        first: Tensor = _OnlyOnce.apply(torch.where(gradient != 0, of_scores, 0.0) * gradient, scores)
+        return first.sum((0, 2))
+
 
 class _OnlyOnce(torch.autograd.Function):
-    """A gradient by ``scores`` that was computed without them."""
+    """A derivative by ``scores`` that was computed without them."""
 
     generate_vmap_rule = True
 
@@ -285,4 +297,8 @@ class _OnlyOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> NoReturn:
+        raise RuntimeError("score_loss: its gradient cannot be differentiated again")
+
+    @staticmethod
+    def jvp(ctx: Any, *_: object) -> NoReturn:
         raise RuntimeError("score_loss: its gradient cannot be differentiated again")
