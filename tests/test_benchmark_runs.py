@@ -131,13 +131,13 @@ def test_flex_attention_is_given_the_same_mask(kind, monkeypatch):
 
 def test_compiled_peers_keep_what_forward_saved(monkeypatch):
     """Their backward runs many times; compiled as it comes it raises at the second, on a GPU."""
-    monkeypatch.setattr(peers.functorch_config, "donated_buffer", True)
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: asked.append(peers.functorch_config.donated_buffer) or function)
-    peers._compiled_flex.__wrapped__((1, 2, 3, 3), torch.device("cpu"))
     monkeypatch.setattr(peers, "NEEDS_GPU", ())
-    monkeypatch.setattr(peers.functorch_config, "donated_buffer", True)
-    cases.workload(next(iter(small_cases("dense", ("flex",)))), "cpu")
+    with peers.functorch_config.patch(donated_buffer=True):  # monkeypatch would take the setting away at its end
+        peers._compiled_flex.__wrapped__((1, 2, 3, 3), torch.device("cpu"))
+    with peers.functorch_config.patch(donated_buffer=True):
+        cases.workload(next(iter(small_cases("dense", ("flex",)))), "cpu")
     assert asked[0] is asked[-1] is False
 
 

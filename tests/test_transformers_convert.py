@@ -248,9 +248,9 @@ def test_training_compiles_in_one_graph():
     assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
-def test_windows_that_change_compile_twice(monkeypatch):
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+def test_windows_that_change_compile_twice():
     """With the option of torch that the page names: once for the first window and once for all others."""
-    monkeypatch.setattr(torch._dynamo.config, "allow_unspec_int_on_nn_module", True)
     model, tokens = convert(built(), 20, local=3), distinct()
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
