@@ -182,17 +182,18 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     ++visit;
   };
 
-  // Draws the next item.
-  auto draw = [&] {
-    if (thread_index() % kLoaders == 0) {
-      shared.item = work.ticket ? work.undrawn + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
+  for (bool draws = work.undrawn == 0;; draws = true) {
+    // Take the item with the block's number, or draw one.
+    uint32_t number = blockIdx.x;
+    if (draws) {
+      if (thread_index() % kLoaders == 0) {
+        shared.item = work.ticket ? work.undrawn + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
+      }
+      group_sync(kLoadBarrier, kLoaders);
+      number = shared.item;
+      group_sync(kLoadBarrier, kLoaders);
     }
-    group_sync(kLoadBarrier, kLoaders);
-    const uint32_t item = shared.item;
-    group_sync(kLoadBarrier, kLoaders);
-    return item;
-  };
-  for (uint32_t number = work.undrawn > 0 ? blockIdx.x : draw(); number < work.items; number = draw()) {
+    if (number >= work.items) break;
     const BackwardItem item(*read_anew(&p), *read_anew(&work), number);
     const int query_length = static_cast<int>(p.query_length);
     if constexpr (kIsGathered) {
