@@ -27,19 +27,19 @@ PerHead grad_per_head(void* data, const Tensor& grad, const AttentionParams& p, 
 }
 
 // For sums in a fixed order: batches or kv heads that add to the same elements are taken by one block, one after the other.
-void take_in_turn(BackwardCall& call, const PerHead& grad) {
+void keep_together(BackwardCall& call, const PerHead& grad) {
   const AttentionParams& p = call.b.forward;
   if (!grad.data) return;
-  if (grad.batch_stride == 0) call.batches_in_turn = p.batch;
-  if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_in_turn = p.kv_heads;
+  if (grad.batch_stride == 0) call.batches_per_block = p.batch;
+  if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_per_block = p.kv_heads;
 }
 
 // Do batches or kv heads add to the same elements of a bias's gradient?
 bool adds_across_heads(const BackwardCall& call) {
-  BackwardCall in_turn = call;
-  take_in_turn(in_turn, call.grad_key_bias);
-  take_in_turn(in_turn, call.grad_bias);
-  return in_turn.batches_in_turn * in_turn.kv_heads_in_turn > 1;
+  BackwardCall together = call;
+  keep_together(together, call.grad_key_bias);
+  keep_together(together, call.grad_bias);
+  return together.batches_per_block * together.kv_heads_per_block > 1;
 }
 
 bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic) {
@@ -202,13 +202,13 @@ void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
   if (call.b.deterministic) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
-    take_in_turn(by_keys, call.grad_key_bias);
-    take_in_turn(by_keys, call.grad_bias);
-    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads taken
-    // in turn.
-    const bool is_in_turn =
-        by_keys.batches_in_turn * by_keys.kv_heads_in_turn > 1 && call.live_keys.batches * call.live_keys.heads > 1;
-    if (is_in_turn || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
+    keep_together(by_keys, call.grad_key_bias);
+    keep_together(by_keys, call.grad_bias);
+    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads that
+    // share a block.
+    const bool shares_blocks =
+        by_keys.batches_per_block * by_keys.kv_heads_per_block > 1 && call.live_keys.batches * call.live_keys.heads > 1;
+    if (shares_blocks || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
     check_launch(sm80::key_major(by_keys, room, stream), p);
     if (by_keys.live_keys.index) {
       DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered

@@ -8,6 +8,9 @@ namespace dmattn::cuda {
 
 inline constexpr double kLog2OfE = 1.4426950408889634;
 
+// Queries for which BackwardCall::turns has an element: at most half of a chunk, which may be added in two pieces.
+inline constexpr int kTurnQueries = 32;
+
 // What a kernel instance can do at compile time; everything else is a run-time flag.
 enum class Variant : int32_t {
   kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
@@ -91,8 +94,8 @@ struct BackwardCall {
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 64 rows by 16 columns one after the other
-  // How many tiles of keys have added to the chunk of queries that begins here, and at the next element to its second piece,
-  // zeroed; null: tiles of keys add in any order, not each in its turn. Where keys are gathered [B, Hkv, segments] of it: the
+  // Whose turn it is to add, zeroed; null: sums have no fixed order. Keys in order: how many tiles of keys have added to the
+  // chunk of queries that begins here, and at the next element to its second piece. Gathered keys, [B, Hkv, segments] of it: the
   // first key that a segment's list has not added to key_sums.
   int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
@@ -101,7 +104,7 @@ struct BackwardCall {
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias
   // gradient is added in a fixed order.
-  int64_t batches_in_turn = 1, kv_heads_in_turn = 1;
+  int64_t batches_per_block = 1, kv_heads_per_block = 1;
 };
 
 // Floats in a row of sums of `dim` elements, and the place of element i when each 16 columns begin `step` floats after the 16

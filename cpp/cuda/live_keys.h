@@ -17,7 +17,6 @@ namespace dmattn::cuda {
 
 inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers for walks without lists
 inline constexpr int kListBlock = 512;      // entries of a list that the portable walk reads at once
-inline constexpr int kTurnQueries = 32;     // at most half of the queries of a chunk in backward
 inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
@@ -46,7 +45,7 @@ struct LiveKeys {
   int32_t* counts = nullptr;     // [mask heads, count_blocks, 2, segments]
   int32_t* partial = nullptr;    // [mask heads, count_blocks]: does a block have live keys that only some queries see?
   int32_t* live = nullptr;       // [mask heads, parts]: how many of a part's keys are live
-  int32_t* ticket = nullptr;     // one int: tiles handed out to blocks as they come free; zeroed with the lists
+  int32_t* ticket = nullptr;     // one int: tiles that blocks have drawn; zeroed with the lists
   int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); likewise
   bool keeps_live = false;       // are the live keys read, even where no list is made of them?
   bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?

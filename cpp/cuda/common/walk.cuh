@@ -2,10 +2,10 @@
 // bits against spans.
 //
 // The walks themselves cannot be one, because they keep their state in different places. In the portable family all threads of a
-// block walk and compute in turns. Their registers belong to the products, so the walk keeps what it looks up and how full its
-// queues are in shared memory, and makes a chunk when one is asked for. On Hopper some warps do nothing but walk, ahead of the
-// others. Their state is in registers; they read a list ahead, walk keys in order backwards, and leave notes of what each
-// computing warp has to test. The ballots that tell whole keys from partial ones stay written out in both: as a function the
+// block first walk for a chunk, then compute it. Their registers belong to the products, so the walk keeps what it looks up and
+// how full its queues are in shared memory, and makes a chunk when one is asked for. On Hopper some warps do nothing but walk,
+// ahead of the others. Their state is in registers; they read a list ahead, walk keys in order backwards, and leave notes of what
+// each computing warp has to test. The ballots that tell whole keys from partial ones stay written out in both: as a function the
 // compiler makes other, not better, code of them.
 #pragma once
 

@@ -395,16 +395,16 @@ __global__ __launch_bounds__(
   // Find this block's tile: early tiles come first, because causality makes them long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
-  const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
-  const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_in_turn : 1);
+  const int64_t pairs_per_block = kVariant == Variant::kGeneral ? call.batches_per_block * call.kv_heads_per_block : 1;
+  const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_per_block : 1);
   const auto pair_of = [&](int64_t item) {
     const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
     const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
     if constexpr (kVariant != Variant::kGeneral) return int2{batch, kv_head};
-    return int2{batch * static_cast<int>(call.batches_in_turn) + static_cast<int>(item / call.kv_heads_in_turn),
-                kv_head * static_cast<int>(call.kv_heads_in_turn) + static_cast<int>(item % call.kv_heads_in_turn)};
+    return int2{batch * static_cast<int>(call.batches_per_block) + static_cast<int>(item / call.kv_heads_per_block),
+                kv_head * static_cast<int>(call.kv_heads_per_block) + static_cast<int>(item % call.kv_heads_per_block)};
   };
-  for (int64_t item = 0; item < in_turn; ++item) {
+  for (int64_t item = 0; item < pairs_per_block; ++item) {
     const int2 pair = pair_of(item);
     const int batch = pair.x, kv_head = pair.y;
 
@@ -573,8 +573,8 @@ cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
-  const int64_t in_turn = kVariant == Variant::kGeneral ? call.batches_in_turn * call.kv_heads_in_turn : 1;
-  const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / in_turn);
+  const int64_t pairs_per_block = kVariant == Variant::kGeneral ? call.batches_per_block * call.kv_heads_per_block : 1;
+  const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / pairs_per_block);
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

@@ -107,7 +107,7 @@ cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream) 
   const AttentionParams& p = call.b.forward;
   const Variant variant = variant_of(p, call.live_keys);
   const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
-  const bool is_plain = variant == Variant::kPlain && !has_mask && call.batches_in_turn * call.kv_heads_in_turn == 1;
+  const bool is_plain = variant == Variant::kPlain && !has_mask && call.batches_per_block * call.kv_heads_per_block == 1;
   return launch(kKeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room, call, stream);
 }
 

@@ -115,8 +115,8 @@ constexpr bool are_valid(const Row (&rows)[kCount]) {
 static_assert(are_valid(kForwardRows) && are_valid(kQueryMajorRows) && are_valid(kKeyMajorRows));
 
 // Decode: a block has 16 rows of queries and heads, or (kMany) as many as `row_warps` warps of 16 rows have. Its warps form a
-// grid of row_warps by slices. The slices take chunks of `keys` by turns; each has a ring of its own with room for as many chunks
-// as there are stages.
+// grid of row_warps by slices. Slice s takes chunks s, s + slices, ... of `keys`; each has a ring of its own with room for as
+// many chunks as there are stages.
 enum class DecodeRows : int32_t { kFew, kMany };
 
 struct DecodeShape {

@@ -182,12 +182,12 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     ++visit;
   };
 
-  for (bool draws = work.undrawn == 0;; draws = true) {
+  for (bool draws = work.dealt == 0;; draws = true) {
     // Take the item with the block's number, or draw one.
     uint32_t number = blockIdx.x;
     if (draws) {
       if (thread_index() % kLoaders == 0) {
-        shared.item = work.ticket ? work.undrawn + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
+        shared.item = work.ticket ? work.dealt + static_cast<uint32_t>(atomicAdd(read_anew(&work)->ticket, 1)) : work.items;
       }
       group_sync(kLoadBarrier, kLoaders);
       number = shared.item;

@@ -185,9 +185,9 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     }
 
     // The tensor cores always have a product to do beside what the threads do. Scores are begun beside the sums of the chunk
-    // before. The two pieces of grad_query take turns in the same registers and are added a chunk late, each beside products that
-    // last as long. A visit's first chunk computes a piece that means nothing, and its last begins scores that mean nothing, so
-    // that registers are the same on all ways through the loop.
+    // before. The two pieces of grad_query have the same registers one after the other and are added a chunk late, each beside
+    // products that last as long. A visit's first chunk computes a piece that means nothing, and its last begins scores that mean
+    // nothing, so that registers are the same on all ways through the loop.
     const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
     float scores[kN][4], grad_scores[kN][4], grad_query[Products::kPiece / 8][4];
     auto begin_scores = [&] {

@@ -43,7 +43,7 @@ __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) 
   return done != 0;
 }
 
-// Waits as barrier_wait does, but sleeps between looks: every look takes a turn at shared memory from the products.
+// Waits as barrier_wait does, but sleeps between looks: a look keeps the products from shared memory for a moment.
 __device__ __forceinline__ void barrier_sleep(uint32_t barrier, uint32_t parity) {
   while (!barrier_test(barrier, parity)) __nanosleep(kSleep);
 }

@@ -193,9 +193,9 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   // Where there is no ticket that another kernel has cleared, and tiles are short, clearing one takes longer than blocks would
   // wait for each other.
-  constexpr int64_t kFewTurns = 32;
-  work.is_in_turn = call.live_keys.is_direct && is_local && items <= kFewTurns * blocks;
-  work.ticket = items > blocks && !work.is_in_turn ? call.live_keys.ticket : nullptr;
+  constexpr int64_t kFewRounds = 32;
+  work.is_dealt = call.live_keys.is_direct && is_local && items <= kFewRounds * blocks;
+  work.ticket = items > blocks && !work.is_dealt ? call.live_keys.ticket : nullptr;
 
   ForwardMaps maps;
   const int keys = instance->shape.keys, heads_per_warp = static_cast<int>(std::min<int64_t>(heads_per_tile, 16));
@@ -305,8 +305,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
   work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  work.undrawn = call.turns ? 0 : static_cast<uint32_t>(blocks);
-  work.ticket = items > work.undrawn ? ticket : nullptr;
+  work.dealt = call.turns ? 0 : static_cast<uint32_t>(blocks);
+  work.ticket = items > work.dealt ? ticket : nullptr;
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&

@@ -18,8 +18,8 @@ struct ForwardWork {
   uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
   int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
   int log2_heads_per_tile;
-  int* ticket;      // tiles handed out beyond the first of each block, zero at the start; null: no block draws any
-  bool is_in_turn;  // blocks take tiles in turn and draw none
+  int* ticket;    // tiles drawn beyond the first of each block, zero at the start; null: no block draws any
+  bool is_dealt;  // block b has the tiles b, b + blocks, ..., and draws none
 
   // A row of a tile is a (query, head) pair, the heads of a query one after the other: which head, and which query, counted from
   // the tile's first.
@@ -59,10 +59,10 @@ struct BackwardWork {
   uint32_t section_head_groups;  // head groups whose queries and sums fit into L2 together
   int heads;
   int shares;  // items that share the list of a segment
-  // So many items, the first ones, belong to the blocks with their numbers. None where sums have a fixed order: a block then
+  // So many items, the first ones, are dealt to the blocks with their numbers. None where sums have a fixed order: a block then
   // waits for items with smaller numbers, and their blocks might come onto the GPU only when it has ended.
-  uint32_t undrawn;
-  int* ticket;  // items handed out beyond those, zero at the start; null: there are no others
+  uint32_t dealt;
+  int* ticket;  // items drawn beyond those, zero at the start; null: there are no others
 };
 
 // An item by its number. Numbers run over sections of head groups; in a section from early tiles of keys to late ones, or from

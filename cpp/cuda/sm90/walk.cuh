@@ -64,11 +64,11 @@ class Walk {
     // The first tile is that of the block's number: load_tiles loads its queries before it has a note.
     for (uint32_t item = blockIdx.x; item < count_items();) {
       walk_tile(item);
-      // Draw the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
+      // Take the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
       const bool is_first = item == blockIdx.x;
       if (thread_ == 0) {
         uint32_t next = count_items();
-        if (work_.is_in_turn) next = queues_.item + grid_size();
+        if (work_.is_dealt) next = queues_.item + grid_size();
         if (work_.ticket) next = grid_size() + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
         queues_.item = next;
       }

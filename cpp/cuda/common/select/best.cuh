@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kBestThreads) keep_best_of_head(const SelectPa
   static_assert(kBins == 2 * kBestThreads && 32 > 2 * kDigitBits);
   using Scan = cub::BlockScan<int32_t, kBestThreads>;
   __shared__ typename Scan::TempStorage storage;
-  __shared__ alignas(8) int32_t all_counts[2][kBins];  // by turns, so that no block clears what another one still reads
+  __shared__ alignas(8) int32_t all_counts[2][kBins];  // alternately, so that no block clears what another one still reads
   __shared__ int32_t chosen, still_needed, chosen_count;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), length = static_cast<int32_t>(p.length);
   const int32_t blocks = Cluster::size(), rank = Cluster::rank();
