@@ -1,7 +1,7 @@
 // What every CUDA host file needs of the runtime: the current stream, a device guard, error checks, device attributes.
 //
-// The one surprise is the weak symbol: torch exports its current CUDA stream only when it is built for CUDA, and this library
-// loads into any torch. So the reference may stay null, and only an op that is called on CUDA tensors notices.
+// The reference to torch's current CUDA stream is a weak symbol: torch exports it only when it is built for CUDA, and this
+// library loads into any torch. So the reference may stay null, and only an op that is called on CUDA tensors notices.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -43,7 +43,7 @@ FAULTS = [
             "keys that no query sees are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("walk.cuh", "Seen::of(is_new ? span : Span::empty());", "Seen::of(span);",
             "keys that two chunks of a range have count twice", RANGES, RANGED),
-    in_file("walk.cuh", "note.index[Stage::key_place(row)] = is_seen ? key : -1;", "note.index[Stage::key_place(row)] = min(max(key, 0), key_length - 1);",
+    in_file("walk.cuh", "note.index[Note::key_place(row)] = is_seen ? key : -1;", "note.index[Note::key_place(row)] = min(max(key, 0), key_length - 1);",
             "keys of a range that no query of the tile sees are loaded", RANGES, RANGED),
     in_file("forward_load.cuh", "if (has_bit(bits, row)) store_zeros_16(", "if (row < 0) store_zeros_16(",
             "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
@@ -144,7 +144,7 @@ FAULTS = [
     in_file("backward_wide.cuh", "first_column = group * (kWideDim / kConsumers);", "first_column = 0;",
             "both warpgroups write the first half of the columns", WIDE, "sm90_backward_wide", size=256),
     in_file("schedule.cuh", "head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;", "head = static_cast<int>(head_group % head_groups_per_batch);",
-            "packs of heads overlap", RAGGED + " " + THRESHOLDS),
+            "head groups overlap", RAGGED + " " + THRESHOLDS),
     in_file("backward_load.cuh", "base < list.y; base += work.shares * kKeys", "base + kKeys <= list.y; base += work.shares * kKeys",
             "the last keys of a list are dropped", THRESHOLDS),
     # Sums in a fixed order.

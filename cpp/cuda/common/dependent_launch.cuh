@@ -1,9 +1,9 @@
 // Launches of kernels that follow each other closely. On compute capability 9.0 the blocks of a kernel come onto the SMs while
 // those of the kernel before leave, and wait on the SMs ("programmatic dependent launch", CUDA programming guide).
 //
-// The one surprise is that nobody else waits: a kernel launched by launch_dependent calls wait_for_kernel_before in every thread,
-// before it reads or writes anything global. As every kernel of a chain waits, the end of the last is the end of all. What the
-// chain writes is read by plain loads: __ldg and __restrict__ promise that nobody wrote it since the kernel came.
+// Nobody else waits: a kernel launched by launch_dependent calls wait_for_kernel_before in every thread, before it reads or
+// writes anything global. As every kernel of a chain waits, the end of the last is the end of all. What the chain writes is read
+// by plain loads: __ldg and __restrict__ promise that nobody wrote it since the kernel came.
 #pragma once
 
 #include <cuda_runtime.h>

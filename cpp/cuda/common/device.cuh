@@ -1,7 +1,7 @@
 // The instructions every family shares: 16-byte asynchronous copies, ldmatrix, mma.sync, fp32 adds to global memory, conversions.
 //
-// The one surprise is that a copy with a false predicate still writes: it fills its 16 bytes with zeros, which is how padding,
-// ragged lengths and keys nobody sees get into a tile.
+// A copy with a false predicate still writes: it fills its 16 bytes with zeros, which is how padding, ragged lengths and keys
+// that nobody sees get into a tile.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,8 +1,7 @@
 // Online softmax over the rows of a warp's mma tile, the one place that does it.
 //
-// The one surprise is that the running maximum may lag behind: it moves only when a row's exponentials would grow by more than
-// 2^8. What is subtracted from the logits does not change the result as long as nothing overflows, and moving it costs a
-// rescaling of the output.
+// The running maximum may lag behind: it moves only when a row's exponentials would grow by more than 2^8. What is subtracted
+// from the logits does not change the result as long as nothing overflows, and moving it costs a rescaling of the output.
 //
 // Where there may be a bias (kNatural), the maximum is a logit, not a logit in base 2. Floats around -1e9 are 64 apart, so the
 // product of such a logit with log2(e) must not be rounded before the maximum is subtracted.

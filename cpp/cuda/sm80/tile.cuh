@@ -1,7 +1,7 @@
 // Swizzled shared-memory tiles and the three warp products of attention over them.
 //
-// The one surprise is the address: 16-byte chunk c of row r lies at chunk c ^ (r % 8), which keeps ldmatrix free of bank
-// conflicts, and because c's bits and the swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
+// 16-byte chunk c of row r lies at chunk c ^ (r % 8), which keeps ldmatrix free of bank conflicts, and because c's bits and the
+// swizzle's are disjoint from the row's, stepping along a row is one XOR with a constant.
 #pragma once
 
 #include "../calls.h"

@@ -1,5 +1,6 @@
 // What the warpgroups of a backward block share, and the warps that load: half a warpgroup brings tiles of keys and values, one
-// thread of the other half the chunks of queries that see them.
+// thread of the other half the chunks of queries that see them. Another thread of that half waits for turns (glossary), where
+// sums have a fixed order.
 //
 // A tile of keys stays for one visit: while all the queries that see it pass or, where live keys are gathered, those of one
 // segment. A visit ends with a note that brings no queries.
@@ -49,13 +50,14 @@ struct alignas(1024) BackwardShared {
   alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];  // with dropout
   KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
-  uint32_t item, query_visit;
-  int row_flags;  // a copy
+  uint32_t item, query_visit;  // the item drawn last; the visit whose queries are loaded
+  int row_flags;               // a copy
   uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t score_full[2], score_empty[2];
-  uint64_t turn_begun, turn_ended, visit_loaded;
+  uint64_t turn_begun, turn_ended;  // where sums have a fixed order: the computing warps may add; they have added
+  uint64_t visit_loaded;            // all queries of a visit have been asked for
 };
 
 inline constexpr int kLoadBarrier = 1, kClearBarrier = 2;  // of the loading and of the computing warps; 0 is the whole block's
@@ -238,7 +240,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   barrier_arrive(note_full.at(visit));
 }
 
-// The queries [from, to) that see a key of the tile with this note, `from` that of a chunk of kQueries.
+// The queries [from, to) that see a key of the tile with this note. `from` is rounded down to a multiple of kQueries.
 template <int kQueries>
 struct QueriesOfVisit {
   int from, to;
@@ -364,8 +366,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 // chunk, which causality lets all of them see, and follows the one before it, so that tiles come to a chunk in their order.
 //
 // One block has the whole list of a segment where keys are gathered, so it takes turns only where it adds grad_key and
-// grad_value: the lists of a head add a key from the last segment to the first. They are in key order, and the later of two has
-// dropped more of what they share, so that it is ahead.
+// grad_value: the lists of a head add a key from the last segment to the first. Lists are in key order. In front of a key that
+// two of them share, that of the later segment has fewer keys, because more have died. So it comes to that key first.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void take_turns(const BackwardCall& call, const BackwardWork& work,
                                            BackwardShared<kDim, has_options(kVariant)>& shared) {

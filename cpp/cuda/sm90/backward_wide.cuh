@@ -33,13 +33,13 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
   alignas(128) float delta[kShape.query_stages][kShape.queries];
   KeyNote key_notes[kKeyNotes];
   QueryNote query_notes[kQueryNotes];
-  uint32_t item, query_visit;
-  int row_flags;  // a copy
+  uint32_t item, query_visit;  // the item drawn last; the visit whose queries are loaded
+  int row_flags;               // a copy
   uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t weight_full, weight_empty, score_full;
-  uint64_t turn_begun, turn_ended, visit_loaded;
+  uint64_t turn_begun, turn_ended, visit_loaded;  // as for smaller heads
 };
 
 // As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
@@ -325,8 +325,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel, but no warp adds: those that
-// compute do.
+// grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(const __grid_constant__ BackwardCall call,
                                                                             const __grid_constant__ BackwardWork work,

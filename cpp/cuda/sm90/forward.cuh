@@ -14,14 +14,14 @@
 namespace dmattn::cuda::sm90 {
 
 // Scores that the note hides become -inf. positions and queries are those of the thread's two rows.
-template <int kN, class Chunk>
-__device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, uint32_t flags, bool is_causal, int column,
+template <int kN, class Note>
+__device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, uint32_t flags, bool is_causal, int column,
                                      const int (&positions)[2], const int (&queries)[2]) {
   auto keep = [&](int i, int r, bool left, bool right) {
     if (!left) scores[i][2 * r] = negative_infinity();
     if (!right) scores[i][2 * r + 1] = negative_infinity();
   };
-  if ((Chunk::kIsDense && !Chunk::kHasKeyBias) || flags & kLimit) {
+  if ((Note::kIsDense && !Note::kHasKeyBias) || flags & kLimit) {
     const int base = note.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -33,9 +33,9 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
       }
     }
   } else if (flags & (kSpans | kFew)) {
-    if constexpr (Chunk::kIsGathered) {
+    if constexpr (Note::kIsGathered) {
       const int warp = static_cast<int>(threadIdx.x) / 32, lane = read_lane();
-      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Chunk::seen_place(lane % 4 * 2)]);
+      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Note::seen_place(lane % 4 * 2)]);
       const uint32_t row = 1u << (lane / 4);  // the row 8 further on is 8 bits further on, the next column 16
 #pragma unroll
       for (int i = 0; i < kN; i += 4) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
-    } else if (Chunk::kHasKeyBias && !(flags & kStarts)) {
+    } else if (Note::kHasKeyBias && !(flags & kStarts)) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
         const int2 last = *reinterpret_cast<const int2*>(&note.last[column + 8 * i]);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
         if (i % 4 == 3) asm volatile("" ::: "memory");
       }
     }
-  } else if constexpr (Chunk::kHasBits) {
+  } else if constexpr (Note::kHasBits) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Chunk& note, 
       }
     }
   }
-  if constexpr (Chunk::kIsGathered) {
+  if constexpr (Note::kIsGathered) {
     if (flags & kGaps) {
       const int rows_present = note.rows_present - column;
 #pragma unroll
@@ -96,12 +96,12 @@ template <Variant kVariant>
 inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kVariant == Variant::kGeneral;
 
 // Products that were not added to the key_bias become logits.
-template <Variant kVariant, int kN, class Chunk>
-__device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Chunk& note, int column, float scale) {
+template <Variant kVariant, int kN, class Note>
+__device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Note& note, int column, float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    const bool is_natural = Chunk::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Chunk::kBiasWarps];
-    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+    const bool is_natural = Note::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Note::kBiasWarps];
+    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& score = scores[0][i][e];
@@ -136,7 +136,7 @@ struct ChunkBias {
   // `row` and `column` are those of the thread's first score.
   template <int kDim, Variant kVariant>
   __device__ __forceinline__ void read(const ForwardCall& call, const ForwardWork& work,
-                                       const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
+                                       const ForwardShared<kDim, kVariant>& shared, const ChunkNote<kDim, kVariant>& note,
                                        uint32_t flags, uint32_t tile_number, int row, int column) {
     const AttentionParams& p = call.p;
     if (kVariant != Variant::kGeneral || !p.bias.data) return;
@@ -175,15 +175,15 @@ struct ChunkBias {
   }
 
  private:
-  template <class Chunk, class At>
-  __device__ __forceinline__ void read_each(const AttentionParams& p, const Chunk& note, uint32_t flags, int column, int r,
+  template <class Note, class At>
+  __device__ __forceinline__ void read_each(const AttentionParams& p, const Note& note, uint32_t flags, int column, int r,
                                             const At& at) {
-    const int32_t* const indices = &note.index[index_place<Chunk::kKeys>(column)];
+    const int32_t* const indices = &note.index[index_place<Note::kKeys>(column)];
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int key = flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Chunk::kKeys>(8 * i + e)];
+        const int key = flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Note::kKeys>(8 * i + e)];
         of[i][2 * r + e] = at(min(max(key, 0), static_cast<int>(p.key_length) - 1));
       }
     }
@@ -195,22 +195,22 @@ struct ChunkBias {
 // thread's first score, `has_bias` says that products are added to key_bias. chunk_bias: of the general variant.
 template <class T, int kDim, Variant kVariant, class Softmax, int kN, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
-                                             const ForwardShared<kDim, kVariant>& shared, const Note<kDim, kVariant>& note,
+                                             const ForwardShared<kDim, kVariant>& shared, const ChunkNote<kDim, kVariant>& note,
                                              uint32_t flags, uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
                                              float (&factor)[2], int row, int column, bool has_bias,
                                              const ChunkBias<T, kN>& chunk_bias, const Between& between) {
-  using Chunk = Note<kDim, kVariant>;
+  using Note = ChunkNote<kDim, kVariant>;
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
   const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
   float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
-  const int32_t* const indices = &note.index[index_place<Chunk::kKeys>(column)];
+  const int32_t* const indices = &note.index[index_place<Note::kKeys>(column)];
   auto key_of = [&](int i, int e) {
-    return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Chunk::kKeys>(8 * i + e)];
+    return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Note::kKeys>(8 * i + e)];
   };
   if constexpr (kVariant == Variant::kGeneral) {
     unit = 1.0f, to_base_2 = kLog2e;
-    const float* const key_bias = &note.key_bias[Chunk::bias_place(column)];  // places add up, as columns do
+    const float* const key_bias = &note.key_bias[Note::bias_place(column)];  // places add up, as columns do
     const LogitCap cap(p.softcap);
     float to_logit = call.scale;  // the factor that is still to be applied
     if (p.softcap > 0) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][i][e] = fmaf(scores[0][i][e], to_logit, key_bias[Chunk::bias_place(8 * i + e % 2)]);
+      for (int e = 0; e < 4; ++e) scores[0][i][e] = fmaf(scores[0][i][e], to_logit, key_bias[Note::bias_place(8 * i + e % 2)]);
     }
     if (p.bias.data) {
 #pragma unroll
@@ -244,7 +244,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
         if (is_biased && !(flags & kHuge)) {
 #pragma unroll
           for (int i = 0; i < kN; ++i) {
-            const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+            const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
             scores[0][i][0] += pair.x, scores[0][i][1] += pair.y, scores[0][i][2] += pair.x, scores[0][i][3] += pair.y;
           }
         }
@@ -420,7 +420,7 @@ template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Chunk = Note<kDim, kVariant>;
+  using Note = ChunkNote<kDim, kVariant>;
   constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
   const AttentionParams& p = call.p;
   // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
@@ -445,8 +445,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   // In the gathered variants key_bias is what products are added to, unless they are capped.
   const bool has_bias = kVariant == Variant::kKeyBias ||
                         (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
-  auto read_bias = [&](const Chunk& note, int i) {
-    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Chunk::bias_place(column + 8 * i)]);
+  auto read_bias = [&](const Note& note, int i) {
+    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage, uint32_t flags) {
@@ -474,7 +474,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     commit_products();
   };
   // Narrows the weights of one chunk to operands; the key_bias of the next chunk takes their place in scores.
-  auto narrow_weights = [&](const Chunk& next) {
+  auto narrow_weights = [&](const Note& next) {
     auto narrow = [&](const auto& then) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -499,7 +499,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   ChunkBias<T, kN> chunk_bias;
   float factor[2];
   bool moves = false;
-  auto weigh = [&](const Chunk& note, uint32_t flags, uint32_t tile_number, const auto& between) {
+  auto weigh = [&](const Note& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
                                             has_bias, chunk_bias, between);
   };

@@ -1,8 +1,8 @@
 // What the warps of a forward block share, and the warps that load: they bring keys, values and queries into shared memory as the
 // notes say.
 //
-// The one surprise is that a gathered chunk is announced late. Its rows come by ordinary copies, which have to land and be fenced
-// before the tensor cores may read them. Until then the copies of the next chunk are started, if that need not wait.
+// A gathered chunk is announced late. Its rows come by ordinary copies, which have to land and be fenced before the tensor cores
+// may read them. Meanwhile the copies of the next chunk are started, if that need not wait.
 #pragma once
 
 #include "maps.h"
@@ -25,7 +25,7 @@ struct alignas(1024) ForwardShared {
   uint16_t query[kShape.query_tiles][kRows * kDim];
   uint16_t key[kShape.stages][kShape.keys * kDim];
   uint16_t value[kShape.stages][kShape.keys * kDim];
-  Note<kDim, kVariant> notes[kShape.notes];
+  ChunkNote<kDim, kVariant> notes[kShape.notes];
   TileNote tiles[kTileNotes];
   uint32_t row_hash[kMayDrop<kVariant> ? kRows : 1];  // with dropout: dropout_row_hash of each row of the tile at hand
   WalkQueues<kDim, kVariant> queues;
@@ -58,46 +58,48 @@ __device__ __forceinline__ const char* at_row(const char* from, int row, uint32_
   return to;
 }
 
-// Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads. With kHasHoles rows without a key, and those
-// from `rows_present` on, become zeros. A thread copies batches of every eighth row, where the swizzle is the same. With
-// kReadsAhead it reads the keys of the next batch before it copies. `early` is called after the first batch.
-template <int kDim, int kKeys, int kLoaders, bool kHasHoles, bool kReadsAhead, int kUnroll, class Early>
+// Copies rows of a chunk from anywhere into a tile of panels, by kLoaders threads. With kHasGaps rows without a key, and those
+// from `rows_present` on, become zeros. A thread copies the same piece of 16 bytes of all its rows. In a round it copies kAtOnce
+// rows whose numbers have the same remainder by 8, because the swizzle of those is the same. With kReadsAhead it reads the keys
+// of the next round before it copies. `early` is called after the first round.
+template <int kDim, int kKeys, int kLoaders, bool kHasGaps, bool kReadsAhead, int kUnroll, class Early>
 __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int32_t* index, int rows_present, const char* rows,
                                             uint32_t row_bytes, int width, const Early& early) {
-  constexpr int kChunks = kDim / 8, kGroups = kLoaders / kChunks, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
-  // A batch is kAtOnce rows with the same remainder by 8.
-  constexpr int kParts = kRows / kAtOnce, kBatches = 8 / kGroups * kParts;
+  constexpr int kPieces = kDim / 8, kGroups = kLoaders / kPieces, kRows = kKeys / 8, kAtOnce = kRows % 8 == 0 ? 8 : 4;
+  // kGroups threads have the same piece. A remainder takes kParts rounds.
+  constexpr int kParts = kRows / kAtOnce, kRounds = 8 / kGroups * kParts;
   static_assert(kGroups > 0 && 8 % kGroups == 0);
-  const int chunk = thread % kChunks, first = thread / kChunks;
-  const bool in_row = chunk * 8 < width;
-  const char* from = rows + (in_row ? chunk * 16 : 0);
+  const int piece = thread % kPieces, first = thread / kPieces;
+  const bool in_row = piece * 8 < width;
+  const char* from = rows + (in_row ? piece * 16 : 0);
   asm volatile("" : "+l"(from), "+r"(row_bytes));  // keeps them in registers, for at_row
-  if (kHasHoles) asm volatile("" : "+r"(tile));    // so that no sum with it is kept from chunk to chunk: registers are short
+  if (kHasGaps) asm volatile("" : "+r"(tile));     // so that no sum with it is kept from chunk to chunk: registers are short
   int4 four[kAtOnce / 4];
-  auto read_keys = [&](int batch) {
-    const int residue = first + batch / kParts * kGroups;
-    const int4* const keys = reinterpret_cast<const int4*>(&index[index_place<kKeys>(residue)]) + batch % kParts * (kAtOnce / 4);
+  auto read_keys = [&](int round) {
+    const int remainder = first + round / kParts * kGroups;
+    const int4* const keys =
+        reinterpret_cast<const int4*>(&index[index_place<kKeys>(remainder)]) + round % kParts * (kAtOnce / 4);
 #pragma unroll
     for (int j = 0; j < kAtOnce / 4; ++j) four[j] = keys[j];
   };
   if (kReadsAhead) read_keys(0);
 #pragma unroll kUnroll
-  for (int batch = 0; batch < kBatches; ++batch) {
-    const int residue = first + batch / kParts * kGroups, i = batch % kParts * kAtOnce;
-    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + residue * 128 + ((chunk % 8) ^ residue) * 16;
-    if (!kReadsAhead) read_keys(batch);
+  for (int round = 0; round < kRounds; ++round) {
+    const int remainder = first + round / kParts * kGroups, i = round % kParts * kAtOnce;
+    const uint32_t to = tile + piece / 8 * (kKeys * 128) + remainder * 128 + ((piece % 8) ^ remainder) * 16;
+    if (!kReadsAhead) read_keys(round);
     const char* rows_from[kAtOnce];  // all addresses first: a copy holds its registers until it has read them
     bool is_wanted[kAtOnce];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       const int key = j % 4 == 0 ? four[j / 4].x : j % 4 == 1 ? four[j / 4].y : j % 4 == 2 ? four[j / 4].z : four[j / 4].w;
-      is_wanted[j] = in_row && (!kHasHoles || (key >= 0 && residue + 8 * (i + j) < rows_present));
-      rows_from[j] = at_row(from, kHasHoles ? max(key, 0) : key, row_bytes);
+      is_wanted[j] = in_row && (!kHasGaps || (key >= 0 && remainder + 8 * (i + j) < rows_present));
+      rows_from[j] = at_row(from, kHasGaps ? max(key, 0) : key, row_bytes);
     }
-    if (kReadsAhead && batch + 1 < kBatches) read_keys(batch + 1);  // the copies hide their latency
+    if (kReadsAhead && round + 1 < kRounds) read_keys(round + 1);  // the copies hide their latency
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) copy_async_16(to + (i + j) * 1024, rows_from[j], is_wanted[j]);
-    if (batch == 0) early();
+    if (round == 0) early();
   }
 }
 
@@ -106,13 +108,13 @@ __device__ __forceinline__ void gather_rows(int thread, uint32_t tile, const int
 template <int kDim, int kKeys, int kLoaders>
 __device__ __forceinline__ void copy_seen_rows(int thread, uint32_t tile, const int32_t* index, const char* from,
                                                uint32_t row_bytes, int width) {
-  constexpr int kChunks = kDim / 8;
+  constexpr int kPieces = kDim / 8;
 #pragma unroll 1
-  for (int i = thread; i < kKeys * kChunks; i += kLoaders) {
-    const int row = i / kChunks, chunk = i % kChunks, key = index[row];
-    const uint32_t to = tile + chunk / 8 * (kKeys * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
-    const bool is_wanted = key >= 0 && chunk * 8 < width;
-    copy_async_16(to, from + static_cast<int64_t>(is_wanted ? key : 0) * row_bytes + (is_wanted ? chunk * 16 : 0), is_wanted);
+  for (int i = thread; i < kKeys * kPieces; i += kLoaders) {
+    const int row = i / kPieces, piece = i % kPieces, key = index[row];
+    const uint32_t to = tile + piece / 8 * (kKeys * 128) + row * 128 + ((piece % 8) ^ (row % 8)) * 16;
+    const bool is_wanted = key >= 0 && piece * 8 < width;
+    copy_async_16(to, from + static_cast<int64_t>(is_wanted ? key : 0) * row_bytes + (is_wanted ? piece * 16 : 0), is_wanted);
   }
 }
 
@@ -142,7 +144,7 @@ template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                            ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Chunk = Note<kDim, kVariant>;
+  using Note = ChunkNote<kDim, kVariant>;
   constexpr int kPanels = kDim / 64, kRows = kShape.rows(), kLoaders = kShape.loaders(),
                 kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
   const AttentionParams& p = call.p;
@@ -288,12 +290,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
 #pragma unroll
       for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
       has_huge = __any_sync(0xffffffffu, has_huge);
-      if (Chunk::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
+      if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
       if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
-        note.key_bias[Chunk::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
+        note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
       }
     }
     if (!is_single) {

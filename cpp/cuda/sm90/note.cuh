@@ -48,7 +48,7 @@ __device__ __forceinline__ constexpr int index_place(int row) {
 }
 
 template <int kDim, Variant kVariant>
-struct Note {
+struct ChunkNote {
   static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
   static constexpr bool kIsDense = is_dense(kVariant);  // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = takes_blocks(kVariant);

@@ -12,7 +12,7 @@ namespace dmattn::cuda::sm90 {
 
 inline constexpr int kWarpgroup = 128;
 
-// What a variant is beside its options.
+// What a variant is beside its options. is_dense: keys come in order, and neither lists, ranges nor a block mask leave any out.
 constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
 constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions || v == Variant::kKeyBias; }
 constexpr bool has_options(Variant v) {

@@ -1,9 +1,9 @@
 // The walk over the keys that a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes
 // for them. common/walk.cuh says what this walk shares with the one of the portable family, and why no more.
 //
-// The one surprise is that compact keys, and keys in order where no block mask is given, are walked backwards from the last one
-// that the tile sees. Chunks then end where visibility ends, so no key behind that is ever loaded. What a tensor copy reads in
-// front of the first key is zero.
+// Compact keys, and keys in order where no block mask is given, are walked backwards from the last one that the tile sees. Chunks
+// then end where visibility ends, so no key behind that is ever loaded. What a tensor copy reads in front of the first key is
+// zero.
 #pragma once
 
 #include "../common/compact_keys.cuh"
@@ -29,7 +29,7 @@ struct WalkQueues {
   alignas(16) int warp_counts[2][kWarps];
   alignas(16) uint32_t warp_flags[2][kWarps];
   uint32_t some_see[kWarps][4];  // of the queries of each warp: which keys of a chunk does one see? A bit for each key
-  uint32_t item;
+  uint32_t item;                 // the tile that comes next
   // With a block mask: some entries of its row of tiles, and their states.
   static constexpr bool kHasEntries = takes_blocks(kVariant);
   int32_t entries[kHasEntries ? kThreads : 1], states[kHasEntries ? kThreads : 1];
@@ -45,10 +45,10 @@ template <int kDim, Variant kVariant>
 class Walk {
  public:
   using Queues = WalkQueues<kDim, kVariant>;
-  using Stage = Note<kDim, kVariant>;
+  using Note = ChunkNote<kDim, kVariant>;
 
   // thread: among those that walk.
-  __device__ __forceinline__ Walk(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues, Stage* notes,
+  __device__ __forceinline__ Walk(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues, Note* notes,
                                   uint32_t note_full, uint32_t note_empty)
       : call_(call),
         work_(work),
@@ -89,7 +89,7 @@ class Walk {
   }
 
  private:
-  static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Stage::kKeys, kRows = Stage::kRows,
+  static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Note::kKeys, kRows = Note::kRows,
                        kNotes = kForwardShape<kDim, kVariant>.notes,
                        kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk
 
@@ -180,7 +180,7 @@ class Walk {
     low_ = tile.first_query + shift;
     high_ = min(tile.first_query + work_.queries, static_cast<int>(p.query_length)) - 1 + shift;
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
-    position_flag_ = kFirst;
+    first_flag_ = kFirst;
     if constexpr (kVariant == Variant::kKeyBias) {
       walk_intervals();
     } else if constexpr (is_dense(kVariant)) {
@@ -199,9 +199,9 @@ class Walk {
       walk_in_order();
     }
     if (!has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
-      Stage& note = begin_chunk();
+      Note& note = begin_chunk();
       if (thread_ == 0) note.first_key = -kKeys;
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Stage::bias_place(thread_)] = 0.0f;
+      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Note::bias_place(thread_)] = 0.0f;
       accept(kInOrder | kLimit);
     }
     publish(kLast);
@@ -209,7 +209,7 @@ class Walk {
 
   // ---- notes: begun, filled in, accepted, and published once it is known whether another one follows ----
 
-  __device__ __forceinline__ Stage& begin_chunk() {
+  __device__ __forceinline__ Note& begin_chunk() {
     const uint32_t place = begun_ % kNotes;
     barrier_wait(note_empty_ + 8 * place, (begun_ / kNotes % 2) ^ 1);
     return notes_[place];
@@ -218,12 +218,12 @@ class Walk {
   __device__ __forceinline__ void accept(uint32_t flags) {
     const uint32_t place = begun_ % kNotes;
     if (has_pending_) publish(0);
-    if (thread_ == 0 && position_flag_) {
-      Stage& note = notes_[place];
+    if (thread_ == 0 && first_flag_) {
+      Note& note = notes_[place];
       note.batch = batch_, note.head = head_, note.first_query = first_query_;
     }
-    pending_flags_ = flags | position_flag_;
-    position_flag_ = 0;
+    pending_flags_ = flags | first_flag_;
+    first_flag_ = 0;
     has_pending_ = true;
     ++begun_;
   }
@@ -241,7 +241,7 @@ class Walk {
     const AttentionParams& p = call_.p;
     const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
     for (int end = limits.limit; end > 0; end -= kKeys) {
-      Stage& note = begin_chunk();
+      Note& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.first_key = base;
       if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
@@ -279,7 +279,7 @@ class Walk {
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) span[i] = next[i];
       if (base > 0) read(base - kKeys);  // a chunk ahead, so that the latency is hidden
-      Stage& note = begin_chunk();
+      Note& note = begin_chunk();
       uint32_t found = 0;
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
@@ -346,7 +346,7 @@ class Walk {
       const uint32_t* bits = bits_of_tile(mask, state);
       if (bits) bits += first_query_ % tile_q * (tile_k / 32);
       for (int base = first; base < min(first + tile_k, limits.limit); base += kKeys) {
-        Stage& note = begin_chunk();
+        Note& note = begin_chunk();
         if (thread_ == 0) note.first_key = base;
         uint32_t flags = kInOrder;
         if (bits || base + kKeys > limits.whole_limit || spans.has_intervals()) {
@@ -355,7 +355,7 @@ class Walk {
         }
         if (kVariant == Variant::kGeneral && thread_ < kKeys) {
           const int key = base + thread_;
-          note.key_bias[Stage::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
+          note.key_bias[Note::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
         }
         fetch_bias(base);
         accept(flags);
@@ -378,7 +378,7 @@ class Walk {
       // The last chunk begins with the first key of the range, if that has a chunk's keys: keys before it are seldom seen, and a
       // chunk with keys that no query sees is copied row by row. The chunk before has had some of its keys; they are hidden.
       const int base = end - kKeys < first && limit - first >= kKeys ? first : end - kKeys;
-      Stage& note = begin_chunk();
+      Note& note = begin_chunk();
       if (thread_ == 0) note.first_key = base;
       bool touches = false, misses = false, covers = true;
 #pragma unroll
@@ -390,7 +390,7 @@ class Walk {
         touches |= is_seen, misses |= !is_seen;
         covers &= is_new && span.covers(mask.is_causal ? max(low_, key) : low_, high_);
         note.span[row] = Seen::of(is_new ? span : Span::empty());
-        note.index[Stage::key_place(row)] = is_seen ? key : -1;
+        note.index[Note::key_place(row)] = is_seen ? key : -1;
       }
       if (!any(touches)) continue;
       const bool has_gaps = any(misses), is_tested = any(!covers);
@@ -400,7 +400,7 @@ class Walk {
 
   // Fills in index, spans and bits. Returns the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that
   // no query of the tile sees get index -1, so that whatever they hold is never loaded.
-  __device__ __forceinline__ uint32_t test_chunk(Stage& note, const SpanSource& spans, int base, const uint32_t* bits,
+  __device__ __forceinline__ uint32_t test_chunk(Note& note, const SpanSource& spans, int base, const uint32_t* bits,
                                                  int stride) {
     bool touches = false, covers = true, is_missing = false;
     if (thread_ < kKeys) {
@@ -488,7 +488,7 @@ class Walk {
   // behind them is read.
   __device__ __forceinline__ void walk_compact() {
     for (int end = listed_; end > 0; end -= kKeys) {
-      Stage& note = begin_chunk();
+      Note& note = begin_chunk();
       if (thread_ == 0) note.first_key = end - kKeys;
       accept(kInOrder | kCompact | (end < kKeys ? kLimit : 0));
     }
@@ -568,7 +568,7 @@ class Walk {
   // A chunk of keys that all queries see, while there are enough.
   __device__ __forceinline__ void take_whole_chunk() {
     const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
-    Stage& note = begin_chunk();
+    Note& note = begin_chunk();
     const bool is_run = last - first == kKeys - 1;  // keys ascend, so they are neighbours when their ends are so far apart
     if (thread_ == 0) note.first_key = first;
     if (!is_run || kVariant == Variant::kGeneral || drops_keys()) {
@@ -594,7 +594,7 @@ class Walk {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = thread_ + i * kThreads;
-      key[i] = Stage::kIsGathered ? 0 : -1, span[i] = Span::empty();
+      key[i] = Note::kIsGathered ? 0 : -1, span[i] = Span::empty();
       if (row < from_partial) {
         const int at = queues_.partial[Queues::place(partial_head_ + row)];
         key[i] = kIsDirect ? at : index_[at];
@@ -605,20 +605,20 @@ class Walk {
       }
     }
     uint32_t flags = kSpans;
-    Stage& note = begin_chunk();
+    Note& note = begin_chunk();
     // Without a key that all queries see some query may see none. Then every row is tested, so that the row of such a query stays
     // empty whatever it holds.
     if (gathers_keys(kVariant) && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
     if (thread_ == 0) note.rows_present = taken;
-    if constexpr (Stage::kIsGathered) flags |= note_seen(note, span, flags & kSpans ? kKeys : min(kFewRows, taken));
+    if constexpr (Note::kIsGathered) flags |= note_seen(note, span, flags & kSpans ? kKeys : min(kFewRows, taken));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = thread_ + i * kThreads;
       if (row >= kKeys) break;
       note.index[index_place<kKeys>(row)] = key[i];
-      if (!Stage::kIsGathered) note.span[row] = Seen::of(span[i]);
+      if (!Note::kIsGathered) note.span[row] = Seen::of(span[i]);
       note_bias(note, row, key[i]);
       note_hash(note, row, key[i]);
     }
@@ -628,9 +628,9 @@ class Walk {
   }
 
   // The general variant's key_bias of a row.
-  __device__ __forceinline__ void note_bias(Stage& note, int row, int key) const {
+  __device__ __forceinline__ void note_bias(Note& note, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
-    note.key_bias[Stage::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
+    note.key_bias[Note::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
   }
 
   // Brings the general variant's bias of a chunk from memory into L2. A thread takes a row of the tile.
@@ -654,13 +654,13 @@ class Walk {
   // Does the call drop weights, so that notes need the hashes of keys?
   __device__ __forceinline__ bool drops_keys() const { return has_options(kVariant) && call_.threshold != 0; }
   // Dropout's hash of a row's key.
-  __device__ __forceinline__ void note_hash(Stage& note, int row, int key) const {
+  __device__ __forceinline__ void note_hash(Note& note, int row, int key) const {
     if constexpr (has_options(kVariant)) {
       if (drops_keys()) note.key_hash[row] = dropout_key_hash(static_cast<uint32_t>(key));
     }
   }
   // The same for a chunk of keys in order.
-  __device__ __forceinline__ void note_hashes(Stage& note, int first_key) const {
+  __device__ __forceinline__ void note_hashes(Note& note, int first_key) const {
     if (!drops_keys()) return;
     for (int row = thread_; row < kKeys; row += kThreads) note_hash(note, row, first_key + row);
   }
@@ -674,7 +674,7 @@ class Walk {
 
   // Notes which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each computing warp that
   // needs the test, because one of its rows does not see one of the first `tested` keys.
-  __device__ __forceinline__ uint32_t note_seen(Stage& note, const Span (&spans)[kRowsPerThread], int tested) {
+  __device__ __forceinline__ uint32_t note_seen(Note& note, const Span (&spans)[kRowsPerThread], int tested) {
     const int shift = work_.log2_heads_per_tile;  // a query is 2^shift rows
     int thread = thread_;
     asm volatile("" : "+r"(thread));  // so that what follows from it is computed here, not kept: registers are short
@@ -688,8 +688,8 @@ class Walk {
       for (int word = 0; word < kRows / 32; ++word) {
         const uint32_t rows = ones_from(max(first - 32 * word, 0)) & ~ones_from(max(last - 32 * word, 0));
         if (row < kKeys) {
-          note.seen[2 * word][Stage::seen_place(row)] = static_cast<uint16_t>(rows);
-          note.seen[2 * word + 1][Stage::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
+          note.seen[2 * word][Note::seen_place(row)] = static_cast<uint16_t>(rows);
+          note.seen[2 * word + 1][Note::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
         }
       }
       // The warps all of whose rows see the key need no test of it: a bit for each.
@@ -714,16 +714,16 @@ class Walk {
   const ForwardCall& call_;
   const ForwardWork& work_;
   Queues& queues_;
-  Stage* const notes_;
+  Note* const notes_;
   const uint32_t note_full_, note_empty_;
   const int thread_;
-  // The notes.
-  uint32_t begun_ = 0, pending_flags_ = 0, position_flag_ = 0;
+  // The notes: how many are begun, and the flags of the accepted one that is not published yet.
+  uint32_t begun_ = 0, pending_flags_ = 0, first_flag_ = 0;
   bool has_pending_ = false;
-  // The tile.
+  // The tile, and the positions of its first and last query.
   int batch_ = 0, head_ = 0, first_query_ = 0, low_ = 0, high_ = 0;
   const float* key_bias_ = nullptr;
-  // The list, where keys are gathered, and the queues.
+  // The list, where keys are gathered: its length listed_, and where the next entries to fetch begin. Then the queues.
   Span fetched_[kPerThread];
   int fetched_key_[kPerThread], fetched_at_ = 0;
   const int32_t* index_ = nullptr;

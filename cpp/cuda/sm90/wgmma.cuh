@@ -1,7 +1,7 @@
 // Products of a warpgroup as functions, and what prepares them: registers taken and given, fragments stored, tiles described.
 //
-// The one surprise is that such a product runs on after its instruction. Until wait_products the compiler must neither read the
-// result nor reuse the registers of an operand; `pin` tells it so.
+// Such a product runs on after its instruction. Until wait_products the compiler must neither read the result nor reuse the
+// registers of an operand; `pin` tells it so.
 #pragma once
 
 #include "../common/device.cuh"
