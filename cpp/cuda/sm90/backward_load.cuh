@@ -185,7 +185,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   };
 
   for (bool draws = work.dealt == 0;; draws = true) {
-    // Take the item with the block's number, or draw one.
+    // Take the item that was dealt to the block, or draw one.
     uint32_t number = blockIdx.x;
     if (draws) {
       if (thread_index() % kLoaders == 0) {
