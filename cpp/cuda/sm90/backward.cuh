@@ -1,6 +1,6 @@
-// Attention backward for Hopper: persistent blocks of three warpgroups. Two compute, each with 64 keys of a tile and all the
-// queries that see it; grad_key and grad_value stay in registers, and grad_query is added in fp32 to global memory. The third
-// loads.
+// Attention backward for Hopper. A block stays on its multiprocessor and takes tile after tile of keys. It has three warpgroups:
+// two compute, each with 64 keys of a tile and all the queries that see it, and the third loads. grad_key and grad_value stay in
+// registers, and grad_query is added in fp32 to global memory.
 //
 // Scores are kept transposed, keys by queries. Probabilities and score gradients are then operands of their products straight
 // from registers, and only the score gradients go through shared memory, for grad_query.

@@ -1,5 +1,6 @@
-// Attention forward for Hopper: persistent blocks. Some warps walk the keys of a tile and leave notes, some load what the notes
-// say, and two or three warpgroups compute. The tensor cores multiply for one chunk while the threads do the softmax of another.
+// Attention forward for Hopper. A block stays on its multiprocessor and takes tile after tile. Some of its warps walk the keys of
+// a tile and leave notes, some load what the notes say, and two or three warpgroups compute. The tensor cores multiply for one
+// chunk while the threads do the softmax of another.
 //
 // The computing warpgroups know little. To them a chunk is some rows of keys in shared memory and a note, no matter whether
 // the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
@@ -203,6 +204,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
   const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+  // Scores times `unit` are in the units of the running maximum, scores times to_base_2 are logits in base 2.
   float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
   const int32_t* const indices = &note.index[index_place<Note::kKeys>(column)];
   auto key_of = [&](int i, int e) {
