@@ -214,6 +214,109 @@ def test_the_gradient_of_the_loss_is_that_of_its_formula(documents, sharp):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize(
+    ("of_queries", "of_scores", "compiled"),
+    [
+        (torch.float64, torch.float32, False),
+        (torch.float64, torch.float32, True),
+        (torch.float32, torch.float64, False),
+        (torch.float64, torch.bfloat16, False),
+    ],
+)
+def test_the_loss_has_the_precision_of_the_scores_whatever_the_queries_are(of_queries, of_scores, compiled):
+    query, key, scores = (tensor((2, 2, 24, *size), i, torch.float64) for i, size in enumerate(((8,), (8,), ())))
+    query, key, scores = query.to(of_queries), key.to(of_queries), scores.to(of_scores)
+
+    def loss(query, key, scores):
+        return score_loss(query, key, scores, local=3, queries=24)
+
+    torch._dynamo.reset()
+    function = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    wide = torch.promote_types(of_scores, torch.float32)
+    results = {}
+    for name, given in (("ours", (query, key, scores)), ("exact", (query.double(), key.double(), scores.double()))):
+        leaf = given[2].clone().requires_grad_()
+        results[name] = (function if name == "ours" else loss)(*given[:2], leaf)
+        results[name + " gradient"] = torch.autograd.grad(results[name].sum(), leaf)[0]
+    assert (results["ours"].dtype, results["ours gradient"].dtype) == (wide, of_scores)
+    torch.testing.assert_close(results["ours"].float(), results["exact"].float())
+    torch.testing.assert_close(results["ours gradient"].to(of_scores), results["exact gradient"].to(of_scores))
+    # Nothing is drawn from an empty sequence; the dtype stays.
+    assert function(query[:, :, :0], key[:, :, :0], scores[:, :, :0]).dtype == wide
+    tangent = torch.func.jvp(lambda scores: loss(query, key, scores), (scores,), (torch.ones_like(scores),))[1]
+    assert tangent.dtype == wide
+
+
+@pytest.mark.parametrize(("bad", "compiled"), [(math.inf, False), (math.inf, True), (-math.inf, False), (math.nan, False)])
+def test_keys_whose_place_is_certain_by_their_score_do_not_compete(bad, compiled):
+    """The loss is that of a selection without them, and their scores have no gradient."""
+    query, key, scores = (tensor((2, 2, 24, *size), i) for i, size in enumerate(((8,), (8,), ())))
+    among = torch.arange(24) % 5 != 2
+    scores = torch.where(among, scores, bad).requires_grad_()
+
+    def function(scores):
+        return score_loss(query, key, scores, local=3, queries=24)
+
+    torch._dynamo.reset()
+    loss = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(scores)
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    expected = torch.zeros(2)
+    logits = query @ key.transpose(2, 3) * 8**-0.5
+    for p in range(24):
+        paid = logits[:, :, p, : p + 1].softmax(2)
+        competing = among[: p + 1] & (torch.arange(p + 1) <= p - 3)
+        if competing.any():
+            foretold = scores.detach()[:, :, : p + 1][:, :, competing].log_softmax(2)
+            expected -= (paid[:, :, competing] * foretold).sum((0, 2)) / (2 * 24)
+    torch.testing.assert_close(loss, expected)
+    assert gradient.isfinite().all()
+    assert not gradient[:, :, ~among].any()
+    assert gradient[:, :, among].any()
+
+
+def test_a_layer_that_is_taught_selects_a_key_with_a_score_of_plus_inf_and_learns_from_the_others():
+    class Pinning(torch.nn.Linear):
+        def forward(self, hidden):
+            return torch.where(torch.arange(hidden.shape[1])[:, None] == 3, math.inf, super().forward(hidden))
+
+    layer = layer_of(**{**RECOMMENDED, "score": Pinning(64, 2)}, explore=True)
+    hidden = tensor((2, 40, 64), 0)
+    out, loss = layer(hidden, with_score_loss=True)
+    assert (layer.mask(layer.ranked(hidden, layer.projected(hidden)[2])[0]).end[:, 1, 3] > 40).all()
+    (out.square().mean() + loss).backward()
+    assert loss.isfinite()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    assert layer.score_proj.weight.grad.any()
+
+
+def test_a_score_of_plus_inf_that_is_a_logit_is_one_as_in_torch():
+    """It wins its place, and the queries that see it are NaN, as softmax of an infinite logit is; others know nothing of it."""
+    query, key, value, scores = (tensor((1, 2, 20, *size), i) for i, size in enumerate(((8,), (8,), (8,), ())))
+    scores[:, :, 7] = math.inf
+    out = dmattn.dynamic_mask_attention(query, key, value, scores, 4)
+    visible = top_k_visible(scores, 4)
+    bias = torch.where(visible, scores[:, :, None], -math.inf)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value, bias), equal_nan=True)
+    assert out[:, :, 7:].isnan().all()
+    assert out[:, :, :7].isfinite().all()
+    # What selects alone is no logit.
+    assert dmattn.attention(query, key, value, IntervalMask.top_k(scores, 4)).isfinite().all()
+
+
+def test_the_loss_of_queries_whose_scores_are_all_far_below_zero_is_its_formula():
+    """Scores of -1e12 hide padding from selection where others are there to be chosen."""
+    query, key, scores = (tensor((2, 2, 24, *size), i, torch.float64) for i, size in enumerate(((8,), (8,), ())))
+    scores[:, :, :6] = -1e12
+    scores.requires_grad_()
+    bias = torch.where(torch.arange(24) < 6, -60.0, torch.zeros(1, 2, 24, dtype=torch.float64))
+    losses = (
+        score_loss(query, key, scores, key_bias=bias, local=2, queries=24),
+        loss_by_hand(query, key, scores, bias, (0,), 2, 0, 0.0),
+    )
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), scores)[0] for loss in losses))
+
+
 def test_a_query_whose_keys_are_all_hidden_by_a_bias_pays_nothing():
     query, key, scores = (tensor((2, 2, 24, *size), i) for i, size in enumerate(((8,), (8,), ())))
     lengths = torch.tensor([24, 17])

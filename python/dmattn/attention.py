@@ -135,7 +135,9 @@ def dynamic_mask_attention(
     """Dynamic Mask Attention: every query attends to the ``window`` best-scored keys it may see, and the scores are added to their logits.
 
     The same as ``attention(query, key, value, IntervalMask.top_k(scores, window, is_causal, base, local=local, sink=sink), key_bias=scores)``.
-    So a score of -inf hides a key from the local window and as a sink, too, as the logit that it is, and NaN spreads from there.
+    So a score of -inf hides a key from the local window and as a sink, too, as the logit that it is, and NaN spreads from there. A score of
+    +inf wins its place, but as a logit it makes NaN of the queries that see it, as in torch: keep a key by a large finite score, or select with
+    ``top_k`` and give other logits.
 
     Args:
         query: [B, H, Sq, D].

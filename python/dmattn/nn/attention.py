@@ -49,7 +49,8 @@ class DynamicMaskAttention(nn.Module):
         sink: first keys of each document that every query sees whatever their scores; only with is_causal.
         local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone.
         score: "exp", the Doge model's score of a key's value; "linear", a linear map of the hidden state that starts at zero; or a module
-            that takes hidden states [B, S, E] to scores [B, S, Hkv].
+            that takes hidden states [B, S, E] to scores [B, S, Hkv]. A score of +inf keeps its key; only with ``taught``, because a
+            logit of +inf makes NaN.
         taught: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
             is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
             learn from that, wherever their key is visible.

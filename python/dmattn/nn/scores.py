@@ -71,7 +71,8 @@ def score_loss(
     Args:
         query: [B, H, S, D], as attention takes it (rotated).
         key: [B, Hkv, S, D].
-        scores: [B, Hkv, S], what the selection goes by.
+        scores: [B, Hkv, S], what the selection goes by. A key whose score is +inf, -inf or NaN does not compete, because it has its place
+            or never gets one, and its score gets no gradient.
         key_bias: what attention adds to the logits of each key, [B|1, H|Hkv|1, S].
         base, local, sink: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
@@ -82,7 +83,7 @@ def score_loss(
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
-        [Hkv - first_head], in nats, float32 (float64 for float64 scores): means over the batch and the drawn queries. Queries that
+        [Hkv - first_head], in nats, float32 (float64 for float64 scores, whatever query and key are): means over the batch and the drawn queries. Queries that
         ``base`` makes padding, because their own key is hidden, count as 0.
 
     Raises:
@@ -220,7 +221,7 @@ def _loss_and_gradient(
     seen = (torch.arange(length, device=rows.device) <= rows[:, None])[None, None]  # [B|1, h|1, R, S]
     if ends is not None:
         seen = seen & (rows[:, None] < ends[:, :, None])
-    competing = seen & (scores > -math.inf)[:, :, None]
+    competing = seen & scores.isfinite()[:, :, None]
     if certain is not None:
         competing = competing & (rows[:, None] >= certain[:, :, None])
 
@@ -241,10 +242,12 @@ def _loss_and_gradient(
     if sharp:
         paid = paid * paid.amax(3, keepdim=True)
 
-    foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -1e9), dim=3)
+    foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
+    foretold = torch.where(competing, foretold, -1e9)  # finite, and nothing after exp; NaN where no key competes
     parts = batch * rows.shape[0]
     gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2) / parts
-    return -(paid * foretold).sum((0, 2, 3)) / parts, gradient
+    # Float64 queries beside float32 scores make wider sums.
+    return (-(paid * foretold).sum((0, 2, 3)) / parts).to(scores.dtype), gradient.to(scores.dtype)
 
 
 def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
