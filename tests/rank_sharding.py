@@ -10,6 +10,7 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import BlockMask, IntervalMask
+from dmattn.nn import score_loss
 from dmattn.testing import strategies, tolerance
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -297,6 +298,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "two meshes": lambda: dmattn.attention(shard(query, 1), DTensor.from_local(key, other, [Replicate()]), value),
         "bool mask": lambda: dmattn.attention(query, key, value, shard(pattern(device, 1), 0)),
         "cache": lambda: cache.attend(*token, shard(scores[:, :, :1], 1)),
+        "queries of the loss": lambda: score_loss(shard(query, 1), shard(key[:, :, :QUERIES], 1), scores[:, :, :QUERIES]),
+        "scores of the loss": lambda: score_loss(query, key[:, :, :QUERIES], shard(scores[:, :, :QUERIES], 0)),
     }  # fmt: skip
     answers = {}
     with torch.no_grad():

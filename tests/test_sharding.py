@@ -62,6 +62,8 @@ BAD = {
     "two meshes": "ValueError: query, key, value: expected DTensors of one mesh, got",
     "bool mask": "TypeError: mask: expected a plain tensor, the same on all ranks, got a DTensor",
     "cache": r"TypeError: BoundedCache.attend: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local\(\)$",
+    "queries of the loss": r"TypeError: score_loss: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local\(\)$",
+    "scores of the loss": r"TypeError: score_loss: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local\(\)$",
 }  # fmt: skip
 
 

@@ -289,8 +289,8 @@ class IntervalMask(MaskData):
     ) -> IntervalMask:
         """Dynamic Mask Attention: each query sees the ``window`` best-scored keys among those it may see. Exact.
 
-        A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores: the later key
-        wins, also of two scores of +inf. NaN and -inf are never selected. With ``causal=False`` one set of keys (per document) serves all queries.
+        A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores, +inf too: the later
+        key wins. NaN and -inf are never selected. With ``causal=False`` one set of keys (per document) serves all queries.
 
         With ``local`` and ``sink`` the query at position p sees up to ``sink + local + window`` keys of its document: the document's first
         ``sink`` keys, those that the base lets it see in (p - local, p], and the best ``window`` of the others. The others are older than

@@ -13,7 +13,7 @@ from dmattn.attention import attention
 from dmattn.call import Options, autocast, options_of
 from dmattn.masks import FOREVER, IntervalMask
 from dmattn.masks.interval import segment_ends
-from dmattn.sharding import beside
+from dmattn.sharding import any_sharded, beside, refuse
 from dmattn.sizes import key_bias_rows, sizes_of
 
 STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
@@ -83,11 +83,11 @@ def score_loss(
         scale, softcap: as in :func:`dmattn.attention`.
 
     Returns:
-        [Hkv - first_head], in nats, float32 (float64 for float64 scores, whatever query and key are): means over the batch and the drawn queries. Queries that
-        ``base`` makes padding, because their own key is hidden, count as 0.
+        [Hkv - first_head], in nats, float32 (float64 for float64 scores, whatever query and key are): means over the batch and the drawn
+        queries. Queries that ``base`` makes padding, because their own key is hidden, count as 0.
 
     Raises:
-        TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; or query and key differ in length.
+        TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; a DTensor; or query and key differ in length.
     """
     return _taught(query, key, None, scores, key_bias, base, local, sink, queries, last, sharp, first_head, scale, softcap)[1]
 
@@ -142,6 +142,8 @@ def _taught(
     sink: int, queries: int, last: float, sharp: bool, first_head: int, scale: float | None, softcap: float,
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
     """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss of each head, which queries were drawn [R])."""
+    if any_sharded((query, key, value, scores, key_bias, getattr(base, "end", None))):
+        refuse("score_loss")
     query, key, values = autocast(query, key, key if value is None else value)
     sizes = sizes_of(query, key, values)
     options = options_of(sizes, None, True, scale, softcap)
