@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
+from unittest import mock
 
 import dmattn
 import pytest
@@ -491,6 +492,51 @@ def test_a_group_expects_the_call_that_came_after_the_last_one(alone):
     for length in range(2, agreement.MOST_CALLS + 10):
         assert not asked(length)
         assert len(agreement._memories[group].followed) <= agreement.MOST_CALLS
+
+
+def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypatch):
+    """A group may have calls on two kinds of devices, each with a backend of its own. Here tensors without data stand for those of a GPU."""
+    monkeypatch.setattr(agreement, "DEVICE_TYPES", ("cpu", "meta"))
+    group, ended = torch.distributed.group.WORLD, []
+    monkeypatch.setattr(agreement, "begin_message", lambda packed, *_: ended.append(packed.device.type) or mock.Mock())
+
+    def answered(device, other_device, other_message):
+        """Of two ranks this one is called with a device, and the other one with another."""
+        said, theirs = (
+            [0, 4, *(int(name == "device type" and on == "meta") for name in agreement.FIELDS[2:])]
+            for on in (device, other_device)
+        )
+        question = agreement.Question(group, said, torch.device(device))
+
+        def gathered(everyone, sent, group):
+            everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_message])]))
+            return mock.Mock()
+
+        monkeypatch.setattr(agreement, "begin_all_gather_flat", gathered)
+        question.ask()
+        question.answer()
+
+    with mock.patch.object(torch.distributed, "get_world_size", return_value=2):
+        answered("meta", "meta", agreement.WAITS)
+        answered("cpu", "cpu", agreement.WAITS)
+        assert ended == []
+        # The other one goes ahead with the call on a GPU that came first, and this one, whose last call was on the host, does not.
+        for device in ("cpu", "meta"):
+            with pytest.raises(ValueError, match="device type") if device == "cpu" else contextlib.nullcontext():
+                answered(device, "meta", 32)
+            assert ended.pop() == "meta"
+        answered("cpu", "cpu", 32)
+        assert ended == ["cpu"]
+
+
+def test_questions_go_first_where_messages_take_the_same_way(alone):
+    """Over gloo alone, which takes tensors of GPUs, too, ranks that differ would else exchange a message for a question."""
+    new_group, fake = torch.distributed.new_group, pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    assert fake  # its import makes a backend known
+    for backend, same in (("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:fake", False)):
+        group = new_group([0], backend=backend)
+        assert agreement.in_one_order(group, torch.device("cpu"))
+        assert agreement.in_one_order(group, torch.device("cuda")) == same
 
 
 def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks):

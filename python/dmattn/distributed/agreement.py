@@ -42,6 +42,7 @@ FIELDS = (
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
+DEVICE_TYPES = ("cpu", "cuda")
 
 MOST_CALLS = 64  # that a group remembers
 
@@ -57,13 +58,13 @@ class Memory:
     Attributes:
         last: the last call; None before the first one, after an error, and while a call has asked and has no answer.
         followed: which call came after another one when that was last made.
-        device: of this rank's messages.
+        devices: of this rank's messages, by their type.
     """
 
     def __init__(self) -> None:
         self.last: Call | None = None
         self.followed: dict[Call, Call] = {}
-        self.device = torch.device("cpu")
+        self.devices: dict[str, torch.device] = {}
 
 
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, Memory] = weakref.WeakKeyDictionary()
@@ -122,7 +123,8 @@ class Question:
         call = tuple(map(tuple, everyone))
         self.all_went_ahead = min(messages) >= 0
         if self._message < 0 <= max(messages):
-            self._end_message(max(messages))
+            ahead = call[messages.index(max(messages))]
+            self._end_message(max(messages), DEVICE_TYPES[ahead[FIELDS.index("device type")]])
         if call != self._expected:
             _compare(call)
         memory = self._memory
@@ -132,13 +134,17 @@ class Question:
             memory.followed[self._last] = call
         memory.last = call
         if self._device is not None:
-            memory.device = self._device
+            memory.devices[self._device.type] = self._device
         return _lengths(call)
 
-    def _end_message(self, size: int) -> None:
-        """Takes this rank's end of the message that the other of two ranks has begun. A sender sends zeros."""
+    def _end_message(self, size: int, device_type: str) -> None:
+        """Takes this rank's end of the message that the other of two ranks has begun. A sender sends zeros.
+
+        The message goes over the backend of the other rank's device, which need not be that of this rank's call or of its last one.
+        """
         if size:
-            begin_message(torch.zeros(size, dtype=torch.uint8, device=self._memory.device), 0, self._group).wait()
+            device = self._memory.devices.get(device_type, torch.device(device_type))
+            begin_message(torch.zeros(size, dtype=torch.uint8, device=device), 0, self._group).wait()
 
 
 def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
@@ -192,6 +198,14 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         assert made is not None
         _host_groups[group] = made
     return made
+
+
+def in_one_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether questions and messages of a device go over one backend, which then takes them in the same order on all ranks."""
+    if device.type == "cpu":
+        return True
+    shared: bool = group._get_backend(device) is _host_group(group)._get_backend(torch.device("cpu"))
+    return shared
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

@@ -132,10 +132,11 @@ def exchanged(
         chunks = Chunks(group.group_name, rank, lengths)
         size = _packet_size(tensors, sum(selection.slots(chunks.first(1))))[1]
         # Over gloo questions and messages come in one order; over NCCL the other rank waits for the message alone.
-        if device.type != "cuda":
+        asks_first = agreement.in_one_order(group, device)
+        if asks_first:
             question.ask(size)
         begun = begin(tensors, selection, chunks)
-        if device.type == "cuda":
+        if not asks_first:
             question.ask(size)
         # A rank whose own part fails still tells whether the other one exchanges again.
         try:
