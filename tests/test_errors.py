@@ -248,6 +248,8 @@ PUBLIC = {
     "score loss lengths": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 6, 8), rows(1, 2, 6)), ValueError, "key: expected as many keys as queries, 5, got 6"),
     "score loss under a sliding window": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.sliding_window(5, 2)), ValueError, "base: expected documents, padding or their intersection"),
     "score loss base of other keys": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.causal(6)), ValueError, "base: expected a mask for [B, Hkv, Sk] = [1, 2, 5], got one for [1, 1, 6]"),
+    "score loss of countless queries": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), queries=2**31), ValueError, "queries: expected at most 1048576, got 2147483648"),
+    "layer score queries without end": (lambda: DynamicMaskAttention(64, 4, score_queries=2**31), ValueError, "score_queries: expected at most 1048576, got 2147483648"),
     "score loss last": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), last=1.5), ValueError, "last: expected 0 <= last <= 1, got 1.5"),
     "recommended odd": (lambda: DynamicMaskAttention.recommended(64, 4, 30), ValueError, "visible: expected a multiple of 4, got 30"),
     "recommended one key head": (lambda: DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=1), ValueError, "num_kv_heads: expected at least 2"),

@@ -418,6 +418,22 @@ def test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window
     assert torch.equal(layer.eval()(hidden, with_score_loss=True)[0], windowed)
 
 
+def test_a_query_that_is_drawn_more_than_once_explores_as_if_drawn_once():
+    query, key, value, out = (tensor((1, 2, 5, 8), i) for i in range(4))
+    given = [x.requires_grad_() for x in (query, key, value)]
+    explored, _ = dmattn.nn.scores.explored(*given, out, tensor((1, 2, 5), 4), queries=33)
+    dense = dmattn.attention(*given, is_causal=True)
+    assert torch.equal(explored, dense)
+    gradients = [torch.autograd.grad(x.square().sum(), given) for x in (explored, dense)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_loss_without_query_heads_is_zero():
+    loss = score_loss(torch.zeros(1, 0, 5, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 2, 5))
+    assert loss.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("rubbish", [1.0, 1e4])
 def test_padding_teaches_nothing(rubbish):
     """Whatever padding holds, the loss and what real queries explore are the same, and so are the gradients of real tokens."""

@@ -244,6 +244,13 @@ def test_shift_keeps_what_has_no_end_and_never_wraps():
     assert IntervalMask.documents(8, torch.tensor([0, 5, 8])).shift(1).segments is None
 
 
+def test_positions_of_other_sequences_are_refused():
+    mask = IntervalMask.padding(8, torch.tensor([3, 8]))
+    for name, call in (("n", mask.shift), ("position", mask.alive)):
+        with pytest.raises(ValueError, match=rf"{name}: expected an int or a tensor \[\] or \[B\] with B=2, got \[3\]"):
+            call(torch.tensor([1, 2, 3]))
+
+
 def test_tokens_of_one_node_see_each_other():
     enter = torch.tensor([0, 0, 1, 1, 2])  # a node of two tokens, its child of two, and that one's child
     leave = torch.tensor([3, 3, 3, 3, 3])

@@ -408,6 +408,18 @@ def test_a_state_dict_holds_what_is_not_in_the_tensors():
         holder.load_state_dict(block.state_dict(), strict=False)
 
 
+def test_a_state_dict_from_before_masks_knew_how_many_keys_a_query_sees():
+    holder, saved = (MaskBuffer(IntervalMask.documents(12, torch.tensor([0, size, 12]))) for size in (3, 5))
+    holder.load_state_dict({**saved.state_dict(), "_extra_state": saved.state_dict()["_extra_state"][:2]})
+    assert torch.equal(holder.mask.to_bool(12, 12), IntervalMask.documents(12, torch.tensor([0, 5, 12])).to_bool(12, 12))
+    assert (holder.mask.segments, holder.mask.most_keys) == ("causal", 0)
+
+
+def test_whether_a_buffer_is_saved_is_a_bool():
+    with pytest.raises(TypeError, match="persistent: expected a bool, got str"):
+        MaskBuffer(IntervalMask.causal(5), persistent="no")
+
+
 @pytest.mark.parametrize("facts", [torch.tensor([0, 3]), torch.tensor([0, -1]), torch.tensor([2, 0]), [0, 3], None], ids=str)
 def test_facts_of_no_interval_mask_are_refused(facts):
     holder = MaskBuffer(IntervalMask.causal(5))

@@ -86,6 +86,13 @@ def natural_int(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected an int >= 0 up to 2^63 - 1, got {value}")
 
 
+def number_drawn(name: str, value: int) -> None:
+    """A number of queries that are drawn and hold a row of attention weights each."""
+    positive_int(name, value)
+    if value > MAX_LENGTH:
+        raise ValueError(f"{name}: expected at most {MAX_LENGTH}, got {value}")
+
+
 def selection(window: object, local: int, sink: int, causal: bool, causal_name: str = "causal") -> None:
     """The sizes of a top-k selection: without a local window and sinks the dynamic window has at least one key."""
     if type(local) is not int or type(sink) is not int or local != 0 or sink != 0:

@@ -29,13 +29,14 @@ class MaskBuffer(nn.Module):
         persistent: whether the state dict holds the mask.
 
     Raises:
-        TypeError: mask is not one of these.
+        TypeError: mask is not one of these, or persistent is not a bool.
     """
 
     def __init__(self, mask: Mask, *, persistent: bool = True) -> None:
         super().__init__()
         if not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
             raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {checks.type_of(mask)}")
+        checks.flag("persistent", persistent)
         self._type: type[IntervalMask] | type[BlockMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}
@@ -72,6 +73,8 @@ class MaskBuffer(nn.Module):
             ValueError: it is of another type of mask, or of a mask whose tables have other sizes.
         """
         given = state.tolist() if isinstance(state, Tensor) else state
+        if self._type is IntervalMask and isinstance(given, list) and len(given) == 2:
+            given = [*given, 0]  # saved before masks knew how many keys a query sees
         if not self._fits(given):
             article = "an" if self._type is IntervalMask else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")

@@ -415,9 +415,9 @@ class IntervalMask(MaskData):
             n: an int, or integers [] or [B]; may be negative.
 
         Raises:
-            TypeError, ValueError: n is neither, or lies on another device.
+            TypeError, ValueError: n is neither, has another B than the mask, or lies on another device.
         """
-        by = bounds.position("n", n, self.device)
+        by = self._position("n", n)
         start, end = (bounds.moved(bound, by) for bound in (self.start, self.end))
         return self._build(start=start, end=end, any_length=self.any_length, segments=None, most_keys=self.most_keys)
 
@@ -428,12 +428,19 @@ class IntervalMask(MaskData):
             position: an int, or integers [] or [B].
 
         Raises:
-            TypeError, ValueError: position is neither, or lies on another device.
+            TypeError, ValueError: position is neither, has another B than the mask, or lies on another device.
         """
-        p = bounds.position("position", position, self.device)
+        p = self._position("position", position)
         start, end = same_heads(self.start, self.end, "end")
         seen: Tensor = (start <= p) & (p < end)
         return seen
+
+    def _position(self, name: str, given: object) -> Any:
+        """A position for each sequence or for all; see :func:`bounds.position`."""
+        position, batch = bounds.position(name, given, self.device), self.shape[0]
+        if isinstance(position, Tensor) and position.dim() and batch != 1 and position.shape[0] not in (1, batch):
+            raise ValueError(f"{name}: expected an int or a tensor [] or [B] with B={batch}, got [{position.shape[0]}]")
+        return position
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
         if Sq is not None:

@@ -133,7 +133,7 @@ class DynamicMaskAttention(nn.Module):
                 )
         self.rotated_heads = rotated_heads
         self.taught = checks.flag("taught", taught)
-        checks.positive_int("score_queries", score_queries)
+        checks.number_drawn("score_queries", score_queries)
         self.score_queries = score_queries
         self.last_queries = checks.number("last_queries", last_queries, low=0.0, high=1.0)
         self.sharp_queries = checks.flag("sharp_queries", sharp_queries)

@@ -6,6 +6,7 @@ import math
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
@@ -131,10 +132,11 @@ def explored(
     )
     if dense is None:
         return out, loss
-    # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11.
-    places = rows == torch.arange(out.shape[2], device=rows.device)[:, None]  # [S, R]
-    spread = places / places.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(places.any(1)[:, None], spread.to(dense.dtype) @ dense, out), loss
+    # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11. Of a query that was
+    # drawn more than once, it takes the first row: a mean of equal rows would be rounded.
+    is_first = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
+    places = (rows == torch.arange(out.shape[2], device=rows.device)[:, None]) & is_first  # [S, R]
+    return torch.where(places.any(1)[:, None], places.to(dense.dtype) @ dense, out), loss
 
 
 def _taught(
@@ -148,7 +150,7 @@ def _taught(
     sizes = sizes_of(query, key, values)
     options = options_of(sizes, None, True, scale, softcap)
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
-    checks.positive_int("queries", queries)
+    checks.number_drawn("queries", queries)
     checks.number("last", last, low=0.0, high=1.0)
     checks.flag("sharp", sharp)
     checks.selection(1, local, sink, True)
@@ -164,7 +166,7 @@ def _taught(
     ends = None if base is None else segment_ends(base, scores)
     rows = _drawn(key.shape[2], queries, last, key.device)
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
-    if key.shape[2] == 0 or key.shape[0] == 0:
+    if 0 in query.shape[:3]:
         return None, of_heads.sum((0, 2)), rows
 
     # A query whose own key is hidden is padding: it teaches nothing and may hold anything.

@@ -226,7 +226,7 @@ def _check_settings(
         raise ValueError(f"recency: expected None, or a number > 0 with taught=True, got {recency} with taught={taught}")
     if score not in ("exp", "linear"):
         raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
-    checks.positive_int("score_queries", score_queries)
+    checks.number_drawn("score_queries", score_queries)
     checks.natural_int("rewind", rewind)
 
 
