@@ -418,6 +418,13 @@ def test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window
     assert torch.equal(layer.eval()(hidden, with_score_loss=True)[0], windowed)
 
 
+def test_a_large_base_of_the_rotation_may_be_an_int():
+    layers = [layer_of(rope_theta=base) for base in (2**70, 2.0**70)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    hidden = tensor((1, 8, layers[0].embed_dim), 0)
+    assert torch.equal(*(layer(hidden) for layer in layers))
+
+
 def test_a_query_that_is_drawn_more_than_once_explores_as_if_drawn_once():
     query, key, value, out = (tensor((1, 2, 5, 8), i) for i in range(4))
     given = [x.requires_grad_() for x in (query, key, value)]

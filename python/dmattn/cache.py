@@ -372,6 +372,8 @@ class BoundedCache(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One token after another: into the cache, and its attention over all slots. Empty slots have a score and a bias of -inf."""
         state, sizes = self._state(), self.sizes
+        if lengths is not None and query.shape[2] > 1:
+            lengths = lengths.clamp(min=0)  # the smallest int32 less a step would be the largest
         results = []
         for t in range(query.shape[2]):
             new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (query, key, value, scores))

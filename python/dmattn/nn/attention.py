@@ -111,12 +111,11 @@ class DynamicMaskAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self._set_selection(window, local, sink, local_heads, is_causal)
+        if rope_theta is not None:
+            rope_theta = checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR)
+            if rope_theta < 1 / checks.MAX_FACTOR:
+                raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.rope_theta = rope_theta
-        if (
-            rope_theta is not None
-            and checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR) < 1 / checks.MAX_FACTOR
-        ):
-            raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.partial_rotary_factor = checks.number("partial_rotary_factor", partial_rotary_factor, low=0.0, high=1.0)
         if self.partial_rotary_factor == 0:
             raise ValueError("partial_rotary_factor: expected a number in (0, 1], got 0; rope_theta=None rotates nothing")
