@@ -278,8 +278,20 @@ def pipeline() -> Drawing:
 Run = dict[str, Any]
 
 
-def runs_of(fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
-    return [run for run in map(json.loads, QUALITY.read_text().splitlines()) if fits(run["settings"])]
+def runs_of(name: str, fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
+    """The runs of a name, of each seed the latest, as in the tables of docs/lab/learning.md."""
+    runs = [run for run in map(json.loads, QUALITY.read_text().splitlines()) if run["name"] == name and fits(run["settings"])]
+    return list({run["settings"]["seed"]: run for run in runs}.values())
+
+
+def bits_at(run: Run, key: str, moment: float) -> float:
+    """Held-out bits a byte of a run at a step or second, linear between its evaluations."""
+    curve = run["curve"]
+    after = next(n for n, point in enumerate(curve) if point[key] >= moment)
+    if curve[after][key] == moment:
+        return float(curve[after]["held_bits"])
+    (x0, y0), (x1, y1) = ((point[key], point["held_bits"]) for point in curve[after - 1 : after + 1])
+    return float(y0 + (y1 - y0) * (moment - x0) / (x1 - x0))
 
 
 def panel(
@@ -308,8 +320,9 @@ def panel(
     for _, colour, dashed, runs in lines:
         if not runs:
             continue
-        moments = [sum(p[key] for p in points) / len(points) for points in zip(*(run["curve"] for run in runs), strict=False)]
-        values = [[p["held_bits"] for p in points] for points in zip(*(run["curve"] for run in runs), strict=False)]
+        moments = sorted({point[key] for run in runs for point in run["curve"]})
+        moments = [m for m in moments if all(run["curve"][0][key] <= m <= run["curve"][-1][key] for run in runs)]
+        values = [[bits_at(run, key, moment) for run in runs] for moment in moments]
         means = [sum(found) / len(found) for found in values]
         inside = [i for i, mean in enumerate(means) if mean <= high]
         first = inside[0] if inside else len(means)
@@ -326,45 +339,24 @@ def panel(
 
 
 def learning() -> Drawing:
-    d = Drawing(860, 500, "What models learn that differ in their attention mask alone")
-
-    def is_taught(s: dict[str, Any]) -> bool:
-        return bool(s["mask"] == "dynamic" and s["bias"] == "none" and s["recency"])
-
-    kinds: list[tuple[str, str, bool, Callable[[dict[str, Any]], bool]]] = [
-        ("dense", LINE, False, lambda s: s["mask"] == "dense" and not s["recency"]),
-        ("dense, recency", INK, False, lambda s: s["mask"] == "dense" and s["recency"] > 0),
-        ("sliding, recency", GREEN, True, lambda s: s["mask"] == "sliding" and s["recency"] > 0 and not s["plain_heads"]),
-        ("sliding, recency, half of the heads local", GREEN, False,
-         lambda s: s["mask"] == "sliding" and s["recency"] > 0 and s["plain_heads"] > 0),
-        ("learned keys, recency", BLUE, True, lambda s: is_taught(s) and not s["plain_heads"] and not s["sink"]),
-        ("learned keys, recency, half of the heads local", BLUE, False,
-         lambda s: is_taught(s) and s["plain_heads"] * 2 == s["heads"] and s["visible"] <= s["length"] // 16),
-        ("the same with 1,024 visible (left)", ORANGE, False,
-         lambda s: is_taught(s) and s["plain_heads"] * 2 == s["heads"] and s["visible"] > s["length"] // 16),
-    ]  # fmt: skip
-
-    def lines(fits: Callable[[dict[str, Any]], bool]) -> list[tuple[str, str, bool, list[Run]]]:
-        found = []
-        for label, colour, dashed, kind in kinds:
-            runs = [run for run in runs_of(fits) if kind(run["settings"])]
-            same = [run for run in runs if run["name"] == runs[0]["name"]]
-            found.append((label, colour, dashed, same))
-        return found
-
-    by_steps = lines(lambda s: s["task"] == "text" and not s["seconds"] and s["steps"] == 2000)
-    by_seconds = lines(lambda s: s["task"] == "text" and s["seconds"] > 0)
-    panel(d, 70, 60, "8,192 tokens, 512 visible, equal steps", "steps; held-out bits a byte", 2000, (0.8, 1.6), by_steps)
-    panel(
-        d,
-        490,
-        60,
-        "32,768 tokens, 1,024 visible, equal time",
-        "seconds of training; held-out bits a byte",
-        50,
-        (0.9, 2.5),
-        by_seconds,
-    )
+    d = Drawing(860, 476, "What models learn that differ in their attention mask alone")
+    kinds = [
+        ("dense", LINE, False, "dense"),
+        ("dense, recency (left)", INK, True, "dense+recency"),
+        ("dense, recency, a quarter rotated (left)", INK, False, "dense+recency+barely"),
+        ("sliding window, recency (left)", GREEN, True, "sliding+recency"),
+        ("sliding window, the fairest", GREEN, False, "sliding+recency+mixed+barely"),
+        ("the recommended layer", BLUE, False, "taught+local4+recency+mixed+rows4+peak+explore+last+nearby"),
+    ]
+    by_steps, by_seconds = [], []
+    for label, colour, dashed, name in kinds:
+        runs = runs_of(name, lambda s: s["task"] == "text" and not s["seconds"] and s["steps"] == 2000)
+        by_steps.append((label, colour, dashed, runs))
+        if "(left)" not in label:
+            by_seconds.append((label, colour, dashed, runs_of(name, lambda s: s["task"] == "text" and s["seconds"] > 0)))
+    steps, seconds = "8,192 tokens, 512 visible, equal steps", "32,768 tokens, 1,024 visible, equal time"
+    panel(d, 70, 60, steps, "steps; held-out bits a byte", 2000, (0.7, 1.9), by_steps)
+    panel(d, 490, 60, seconds, "seconds of training; held-out bits a byte", 50, (0.7, 3.1), by_seconds)
     for number, (label, colour, dashed, _) in enumerate(kinds):
         x, y = 70 + number % 2 * 420, 396 + number // 2 * 24
         d.curve([(x, y), (x + 28, y)], colour, dashed)

@@ -266,6 +266,19 @@ def test_training_runs_with_the_most_seeds_are_drawn():
         plots.chosen_runs([], "text")
 
 
+def test_runs_of_other_tasks_are_not_seeds_of_one():
+    def run(pairs, seed, rate=1.0):
+        settings = {"task": "mqar", "steps": 5, "seconds": 0.0, "length": 8, "visible": 4, "pairs": pairs, "seed": seed}
+        return {"name": "a", "settings": settings, "complete": True, "curve": [], "tokens_per_second": rate}
+
+    again = run(16, 1, rate=2.0)
+    chosen = plots.chosen_runs([run(32, 3), run(16, 1), run(16, 2), again], "mqar")
+    assert [found["settings"]["seed"] for found in chosen["a"]] == [1, 2]
+    assert chosen["a"][0] is again
+    assert not plots.have_comparable_seconds(chosen)  # one seed was twice as fast as the other
+    assert plots.have_comparable_seconds({"a": [run(16, 1), run(16, 2, rate=1.05)]})
+
+
 def test_seeds_meet_at_the_same_moments():
     curves = [[(10, 1.0), (20, 3.0), (40, 5.0)], [(15, 2.0), (30, 4.0)]]
     runs = [{"curve": [{"step": x, "held_bits": y} for x, y in curve]} for curve in curves]

@@ -116,6 +116,20 @@ def test_drawings_are_what_the_script_draws(monkeypatch):
     assert drawn == {path.name: path.read_text() for path in (DOCS / "figures").iterdir()}
 
 
+def test_learning_curves_have_one_run_a_seed_and_end_where_the_runs_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import draw
+
+    runs = draw.runs_of("dense", lambda s: s["task"] == "text" and s["seconds"] > 0)
+    seeds = [run["settings"]["seed"] for run in runs]
+    assert len(seeds) == len(set(seeds)) > 1
+    for run in runs:
+        first, last = run["curve"][0], run["curve"][-1]
+        assert [draw.bits_at(run, "step", point["step"]) for point in (first, last)] == [first["held_bits"], last["held_bits"]]
+        (a, b), middle = run["curve"][:2], draw.bits_at(run, "step", (first["step"] + run["curve"][1]["step"]) / 2)
+        assert min(a["held_bits"], b["held_bits"]) < middle < max(a["held_bits"], b["held_bits"])
+
+
 def test_pictures_are_what_the_script_draws(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(DOCS))

@@ -9,10 +9,12 @@ import io
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dmattn.bench.quality_report import described
 from dmattn.bench.records import Result, Row, first_peer
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
@@ -20,6 +22,19 @@ COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")
 KIND_COLORS = (*COLORS, "#c9a227", "#2a9d9b")  # one for each kind of case
 STYLE = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}
 MOST_CURVES = len(COLORS)
+BUDGET = (
+    "steps",
+    "seconds",
+    "length",
+    "visible",
+    "lr",
+    "layers",
+    "width",
+    "pairs",
+    "symbols",
+)  # settings of runs that are compared
+MOST_SPREAD = 1.1  # between tokens a second of the fastest and the slowest seed
+TASKS = {"text": "text", "mqar": "names and their values", "passkey": "secrets in source text"}
 Run = dict[str, Any]
 
 
@@ -283,19 +298,29 @@ def draw_roofline(results: list[Result], path: Path) -> None:
 
 
 def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
-    """Of the budget with the most runs on a task, the variants with the most seeds, by name."""
-    by_budget: dict[tuple[Any, ...], dict[str, list[Run]]] = {}
+    """Of the task and budget with the most runs, the variants with the most seeds, by name; of a seed the latest run.
+
+    Raises:
+        NothingToDrawError: there are no runs of the task.
+    """
+    by_budget: dict[tuple[Any, ...], dict[str, dict[int, Run]]] = {}
     for run in runs:
         s = run["settings"]
         if s["task"] == task and run["complete"]:
-            budget = (s["steps"], s["seconds"], s["length"], s["visible"])
-            by_budget.setdefault(budget, {}).setdefault(run["name"], []).append(run)
+            budget = tuple(s.get(name) for name in BUDGET)
+            by_budget.setdefault(budget, {}).setdefault(run["name"], {})[s["seed"]] = run
     if not by_budget:
         raise NothingToDrawError
     names = max(by_budget.values(), key=lambda found: sum(map(len, found.values())))
     most = sorted(names, key=lambda name: -len(names[name]))[:MOST_CURVES]
     repeated = [name for name in most if len(names[name]) > 1]
-    return {name: names[name] for name in sorted(repeated or most)}
+    return {name: list(names[name].values()) for name in sorted(repeated or most)}
+
+
+def have_comparable_seconds(chosen: dict[str, list[Run]]) -> bool:
+    """Whether seeds of a variant were equally fast. Where they were not, runs shared a GPU or came from other builds."""
+    rates = [[run.get("tokens_per_second", 1.0) for run in found] for found in chosen.values()]
+    return all(max(found) <= MOST_SPREAD * min(found) for found in rates)
 
 
 def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], list[list[float]]]:
@@ -313,27 +338,34 @@ def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], li
 
 
 def draw_learning(runs: list[Run], task: str, path: Path) -> None:
-    """What was reached on held-out data over steps and over seconds of training: means over seeds, and bands from least to most."""
+    """What was reached on held-out data over steps: means over seeds, and bands from least to most; also over seconds of training where
+    these can be compared."""
     chosen = chosen_runs(runs, task)
-    figure, axes = pyplot().subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    axes_of = {"step": "steps", "seconds": "seconds of training"} if have_comparable_seconds(chosen) else {"step": "steps"}
+    legend = ["\n".join(textwrap.wrap(described(found[0]["settings"]), 120)) for found in chosen.values()]
+    lines = sum(1 + words.count("\n") for words in legend)
+    figure, drawn = pyplot().subplots(
+        1, len(axes_of), figsize=(8, 3 + 0.14 * lines), layout="constrained", sharey=True, squeeze=False
+    )
+    axes = list(drawn[0])
     first = next(iter(chosen.values()))[0]
     recalls = "held_accuracy" in first["curve"][-1]
     what = "held_accuracy" if recalls else "held_bits"
     s = first["settings"]
-    figure.suptitle(f"{task}: {s['length']:,} tokens, {s['visible']:,} visible", fontsize=11)
-    for ax, across in zip(axes, ("step", "seconds"), strict=True):
-        for (name, found), color in zip(chosen.items(), COLORS, strict=False):
+    figure.suptitle(f"{TASKS.get(task, task)}: {s['length']:,} tokens, {s['visible']:,} visible but for dense", fontsize=11)
+    for ax, (across, title) in zip(axes, axes_of.items(), strict=True):
+        for words, found, color in zip(legend, chosen.values(), COLORS, strict=False):
             moments, values = over_seeds(found, across, what)
-            label = f"{name} ({len(found)} seed{'s' * (len(found) > 1)})"
+            label = f"{words} ({len(found)} seed{'s' * (len(found) > 1)})"
             ax.plot(moments, [statistics.fmean(at) for at in values], color=color, label=label)
             ax.fill_between(moments, [min(at) for at in values], [max(at) for at in values], color=color, alpha=0.2, lw=0)
-        ax.set_xlabel({"step": "steps", "seconds": "seconds of training"}[across])
+        ax.set_xlabel(title)
         ax.grid(alpha=0.3)
         if not recalls:
             last = [run["curve"][-1][what] for found in chosen.values() for run in found]
             ax.set_ylim(min(last) - 0.03, max(last) + 0.4)
     axes[0].set_ylabel("right beyond the window" if recalls else "held-out bits a byte")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=2)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center")
     save(figure, path)
 
 
