@@ -42,6 +42,9 @@ def scaled_dot_product_attention(
         scale: default E ** -0.5.
         enable_gqa: key and value have fewer heads, which divide H.
 
+    Returns:
+        [..., H, L, Ev] in query's dtype.
+
     Raises:
         ValueError, TypeError: as :func:`attention`; or both attn_mask and is_causal are given.
     """

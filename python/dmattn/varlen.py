@@ -91,8 +91,8 @@ def varlen_attention(
 
     More than 2^20 packed tokens are computed in several calls, cut between documents. The host has to read where: cu_seqlens on a GPU are
     waited for then, those on the CPU are not. There is no mask and no bias, and such a call cannot be compiled or captured in a CUDA graph.
-    Hopper GPUs take up to 2^27 tokens in one call as any other, where nothing but cu_seqlens, is_causal, scale and sinks are given and D and
-    Dv are at most 128.
+    Hopper GPUs take up to 2^27 tokens in one call, which waits for nothing, where nothing but cu_seqlens, is_causal, scale and sinks are given
+    and D and Dv are at most 128.
 
     Returns:
         out [Tq, H, Dv] in query's dtype, or (out, lse) with lse [H, Tq] float32 (float64 for float64 inputs).

@@ -22,17 +22,8 @@ COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")
 KIND_COLORS = (*COLORS, "#c9a227", "#2a9d9b")  # one for each kind of case
 STYLE = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}
 MOST_CURVES = len(COLORS)
-BUDGET = (
-    "steps",
-    "seconds",
-    "length",
-    "visible",
-    "lr",
-    "layers",
-    "width",
-    "pairs",
-    "symbols",
-)  # settings of runs that are compared
+# Settings of runs that are compared.
+BUDGET = ("steps", "seconds", "length", "visible", "lr", "layers", "width", "pairs", "symbols")
 MOST_SPREAD = 1.1  # between tokens a second of the fastest and the slowest seed
 TASKS = {"text": "text", "mqar": "names and their values", "passkey": "secrets in source text"}
 Run = dict[str, Any]

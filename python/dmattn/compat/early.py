@@ -31,6 +31,9 @@ def flash_dynamic_mask_attention(
         causal: bottom-right aligned.
         return_lse: also return lse [B, H, Sq].
 
+    Returns:
+        out [B, H, Sq, Dv] in q's dtype, or (out, lse).
+
     Raises:
         TypeError, ValueError: as :func:`dmattn.attention`.
     """

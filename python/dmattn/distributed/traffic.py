@@ -23,6 +23,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
+        """Bytes of all three."""
         return self.scores + self.rows + self.gradients
 
 
@@ -33,7 +34,8 @@ _listeners: list[Traffic] = []
 def record_traffic() -> Iterator[Traffic]:
     """Counts what :func:`context_parallel_attention` receives on this rank, forward and backward, compiled or not, while the context is open.
 
-    The few hundred bytes by which ranks compare their arguments are not counted.
+    The few hundred bytes by which ranks compare their arguments are not counted. ``as`` gives a :class:`Traffic`, in bytes, which grows
+    while the context is open.
     """
     traffic = Traffic()
     _listeners.append(traffic)

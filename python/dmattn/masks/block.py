@@ -99,6 +99,10 @@ class BlockMask(MaskData):
         Args:
             table: bool [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], or with leading dimensions left out.
             block_size: int or (bq, bk).
+
+        Raises:
+            TypeError: table is not a bool tensor.
+            ValueError: it has fewer than 2 or more than 4 dimensions, block_size is not positive, or the blocks go beyond 2^20.
         """
         checks.tensor("table", table)
         checks.dtype("table", table, (torch.bool,))
@@ -127,14 +131,25 @@ class BlockMask(MaskData):
     ) -> BlockMask:
         """From ``fn(b, h, q, k) -> bool``, called once with index tensors that broadcast to [B, H, Sq, Sk] (FlexAttention's ``mask_mod``).
 
-        ``q`` counts queries from 0, whatever Sk is. B or H None: the mask is the same for all.
+        ``q`` counts queries from 0, whatever Sk is. B or H None: the mask is the same for all. While it is made, it takes memory for all
+        pairs, a byte each.
+
+        Raises:
+            TypeError, ValueError: sizes that are no such numbers, fn that does not give bools of that shape, or as :meth:`from_bool`.
         """
         sizes = function_sizes(B, H, Sq, Sk)
         return cls.from_bool(on_grid(fn, sizes, 0, Sq, device), block_size)
 
     @classmethod
     def from_flex(cls, block_mask: flex_attention.BlockMask) -> BlockMask:
-        """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks."""
+        """From a ``torch.nn.attention.flex_attention.BlockMask``: its full blocks, and its ``mask_mod`` inside its partial blocks.
+
+        While it is made, it takes memory for all pairs, a byte each.
+
+        Raises:
+            TypeError: block_mask is no such mask.
+            ValueError: as :meth:`from_bool`.
+        """
         # Whoever has such a mask has imported the module, which not every torch does by itself.
         module = sys.modules.get("torch.nn.attention.flex_attention")
         if module is None or not isinstance(block_mask, module.BlockMask):

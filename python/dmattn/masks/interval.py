@@ -81,13 +81,21 @@ class IntervalMask(MaskData):
 
     @classmethod
     def causal(cls, Sk: int, *, device: torch.device | str | None = None) -> IntervalMask:
-        """Keys up to the query's own position. ``is_causal=True`` says the same without a tensor."""
+        """Keys up to the query's own position. ``is_causal=True`` says the same without a tensor.
+
+        Raises:
+            TypeError, ValueError: Sk, the number of keys, is not an int from 0 to 2^20.
+        """
         keys = _keys(Sk, device)
         return cls._of_length(keys, torch.full_like(keys, FOREVER), "causal", checks.MAX_LENGTH)
 
     @classmethod
     def sliding_window(cls, Sk: int, left: int, right: int = 0, *, device: torch.device | str | None = None) -> IntervalMask:
-        """Keys j with ``p - left <= j <= p + right``."""
+        """Keys j with ``p - left <= j <= p + right``: at most ``left + right + 1``.
+
+        Raises:
+            TypeError, ValueError: Sk, left or right is not an int from 0 to 2^20.
+        """
         keys = _keys(Sk, device)
         checks.length("left", left)
         checks.length("right", right)
@@ -95,7 +103,11 @@ class IntervalMask(MaskData):
 
     @classmethod
     def streaming(cls, Sk: int, sink: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
-        """Causal keys that are among the first ``sink`` or the last ``local``: ``j <= p and (j < sink or p - j < local)``."""
+        """Causal keys that are among the first ``sink`` or the last ``local``: ``j <= p and (j < sink or p - j < local)``.
+
+        Raises:
+            TypeError, ValueError: Sk, sink or local is not an int from 0 to 2^20.
+        """
         keys = _keys(Sk, device)
         checks.length("sink", sink)
         checks.length("local", local)
@@ -137,7 +149,11 @@ class IntervalMask(MaskData):
         """Prefix-LM: keys ``j < prefix_lengths[b]`` are seen by all, the rest causally.
 
         Args:
+            Sk: number of keys.
             prefix_lengths: int, or integers [B].
+
+        Raises:
+            TypeError, ValueError: neither, or lengths that are not from 0 to 2^20 (checked where their values lie on the CPU).
         """
         lengths = _lengths("prefix_lengths", prefix_lengths, device)
         keys = _keys(Sk, lengths.device)

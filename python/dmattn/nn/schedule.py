@@ -35,7 +35,11 @@ class WindowSchedule:
         )
 
     def __call__(self, step: int) -> int:
-        """The window of a step, counted from 0."""
+        """The window of a step, counted from 0.
+
+        Raises:
+            TypeError, ValueError: step is not an int >= 0.
+        """
         checks.natural_int("step", step)
         if step < self.dense_steps:
             return self.length

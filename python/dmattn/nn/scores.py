@@ -65,9 +65,9 @@ def score_loss(
     are older than ``local`` and no sinks), and the softmax of their scores. A query counts as much as it attends to such keys. The loss is
     least where scores are logarithms of the attention that later queries pay; the best of them then hold the most attention.
 
-    Only ``scores`` get a gradient. It is computed together with the loss, so that nothing but its [B, Hkv, S] numbers is kept for backward,
-    and it cannot be differentiated again. Memory during the call: ``queries`` rows of dense attention, [B, H, queries, S] in
-    float32, a few times.
+    Only ``scores`` get a gradient, and in forward mode only their tangents count. The gradient is computed together with the loss, so that
+    nothing but its [B, Hkv, S] numbers is kept for backward, and it cannot be differentiated again. Memory during the call: ``queries``
+    rows of dense attention, [B, H, queries, S] in float32, a few times.
 
     Args:
         query: [B, H, S, D], as attention takes it (rotated).
