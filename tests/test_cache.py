@@ -352,7 +352,15 @@ def test_sequences_of_different_lengths(device, exact, sizes, side):
     history = History(50, exact, device, "ties", bad=(-INF,), B=3)
     together, alone = history.cache(*sizes, rewind=4), [history.cache(*sizes, rewind=4, batch=1) for _ in range(3)]
     at = [0, 0, 0]
-    for tokens, lengths in ((12, [12, 3, 0]), (1, [1, 0, 1]), (5, [2, 5, 9]), (1, [-3, 1, 1]), (20, [0, 20, 11]), (4, [-(2**31), 3, 9]), (1, [1, 1, 1])):
+    for tokens, lengths in (
+        (12, [12, 3, 0]),
+        (1, [1, 0, 1]),
+        (5, [2, 5, 9]),
+        (1, [-3, 1, 1]),
+        (20, [0, 20, 11]),
+        (4, [-(2**31), 3, 9]),
+        (1, [1, 1, 1]),
+    ):
         real = [max(0, min(n, tokens)) for n in lengths]
         padded = []
         for part in range(4):
