@@ -52,6 +52,15 @@ def call(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
     return context_parallel_attention(**arguments, group=group).detach()
 
 
+def call_compiled_on_the_last(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    """A call that is compiled on one rank alone."""
+    if dist.get_rank(group) < dist.get_world_size(group) - 1:
+        return call(group, arguments)
+    torch._dynamo.reset()
+    with torch.no_grad():  # or a graph would keep the error's frames
+        return torch.compile(call, fullgraph=True, backend="eager")(group, arguments)
+
+
 def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     """A call that fails when all that it exchanges is under way."""
     with mock.patch.object(agreement.Question, "answer", side_effect=MemoryError), contextlib.suppress(MemoryError):

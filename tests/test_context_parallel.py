@@ -363,9 +363,9 @@ def arguments():
     return {"query": query, "key": key, "value": value, "scores": scores, "window": 4}
 
 
-def every_rank_says(ranks, given, message):
+def every_rank_says(ranks, given, message, call="call"):
     with pytest.raises(RankError) as raised:
-        ranks.run("rank_calls:call", [(one,) for one in given])
+        ranks.run(f"rank_calls:{call}", [(one,) for one in given])
     assert sorted(raised.value.errors) == list(range(len(given)))
     for error in raised.value.errors.values():
         assert re.match(message, error), error
@@ -416,6 +416,14 @@ def differing_calls():
     yield {name: one[name].float() for name in tensors}
     yield {"key_bias": one["scores"].double()}
     yield {"dropout_p": 0.2, "dropout_seed": SEED}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_whose_call_is_compiled_is_named_so_on_every_rank(ranks, world):
+    """And not by what a compiled call does not say, such as its scale."""
+    message = r"ValueError: compiled \(0 no, 1 yes\): expected the same on every rank, got 0 on rank 0 and 1 on rank \d"
+    for _ in range(2):
+        every_rank_says(ranks, [arguments()] * world, message, "call_compiled_on_the_last")
 
 
 @pytest.mark.parametrize("world", [2, 3])

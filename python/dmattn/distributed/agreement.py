@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from dmattn.distributed.chunks import begin_all_gather_flat, begin_message
 
+COMPILED = "compiled (0 no, 1 yes)"  # before all that a compiled call does not know, and so does not say
 KIND = "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)"
 # What a rank says, in this order. "length" is its own and may differ; the rest is the same on every rank.
 FIELDS = (
     "failed",
     "length",
+    COMPILED,
     "batch size",
     "number of query heads",
     "number of key heads",
@@ -38,7 +40,6 @@ FIELDS = (
     "dropout_p",
     "tensors that require gradients (query 1, key 2, value 4, key_bias 8, scores 16)",
     "dropout_seed (0 none, 1 given)",
-    "compiled",
 )
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOATS = ("scale", "softcap", "dropout_p")
