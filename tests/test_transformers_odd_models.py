@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from dmattn import IntervalMask  # noqa: E402
 from dmattn.integrations.transformers import attention_forward, enable_dynamic_mask_attention, make_mask  # noqa: E402
 from dmattn.testing import strategies  # noqa: E402
+from torch._dynamo.testing import CompileCounter  # noqa: E402
 from torch.testing import assert_close  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -110,6 +111,29 @@ def test_a_doge_model_keeps_its_selection(way):
     assert make_mask(**sizes, config=model.config).dtype == torch.int32
     assert make_mask(**sizes, config=built("doge").config).dtype == torch.float32
     assert model(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("length", [2, 20])
+def test_a_doge_model_compiles_whether_it_was_enabled_or_not(enabled, length):
+    """And is not compiled anew when other models come and go."""
+    model, others, counter = built("doge"), [], CompileCounter()
+    if enabled:
+        enable_dynamic_mask_attention(model)
+    else:
+        model.set_attn_implementation("dmattn")
+    padding = torch.ones(2, length, dtype=torch.int64)
+    padding[0, : length // 2] = 0
+    inputs = {"input_ids": tokens(length), "attention_mask": padding, "use_cache": False}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        expected = model(**inputs).logits[padding.bool()]
+        for change in (lambda: others.append(enable_dynamic_mask_attention(built("doge"))), others.clear):
+            assert_close(compiled(**inputs).logits[padding.bool()], expected)
+            change()
+        assert_close(compiled(**inputs).logits[padding.bool()], expected)
+    assert counter.frame_count == 1
 
 
 class Layer(torch.nn.Module):

@@ -31,7 +31,9 @@ FAR = 1 << 29
 READERS = ("bigbird_pegasus", "deepseek_v4", "doge", "hy_v4", "nllb-moe")
 """Types of models whose own code reads or extends the masks. They get what eager attention gets, which takes memory for all pairs."""
 
-_selecting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_selecting: dict[int, None] = {}
+"""The ids of the living configs of models whose layers select keys themselves. Dynamo can ask whether a dict has one of them, and compiles
+nothing anew when it gets others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,15 +165,13 @@ def make_mask(
 
 def select_keys(config: Any) -> None:
     """Notes that the layers of the model with this config select keys themselves, and take intervals whatever the type of the model."""
-    _selecting[id(config)] = config
+    if id(config) not in _selecting:
+        _selecting[id(config)] = None
+        weakref.finalize(config, _selecting.pop, id(config)).atexit = False
 
 
 def _reads_masks(config: Any) -> bool:
-    if getattr(config, "model_type", None) not in READERS:
-        return False
-    if config.model_type != "doge":
-        return True
-    return not torch.compiler.is_compiling() and _selecting.get(id(config)) is not config
+    return getattr(config, "model_type", None) in READERS and id(config) not in _selecting
 
 
 @functools.cache
