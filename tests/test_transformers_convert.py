@@ -248,10 +248,10 @@ def test_training_compiles_in_one_graph():
     assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
-@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
-def test_windows_that_change_compile_twice():
-    """With the option of torch that the page names: once for the first window and once for all others."""
-    model, tokens = convert(built(), 20, local=3), distinct()
+@pytest.mark.parametrize("options", [{"local": 3}, RECOMMENDED], ids=["plain", "recommended"])
+def test_windows_that_change_compile_twice(options):
+    """Once for the first window and once for all others, and torch's setting is as it was."""
+    model, tokens = convert(built(), 20, **options), distinct()
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -260,6 +260,7 @@ def test_windows_that_change_compile_twice():
             set_window(model, window)
             assert_close(compiled(input_ids=tokens, use_cache=False).logits, model(input_ids=tokens, use_cache=False).logits)
     assert counter.frame_count == 2
+    assert not torch._dynamo.config.allow_unspec_int_on_nn_module
 
 
 def test_the_window_follows_a_schedule():

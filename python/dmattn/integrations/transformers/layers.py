@@ -124,10 +124,10 @@ class SelectingAttention(nn.Module):
         query, key, value = padded(query), padded(key), padded(value)
         shared: dict[str, Any] = {"scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
         if added is not None and not self.local_heads:
-            plain: Tensor = dynamic_mask_attention(query, key, value, scores, self.window, **sizes, **shared)
+            plain: Tensor = dynamic_mask_attention(query, key, value, scores, self._window(), **sizes, **shared)
             return plain
         ranks = scores if self.log_slope is None else scores + recency_of(self.log_slope, scores.shape[2])
-        mask = IntervalMask.top_k(self._competing(ranks.detach()), self.window, **sizes)
+        mask = IntervalMask.top_k(self._competing(ranks.detach()), self._window(), **sizes)
         # The mask is causal by itself. Kernels are told, too, where that takes no operation more.
         is_causal = not isinstance(offset, Tensor)
         out: Tensor = attention(query, key, value, mask, key_bias=added, is_causal=is_causal, **shared)
@@ -139,6 +139,13 @@ class SelectingAttention(nn.Module):
                 )
                 self.last_score_loss = losses.mean()
         return out
+
+    def _window(self) -> int:
+        """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile anew for each window."""
+        if not torch.compiler.is_compiling():
+            return self.window
+        with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
+            return self.window + 0  # Dynamo looks at a number where it is computed with
 
     def _competing(self, ranks: Tensor) -> Tensor:
         """The ranks, -inf in heads that see local windows and sinks alone."""
