@@ -292,6 +292,36 @@ def test_comments_stand_where_the_formatter_leaves_them():
             assert not alone, f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
 
 
+def patched_settings(source: str) -> list[str]:
+    """Calls in a test's source by which pytest's monkeypatch changes a setting of a module of torch's settings."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("setattr", "delattr") and node.args:
+            target = node.args[0]
+            named_by_text = isinstance(target, ast.Constant) and isinstance(target.value, str)
+            name = str(target.value).rpartition(".")[0] if named_by_text else ast.unparse(target)
+            found += [ast.unparse(node)] if re.search(r"(^|[._])config$", name) else []
+    return found
+
+
+def test_settings_of_torch_are_changed_by_their_own_patch():
+    """``torch._dynamo.config.patch(...)`` and the like: pytest's monkeypatch leaves such a setting missing when it takes its change back."""
+    found = {path.name: patched_settings(path.read_text()) for path in tracked("tests/*.py")}
+    assert not {name: calls for name, calls in found.items() if calls}
+
+
+def test_patched_settings_are_found():
+    source = """
+monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+monkeypatch.setattr(peers.functorch_config, "donated_buffer", True)
+monkeypatch.setattr("torch._inductor.config.fallback_random", True)
+monkeypatch.delattr(config, "verbose")
+monkeypatch.setattr(torch, "compile", lambda function: config)
+monkeypatch.setattr("torch.compile", None)
+"""
+    assert len(patched_settings(source)) == 4
+
+
 def own_tolerances(source: str) -> list[str]:
     """What in a test's source holds results to a number of its own: rtol and the like, and, in an assertion, a small number or so many eps."""
     found = []
