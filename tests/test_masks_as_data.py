@@ -420,9 +420,11 @@ def test_whether_a_buffer_is_saved_is_a_bool():
         MaskBuffer(IntervalMask.causal(5), persistent="no")
 
 
-@pytest.mark.parametrize("facts", [torch.tensor([0, 3]), torch.tensor([0, -1]), torch.tensor([2, 0]), [0, 3], None], ids=str)
-def test_facts_of_no_interval_mask_are_refused(facts):
+@pytest.mark.parametrize("facts", [[0, 3, 0], [0, -1, 0], [2, 0, 0], [0, 0, -1], [0, 3], [0], None], ids=str)
+@pytest.mark.parametrize("made", [torch.tensor, list], ids=["tensor", "list"])
+def test_facts_of_no_interval_mask_are_refused(facts, made):
     holder = MaskBuffer(IntervalMask.causal(5))
+    facts = None if facts is None else made(facts)
     with pytest.raises(ValueError, match="state_dict: expected the state of an IntervalMask"):
         holder.load_state_dict({**holder.state_dict(), "_extra_state": facts})
 
