@@ -102,6 +102,17 @@ def test_layers_that_call_no_attention_function_are_refused():
         model(tokens())
 
 
+def test_masks_of_a_model_that_is_not_of_transformers_are_intervals():
+    """Nothing is known of its layers: if they call no attention function, none is there to notice."""
+
+    class OwnConfig(transformers.PretrainedConfig):
+        model_type = "own"
+
+    mask = make_mask(2, 5, 5, config=OwnConfig(), allow_is_causal_skip=False)
+    assert torch.equal(mask, make_mask(2, 5, 5, allow_is_causal_skip=False))
+    assert mask.dtype == torch.int32
+
+
 @pytest.mark.parametrize("way", ["as it was", "copied", "pickled"])
 def test_a_doge_model_keeps_its_selection(way):
     """One that was enabled takes intervals, however it was copied; one that was not takes masks of all pairs."""
