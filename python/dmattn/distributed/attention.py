@@ -294,8 +294,8 @@ def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, h
     wanted = [tensor is not None and tensor.requires_grad for tensor in tensors] if torch.is_grad_enabled() else []
     is_read = given.kind == MASK and given.bound is None and not compiling
     return [
-        0, sizes.query_length, int(compiling), sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, value.shape[3], DTYPES.index(sizes.dtype),
-        int(sizes.device.type == "cuda"), given.kind + int(given.base is not None), given.mask_length,
+        0, sizes.query_length, int(compiling), sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, value.shape[3],
+        DTYPES.index(sizes.dtype), int(sizes.device.type == "cuda"), given.kind + int(given.base is not None), given.mask_length,
         needs.checksum_of(given.mask) if is_read and given.mask else 0, bias, -1 if scores is None else DTYPES.index(scores.dtype),
         -1 if given.bound is None else given.selection[0], *given.selection[1:],
         *(0 if compiling else float_bits(number) for number in floats), sum(wants << place for place, wants in enumerate(wanted)),
