@@ -61,6 +61,13 @@ def call_compiled_on_the_last(group: dist.ProcessGroup, arguments: dict[str, Any
         return torch.compile(call, fullgraph=True, backend="eager")(group, arguments)
 
 
+def calls_around_a_change(group: dist.ProcessGroup, arguments: dict[str, Any], later: int) -> list[Tensor]:
+    """What a call gives before its mask's ends have moved, and after."""
+    first = call(group, arguments)
+    arguments["mask"].end.add_(later)
+    return [first, call(group, arguments)]
+
+
 def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     """A call that fails when all that it exchanges is under way."""
     with mock.patch.object(agreement.Question, "answer", side_effect=MemoryError), contextlib.suppress(MemoryError):

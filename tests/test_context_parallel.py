@@ -358,6 +358,22 @@ def test_a_group_of_one(ranks):
 # Faults --------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mask_whose_tensors_change_is_read_again(ranks, world):
+    length = 8 * world
+    query, key, value = (strategies.random_tensor((1, heads, length, 8), heads) for heads in (4, 2, 1))
+    value = value.expand(-1, 2, -1, -1)
+    given = []
+    for rank in range(world):
+        chunk = slice(8 * rank, 8 * rank + 8)
+        parts = {name: x[:, :, chunk] for name, x in (("query", query), ("key", key), ("value", value))}
+        given.append(({**parts, "mask": IntervalMask.sliding_window(length, 1)}, 4))
+    found = ranks.run("rank_calls:calls_around_a_change", given)
+    for place, left in enumerate((1, 5)):
+        whole = dmattn.attention(query, key, value, IntervalMask.sliding_window(length, left))
+        tolerance.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
+
+
 def arguments():
     query, key, value, scores = dynamic_case(8)
     return {"query": query, "key": key, "value": value, "scores": scores, "window": 4}

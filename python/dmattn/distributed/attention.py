@@ -99,7 +99,7 @@ def context_parallel_attention(
         key: [B, Hkv, n, D].
         value: [B, Hkv, n, Dv].
         mask: an IntervalMask of the whole sequence, [B|1, H|Hkv|1, N], the same on every rank. Causality is added to it. A mask is read once on
-            the host and remembered, so make it once and not in each call.
+            the host and remembered, so make it once and not in each call; one made in inference mode is read in each call.
         scores: [B, Hkv, n], this rank's chunk: instead of mask, keys are selected by scores, which are added to their logits, as in
             :func:`dynamic_mask_attention`.
         window, local, sink: with scores, as in :func:`dynamic_mask_attention`, where window is needed. With mask, their sum may say how many

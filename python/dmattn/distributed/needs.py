@@ -116,9 +116,11 @@ def _always(like: Tensor) -> Tensor:
 
 
 class KnownNeeds:
-    """What has been read from a mask on the host, kept as long as the mask lives: the number of slots each rank needs, and a checksum."""
+    """What has been read from a mask on the host, kept as long as the mask lives and its tensors do not change: the number of slots each rank
+    needs, and a checksum."""
 
-    def __init__(self) -> None:
+    def __init__(self, versions: tuple[int, ...]) -> None:
+        self.versions = versions
         self.checksum: int | None = None
         self.slots: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
@@ -126,9 +128,20 @@ class KnownNeeds:
 _known: weakref.WeakKeyDictionary[IntervalMask, KnownNeeds] = weakref.WeakKeyDictionary()
 
 
+def _known_of(mask: IntervalMask) -> KnownNeeds:
+    """What is known of a mask as it is now."""
+    if mask.start.is_inference() or mask.end.is_inference():  # which do not say when they are written to
+        return KnownNeeds(())
+    versions = (mask.start._version, mask.end._version)
+    known = _known.get(mask)
+    if known is None or known.versions != versions:
+        known = _known[mask] = KnownNeeds(versions)
+    return known
+
+
 def checksum_of(mask: IntervalMask) -> int:
     """A number that two different masks seldom share. Reads the mask once, which on a GPU waits for the device."""
-    known = _known.setdefault(mask, KnownNeeds())
+    known = _known_of(mask)
     if known.checksum is None:
         weighed = [
             (numbers * (torch.arange(1, len(numbers) + 1, device=mask.device) % 65_521)).sum()
@@ -140,7 +153,7 @@ def checksum_of(mask: IntervalMask) -> int:
 
 def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[int]:
     """For each rank the largest number of earlier keys that a key head of its chunk sees. Reads the mask once."""
-    known = _known.setdefault(mask, KnownNeeds())
+    known = _known_of(mask)
     key = (tuple(chunks.lengths), kv_heads)
     if key not in known.slots:
         firsts = chunks.firsts
