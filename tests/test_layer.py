@@ -317,6 +317,17 @@ def test_the_loss_of_queries_whose_scores_are_all_far_below_zero_is_its_formula(
     torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), scores)[0] for loss in losses))
 
 
+@pytest.mark.parametrize("of_scores", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_the_least_number_have_a_finite_loss(of_scores):
+    """A mean of what single queries lose, which their sum is too large for."""
+    query, key, scores = (tensor((2, 2, 24, *size), i) for i, size in enumerate(((8,), (8,), ())))
+    scores = scores.to(of_scores)
+    scores[:, :, :12] = torch.finfo(of_scores).min
+    wide = (x.double() for x in (query, key, scores))
+    expected = loss_by_hand(*wide, torch.zeros(1, 2, 24, dtype=torch.float64), (0,), 0, 0, 0.0)
+    torch.testing.assert_close(score_loss(query, key, scores, queries=24), expected.float())
+
+
 def test_a_query_whose_keys_are_all_hidden_by_a_bias_pays_nothing():
     query, key, scores = (tensor((2, 2, 24, *size), i) for i, size in enumerate(((8,), (8,), ())))
     lengths = torch.tensor([24, 17])

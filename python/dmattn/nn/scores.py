@@ -248,10 +248,11 @@ def _loss_and_gradient(
 
     foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
     foretold = torch.where(competing, foretold, -1e9)  # finite, and nothing after exp; NaN where no key competes
-    parts = batch * rows.shape[0]
-    gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2) / parts
+    # A mean whose parts are small before they are added: scores may be as far below the others as their dtype allows.
+    paid = paid / (batch * rows.shape[0])
+    gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2)
     # Float64 queries beside float32 scores make wider sums.
-    return (-(paid * foretold).sum((0, 2, 3)) / parts).to(scores.dtype), gradient.to(scores.dtype)
+    return -(paid * foretold).sum((0, 2, 3)).to(scores.dtype), gradient.to(scores.dtype)
 
 
 def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
