@@ -27,7 +27,7 @@ CAUSAL, MASK, SCORES = range(3)
 
 
 class Arguments(NamedTuple):
-    """What the public function was given, checked as far as one rank can."""
+    """What the public function was given, checked as far as one rank can. It has no properties: torch 2.10 does not compile those of tuples."""
 
     sizes: Sizes
     kind: int  # CAUSAL, MASK or SCORES
@@ -38,13 +38,11 @@ class Arguments(NamedTuple):
     base: IntervalMask | None
     key_bias: Tensor | None  # [B, Hkv, n, 1 or H / Hkv], without scores
 
-    @property
     def mask_length(self) -> int:
         """The length that the mask or base says the sequence has; 0 if none does."""
         given = self.mask if self.base is None else self.base
         return 0 if given is None or given.key_length is None else given.key_length
 
-    @property
     def most_keys(self) -> int:
         """How many keys a query sees at most, 0 where that is not known."""
         if self.kind == SCORES:
@@ -130,7 +128,9 @@ def context_parallel_attention(
         checks.flags(False, deterministic, return_lse)
         query, key, value = autocast(query, key, value)
         given = _checked(query, key, value, mask, scores, window, local, sink, base, key_bias)
-        options = options_of(given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic, most_keys=given.most_keys)
+        options = options_of(
+            given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic, most_keys=given.most_keys()
+        )
     except Exception:  # whatever it is: the other ranks would wait for this one
         if not compiling and world > 1:
             agreement.fail(ranks)
@@ -147,8 +147,8 @@ def context_parallel_attention(
         lengths = agreement.agree(ranks, said) if world > 1 else [given.sizes.query_length]
         said = []
     chunks = Chunks(ranks.group_name, rank, lengths)
-    if given.mask_length and not compiling and given.mask_length != chunks.length:
-        raise ValueError(exchange.wrong_mask_length(given.mask_length, lengths, given.base is not None))
+    if given.mask_length() and not compiling and given.mask_length() != chunks.length():
+        raise ValueError(exchange.wrong_mask_length(given.mask_length(), lengths, given.base is not None))
     if not compiling:
         too_long = _too_long(lengths)
         if too_long:
@@ -295,7 +295,7 @@ def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, h
     is_read = given.kind == MASK and given.bound is None and not compiling
     return [
         0, sizes.query_length, int(compiling), sizes.batch, sizes.heads, sizes.kv_heads, sizes.head_dim, value.shape[3],
-        DTYPES.index(sizes.dtype), int(sizes.device.type == "cuda"), given.kind + int(given.base is not None), given.mask_length,
+        DTYPES.index(sizes.dtype), int(sizes.device.type == "cuda"), given.kind + int(given.base is not None), given.mask_length(),
         needs.checksum_of(given.mask) if is_read and given.mask else 0, bias, -1 if scores is None else DTYPES.index(scores.dtype),
         -1 if given.bound is None else given.selection[0], *given.selection[1:],
         *(0 if compiling else float_bits(number) for number in floats), sum(wants << place for place, wants in enumerate(wanted)),
@@ -305,7 +305,7 @@ def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, h
 
 def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[int]:
     """Equal chunks; or, where a mask says N and the ranks' chunks are not equal, equal ones and a shorter last one."""
-    own, whole = given.sizes.query_length, given.mask_length
+    own, whole = given.sizes.query_length, given.mask_length()
     if not whole or whole == own * world or world == 1 or whole < own:
         return [own] * world
     if rank < world - 1 and own * (world - 1) <= whole:
@@ -322,7 +322,7 @@ def _with_long_enough_mask(given: Arguments, length: int) -> Arguments:
 
     A graph can be made with it, and its first exchange refuses the mask's length on every rank.
     """
-    if not 0 < given.mask_length < given.sizes.query_length:
+    if not 0 < given.mask_length() < given.sizes.query_length:
         return given
     nothing = torch.zeros(1, 1, length, dtype=torch.int32, device=given.sizes.device)
     return given._replace(mask=None if given.mask is None else IntervalMask(nothing, nothing), base=None)
@@ -339,11 +339,11 @@ def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tens
         start, end = select_interval(scores, window, True, given.base, local, sink)
         if start is not None:
             start, end = same_heads(start, end, "base")
-            start = start.expand(-1, -1, chunks.length)
+            start = start.expand(-1, -1, chunks.length())
         return start, end, said
-    mask = IntervalMask.causal(chunks.length, device=given.sizes.device) if given.mask is None else given.mask
+    mask = IntervalMask.causal(chunks.length(), device=given.sizes.device) if given.mask is None else given.mask
     start, end = same_heads(mask.start, mask.end, "mask")
-    return start.expand(-1, -1, chunks.length), end.expand(-1, -1, chunks.length), said
+    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), said
 
 
 def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
@@ -351,7 +351,7 @@ def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
     if len(chunks.lengths) == 1:
         return [0]
     if given.kind == CAUSAL:
-        return chunks.firsts[:-1]
+        return chunks.firsts()[:-1]
     if given.bound is not None:
         return needs.slots_from_bound(given.bound, chunks)
     if torch.compiler.is_compiling():

@@ -15,13 +15,12 @@ from dmattn import checks
 
 
 class Chunks(NamedTuple):
-    """Rank r of the group holds positions [first(r), first(r + 1))."""
+    """Rank r of the group holds positions [first(r), first(r + 1)). It has no properties: torch 2.10 does not compile those of tuples."""
 
     group: str  # its name
     rank: int
     lengths: Sequence[int]  # of every rank's chunk
 
-    @property
     def length(self) -> int:
         return sum(self.lengths)
 
@@ -29,7 +28,6 @@ class Chunks(NamedTuple):
         """The position of a rank's first query; the length of the sequence for the rank behind the last."""
         return sum(self.lengths[:rank])
 
-    @property
     def firsts(self) -> list[int]:
         """:meth:`first` of every rank and of the one behind the last."""
         return [0, *itertools.accumulate(self.lengths)]

@@ -190,7 +190,7 @@ def _splits(
         return ([0, whole], [0, 0]) if rank == 0 else ([0, 0], [whole, 0])
     factor = groups // max(1, wanted.shape[1] * wanted.shape[2])
     repeated = groups // max(1, slots.shape[0] * slots.shape[1])
-    lasts = torch.tensor(chunks.firsts[1:], dtype=torch.int32).to(slots.device, non_blocking=True)
+    lasts = torch.tensor(chunks.firsts()[1:], dtype=torch.int32).to(slots.device, non_blocking=True)
     owner = torch.bucketize(slots.flatten().contiguous(), lasts, right=True)
     owner = torch.where(slots.flatten() == needs.EMPTY, world, owner)
     incoming = torch.zeros(world + 1, dtype=torch.int64, device=slots.device).index_add_(0, owner, torch.ones_like(owner))[:world]
@@ -223,7 +223,7 @@ def _routes(
         return Routes((places + rows).flatten(), *splits, torch.empty(0, dtype=torch.int64, device=device))
     marked = wanted.expand(-1, batch, heads, own).flatten()
     sent = needs.places_of(marked, sum(splits[0])).long() % max(1, batch * heads * own)
-    lasts = torch.tensor(chunks.firsts[1:], dtype=torch.int32).to(device, non_blocking=True)
+    lasts = torch.tensor(chunks.firsts()[1:], dtype=torch.int32).to(device, non_blocking=True)
     everyone = slots.expand(batch, heads, count).flatten().contiguous()
     owner = torch.where(everyone == needs.EMPTY, world, torch.bucketize(everyone, lasts, right=True))
     filled = owner.sort(stable=True).indices[: sum(splits[1])]  # by source, then as the source has them in order

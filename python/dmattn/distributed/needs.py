@@ -69,7 +69,7 @@ def _seen_earlier(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: i
 
 def wanted_by_later(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int) -> Tensor:
     """Which of this rank's keys each later rank needs, bool [later ranks, B|1, Hkv|1, n]."""
-    firsts = torch.tensor(chunks.firsts[chunks.rank + 1 :], dtype=torch.int32).to(end.device, non_blocking=True)[
+    firsts = torch.tensor(chunks.firsts()[chunks.rank + 1 :], dtype=torch.int32).to(end.device, non_blocking=True)[
         :, None, None, None
     ]
     own = slice(chunks.first(chunks.rank), chunks.first(chunks.rank + 1))
@@ -156,8 +156,8 @@ def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[i
     known = _known_of(mask)
     key = (tuple(chunks.lengths), kv_heads)
     if key not in known.slots:
-        firsts = chunks.firsts
-        start, end = (bound.expand(-1, -1, chunks.length) for bound in same_heads(mask.start, mask.end, "mask"))
+        firsts = chunks.firsts()
+        start, end = (bound.expand(-1, -1, chunks.length()) for bound in same_heads(mask.start, mask.end, "mask"))
         counts = [
             per_key_head(seen_by(start[..., :first], end[..., :first], first, last), kv_heads).sum(-1).max()
             for first, last in itertools.pairwise(firsts[1:])
@@ -168,7 +168,7 @@ def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[i
 
 def slots_from_bound(bound: int, chunks: Chunks) -> list[int]:
     """For each rank as many slots as a bound asks for, and no more than there are earlier keys."""
-    return [min(bound, first) for first in chunks.firsts[:-1]]
+    return [min(bound, first) for first in chunks.firsts()[:-1]]
 
 
 def assert_fits(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: Sequence[int]) -> None:
