@@ -62,7 +62,7 @@ class History:
 
 def seen_by(cache, length):
     """bool [B, Hkv, length]: the positions that the cache holds for a query to see."""
-    position = cache.position[:, :, : cache.sizes.visible].long()
+    position = cache.position[:, :, : cache.sizes.visible()].long()
     there = torch.zeros(*position.shape[:2], length + 1, dtype=torch.bool, device=position.device)
     return there.scatter(2, torch.where(position < 0, length, position), True)[..., :length]
 
@@ -84,7 +84,7 @@ def assert_same_state(a, b, regions="all"):
     for name in STATE if regions == "all" else (*STATE[:4], "steps"):
         x, y = getattr(a, name), getattr(b, name)
         if regions == "visible" and name != "steps":
-            x, y = x[:, :, : a.sizes.visible], y[:, :, : b.sizes.visible]
+            x, y = x[:, :, : a.sizes.visible()], y[:, :, : b.sizes.visible()]
         assert torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0)), name
 
 
@@ -446,7 +446,7 @@ def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, siz
     one, two = (history.cache(*sizes) for _ in range(2))
     for cache in (one, two):
         cache.attend(*history.tokens(0, window + 40))
-    visible, ops = one.sizes.visible, torch.ops.dmattn
+    visible, ops = one.sizes.visible(), torch.ops.dmattn
     for t in range(window + 40, window + 60):
         query, *new = history.tokens(t, t + 1)
         lengths = (torch.arange(batch, device=device) + t).remainder(3).to(torch.int32)

@@ -109,8 +109,8 @@ class BoundedCache(nn.Module):
             if size % 8 or size > checks.MAX_HEAD_DIM:
                 raise ValueError(f"{name}: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
         self.sizes = CacheSizes(sink, local, window, rewind)
-        slots = self.sizes.visible + rewind
-        if self.sizes.visible == 0 or slots > checks.MAX_LENGTH:
+        slots = self.sizes.visible() + rewind
+        if self.sizes.visible() == 0 or slots > checks.MAX_LENGTH:
             raise ValueError(f"window: expected window + local + sink + rewind from 1 to {checks.MAX_LENGTH}, got {slots}")
         heads = (batch_size, num_kv_heads)
         key = torch.zeros(*heads, slots, head_dim, dtype=dtype, device=device)
@@ -384,8 +384,8 @@ class BoundedCache(nn.Module):
                 continue
             token, *rest = new
             ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink)
-            slots = None if remaining is None else torch.where(remaining > 0, sizes.visible, 0).to(torch.int32)
-            seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible] for x in state[:4])
+            slots = None if remaining is None else torch.where(remaining > 0, sizes.visible(), 0).to(torch.int32)
+            seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible()] for x in state[:4])
             bias = torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)
             results.append(ops.decode(token, *seen[:2], slots, None, bias, None, False, scale, softcap))
         if len(results) == 1:
@@ -414,8 +414,8 @@ class BoundedCache(nn.Module):
                 f"query: expected [B, H, T, D] with B={batch}, D={head_dim} and a multiple H of Hkv={kv_heads}, got {checks.shape_of(query)}"
             )
         tokens = query.shape[2]
-        if tokens < 1 or tokens + self.sizes.visible > checks.MAX_LENGTH:
-            raise ValueError(f"query: expected 1 to {checks.MAX_LENGTH - self.sizes.visible} tokens a call, got T={tokens}")
+        if tokens < 1 or tokens + self.sizes.visible() > checks.MAX_LENGTH:
+            raise ValueError(f"query: expected 1 to {checks.MAX_LENGTH - self.sizes.visible()} tokens a call, got T={tokens}")
         new: list[tuple[str, Tensor | None, str, list[int]]] = [
             ("key", key, "[B, Hkv, T, D]", [head_dim]),
             ("value", value, "[B, Hkv, T, Dv]", [self.value.shape[3]]),

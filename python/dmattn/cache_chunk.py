@@ -22,7 +22,6 @@ class CacheSizes(NamedTuple):
     window: int
     rewind: int
 
-    @property
     def visible(self) -> int:
         """Slots that a query may see: sinks, then the ring of the local window, then selected keys."""
         return self.sink + self.local + self.window
@@ -62,7 +61,7 @@ def take_chunk(
     """
     # Put the cached keys in order, empty slots in front, and the new ones behind them.
     old = (state.key, state.value, state.score, state.position, state.steps)
-    all_key, all_value, score, position, slot, segment_end = ops.cache_join(*old, key, value, scores, lengths, sizes.visible)
+    all_key, all_value, score, position, slot, segment_end = ops.cache_join(*old, key, value, scores, lengths, sizes.visible())
     # Select, attend, and keep what is alive.
     end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink)
     call = sizes_of(query, all_key, all_value)

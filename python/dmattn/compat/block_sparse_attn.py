@@ -173,7 +173,7 @@ def _intervals(sequences: Sequences, kinds: Tensor, info: Tensor | None, causal:
     key, keys, queries = sequences.number, sequences.keys, sequences.queries
     sink, local = (torch.zeros_like(kinds) if info is None else info[side::2] for side in (0, 1))
     sink, local, streams = sink.view(1, -1, 1), local.clamp(max=checks.MAX_LENGTH).view(1, -1, 1), (kinds < 0).view(1, -1, 1)
-    shift = torch.zeros_like(key) + sequences.shift
+    shift = torch.zeros_like(key) + sequences.shift()
     if exact:
         end = torch.where(key < sink, queries, key + local - shift)
     elif causal:

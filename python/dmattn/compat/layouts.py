@@ -38,7 +38,6 @@ class Sequences(NamedTuple):
     offset: int
     from_last: Tensor
 
-    @property
     def shift(self) -> Tensor | int:
         """Position of a sequence's first query: its last query stands at its last key."""
         return self.keys - self.queries
@@ -53,8 +52,8 @@ class Sequences(NamedTuple):
 
     def window(self, left: int | None, right: int | None) -> IntervalMask:
         """Keys from ``left`` before a query's position to ``right`` behind it; None is without end."""
-        first = 0 if right is None else self.number - right - self.shift
-        end = self.queries if left is None else self.number + (left + 1) - self.shift
+        first = 0 if right is None else self.number - right - self.shift()
+        end = self.queries if left is None else self.number + (left + 1) - self.shift()
         return self.mask(first, end)
 
 

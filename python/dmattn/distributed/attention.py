@@ -27,7 +27,7 @@ CAUSAL, MASK, SCORES = range(3)
 
 
 class Arguments(NamedTuple):
-    """What the public function was given, checked as far as one rank can. It has no properties: torch 2.10 does not compile those of tuples."""
+    """What the public function was given, checked as far as one rank can."""
 
     sizes: Sizes
     kind: int  # CAUSAL, MASK or SCORES

@@ -15,7 +15,7 @@ from dmattn import checks
 
 
 class Chunks(NamedTuple):
-    """Rank r of the group holds positions [first(r), first(r + 1)). It has no properties: torch 2.10 does not compile those of tuples."""
+    """Rank r of the group holds positions [first(r), first(r + 1))."""
 
     group: str  # its name
     rank: int
