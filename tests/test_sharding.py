@@ -6,6 +6,8 @@ import re
 
 import pytest
 import rank_sharding
+import torch
+from dmattn import sharding
 
 LAYOUTS = [("batch",), ("heads",), ("none",)]
 
@@ -73,6 +75,14 @@ def test_what_no_rank_could_compute_alone_is_refused(device_ranks):
         assert answers.keys() == BAD.keys()
         for name, message in BAD.items():
             assert re.match(message, answers[name]), f"{name}: {answers[name]}"
+
+
+def test_softplus_of_dtensors_is_that_of_torch():
+    """The function itself takes plain tensors, too. torch's is the identity above 20."""
+    x = torch.tensor([-1000.0, -20.0, -1.0, 0.0, 1.0, 19.9, 20.1, 1000.0], dtype=torch.float64, requires_grad=True)
+    ours, expected = sharding.softplus(x), torch.nn.functional.softplus(x)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(torch.autograd.grad(ours.sum(), x), torch.autograd.grad(expected.sum(), x))
 
 
 def test_dmattn_leaves_dtensors_unloaded(run_python):

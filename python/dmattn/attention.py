@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmattn import checks
+from dmattn import checks, sharding
 from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of
 from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import most_selected, select_interval
@@ -248,7 +248,8 @@ def scores_of(
             if given.dtype != value.dtype:
                 raise TypeError(f"{name}: expected dtype {value.dtype} like value, got {given.dtype}")
         dt = F.linear(value.transpose(1, 2).flatten(2), proj, bias)
-    return torch.exp(A * F.softplus(dt)).transpose(1, 2)
+    softplus = sharding.softplus if sharding.is_sharded(dt) else F.softplus
+    return torch.exp(A * softplus(dt)).transpose(1, 2)
 
 
 def _score_parameter(name: str, given: object, value: Tensor, shape: list[int]) -> Tensor:

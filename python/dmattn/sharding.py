@@ -117,6 +117,11 @@ def reduce(op: Any, given: Any, dim: int | None, keepdim: bool) -> Tensor:
     return whole
 
 
+def softplus(given: Tensor) -> Tensor:
+    """torch's softplus of a DTensor, which torch 2.10 does not compute, from operations that it does."""
+    return torch.where(given > 20, given, torch.logaddexp(given, torch.zeros_like(given)))
+
+
 def refuse(name: str) -> None:
     """For what keeps a rank's state."""
     raise TypeError(f"{name}: expected plain tensors, got a DTensor: give this rank's part, tensor.to_local()")

@@ -90,7 +90,7 @@ FAULTS = [
             "a bias of one row replaces key_bias instead of adding to it", BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     in_file("attention.py", 'causal = is_causal or (base is not None and base.segments == "causal")', "causal = is_causal",
             "dynamic masks over causal documents see later keys when is_causal is False", DYNAMIC + "test_equals_the_reference " + DYNAMIC + "test_equals_attention_with_a_top_k_mask"),
-    in_file("attention.py", "torch.exp(A * F.softplus(dt))", "torch.exp(A * torch.relu(dt))",
+    in_file("attention.py", "torch.exp(A * softplus(dt))", "torch.exp(A * torch.relu(dt))",
             "scores use relu instead of softplus", DYNAMIC + "test_doge_formulas"),
     in_file("attention.py", "value.transpose(1, 2).flatten(2), proj, bias", "value.reshape(value.shape[0], value.shape[2], -1), proj, bias",
             "scores mix tokens and heads of the values", DYNAMIC + "test_doge_formulas"),

@@ -299,7 +299,12 @@ def _inside(problem: Problem) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tens
     start, end = (bound.expand(-1, -1, length) for bound in (problem.mask.start, problem.mask.end))
 
     def at(bound: Tensor, b: Tensor, h: Tensor, k: Tensor) -> Tensor:
-        return bound[b if bound.shape[0] > 1 else 0, h // (heads // bound.shape[1]) if bound.shape[1] > 1 else 0, k]
+        """Indexed by tensors alone, because torch 2.10 takes no numbers among them."""
+        batches, rows = bound.shape[:2]
+        if batches == rows == 1:
+            return bound[0, 0][k]
+        row = h // (heads // rows)
+        return bound[b, row, k] if batches > 1 else bound[0][row, k]
 
     return lambda b, h, q, k: (at(start, b, h, k) <= q) & (q < at(end, b, h, k))
 
