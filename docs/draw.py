@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,7 +324,7 @@ def panel(
         moments = sorted({point[key] for run in runs for point in run["curve"]})
         moments = [m for m in moments if all(run["curve"][0][key] <= m <= run["curve"][-1][key] for run in runs)]
         values = [[bits_at(run, key, moment) for run in runs] for moment in moments]
-        means = [sum(found) / len(found) for found in values]
+        means = [statistics.fmean(found) for found in values]
         inside = [i for i, mean in enumerate(means) if mean <= high]
         first = inside[0] if inside else len(means)
         shown = [place(moments[i], means[i]) for i in range(first, len(means))]

@@ -145,7 +145,10 @@ class SelectingAttention(nn.Module):
         if not torch.compiler.is_compiling():
             return self.window
         with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
-            return self.window + 0  # Dynamo looks at a number where it is computed with
+            # Dynamo looks at a number where it is computed with, since torch 2.15 where it is checked.
+            window = self.window + 0
+            checks.natural_int("window", window)
+            return window
 
     def _competing(self, ranks: Tensor) -> Tensor:
         """The ranks, -inf in heads that see local windows and sinks alone."""
