@@ -23,7 +23,7 @@ from torch import Tensor
 
 HEAD_DIM = 128
 LENGTHS = tuple(256 * 4**i for i in range(7))
-SHARES = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 1.0)
+SHARES = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 3 / 4, 1.0)
 HEADS = (1, 16, 512)
 PROMISE = 1 / 1.05
 MOST_KEYS = 1 << 22  # length x heads: more would not fit into memory

@@ -25,6 +25,13 @@ from dmattn.bench import (
     tables,
 )
 
+# Of benchmarks/sweep.py.
+SWEEP = [
+    {"length": length, "heads": heads, "window": int(length * share), "share": share, "forward": 2.0, "backward": 2.0,
+     "dense_forward": 4.0 * share, "dense_backward": 3.0 * (1 if share < 1 else 4)}
+    for length, heads, share in ((256, 1, 0.25), (256, 1, 1.0), (1024, 16, 0.25))
+]  # fmt: skip
+
 pytestmark = pytest.mark.usefixtures("short_warm_ups")
 
 # Files ----------------------------------------------------------------------------------------------------------------------------
@@ -213,15 +220,23 @@ def test_a_report_has_tables_and_plots(ran, tmp_path):
          "kv_heads": 2, "us": 2.0, "peer_us": {"SDPA": 3.0}} for n in (128, 512, 2048)
     ]  # fmt: skip
     (tmp_path / "decode.json").write_text(json.dumps({"rows": steps}))
-    assert (
-        __main__.main(["report", *map(str, (ran, *committed, tmp_path / "decode.json")), "--output", str(tmp_path / "page")]) == 0
-    )
+    (tmp_path / "sweep.json").write_text(json.dumps({"rows": SWEEP}))
+    given = map(str, (ran, *committed, tmp_path / "decode.json", tmp_path / "sweep.json"))
+    assert __main__.main(["report", *given, "--output", str(tmp_path / "page")]) == 0
     text = (tmp_path / "page/report.md").read_text()
     expected = {*plots.PLOTS, "learning_text", "learning_mqar", "learning_passkey"}
     assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
     assert all(f"![{name}]({name}.svg)" in text for name in expected)
     assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
     assert [tables.number(value) for value in (None, 12345.6, 12.345, 0.0123456)] == ["-", "12,346", "12.3", "0.0123"]
+
+
+def test_a_sweep_becomes_a_table():
+    text = page_tables.beside_dense({"rows": SWEEP})
+    header, _, first, second = text.splitlines()
+    assert header == "| tokens, heads | forward: 1/4 | all | backward: 1/4 | all |"
+    assert first == "| 256, 1 | 0.50 | 2.00 | 1.50 | 6.00 |"
+    assert second == "| 1,024, 16 | 0.50 | - | 1.50 | - |"
 
 
 def test_generation_becomes_a_table(tmp_path):

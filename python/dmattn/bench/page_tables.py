@@ -1,9 +1,11 @@
-"""Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions."""
+"""Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions,
+dynamic masks beside dense attention."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,29 @@ def reductions(result: Row) -> str:
     return markdown(titles, lines, texts=1)
 
 
+def share_of(row: Row) -> str:
+    """The window of a dynamic mask beside the length, as it is written."""
+    return {1.0: "all"}.get(row["share"], str(Fraction(row["share"]).limit_denominator(64)))
+
+
+def beside_dense(result: Row) -> str:
+    """Of benchmarks/sweep.py: how many times as fast as our dense causal attention."""
+    shares = list(dict.fromkeys(map(share_of, result["rows"])))
+    found: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["length"], row["heads"]), {})[share_of(row)] = row
+    lines = []
+    for (length, heads), by_share in found.items():
+        cells = [
+            f"{by_share[share][f'dense_{part}'] / by_share[share][part]:.2f}" if share in by_share else "-"
+            for part in ("forward", "backward")
+            for share in shares
+        ]
+        lines.append([f"{length:,}, {heads}", *cells])
+    titles = ["tokens, heads", f"forward: {shares[0]}", *shares[1:], f"backward: {shares[0]}", *shares[1:]]
+    return markdown(titles, lines, texts=1)
+
+
 TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, and what makes its table
     "ranks": ("context_parallel.json", ranks),
     "packs": ("varlen.json", packs),
@@ -149,4 +174,5 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "training-steps": ("training_step.json", training_steps),
     "doge": ("doge.json", doge),
     "reductions": ("reduce.json", reductions),
+    "sweep": ("sweep.json", beside_dense),
 }

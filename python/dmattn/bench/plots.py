@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dmattn.bench.page_tables import share_of
 from dmattn.bench.quality_report import described
 from dmattn.bench.records import Result, Row, first_peer
 
@@ -239,6 +240,35 @@ def draw_decode_over_context(results: list[Result], path: Path) -> None:
     save(figure, path)
 
 
+def draw_beside_dense(results: list[Result], path: Path) -> None:
+    """Of benchmarks/sweep.py: a line for each window, a plot for each number of heads."""
+    measured = next((one["rows"] for one in results if one["rows"] and "dense_forward" in one["rows"][0]), None)
+    if measured is None:
+        raise NothingToDrawError
+    all_heads = sorted({row["heads"] for row in measured})
+    figure, axes = pyplot().subplots(
+        2, len(all_heads), figsize=(8, 5), layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
+    figure.suptitle("Dynamic masks: how much faster than our own dense causal attention", fontsize=11)
+    for line, name in zip(axes, ("forward", "backward"), strict=True):
+        for ax, heads in zip(line, all_heads, strict=True):
+            here = [row for row in measured if row["heads"] == heads]
+            for share, color in zip(sorted({row["share"] for row in measured}), KIND_COLORS, strict=False):
+                drawn = [row for row in here if row["share"] == share]
+                words = f"window {share_of(drawn[0])}" if drawn else None
+                ratios = [row[f"dense_{name}"] / row[name] for row in drawn]
+                ax.plot([row["length"] for row in drawn], ratios, "o-", ms=3, color=color, label=words)
+            ax.axhline(1, color="black", lw=0.8)
+            ax.set_yscale("log")
+            ax.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5x", "1x", "2x", "5x", "10x", "20x", "50x"])
+            ax.minorticks_off()
+            by_length(ax, [row["length"] for row in measured])
+            ax.set_title(f"{name}, {heads} head{'s' * (heads > 1)}", fontsize=9)
+            ax.grid(alpha=0.3)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=6)
+    save(figure, path)
+
+
 def intensity(row: Row) -> float:
     """Operations of the forward pass for each byte of query, key, value and result, each moved once."""
     heads = 2 * row["heads"] + 2 * row["kv_heads"]
@@ -379,6 +409,7 @@ PLOTS: dict[str, Callable[[list[Result], Path], None]] = {
     "memory": draw_memory,
     "decode_over_context": draw_decode_over_context,
     "roofline": draw_roofline,
+    "beside_dense": draw_beside_dense,
 }
 
 

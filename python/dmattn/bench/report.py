@@ -24,7 +24,7 @@ PAGES = (
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
-DRAWN = (GPU, "nvidia-h200/decode.json", "nvidia-h200/serve.json", "nvidia-h200/lengths.json", "nvidia-h200/ancestor.json")
+DRAWN = (GPU, *(f"nvidia-h200/{name}.json" for name in ("decode", "serve", "lengths", "ancestor", "sweep")))
 LEARNED = ("nvidia-h200/quality.jsonl",)
 SHORT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # results, then cases of them
     "summary": {
