@@ -57,6 +57,32 @@ def step_of_heads(q, k, v, scores, grad_out):
     return torch.autograd.grad(dmattn.dynamic_mask_attention(*leaves, 512), leaves, grad_out)
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["full", "causal", "blocks", "documents", "key_bias"])
+@pytest.mark.parametrize(("batches", "kv_heads", "group"), [(1, 2, 8), (2, 12, 4), (4, 12, 2)], ids=str)
+def test_gradients_of_groups_that_blocks_share_or_not(batches, kv_heads, group, kind, size):
+    """Few keys: each head of a group is an item of its own; more: some heads together; many: all of them, and no sums in memory. Beside
+    sums in a fixed order, which take groups together."""
+    length = 1500
+    q, k, v, scores, grad_out = inputs(length, kv_heads * group, kv_heads, size, batch=batches)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    mask, options = None, {"is_causal": kind != "full"}
+    if kind == "blocks":
+        mask = dmattn.BlockMask.from_bool(torch.rand(length, length, device="cuda") < 0.5)
+    elif kind == "documents":
+        ends = torch.tensor([300, 301, 1111, length], device="cuda")
+        mask = dmattn.IntervalMask.documents(length, ends)
+    elif kind == "key_bias":
+        options["key_bias"] = scores.detach().requires_grad_()
+        leaves.append(options["key_bias"])
+
+    def gradients(deterministic):
+        out = dmattn.attention(*leaves[:3], mask, deterministic=deterministic, **options)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    assert_same_results(gradients(False), gradients(True))
+
+
 def test_block_mask_gradients_of_heads_in_parts():
     q, k, v, _, grad_out = inputs(20000, 120, 60, 128, batch=1)
     table = torch.rand(1, 60, 157, 157, device="cuda") < 0.02

@@ -149,7 +149,3 @@ def test_tables_are_what_the_results_say():
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="no git")
-@pytest.mark.parametrize("patch", sorted(DOCS.glob("lab/patches/*.patch")), ids=name_of)
-def test_patches_of_the_laboratory_apply(patch):
-    finished = subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr

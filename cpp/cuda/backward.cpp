@@ -1,8 +1,8 @@
 // Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
 //
 // The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live keys are gathered from more
-// than one list, rows of grad_key and grad_value too. In a deterministic call blocks do that in turns. The portable family takes
-// the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys or a block mask its query-major
+// than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic call blocks do that
+// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys or a block mask its query-major
 // kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without its adds to global memory.
 #include <algorithm>
 
@@ -53,6 +53,14 @@ bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused
 bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
   return sm90::backward_walks_in_order(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
+#else
+  return false;
+#endif
+}
+
+bool sm90_splits_groups([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::backward_heads_at_once(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index())) < p.heads / p.kv_heads;
 #else
   return false;
 #endif
@@ -187,7 +195,7 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
       if (status == cudaErrorNotSupported) return false;
       check_cuda(status, "attention kernel");
       DMATTN_CUDA_CHECK(launch_store_query_sums(part, stream));
-      if (is_gathered) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
+      if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
     }
   }
   return true;
@@ -277,7 +285,8 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const Sums sums(call, call.live_keys.index && !options.is_one);
+  const bool splits_groups = is_sm90 && !call.b.deterministic && !call.live_keys.index && sm90_splits_groups(p, device);
+  const Sums sums(call, splits_groups || (call.live_keys.index && !options.is_one));
   const bool runs_sm90 = is_sm90 && !sums.is_too_large, has_hashes = is_sm90 && p.dropout_seed;
   const int64_t query_floats = runs_sm90 ? sums.batches * sums.heads * sums.query_floats : 0;
   const int64_t turns = runs_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;

@@ -93,6 +93,8 @@ FAULTS = [
             "delta reads out and grad_out as if heads were packed", BACKWARD + "test_strides_of_incoming_gradients " + FORWARD + "test_strides"),
     in_file("common/gradient_sums.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
             "grad_query of a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),
+    in_file("backward.cpp", "if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK", "if (is_gathered) DMATTN_CUDA_CHECK",
+            "gradients of keys are never written where heads of a group are apart", "test_cuda_gradients.py::test_gradients_of_groups_that_blocks_share_or_not", "cuda/backward.cpp"),
     in_file("common/gradient_sums.cu", "row * tile_q + r + shift + 1 - first_key", "row * tile_q + r + shift - first_key",
             "a key that only its own query sees counts as seen by none", ALONE),
     # Visibility, logits, sums.

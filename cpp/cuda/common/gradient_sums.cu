@@ -114,17 +114,29 @@ __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch,
   return false;
 }
 
-// This thread's key. Only a few lanes share a key, because each of them has to find out whether the key is live.
+// This thread's keys: kEach of them, kStride apart, because blocks with fewer would mostly wait to begin. Only a few lanes share
+// a key, because each of them has to find out whether the key is live.
 struct KeyShare {
-  static constexpr int kLanes = 8, kKeys = kThreads / kLanes;
-  int batch, head, key, lane;
-  int64_t row;
+  static constexpr int kLanes = 8, kEach = 4, kStride = kThreads / kLanes, kKeys = kStride * kEach;  // of a block
+  int batch, head, lane, count;  // count: how many of the keys there are
+  int key;                       // the first
+  int64_t row;                   // of it
   __device__ explicit KeyShare(const AttentionParams& p) : lane(static_cast<int>(threadIdx.x) % kLanes) {
     const uint32_t heads = static_cast<uint32_t>(p.kv_heads), blocks = (static_cast<uint32_t>(p.key_length) + kKeys - 1) / kKeys;
     const uint32_t pair = blockIdx.x / blocks;
     batch = static_cast<int>(pair / heads), head = static_cast<int>(pair % heads);
     key = static_cast<int>(blockIdx.x % blocks * kKeys + threadIdx.x / kLanes);
     row = static_cast<int64_t>(pair) * p.key_length + key;
+    count = min(kEach, (static_cast<int>(p.key_length) - key + kStride - 1) / kStride);
+  }
+  // Are the keys live? A bit for each.
+  __device__ uint32_t live(const AttentionParams& p) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (i < count && is_live_key(p, batch, head, key + i * kStride)) bits |= 1u << i;
+    }
+    return bits;
   }
 };
 
@@ -138,7 +150,11 @@ __global__ __launch_bounds__(kThreads) void clear_key_sums_kernel(const __grid_c
     for (int i = lane * 4; i < width; i += lanes * 4) *reinterpret_cast<float4*>(sums + i) = {0.0f, 0.0f, 0.0f, 0.0f};
   };
   if (blockIdx.x == 0) clear(p.batch * p.kv_heads * p.key_length, threadIdx.x, kThreads);  // for rows that do not exist
-  if (share.key < p.key_length && is_live_key(p, share.batch, share.head, share.key)) clear(share.row, share.lane, share.kLanes);
+  const uint32_t live = share.live(p);
+#pragma unroll
+  for (int i = 0; i < share.kEach; ++i) {
+    if (live >> i & 1) clear(share.row + i * share.kStride, share.lane, share.kLanes);
+  }
 }
 
 // key_sums -> grad_key [B, Hkv, Sk, D], grad_value [B, Hkv, Sk, Dv], zeros for keys that no query sees; without key_sums only
@@ -147,23 +163,26 @@ template <class T>
 __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_constant__ BackwardCall call) {
   const AttentionParams& p = call.b.forward;
   const KeyShare share(p);
-  if (share.key >= p.key_length) return;
-  const bool is_live = is_live_key(p, share.batch, share.head, share.key);
-  if (is_live && !call.key_sums) return;
-  const float* const sums = call.key_sums + share.row * key_sum_width(call.b.forward);
-  const auto store = [&](const TensorView& tensor, int dim, const float* from, float factor) {
-    T* const to = static_cast<T*>(tensor.data) + share.batch * tensor.batch_stride + share.head * tensor.head_stride +
-                  share.key * tensor.row_stride;
-    for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
-      if (is_live) {
-        store_8(to + part * 8, from, part, factor);
-      } else {
-        *reinterpret_cast<uint4*>(to + part * 8) = {0, 0, 0, 0};
+  const uint32_t live = share.live(p);
+#pragma unroll
+  for (int i = 0; i < share.kEach; ++i) {
+    const bool is_live = live >> i & 1;
+    if (i >= share.count || (is_live && !call.key_sums)) continue;
+    const float* const sums = call.key_sums + (share.row + i * share.kStride) * key_sum_width(call.b.forward);
+    const auto store = [&](const TensorView& tensor, int dim, const float* from, float factor) {
+      T* const to = static_cast<T*>(tensor.data) + share.batch * tensor.batch_stride + share.head * tensor.head_stride +
+                    (share.key + i * share.kStride) * tensor.row_stride;
+      for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
+        if (is_live) {
+          store_8(to + part * 8, from, part, factor);
+        } else {
+          *reinterpret_cast<uint4*>(to + part * 8) = {0, 0, 0, 0};
+        }
       }
-    }
-  };
-  store(call.b.grad_key, static_cast<int>(p.head_dim), sums, call.scale);
-  store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), call.keep_scale);
+    };
+    store(call.b.grad_key, static_cast<int>(p.head_dim), sums, call.scale);
+    store(call.b.grad_value, static_cast<int>(p.value_dim), sums + sum_width(p.head_dim), call.keep_scale);
+  }
 }
 
 // query_sums -> grad_query [B, H, Sq, D].

@@ -350,13 +350,11 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
     barrier_arrive(note_empty.at(visit));
     ++n;
-    if constexpr (kIsGathered) {
-      if (call.key_sums) {
-        if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
-        if (call.turns) barrier_arrive(turn_ended.at(visit));
-      } else {  // this visit is the only one of its keys
-        store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
-      }
+    if (call.key_sums) {
+      if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      if (kIsGathered && call.turns) barrier_arrive(turn_ended.at(visit));
+    } else if constexpr (kIsGathered) {  // this visit is the only one of its keys
+      store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
       const int row = first_key + ScorePlace<kDim>().row;
       store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);

@@ -225,14 +225,11 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }
-    // The latency of the next draw is hidden, because the last visit has only begun. Where sums have a fixed order it has all but
-    // ended: other blocks wait for a tile of keys that this one has drawn.
-    if (read_anew(&call)->turns) {
-      if (kIsGathered) {
-        tile_empty.sleep_empty(visit);
-      } else {
-        Ring<1>{shared_address(&shared.visit_loaded)}.sleep_empty(visit);
-      }
+    // Wait until the next draw is due (BackwardWork::draws_late). What is left to compute hides its latency.
+    if (kIsGathered && read_anew(&call)->turns) {
+      tile_empty.sleep_empty(visit);
+    } else if (read_anew(&work)->draws_late) {
+      Ring<1>{shared_address(&shared.visit_loaded)}.sleep_empty(visit);
     }
   }
   note_empty.sleep_empty(visit);

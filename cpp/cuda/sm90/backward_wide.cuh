@@ -314,7 +314,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     barrier_arrive(note_empty.at(visit));
     ++n;
-    if constexpr (kIsGathered) {
+    if (kIsGathered || call.key_sums) {
       if (is_empty) continue;  // nothing was added
       add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {

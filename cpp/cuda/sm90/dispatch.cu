@@ -264,6 +264,18 @@ bool backward_walks_in_order(const AttentionParams& p, int processors) {
   return p.mask.is_in_order || backward_way(counts_of(p, 0, processors)) == KeyWay::kAllKeys;
 }
 
+int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
+  constexpr int64_t kItemsPerProcessor = 3;
+  const BackwardInstance* const instance = find_backward(p, false);
+  const int64_t group = p.heads / p.kv_heads;
+  if (!instance) return group;
+  const int64_t tiles = (p.key_length + instance->shape.keys - 1) / instance->shape.keys * p.batch * p.kv_heads;
+  for (int64_t parts = 1; parts < group; ++parts) {
+    if (group % parts == 0 && tiles * parts >= kItemsPerProcessor * processors) return group / parts;
+  }
+  return 1;
+}
+
 bool has_backward(const AttentionParams& p, bool deterministic) {
   if ((p.mask.tiles.data || p.bias.data) && !shares_intervals(p)) return false;
   const BackwardInstance* const instance = find_backward(p, gathers(p));
@@ -283,7 +295,9 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const bool is_gathered = gathers_keys(instance->variant);
   if (is_gathered && !call.key_sums && keys != kBackwardKeys) return cudaErrorNotSupported;  // the kernel of wide heads adds sums
   const int64_t group = p.heads / p.kv_heads;
-  work.heads = static_cast<int>(is_gathered ? std::min(group, call.live_keys.head_divisor) : group);
+  work.heads = static_cast<int>(is_gathered     ? std::min(group, call.live_keys.head_divisor)
+                                : call.key_sums ? backward_heads_at_once(p, processors)
+                                                : group);
   const int64_t head_groups = p.batch * p.heads / work.heads;
   int64_t tiles = (p.key_length + keys - 1) / keys;
   work.shares = 1;
@@ -307,6 +321,10 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   work.dealt = call.turns ? 0 : static_cast<uint32_t>(blocks);
   work.ticket = items > work.dealt ? ticket : nullptr;
+  // An item of fewer chunks of queries hides a draw at its end badly. Those of lists of several segments are short, too.
+  constexpr int64_t kLongItem = 32;
+  const bool has_segments = is_gathered && call.key_sums;
+  work.draws_late = call.turns || (!has_segments && p.query_length * work.heads >= kLongItem * queries);
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&

@@ -63,6 +63,10 @@ struct BackwardWork {
   // waits for items with smaller numbers, and their blocks might come onto the GPU only when it has ended.
   uint32_t dealt;
   int* ticket;  // items drawn beyond those, zero at the start; null: there are no others
+  // Does a block draw an item only when it has asked for all queries of the one before? Where items are long, blocks that draw
+  // when that one has just begun draw regardless of who will be free first. Where sums have a fixed order, others wait for an
+  // item that is drawn.
+  bool draws_late;
 };
 
 // An item by its number. Numbers run over sections of head groups; in a section from early tiles of keys to late ones, or from

@@ -1,4 +1,4 @@
-// Selection of up to 1,024 keys of few heads in one launch and without a sort: each key counts the keys that are better.
+// Selection of up to 4,096 keys of few heads in one launch and without a sort: each key counts the keys that are better.
 //
 // A key dies with the arrival of the `window`-th key that is better, so it needs no other key's lifetime. That is length^2
 // comparisons a head, spread over as many blocks as there are, where a sort by one block a head would leave most of a GPU idle.
@@ -11,30 +11,34 @@
 
 namespace dmattn::cuda::selection {
 
-constexpr int kMostCounted = 1024;                   // keys of a head
-constexpr int64_t kMostCountBlocks = 256;            // of all heads; with 512 sorting was faster on an H200
-constexpr int kCountThreads = 256, kCountParts = 4;  // a key has a thread for each part of the others
+constexpr int kMostCounted = 4096;         // keys of a head
+constexpr int64_t kMostCountBlocks = 256;  // of all heads; with 512 sorting was faster on an H200
+constexpr int kCountThreads = 256;
+
+// A key has a thread for each part of the others.
+constexpr int count_parts(int64_t keys) { return keys <= 1024 ? 4 : keys <= 2048 ? 8 : 16; }
 
 // Blocks for the keys of a head.
 inline int64_t count_blocks(const SelectParams& p) {
-  constexpr int kBlockKeys = kCountThreads / kCountParts;
-  return (p.length + kBlockKeys - 1) / kBlockKeys;
+  const int block_keys = kCountThreads / count_parts(p.length);
+  return (p.length + block_keys - 1) / block_keys;
 }
 
 inline bool is_counted(const SelectParams& p) {
   return is_short(p) && p.is_causal && p.length <= kMostCounted && p.batch * p.heads * count_blocks(p) <= kMostCountBlocks;
 }
 
-// scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each kCountThreads / kCountParts keys of a head, kKeys >= n > window > 0.
+// scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each kCountThreads / kParts keys of a head, kKeys >= n > window > 0.
 template <int kKeys>
 __global__ void __launch_bounds__(kCountThreads) select_by_counts(const SelectParams p, const int32_t window) {
   wait_for_kernel_before();
   let_kernel_after_come();
-  constexpr int kPart = kKeys / kCountParts, kGroup = 32, kGroups = kPart / kGroup, kEach = kKeys / kCountThreads;
-  constexpr int kBlockKeys = kCountThreads / kCountParts;
+  constexpr int kParts = count_parts(kKeys), kPart = kKeys / kParts, kGroup = 32, kGroups = kPart / kGroup,
+                kEach = kKeys / kCountThreads;
+  constexpr int kBlockKeys = kCountThreads / kParts;
   // Neighbouring groups and parts begin in different banks.
   const auto place_of = [](int index) { return index + index / kGroup * 4 + index / kPart * 4; };
-  __shared__ alignas(16) uint32_t codes[kKeys + kKeys / kGroup * 4 + kCountParts * 4];
+  __shared__ alignas(16) uint32_t codes[kKeys + kKeys / kGroup * 4 + kParts * 4];
   const int32_t length = static_cast<int32_t>(p.length), thread = static_cast<int32_t>(threadIdx.x);
   const int32_t blocks = (length + kBlockKeys - 1) / kBlockKeys, first = static_cast<int32_t>(blockIdx.x) % blocks * kBlockKeys;
   const int64_t batch_head = static_cast<int32_t>(blockIdx.x) / blocks;
@@ -52,7 +56,7 @@ __global__ void __launch_bounds__(kCountThreads) select_by_counts(const SelectPa
   __syncthreads();
 
   // Count the better keys of each group of this thread's part. Among equal scores later keys are better.
-  const int32_t key = first + thread / kCountParts, part = thread % kCountParts;
+  const int32_t key = first + thread / kParts, part = thread % kParts;
   const uint32_t code = key < length ? codes[place_of(key)] : 0;
   int32_t counts[kGroups], mine = 0;
 #pragma unroll
@@ -73,11 +77,11 @@ __global__ void __launch_bounds__(kCountThreads) select_by_counts(const SelectPa
   }
   int32_t up_to = mine;
 #pragma unroll
-  for (int step = 1; step < kCountParts; step *= 2) {
-    const int32_t left = __shfl_up_sync(0xffffffffU, up_to, step, kCountParts);
+  for (int step = 1; step < kParts; step *= 2) {
+    const int32_t left = __shfl_up_sync(0xffffffffU, up_to, step, kParts);
     if (part >= step) up_to += left;
   }
-  const int32_t all = __shfl_sync(0xffffffffU, up_to, kCountParts - 1, kCountParts);
+  const int32_t all = __shfl_sync(0xffffffffU, up_to, kParts - 1, kParts);
   if (key >= length) return;
 
   // Find the arrival that makes the key leave, in the part in which the count reaches the window.
@@ -105,7 +109,9 @@ inline cudaError_t launch_select_by_counts(const SelectParams& p, int32_t window
   const unsigned blocks = grid_of(p.batch * p.heads * count_blocks(p));
   if (p.length <= 256) return launch_dependent(select_by_counts<256>, blocks, kCountThreads, 0, stream, p, window);
   if (p.length <= 512) return launch_dependent(select_by_counts<512>, blocks, kCountThreads, 0, stream, p, window);
-  return launch_dependent(select_by_counts<1024>, blocks, kCountThreads, 0, stream, p, window);
+  if (p.length <= 1024) return launch_dependent(select_by_counts<1024>, blocks, kCountThreads, 0, stream, p, window);
+  if (p.length <= 2048) return launch_dependent(select_by_counts<2048>, blocks, kCountThreads, 0, stream, p, window);
+  return launch_dependent(select_by_counts<4096>, blocks, kCountThreads, 0, stream, p, window);
 }
 
 }  // namespace dmattn::cuda::selection
