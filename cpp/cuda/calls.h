@@ -93,7 +93,7 @@ struct BackwardCall {
   // that do not exist.
   float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
   float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
-  bool query_sums_in_tiles = false;  // [B, H, padded_queries] instead, tiles of 64 rows by 16 columns one after the other
+  bool query_sums_in_tiles = false;  // [B, H, padded_queries / 64, sum_width(D) / 8] tiles instead, in the order of tile_place
   // Whose turn it is to add, zeroed; null: sums have no fixed order. Keys in order: how many tiles of keys have added to the
   // chunk of queries that begins here, and at the next element to its second piece. Gathered keys, [B, Hkv, segments] of it: the
   // first key that a segment's list has not added to key_sums.
@@ -107,10 +107,17 @@ struct BackwardCall {
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
 };
 
-// Floats in a row of sums of `dim` elements, and the place of element i when each 16 columns begin `step` floats after the 16
-// before. A lane of mma.sync holds two pairs of columns of 16. They are neighbours here, so that the lane adds 16 bytes at once.
+// Floats in a row of sums of `dim` elements, and the place of element i. A lane of mma.sync holds two pairs of columns of 16.
+// They are neighbours here, so that the lane adds 16 bytes at once.
 constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
-constexpr int64_t sum_place(int64_t i, int64_t step = 16) { return i / 16 * step + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
+constexpr int64_t sum_place(int64_t i) { return i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
+
+// Floats in a tile of sums, 64 rows by 8 columns, and the place of an element. A tile is what the lanes of Hopper's warpgroup
+// hold in four registers each, lane by lane: rows 8 apart are 2 floats apart.
+inline constexpr int kSumTile = 64 * 8;
+constexpr int tile_place(int row, int column) {
+  return row / 16 * 128 + row % 8 * 16 + column / 2 * 4 + row % 16 / 8 * 2 + column % 2;
+}
 
 // Floats of a row of key_sums.
 constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }

@@ -119,7 +119,7 @@ FAULTS = [
             "grad_key of eight rows is written over that of the eight before", RAGGED),
     in_file("backward.cuh", "if (place.first_column + i * 8 < both - key_width) {", "if (place.first_column + i * 8 < key_width) {",
             "grad_value of gathered keys has the width of keys", BACKWARD + "test_grouped_heads_add_up " + BACKWARD + "test_gathered_keys_of_other_widths"),
-    in_file("backward.cuh", "note.sums + group * 64 *", "note.sums + group * 8 *",
+    in_file("backward.cuh", "note.sums + (group * 64 *", "note.sums + (group * 8 *",
             "half of grad_query is added at the wrong place", BACKWARD + "test_gathered_keys_of_other_widths"),
     in_file("backward.cuh", "begin_grad_query(grad_query, chunk - 1);", "begin_grad_query(grad_query, chunk);",
             "grad_query is computed before the chunk's scores are there", RAGGED + " " + THRESHOLDS),

@@ -30,13 +30,13 @@ struct RowShare {
       : row((static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / lanes), part(static_cast<int>(threadIdx.x) % lanes) {}
 };
 
-// Elements 8 * part to 8 * part + 7 of a row of sums, times `factor`, as 16 bytes of gradients.
+// Eight sums, times `factor`, as 16 bytes of gradients. The sums are pairs, a pair every 4 floats.
 template <class T>
-__device__ __forceinline__ void store_8(T* to, const float* row, int part, float factor, int step = 16) {
+__device__ __forceinline__ void store_8(T* to, const float* sums, float factor) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 x = *reinterpret_cast<const float2*>(row + sum_place(part * 8 + i * 2, step));
+    const float2 x = *reinterpret_cast<const float2*>(sums + i * 4);
     pairs[i] = Element<T>::narrow_pair(x.x * factor, x.y * factor);
   }
   *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
@@ -174,7 +174,7 @@ __global__ __launch_bounds__(kThreads) void store_key_sums_kernel(const __grid_c
                     (share.key + i * share.kStride) * tensor.row_stride;
       for (int part = share.lane; part * 8 < dim; part += share.kLanes) {
         if (is_live) {
-          store_8(to + part * 8, from, part, factor);
+          store_8(to + part * 8, from + sum_place(part * 8), factor);
         } else {
           *reinterpret_cast<uint4*>(to + part * 8) = {0, 0, 0, 0};
         }
@@ -191,9 +191,11 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   const AttentionParams& p = call.b.forward;
   const int lanes = lanes_of(p.head_dim);
   const RowShare share(lanes);
-  if (share.row >= p.batch * p.heads * p.query_length || share.part * 8 >= p.head_dim) return;
-  const int64_t query = share.row % p.query_length, head = share.row / p.query_length % p.heads,
-                batch = share.row / p.query_length / p.heads;
+  // Neighbours in a warp take rows 8 apart, because those share their 32 bytes of a tile of sums.
+  const int64_t dense_row = share.row / 16 * 16 + share.row % 2 * 8 + share.row % 16 / 2;
+  if (dense_row >= p.batch * p.heads * p.query_length || share.part * 8 >= p.head_dim) return;
+  const int64_t query = dense_row % p.query_length, head = dense_row / p.query_length % p.heads,
+                batch = dense_row / p.query_length / p.heads;
   const TensorView& tensor = call.b.grad_query;
   T* const to =
       static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + query * tensor.row_stride;
@@ -202,9 +204,10 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
   if (call.lse2[row] == -negative_infinity()) {  // sees nothing: NaN of keys that other rows see must not reach it
     *reinterpret_cast<uint4*>(to + share.part * 8) = {0, 0, 0, 0};
   } else if (call.query_sums_in_tiles) {
-    store_8(to + share.part * 8, call.query_sums + row / 64 * 64 * width + row % 64 * 16, share.part, call.scale, 64 * 16);
+    const float* const tiles = call.query_sums + row / 64 * 64 * width;
+    store_8(to + share.part * 8, tiles + share.part * kSumTile + tile_place(static_cast<int>(row % 64), 0), call.scale);
   } else {
-    store_8(to + share.part * 8, call.query_sums + share.row * width, share.part, call.scale);
+    store_8(to + share.part * 8, call.query_sums + dense_row * width + sum_place(share.part * 8), call.scale);
   }
 }
 
@@ -325,7 +328,7 @@ cudaError_t launch_store_key_sums(const BackwardCall& call, cudaStream_t stream)
 cudaError_t launch_store_query_sums(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   return launch_rows(is_bfloat16(call) ? store_query_sums_kernel<__nv_bfloat16> : store_query_sums_kernel<__half>, call,
-                     p.batch * p.heads * p.query_length, lanes_of(p.head_dim), stream);
+                     (p.batch * p.heads * p.query_length + 15) / 16 * 16, lanes_of(p.head_dim), stream);
 }
 
 }  // namespace dmattn::cuda

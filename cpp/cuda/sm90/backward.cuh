@@ -11,21 +11,22 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Adds grad_query of a chunk, the warpgroup's part of it, to query_sums, where tiles of 64 queries by 16 columns lie one behind
-// the other: a warp adds 512 consecutive bytes at a time.
+// Adds grad_query of a chunk, the warpgroup's part of it, to query_sums. There the sums keep the order in which registers hold
+// them: a warp adds 512 consecutive bytes at a time, and no register has to be moved.
 template <class Shared, int kDim, int kTiles>
-__device__ __forceinline__ void add_grad_query(const QueryNote& note, const float (&from)[kTiles][4], uint32_t group, int width) {
-  const ScorePlace<kDim> place;
-  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim;
-  float* const to = note.sums + group * 64 * (Shared::kPartColumns < kDim ? Shared::kPartColumns : width) +
-                    place.first_row % 64 * 16 + place.lane * 4;
+__device__ __forceinline__ void add_grad_query(const QueryNote& note, const float (&from)[kTiles][4], uint32_t group,
+                                               int head_dim) {
+  const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim, columns = head_dim - first_column;
+  const uint32_t part = Shared::kPartColumns < kDim ? Shared::kPartColumns : static_cast<uint32_t>(sum_width(head_dim));
+  float* const to = note.sums + (group * 64 * part + thread_index() % kWarpgroup * 4);
+  const auto add = [&](int i) { add_4(to + i * kSumTile, from[i][0], from[i][1], from[i][2], from[i][3]); };
+  if (columns >= kTiles * 8) {
 #pragma unroll
-  for (int i = 0; i < kTiles; i += 2) {
-    if (first_column + i * 8 < width) {
+    for (int i = 0; i < kTiles; ++i) add(i);
+  } else {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        add_4(to + i * (64 * 8) + r * (8 * 16), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r], from[i + 1][2 * r + 1]);
-      }
+    for (int i = 0; i < kTiles; ++i) {
+      if (i * 8 < columns) add(i);
     }
   }
 }
@@ -219,7 +220,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t note, uint32_t visit) {
     if (!kIsGathered && call.turns) turn_begun.wait_full(note - visit);
     add_grad_query<Shared, kDim>(shared.query_notes[note % Shared::kQueryNotes], grad_query, products.group,
-                                 static_cast<int>(sum_width(p.head_dim)));
+                                 static_cast<int>(p.head_dim));
     if (!kIsGathered && call.turns) barrier_arrive(turn_ended.at(note - visit));
   };
   for (uint32_t visit = 0;; ++visit) {

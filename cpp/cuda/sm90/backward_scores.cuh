@@ -15,8 +15,9 @@ struct ScorePlace {
   static constexpr int first_column = 0;
   int lane, column, row, first_row;
   __device__ __forceinline__ ScorePlace() {
-    const int thread = static_cast<int>(thread_index());
-    lane = thread % 32, column = lane % 4 * 2, first_row = thread / 32 * 16, row = first_row + lane / 4;
+    const uint32_t thread = thread_index();  // unsigned, so that the divisions are shifts
+    lane = static_cast<int>(thread % 32), column = static_cast<int>(thread % 4 * 2);
+    first_row = static_cast<int>(thread / 32 * 16), row = first_row + static_cast<int>(thread % 32 / 4);
   }
 };
 

@@ -65,18 +65,14 @@ __device__ __forceinline__ void put_scores(uint32_t tile, const uint32_t (&score
   for (int k = 0; k < kSteps; ++k) store_matrix(to + (swizzle ^ k * 32), scores[k][0], scores[k][1], scores[k][2], scores[k][3]);
 }
 
-// Adds a piece of grad_query, 16 queries of the warp by kTiles * 8 columns, to global memory. to: that of the warp's first query
-// and the piece's first column, in tiles of 64 queries by 16 columns; columns: how many of the piece there are.
+// Adds a piece of grad_query, 64 queries by kTiles * 8 columns, to global memory, in tiles of sums. to: the thread's place in the
+// first tile; columns: how many of the piece there are.
 template <int kTiles>
 __device__ __forceinline__ void add_wide_grad_query(float* to, int columns, const float (&from)[kTiles][4]) {
 #pragma unroll
-  for (int i = 0; i < kTiles; i += 2) {
+  for (int i = 0; i < kTiles; ++i) {
     if (i * 8 >= columns) break;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      add_4(to + i / 2 * (64 * 16) + r * (8 * 16), from[i][2 * r], from[i][2 * r + 1], from[i + 1][2 * r],
-            from[i + 1][2 * r + 1]);
-    }
+    add_4(to + i * kSumTile, from[i][0], from[i][1], from[i][2], from[i][3]);
   }
 }
 
@@ -281,7 +277,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       barrier_arrive(weight_empty.at(chunk));
       if (chunk > first_chunk) add(1, chunk - 1);
       const ScorePlace<kDim> place;
-      to = note.sums + place.first_column * 64 + place.first_row * 16 + place.lane * 4;
+      to = note.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
       pin(grad_query);
       begin_products();
       products.begin_grad_query(grad_query, 0, chunk);
