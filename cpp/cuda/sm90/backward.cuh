@@ -121,11 +121,11 @@ template <int kDim, int kSteps>
 __device__ __forceinline__ void put_gradients(uint32_t tile, const uint32_t (&gradients)[kSteps][4]) {
   const ScorePlace<kDim> place;
   const int tile_row = place.first_row + place.lane % 16;
-  const uint32_t to = tile + tile_row * 128;
-  const uint32_t swizzle = ((place.lane / 16) ^ (tile_row % 8)) * 16;
+  // Rows are 128 bytes and begin at multiples of that, so an exclusive or moves the pieces within a row.
+  const uint32_t to = tile + tile_row * 128 + ((place.lane / 16) ^ (tile_row % 8)) * 16;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    store_matrix(to + k / 4 * (kBackwardKeys * 128) + (swizzle ^ k % 4 * 32), gradients[k][0], gradients[k][1], gradients[k][2],
+    store_matrix((to ^ k % 4 * 32) + k / 4 * (kBackwardKeys * 128), gradients[k][0], gradients[k][1], gradients[k][2],
                  gradients[k][3]);
   }
 }
@@ -142,13 +142,13 @@ struct BackwardProducts {
   uint32_t keys, queries, scores;
 
   __device__ __forceinline__ explicit BackwardProducts(const Shared& shared)
-      : keys(describe_panels(shared_address(shared.key), kKeyPanel)),
-        queries(describe_panels(shared_address(shared.query), kQueryPanel)),
-        scores(describe_panels(shared_address(shared.grad_score), kKeyPanel)) {}
+      : keys(same_in_lanes(describe_panels(shared_address(shared.key), kKeyPanel))),
+        queries(same_in_lanes(describe_panels(shared_address(shared.query), kQueryPanel))),
+        scores(same_in_lanes(describe_panels(shared_address(shared.grad_score), kKeyPanel))) {}
 
   // The queries and the grad_out of the chunk with this note.
   __device__ __forceinline__ uint32_t queries_of(uint32_t note) const {
-    return queries + same_in_lanes(note % Shared::kShape.query_stages * step_of(kQueries * kDim * 2));
+    return queries + note % Shared::kShape.query_stages * step_of(kQueries * kDim * 2);
   }
   __device__ __forceinline__ uint32_t grad_outs_of(uint32_t note) const {
     return queries_of(note) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
@@ -180,7 +180,7 @@ struct BackwardProducts {
   // The sum over keys: this warpgroup's part of grad_query, of the score gradients of this chunk.
   __device__ __forceinline__ void begin_grad_query(float (&to)[kPart / 8][4], uint32_t chunk) const {
     const uint32_t a = scores + step_of((group * Shared::kPartQueries) % kQueries / 64 * kKeyPanel) +
-                       same_in_lanes(chunk % 2 * step_of(kBackwardKeys * kQueries * 2));
+                       chunk % 2 * step_of(kBackwardKeys * kQueries * 2);
     const uint32_t b = keys + step_of((group * kPart) % kDim / 64 * kKeyPanel + (group * kPart) % kDim % 64 * 2);
 #pragma unroll
     for (int k = 0; k < kBackwardKeys / 16; ++k) {
@@ -246,9 +246,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       query_full.wait_full(n);
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       const bool has_chunk = !note.ends_visit;
-      has_test = note.needs_test || note.bits;
+      has_test = note.has_test;
       if (kHasBias) is_new_head = note.head != head;
-      if ((shared.row_flags & kBadRows) && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      if (note.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
     // Issues grad_scores = V dO^T.

@@ -26,7 +26,10 @@ struct QueryNote {
   const uint32_t* bits;  // those of the first query, from the tile's first key on; null: no bits have to be tested
   float* sums;           // of grad_query
   int first_query, head;
-  bool ends_visit, needs_test;
+  bool ends_visit;
+  bool has_test;      // of spans, bits or both?
+  bool needs_test;    // of spans?
+  bool has_bad_rows;  // are there any in the call?
 };
 
 template <int kDim, bool kHasOptions>
@@ -283,8 +286,10 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
       const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
-      shared.query_notes[n % Shared::kQueryNotes] = {
-          bits, call.query_sums + terms * sum_width(p.head_dim), first_query, head, false, !is_whole};
+      shared.query_notes[n % Shared::kQueryNotes] = {bits,        call.query_sums + terms * sum_width(p.head_dim),
+                                                     first_query, head,
+                                                     false,       !is_whole || bits,
+                                                     !is_whole,   (shared.row_flags & kBadRows) != 0};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = has_options(kVariant) && call.row_hash;
       barrier_expect(full.at(n), (Shared::kSplitsChunks ? 1 : 2) * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
