@@ -158,16 +158,17 @@ struct BackwardProducts {
   __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t note) const {
     begin_rows(to, keys + group * step_of(64 * 128), queries_of(note));
   }
-  // to = values * grad_out^T
+  // to -= values * grad_out^T, or with options, which start from nothing, to = values * grad_out^T
   __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t note) const {
-    begin_rows(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
-               grad_outs_of(note));
+    begin_rows<!kHasOptions>(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
+                             grad_outs_of(note));
   }
+  template <bool kSubtracts = false>
   __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kQueries>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
-                                        complete(b + step_of_columns(k, kQueryPanel)), k > 0);
+      Product<T, kQueries>::template from_shared<false, false, kSubtracts ? -1 : 1>(
+          to, complete(a + step_of_columns(k, kKeyPanel)), complete(b + step_of_columns(k, kQueryPanel)), kSubtracts || k > 0);
     }
     commit_products();
   }
@@ -251,7 +252,16 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       if (note.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
-    // Issues grad_scores = V dO^T.
+    // What is subtracted from the gradients of the weights is there before they are: grad_scores = delta.
+    auto start_grad_scores = [&] {
+      const float* const delta = &shared.delta[n % kShape.query_stages][ScorePlace<kDim>().column];
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(&delta[8 * i]);
+        grad_scores[i][0] = grad_scores[i][2] = pair.x, grad_scores[i][1] = grad_scores[i][3] = pair.y;
+      }
+    };
+    // Issues grad_scores -= V dO^T, or with options grad_scores = V dO^T.
     auto begin_grad_scores = [&] {
       pin(grad_scores);
       begin_products();
@@ -267,6 +277,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     bool has_chunk = await_chunk();
     begin_scores();
     value_full.wait_full(visit);
+    if (!kHasOptions) start_grad_scores();
     wait_products<0>();
     pin(scores);
     while (has_chunk) {
@@ -326,6 +337,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
         add(grad_query, n - 2, visit);
       }
       has_chunk_before = true;
+      if (!kHasOptions) start_grad_scores();
       wait_products<0>();
       pin(scores);
     }

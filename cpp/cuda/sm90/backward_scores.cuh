@@ -255,7 +255,19 @@ __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4]
   }
 }
 
-// Gradients of the weights become gradients of the scores, and are added to those of key_bias. delta: of the thread's queries.
+// Gradients of the weights become what they are subtracted from delta. delta_of: of the thread's queries.
+template <int kN>
+__device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4], const float* delta_of) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) grad_scores[i][e] = (e % 2 == 0 ? delta.x : delta.y) - grad_scores[i][e];
+  }
+}
+
+// Gradients of the weights become gradients of the scores, and are added to those of key_bias. Without options delta minus the
+// gradient comes instead of it. delta_of: of the thread's queries.
 template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
@@ -281,11 +293,10 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
       differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
                                     call.keep_probability, bias_factor, bias_sum);
     } else {
-      const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
-        grad_scores[i][e] = (e % 2 == 0 ? pair.x * (grad_scores[i][e] - delta.x) : pair.y * (grad_scores[i][e] - delta.y));
+        grad_scores[i][e] *= -(e % 2 == 0 ? pair.x : pair.y);
         if (has_key_bias(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
       }
     }

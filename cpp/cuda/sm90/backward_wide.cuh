@@ -256,6 +256,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
       wait_products<2>();
       pin(grad_scores);
+      subtract_from_delta(grad_scores, &shared.delta[stage][column]);
       differentiate_scores<T, kVariant>(call, grad_scores, weights, weights, &shared.delta[stage][column], bias_sum);
       narrow<T>(gradients, grad_scores);
       // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
