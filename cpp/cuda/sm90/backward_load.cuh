@@ -118,7 +118,6 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   constexpr int kKeys = Shared::kShape.keys;
   constexpr bool kIsGathered = gathers_keys(kVariant);
   const AttentionParams& p = call.b.forward;
-  const int thread = static_cast<int>(threadIdx.x) % kLoaders;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
       tile_empty{shared_address(&shared.tile_empty)};
@@ -127,6 +126,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
   // Begins a visit: leaves the note, then brings the tile. key_of(row) and span_of(row, key) are its keys, -1 for none, and their
   // spans. A tile without gaps comes in one piece.
   auto load = [&](const BackwardItem& item, int first_place, int from, int to, auto key_of, auto span_of) {
+    const int thread = static_cast<int>(thread_index() % kLoaders);  // anew: registers are short
     note_empty.sleep_empty(visit);
     KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
@@ -236,7 +236,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     }
   }
   note_empty.sleep_empty(visit);
-  if (thread == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
+  if (thread_index() % kLoaders == 0) shared.key_notes[visit % Shared::kKeyNotes].head = -1;
   barrier_arrive(note_full.at(visit));
 }
 
@@ -282,7 +282,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int low = first_query + shift;
       const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       const bool is_whole = max(note.bounds[0][1], note.bounds[1][1]) <= low && high < min(note.bounds[0][2], note.bounds[1][2]);
-      const uint32_t* bits = bits_of_tile(mask, state);
+      const uint32_t* bits = is_dense(kVariant) ? nullptr : bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + note.first_place / 32 % words;
       const int64_t terms = (note.batch * p.heads + head) * call.padded_queries + first_query;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     const bool has_turns = !gathers_keys(kVariant) && call.turns;
 #pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
-      const bool has_blocks = !gathers_keys(kVariant) && mask.tiles.data;
+      const bool has_blocks = !gathers_keys(kVariant) && !is_dense(kVariant) && mask.tiles.data;
       const TileSource source(mask, note.batch, head);
       const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
       const int tile_column = has_blocks ? note.first_place / static_cast<int>(mask.tile_k) : 0;
@@ -335,7 +335,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         }
         // Without a block mask each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at
         // the same time.
-        const int chunks = (stop - first + kQueries - 1) / kQueries;
+        int chunks = (stop - first + kQueries - 1) / kQueries;
+        asm volatile("" : "+r"(chunks));  // so that the difference need not be kept
         int at = !has_blocks && chunks > 0 ? note.first_place / kShape.keys % chunks : 0;
         if (has_turns) at = chunks - 1;
 #pragma unroll 1

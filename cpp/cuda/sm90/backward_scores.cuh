@@ -45,7 +45,7 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyN
     }
   }
   // Hide what the bits of a block mask hide.
-  if (!gathers_keys(kVariant) && note.bits) {
+  if (!gathers_keys(kVariant) && !is_dense(kVariant) && note.bits) {
     const int words = static_cast<int>(p.mask.tile_k) / 32;
     const ScorePlace<kDim> place;
     const uint32_t* const bits = note.bits + place.column * words + place.row / 32;

@@ -83,7 +83,7 @@ struct BackwardItem {
     tile = static_cast<int>(rest / head_groups);
     batch = static_cast<int>(head_group / head_groups_per_batch);
     head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;
-    kv_head = head / static_cast<int>(p.heads / p.kv_heads);
+    kv_head = head / (static_cast<int>(p.heads) / static_cast<int>(p.kv_heads));
   }
 };
 
