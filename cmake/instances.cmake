@@ -91,8 +91,8 @@ endfunction()
 # The same for the sm90 family: kernel|size|variants, one .cu per (kernel, type, size, variant). A size that is left out is served by a
 # larger one, a variant by kGeneral; what has neither, by the sm80 family.
 set(DMATTN_SM90_ROWS
-  "forward|64|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions,kRange"
-  "forward|128|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions,kRange"
+  "forward|64|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kDenseBias,kGatheredOptions,kRange"
+  "forward|128|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kDenseBias,kGatheredOptions,kRange"
   "forward|256|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "backward|64|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
   "backward|128|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"

@@ -22,6 +22,7 @@ enum class Variant : int32_t {
   kPlainOptions,
   kGatheredOptions,
   kPlainBias,  // backward: kPlain with bias, key_bias and dropout
+  kDenseBias,  // forward: kDense with a bias that tensor copies can bring, and dropout; only where a family has it
   kKeyBias,    // keys in order, intervals or not, with key_bias; no block masks
   kRange,  // forward: keys in order, from the first to the last that LiveKeys::ranges gives, and intervals; only where a family
            // has it

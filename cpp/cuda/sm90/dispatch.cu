@@ -91,6 +91,20 @@ Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool
   return is_bounded ? variant_of(plain, is_gathered) : Variant::kGeneral;
 }
 
+// Can tensor copies bring the bias of the call, are its keys all seen or causal, and is dropout the only option? Tensor copies
+// take no stride of 0, so rows must not be broadcast; heads and batches may be. Heads of a group have a tile each there, and few
+// queries would leave it empty.
+bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
+  constexpr int64_t kFewQueries = 128;
+  AttentionParams rest = p;
+  rest.bias = {};
+  return p.bias.data && p.softcap == 0 && !p.mask.tiles.data && !gathers(p) &&
+         variant_without_options(rest, is_gathered, false) == Variant::kPlain && p.bias_dtype == p.dtype &&
+         reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
+         (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 8 == 0 &&
+         (p.bias_row_stride > 0 || p.query_length == 1) && (p.heads == p.kv_heads || p.query_length >= kFewQueries);
+}
+
 // Is kKeyBias the variant of the call if its keys come in order, and if there is an instance?
 bool has_only_key_bias(const AttentionParams& p) {
   return p.key_bias.data && !p.mask.tiles.data && variant_of(p, true) == Variant::kGathered;
@@ -118,7 +132,9 @@ bool has_long_runs(const AttentionParams& p) { return 2 * p.query_length >= p.ke
 const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) {
   if (const ForwardInstance* const instance = is_gathered ? nullptr : find_key_bias(p)) return instance;
   Variant variant = variant_of(p, is_gathered);
-  if (p.softcap != 0 || p.dropout_p != 0) {
+  if (has_copied_bias(p, is_gathered)) {
+    variant = Variant::kDenseBias;
+  } else if (p.softcap != 0 || p.dropout_p != 0) {
     variant = variant_without_options(p, is_gathered, false);
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
@@ -176,7 +192,7 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   }
 
   ForwardWork work;
-  work.log2_heads_per_tile = find_log2_heads_per_tile(p, instance->shape.rows());
+  work.log2_heads_per_tile = copies_bias(instance->variant) ? 0 : find_log2_heads_per_tile(p, instance->shape.rows());
   const int64_t heads_per_tile = int64_t{1} << work.log2_heads_per_tile,
                 queries = instance->shape.rows() >> work.log2_heads_per_tile, head_groups = p.batch * p.heads / heads_per_tile;
   work.queries = static_cast<int>(queries);
@@ -210,7 +226,9 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
                 {64, heads_per_warp, 16 / heads_per_warp, 1, 1}) &&  // a warp's 16 rows
       (!call.compact.key || (encode_compact(&maps.compact_key, call.compact, call.compact.key, p, p.head_dim, keys) &&
                              encode_compact(&maps.compact_value, call.compact, call.compact.value, p, p.value_dim, keys)));
-  if (!is_encoded) return cudaErrorNotSupported;
+  if (!is_encoded || (copies_bias(instance->variant) && !encode_bias(&maps.bias, p, instance->shape.rows()))) {
+    return cudaErrorNotSupported;
+  }
   if (work.ticket && !call.live_keys.index && !call.live_keys.ranges) {
     const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;

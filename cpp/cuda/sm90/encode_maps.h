@@ -6,7 +6,7 @@
 
 #include <cuda.h>
 
-#include "../calls.h"
+#include "tiles.h"
 
 namespace dmattn::cuda::sm90 {
 
@@ -23,7 +23,8 @@ inline Encode find_encode() {
   return reinterpret_cast<Encode>(function);
 }
 
-// A tensor of 16-bit elements, its inner dimension contiguous, copied in boxes of 64 columns. Strides count elements.
+// A tensor of 16-bit elements, its inner dimension contiguous, copied in boxes of 64 columns, or of 32, whose pieces are swizzled
+// over 64 bytes. Strides count elements.
 template <int kRank>
 inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                    const int (&box)[kRank]) {
@@ -39,8 +40,8 @@ inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kR
     unit[i] = 1;
   }
   return function(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kRank, const_cast<void*>(data), extents, steps + 1, boxes, unit,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, box[0] == kBiasColumns ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // [B, heads, S, width] in boxes of `box` rows.
@@ -48,6 +49,14 @@ inline bool encode_rows(CUtensorMap* map, const TensorView& tensor, int64_t widt
                         int box) {
   return encode<4>(map, tensor.data, {width, length, heads, batch},
                    {1, tensor.row_stride, tensor.head_stride, tensor.batch_stride}, {64, box, 1, 1});
+}
+
+// The bias in boxes of `box` rows. A dimension that is broadcast has one element.
+inline bool encode_bias(CUtensorMap* map, const AttentionParams& p, int box) {
+  const int64_t heads = p.bias.head_stride != 0 ? p.heads / p.bias.head_divisor : 1,
+                batch = p.bias.batch_stride != 0 ? p.batch : 1;
+  return encode<4>(map, p.bias.data, {p.key_length, p.query_length, heads, batch},
+                   {1, p.bias_row_stride, p.bias.head_stride, p.bias.batch_stride}, {kBiasColumns, box, 1, 1});
 }
 
 inline bool encode_compact(CUtensorMap* map, const CompactKeys& compact, void* data, const AttentionParams& p, int64_t width,

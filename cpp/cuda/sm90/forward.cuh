@@ -6,6 +6,8 @@
 // the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/dependent_launch.cuh"
 #include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
@@ -92,9 +94,12 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, u
   }
 }
 
+// May there be a bias of single pairs?
+template <Variant kVariant>
+inline constexpr bool kMayHavePairBias = copies_bias(kVariant) || kVariant == Variant::kGeneral;
 // May logits have a bias? Then the running maximum is a logit itself (common/softmax.cuh).
 template <Variant kVariant>
-inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kVariant == Variant::kGeneral;
+inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kMayHavePairBias<kVariant>;
 
 // Products that were not added to the key_bias become logits.
 template <Variant kVariant, int kN, class Note>
@@ -191,15 +196,48 @@ struct ChunkBias {
   }
 };
 
+// The bias of a chunk that tensor copies have brought, of the variants that have no other.
+template <class T, int kN>
+struct CopiedBias {
+  uint32_t of[kN][2];  // pairs of columns, of the thread's two rows
+
+  // `from` is the chunk's bias in shared memory, kRows rows of it; first_row is the warp's.
+  template <int kRows>
+  __device__ __forceinline__ void read(uint32_t from, int first_row) {
+    // A lane gives the address of one of 16 rows, of the left or the right 8 columns.
+    const uint32_t lane = read_lane();
+    const uint32_t rows = from + (first_row + lane % 16) * 64, piece = ((lane / 16) ^ (lane % 8 / 2)) * 16;
+#pragma unroll
+    for (int i = 0; i < kN; i += 2) {
+      uint32_t four[4];
+      load_matrix(four, rows + i / 4 * (kRows * 64) + (piece ^ (i % 4 * 16)));
+      of[i][0] = four[0], of[i][1] = four[1], of[i + 1][0] = four[2], of[i + 1][1] = four[3];
+    }
+  }
+
+  // Products become logits.
+  __device__ __forceinline__ void add_to(float (&scores)[kN][4], float scale) const {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = Element<T>::widen_pair(of[i][r]);
+        scores[i][2 * r] = fmaf(scores[i][2 * r], scale, pair.x);
+        scores[i][2 * r + 1] = fmaf(scores[i][2 * r + 1], scale, pair.y);
+      }
+    }
+  }
+};
+
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
-// thread's first score, `has_bias` says that products are added to key_bias. chunk_bias: of the general variant.
-template <class T, int kDim, Variant kVariant, class Softmax, int kN, class Between>
+// thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias.
+template <class T, int kDim, Variant kVariant, class Softmax, int kN, class PairBias, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
                                              const ForwardShared<kDim, kVariant>& shared, const ChunkNote<kDim, kVariant>& note,
                                              uint32_t flags, uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
-                                             float (&factor)[2], int row, int column, bool has_bias,
-                                             const ChunkBias<T, kN>& chunk_bias, const Between& between) {
+                                             float (&factor)[2], int row, int column, bool has_bias, const PairBias& pair_bias,
+                                             const Between& between) {
   using Note = ChunkNote<kDim, kVariant>;
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
@@ -232,13 +270,17 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) scores[0][i][e] += chunk_bias.of[i][e];
+        for (int e = 0; e < 4; ++e) scores[0][i][e] += pair_bias.of[i][e];
       }
     }
   }
+  if constexpr (copies_bias(kVariant)) {
+    unit = 1.0f, to_base_2 = kLog2e;
+    pair_bias.add_to(scores[0], call.scale);
+  }
   // Cap the products. A key_bias comes afterwards.
   bool is_biased = has_bias;
-  if constexpr (has_options(kVariant)) {
+  if constexpr (may_cap(kVariant)) {
     if (call.cap_scale != 0.0f) {
       to_tangents(scores[0], call.cap_scale);
       if constexpr (gathers_keys(kVariant)) {
@@ -271,7 +313,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   const bool moves = softmax.move_maximum(scores[0], unit, factor);
   between();
   bool is_subtracted = has_huge;
-  if constexpr (kVariant == Variant::kGeneral) {
+  if constexpr (kMayHavePairBias<kVariant>) {
     const auto is_huge = [](float maximum) { return fabsf(Softmax::reference_of(maximum)) > kHugeBias; };
     is_subtracted = __any_sync(0xffffffffu, is_huge(softmax.maximum[0][0]) || is_huge(softmax.maximum[0][1]));
   }
@@ -498,12 +540,24 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
   using Softmax = OnlineSoftmaxInParts<kMayHaveBias<kVariant>>;
   Softmax softmax;
-  ChunkBias<T, kN> chunk_bias;
+  std::conditional_t<copies_bias(kVariant), CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias;
   float factor[2];
   bool moves = false;
   auto weigh = [&](const Note& note, uint32_t flags, uint32_t tile_number, const auto& between) {
     moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
-                                            has_bias, chunk_bias, between);
+                                            has_bias, pair_bias, between);
+  };
+
+  // Reads the bias of chunk n, of tile number tile_number.
+  auto read_pair_bias = [&](uint32_t n, uint32_t flags, uint32_t tile_number) {
+    if constexpr (copies_bias(kVariant)) {
+      const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
+      bias_full.wait_full(n);
+      pair_bias.template read<kRows>(shared_address(shared.bias[n % kShape.stages]), group * 64 + warp * 16);
+      barrier_arrive(bias_empty.at(n));
+    } else {
+      pair_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile_number, row, column);
+    }
   };
 
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
@@ -532,7 +586,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   pin(scores[0]);
   begin_products();
   begin_scores(0, 0, flags);
-  chunk_bias.read(call, work, shared, shared.notes[0], flags, 0, row, column);
+  read_pair_bias(0, flags, 0);
   wait_products<0>();
   pin(scores[0]);
   barrier_arrive(key_empty.at(0));
@@ -569,7 +623,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
-    chunk_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile + is_first, row, column);
+    read_pair_bias(n, flags, tile + is_first);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
     pin(scores[0]);
@@ -643,6 +697,10 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
       barrier_init(shared_address(&shared.value_full[i]), loaders);
       barrier_init(shared_address(&shared.key_empty[i]), kComputing);
       barrier_init(shared_address(&shared.value_empty[i]), kComputing);
+      if constexpr (copies_bias(kVariant)) {
+        barrier_init(shared_address(&shared.bias_full[i]), 1);
+        barrier_init(shared_address(&shared.bias_empty[i]), kComputing);
+      }
       if constexpr (kVariant == Variant::kKeyBias) {
         for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.landed[half][i]), 1);
       }
@@ -653,6 +711,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
     }
     fence_barrier_init();
     for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
+    if constexpr (copies_bias(kVariant)) prefetch_map(&maps.bias);
   }
   __syncthreads();
   wait_for_kernel_before();

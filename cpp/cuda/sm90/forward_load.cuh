@@ -34,6 +34,10 @@ struct alignas(1024) ForwardShared {
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
   uint64_t note_full[kShape.notes], note_empty[kShape.notes];
   uint64_t landed[2][kVariant == Variant::kKeyBias ? kShape.stages : 1];  // keys, and values, of a chunk of which some are dead
+  // The bias of chunks, in panels of kBiasColumns: 64 bytes for a row, and 16-byte piece c of row r at piece c ^ (r / 2 % 4).
+  static constexpr int kBiasStages = copies_bias(kVariant) ? kShape.stages : 1;
+  uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
+  alignas(copies_bias(kVariant) ? 1024 : 2) uint16_t bias[kBiasStages][copies_bias(kVariant) ? kRows * kShape.keys : 1];
 };
 
 // A ring of barriers. The n-th use has barrier n % kCount, in phase n / kCount.
@@ -196,6 +200,19 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
+  // The place of the tile's bias in its tensor. What is broadcast has one row of heads or batches there.
+  int bias_query = 0, bias_head = 0, bias_batch = 0;
+  // One thread loads the bias of chunk n.
+  auto load_bias = [&](uint32_t n, int first_key) {
+    const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
+    const uint32_t to = shared_address(shared.bias[n % kShape.stages]);
+    bias_empty.wait_empty(n);
+    barrier_expect(bias_full.at(n), kRows * kShape.keys * 2);
+#pragma unroll
+    for (int column = 0; column < kShape.keys; column += kBiasColumns) {
+      copy_box(to + column * (kRows * 2), &maps.bias, bias_full.at(n), first_key + column, bias_query, bias_head, bias_batch);
+    }
+  };
   // One thread loads the queries of tile number `tiles` of this block.
   auto load_queries = [&](int tile_batch, int head, int first_query) {
     shared.tiles[tiles % kTileNotes] = {tile_batch, head, first_query};
@@ -223,6 +240,10 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     if (flags & kFirst) {
       batch = note.batch, kv_head = note.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
+      if constexpr (copies_bias(kVariant)) {
+        bias_query = note.first_query, bias_batch = p.bias.batch_stride != 0 ? batch : 0;
+        bias_head = p.bias.head_stride != 0 ? note.head / static_cast<int>(p.bias.head_divisor) : 0;
+      }
       if constexpr (kStartsWithBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
       if constexpr (kIsGathered) {
         const bool is_from_compact = flags & kCompact;
@@ -283,6 +304,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         copy_box(tile + panel * (kShape.keys * 128), map, to_tell, panel * 64, note.first_key, kv_head, batch);
+      }
+      if constexpr (copies_bias(kVariant)) {
+        if (is_keys) load_bias(n, note.first_key);
       }
     }
     if (has_bias) {

@@ -14,10 +14,17 @@ inline constexpr int kWarpgroup = 128;
 
 // What a variant is beside its options. is_dense: keys come in order, and neither lists, ranges nor a block mask leave any out.
 constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
-constexpr bool is_dense(Variant v) { return v == Variant::kDense || v == Variant::kDenseOptions || v == Variant::kKeyBias; }
-constexpr bool has_options(Variant v) {
-  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions || v == Variant::kPlainBias;
+constexpr bool is_dense(Variant v) {
+  return v == Variant::kDense || v == Variant::kDenseOptions || v == Variant::kDenseBias || v == Variant::kKeyBias;
 }
+constexpr bool has_options(Variant v) {
+  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions ||
+         v == Variant::kPlainBias || v == Variant::kDenseBias;
+}
+// Of those: may the call have a softcap?
+constexpr bool may_cap(Variant v) { return has_options(v) && v != Variant::kPlainBias && v != Variant::kDenseBias; }
+// Do tensor copies bring the bias, in forward, a chunk's beside its keys?
+constexpr bool copies_bias(Variant v) { return v == Variant::kDenseBias; }
 // Is key_bias, in forward, what products are added to?
 constexpr bool starts_with_bias(Variant v) { return gathers_keys(v) || v == Variant::kKeyBias; }
 // May a call of backward have a key_bias?
@@ -32,7 +39,7 @@ constexpr bool takes_blocks(Variant v) { return v == Variant::kPlain || v == Var
 struct ForwardShape {
   int consumers;
   int keys;         // of a chunk
-  int stages;       // chunks of keys, and of values, in flight
+  int stages;       // chunks of keys, of values, and of a bias that tensor copies bring, in flight
   int query_tiles;  // 2: the next tile's queries come while one is computed, and its output leaves from their place
   int notes;        // chunks that may be described ahead of their use
   int loading_warps, walking_warps;
@@ -44,6 +51,9 @@ struct ForwardShape {
   constexpr int walkers() const { return walking_warps * 32; }
   constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
 };
+
+// Columns of a panel of a bias in shared memory, so few that chunks may have any multiple of 32 keys.
+inline constexpr int kBiasColumns = 32;
 
 // May weights be dropped?
 template <Variant kVariant>
@@ -64,6 +74,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     { 64, Variant::kGathered,        {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
     { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
+    { 64, Variant::kDenseBias,       {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kRange,           {        3,   96,      3,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
@@ -72,6 +83,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     {128, Variant::kGathered,        {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},
     {128, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
+    {128, Variant::kDenseBias,       {        2,   96,      2,           2,     8,       4,       4,       200,      40,      72}},
     {128, Variant::kGatheredOptions, {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kRange,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
     {256, Variant::kDense,           {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
@@ -111,7 +123,7 @@ constexpr bool is_valid(ForwardShape s, Variant variant) {
          (!gathers_keys(variant) || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
          s.keys % (is_dense(variant) || variant == Variant::kRange ? 16 : 32) == 0 &&
-         s.keys <= (has_blocks ? s.walkers() : 256) &&
+         (!copies_bias(variant) || s.keys % kBiasColumns == 0) && s.keys <= (has_blocks ? s.walkers() : 256) &&
          (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
          (s.query_tiles == 1 || s.query_tiles == 2);
 }
