@@ -102,16 +102,14 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
   }
 }
 
-// The bias [Sq, Sk] of the thread's scores, and where its gradient goes.
+// The bias [Sq, Sk] of the thread's scores, and where its gradient goes. Addresses are counted on from row to row: a product of
+// 64 bits for each would take longer than all else.
 template <class T, int kDim>
 struct BiasOfScores {
   const BackwardCall& call;
   const KeyNote& tile;
   const QueryNote& note;
   const ScorePlace<kDim> place;
-  const int first_key = key_at<kDim>(tile, place.row), second_key = key_at<kDim>(tile, place.row + 8);  // -1 for none
-
-  __device__ __forceinline__ int query_of(int i, int e) const { return note.first_query + place.column + 8 * i + e; }
 
   // Products become logits without key_bias. Keys that do not exist get some bias; they are hidden afterwards.
   template <int kN>
@@ -127,16 +125,29 @@ struct BiasOfScores {
   template <int kN, int kSteps>
   __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4]) const {
     const AttentionParams& p = call.b.forward;
-    float* const to = row_of<float>(call.grad_bias, tile.batch, note.head);
+    const int first_query = note.first_query + place.column, first_key = tile.first_place + place.row;
+    float* even = row_of<float>(call.grad_bias, tile.batch, note.head) + first_query * p.key_length + first_key;
+    float* odd = even + p.key_length;
+    // How many queries there are from the thread's first one on; none for a key that does not exist.
+    const int count = static_cast<int>(p.query_length) - first_query;
+    const int queries[2] = {key_at<kDim>(tile, place.row) >= 0 ? count : 0, key_at<kDim>(tile, place.row + 8) >= 0 ? count : 0};
+    const auto each = [&](const auto& add) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) {
+      for (int i = 0; i < kN; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int key = e / 2 == 0 ? first_key : second_key, query = query_of(i, e % 2);
-        const uint32_t slope = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
-        if (slope != 0 && key >= 0 && query < p.query_length)
-          atomicAdd(to + query * p.key_length + key, gradients[i][e] * call.keep_scale);
+        for (int e = 0; e < 4; ++e) {
+          const uint32_t slope = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
+          float* const to = (e % 2 == 0 ? even : odd) + e / 2 * 8;  // keys come in order
+          if (slope != 0 && 8 * i + e % 2 < queries[e / 2]) add(to, gradients[i][e] * call.keep_scale);
+        }
+        even += 8 * p.key_length, odd += 8 * p.key_length;
       }
+    };
+    // Where nothing is broadcast an element belongs to one pair, and a store need not read what is there.
+    if (call.grad_bias.head_divisor == 1 && (call.grad_bias.batch_stride != 0 || p.batch == 1)) {
+      each([](float* to, float gradient) { *to = gradient; });
+    } else {
+      each([](float* to, float gradient) { atomicAdd(to, gradient); });
     }
   }
 
@@ -152,12 +163,27 @@ struct BiasOfScores {
     const int ahead = note.first_query + kAhead + thread / kThreadsPerRow,
               at = tile.first_place + thread % kThreadsPerRow * kKeysPerThread;
     if (ahead <= last && at < p.key_length) prefetch_l2(bias + ahead * p.bias_row_stride + at);
+    const int first_query = note.first_query + place.column, first_key = tile.first_place + place.row;
+    if (note.first_query + kAhead <= p.query_length && tile.first_place + kBackwardKeys <= p.key_length) {
+      const Stored* even = bias + first_query * p.bias_row_stride + first_key;
+      const Stored* odd = even + p.bias_row_stride;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[i][e] = fmaf(scores[i][e], call.logit_scale, widen((e % 2 == 0 ? even : odd)[e / 2 * 8]));
+        }
+        even += 8 * p.bias_row_stride, odd += 8 * p.bias_row_stride;
+      }
+      return;
+    }
+    const int keys[2] = {max(key_at<kDim>(tile, place.row), 0), max(key_at<kDim>(tile, place.row + 8), 0)};
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int query = query_of(i, e % 2);
-        const float x = widen(bias[min(query, last) * p.bias_row_stride + max(e / 2 == 0 ? first_key : second_key, 0)]);
+        const int query = first_query + 8 * i + e % 2;
+        const float x = widen(bias[min(query, last) * p.bias_row_stride + keys[e / 2]]);
         scores[i][e] = fmaf(scores[i][e], call.logit_scale, query <= last ? x : 0.0f);
       }
     }
