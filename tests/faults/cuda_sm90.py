@@ -20,6 +20,7 @@ RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_lon
 WIDE = BACKWARD + "test_wide_heads"
 ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
+COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kDenseBias"
 RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
@@ -101,13 +102,27 @@ FAULTS = [
             "key_bias is left out where there is a softcap", BACKWARD + "test_options_beside_every_mask", GATHERED + "Options"),
     in_file("walk.cuh", "for (int row = thread_; row < kKeys; row += kThreads) note_hash(note, row, first_key + row);", "if (thread_ < kKeys) note_hash(note, thread_, first_key + thread_);",
             "the last keys of a chunk have the hashes of an earlier one",
-            harmless="Keys in order have hashes in kDenseOptions alone, where a chunk has as many keys as threads walk, or fewer: the loop runs once."),
+            harmless="Keys in order have hashes in kDenseOptions and kDenseBias alone, where a chunk has as many keys as threads walk, or fewer: the loop runs once."),
     in_file("walk.cuh", "note_hash(note, row, first_key + row);", "note_hash(note, row, row);",
             "chunks of keys in order have the hashes of the first one", BACKWARD + "test_options_beside_every_mask", "sm90_forward*kDenseOptions"),
     in_file("forward.cuh", "dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r))", "dropout.row_key(tile.first_query + row + 8 * r)",
             "dropout draws by row instead of by query where heads share a tile", BACKWARD + "test_softcap_and_dropout", "sm90_forward*kDenseOptions"),
-    in_file("forward.cuh", "const int query = min(tile.first_query + work.query_of_row(row + 8 * r), static_cast<int>(p.query_length) - 1);", "const int query = min(tile.first_query + work.query_of_row(row), static_cast<int>(p.query_length) - 1);",
+    in_file("forward.cuh", "row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row + 8)", "row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row)",
             "rows 8 further down have the bias of the first", BACKWARD + "test_biases_that_are_parts_of_wider_ones", GENERAL),
+    in_file("forward.cuh", "(piece ^ (i % 4 * 16))", "(piece ^ (i % 4 * 8))",
+            "keys have the bias of others", COPIED, BIASED),
+    in_file("forward.cuh", "((lane / 16) ^ (lane % 8 / 2)) * 16;", "((lane / 16) ^ (lane % 4)) * 16;",
+            "a bias is read with another swizzle than it was copied with", COPIED, BIASED),
+    in_file("forward_load.cuh", "bias_head = p.bias.head_stride != 0 ? note.head / static_cast<int>(p.bias.head_divisor) : 0;", "bias_head = p.bias.head_stride != 0 ? note.head : 0;",
+            "heads of a group have the bias of later groups", COPIED, BIASED),
+    in_file("forward_load.cuh", "bias_full.at(n), first_key + column, bias_query,", "bias_full.at(n), first_key, bias_query,",
+            "all keys of a chunk have the bias of its first 32", COPIED, BIASED),
+    in_file("dispatch.cu", "Variant::kPlain && p.bias_dtype == p.dtype &&", "Variant::kPlain &&",
+            "a bias in float32 is copied as one of 16 bits", COPIED, "sm90/dispatch.cu"),
+    in_file("backward_scores.cuh", "if (call.grad_bias.head_divisor == 1 && (call", "if ((call",
+            "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kPlainBias"),
+    in_file("backward_scores.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
+            "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kPlainBias"),
     in_file("forward.cuh", "    } else if (moves) {", "    } else if (moves && n > 1000) {",
             "sums are not rescaled when a maximum grows", "test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
     # Backward.

@@ -148,39 +148,45 @@ struct ChunkBias {
     if (kVariant != Variant::kGeneral || !p.bias.data) return;
     const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
     const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && note.first_key % 2 == 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int head = tile.head + work.head_of_row(row + 8 * r);
-      const int query = min(tile.first_query + work.query_of_row(row + 8 * r), static_cast<int>(p.query_length) - 1);
-      const int64_t at = query * p.bias_row_stride;
-      if (p.bias_dtype == DType::kFloat32) {
-        const float* const from = row_of<const float>(p.bias, tile.batch, head) + at;
-        if (in_pairs) {
-#pragma unroll
-          for (int i = 0; i < kN; ++i) {
-            const float2 pair = *reinterpret_cast<const float2*>(&from[note.first_key + column + 8 * i]);
-            of[i][2 * r] = pair.x, of[i][2 * r + 1] = pair.y;
-          }
-        } else {
-          read_each(p, note, flags, column, r, [&](int key) { return from[key]; });
-        }
+    if (p.bias_dtype == DType::kFloat32) {
+      const float* const from[2] = {row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row + 8)};
+      if (in_pairs) {
+        read_pairs<float2>(from, note.first_key + column, [](float2 pair) { return pair; });
       } else {
-        const T* const from = row_of<const T>(p.bias, tile.batch, head) + at;
-        if (in_pairs) {
-#pragma unroll
-          for (int i = 0; i < kN; ++i) {
-            const float2 pair =
-                Element<T>::widen_pair(*reinterpret_cast<const uint32_t*>(&from[note.first_key + column + 8 * i]));
-            of[i][2 * r] = pair.x, of[i][2 * r + 1] = pair.y;
-          }
-        } else {
-          read_each(p, note, flags, column, r, [&](int key) { return Element<T>::widen(from[key]); });
-        }
+        read_each(p, note, flags, column, 0, [&](int key) { return from[0][key]; });
+        read_each(p, note, flags, column, 1, [&](int key) { return from[1][key]; });
+      }
+    } else {
+      const T* const from[2] = {row_at<const T>(p, work, tile, row), row_at<const T>(p, work, tile, row + 8)};
+      if (in_pairs) {
+        read_pairs<uint32_t>(from, note.first_key + column, [](uint32_t pair) { return Element<T>::widen_pair(pair); });
+      } else {
+        read_each(p, note, flags, column, 0, [&](int key) { return Element<T>::widen(from[0][key]); });
+        read_each(p, note, flags, column, 1, [&](int key) { return Element<T>::widen(from[1][key]); });
       }
     }
   }
 
  private:
+  // The bias of the query in a row of the tile.
+  template <class Stored>
+  static __device__ __forceinline__ Stored* row_at(const AttentionParams& p, const ForwardWork& work, const TileNote& tile,
+                                                   int row) {
+    const int query = min(tile.first_query + work.query_of_row(row), static_cast<int>(p.query_length) - 1);
+    return row_of<Stored>(p.bias, tile.batch, tile.head + work.head_of_row(row)) + query * p.bias_row_stride;
+  }
+  // Reads both rows before either is used, so that their latencies are one.
+  template <class Pair, class Stored, class Widen>
+  __device__ __forceinline__ void read_pairs(const Stored* const (&from)[2], int first, const Widen& widen) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = widen(*reinterpret_cast<const Pair*>(&from[r][first + 8 * i]));
+        of[i][2 * r] = pair.x, of[i][2 * r + 1] = pair.y;
+      }
+    }
+  }
   template <class Note, class At>
   __device__ __forceinline__ void read_each(const AttentionParams& p, const Note& note, uint32_t flags, int column, int r,
                                             const At& at) {
