@@ -16,10 +16,11 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Scores that the note hides become -inf. positions and queries are those of the thread's two rows.
+// Scores that the note hides become -inf. positions and queries are those of the thread's two rows. last_key: the last one there
+// is, where a chunk may reach beyond it.
 template <int kN, class Note>
-__device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, uint32_t flags, bool is_causal, int column,
-                                     const int (&positions)[2], const int (&queries)[2]) {
+__device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, uint32_t flags, bool is_causal, int last_key,
+                                     int column, const int (&positions)[2], const int (&queries)[2]) {
   auto keep = [&](int i, int r, bool left, bool right) {
     if (!left) scores[i][2 * r] = negative_infinity();
     if (!right) scores[i][2 * r + 1] = negative_infinity();
@@ -28,7 +29,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, u
     const int base = note.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int last = is_causal ? positions[r] : kLastPosition;
+      const int last = is_causal ? positions[r] : last_key;
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
         const int key = base + 8 * i;
@@ -308,7 +309,8 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   if (flags & (kLimit | kSpans | kBits | kFew | kGaps)) {
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
-    hide(scores[0], note, flags, p.mask.is_causal, column, {low + queries[0], low + queries[1]}, queries);
+    const int last_key = copies_bias(kVariant) ? static_cast<int>(p.key_length) - 1 : kLastPosition;
+    hide(scores[0], note, flags, p.mask.is_causal, last_key, column, {low + queries[0], low + queries[1]}, queries);
   }
   const bool has_huge = starts_with_bias(kVariant) && __any_sync(0xffffffffu, flags & kHuge);
   if (has_huge) {

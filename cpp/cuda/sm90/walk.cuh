@@ -240,7 +240,9 @@ class Walk {
   __device__ __forceinline__ void walk_in_order() {
     const AttentionParams& p = call_.p;
     const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
-    for (int end = limits.limit; end > 0; end -= kKeys) {
+    // Tensor copies take columns of a bias from a multiple of 16 bytes on.
+    constexpr int kWhole = copies_bias(kVariant) ? 8 : 1;
+    for (int end = (limits.limit + kWhole - 1) / kWhole * kWhole; end > 0; end -= kKeys) {
       Note& note = begin_chunk();
       const int base = end - kKeys;
       if (thread_ == 0) note.first_key = base;
