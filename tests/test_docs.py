@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -146,6 +144,3 @@ def test_tables_are_what_the_results_say():
     from dmattn.bench import report
 
     assert report.pages(ROOT, check=True) == []
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="no git")

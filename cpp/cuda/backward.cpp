@@ -2,8 +2,9 @@
 //
 // The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live keys are gathered from more
 // than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic call blocks do that
-// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys or a block mask its query-major
-// kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without its adds to global memory.
+// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys
+// or a block mask its query-major kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without
+// its adds to global memory.
 #include <algorithm>
 
 #include "../backward_arguments.h"
