@@ -62,17 +62,18 @@ inline std::optional<Tensor> check_like_lse(const char* name, const std::optiona
   return as_contiguous(*tensor);
 }
 
-// Zeros in the shape of a bias, or nothing where its gradient is not wanted.
-inline Tensor zeros_like_bias(const char* option, bool is_wanted, const char* name, const std::optional<Tensor>& bias,
-                              const Tensor& query) {
+// A tensor in the shape of a bias, or nothing where its gradient is not wanted.
+inline Tensor like_bias(const char* option, bool is_wanted, const char* name, const std::optional<Tensor>& bias,
+                        const Tensor& query) {
   const ScalarType type = accumulate_type(query.scalar_type());
   check(!is_wanted || bias, option, ": expected ", name, " to be given, got none");
   if (!is_wanted) return empty_on(query, {0}, type);
-  if (bias->dim() == 3) return zeros_on(query, {bias->size(0), bias->size(1), bias->size(2)}, type);
-  return zeros_on(query, {bias->size(0), bias->size(1), bias->size(2), bias->size(3)}, type);
+  if (bias->dim() == 3) return empty_on(query, {bias->size(0), bias->size(1), bias->size(2)}, type);
+  return empty_on(query, {bias->size(0), bias->size(1), bias->size(2), bias->size(3)}, type);
 }
 
-inline CheckedBackward check_backward(BackwardArguments given) {
+// grad_key_bias is zero. So is grad_bias if clears_bias; otherwise the caller writes or clears it.
+inline CheckedBackward check_backward(BackwardArguments given, bool clears_bias = true) {
   CheckedBackward checked;
   checked.forward = check_attention(std::move(given.forward));
   const CheckedAttention& forward = checked.forward;
@@ -88,8 +89,10 @@ inline CheckedBackward check_backward(BackwardArguments given) {
   checked.grad_lse = check_like_lse("grad_lse", given.grad_lse, forward, false);
   checked.lse_rest = check_like_lse("lse_rest", given.lse_rest, forward, true);
   const AttentionArguments& tensors = forward.given;
-  checked.grad_key_bias = zeros_like_bias("need_key_bias", given.need_key_bias, "key_bias", tensors.key_bias, forward.query);
-  checked.grad_bias = zeros_like_bias("need_bias", given.need_bias, "bias", tensors.bias, forward.query);
+  checked.grad_key_bias = like_bias("need_key_bias", given.need_key_bias, "key_bias", tensors.key_bias, forward.query);
+  checked.grad_bias = like_bias("need_bias", given.need_bias, "bias", tensors.bias, forward.query);
+  torch::stable::zero_(checked.grad_key_bias);
+  if (clears_bias) torch::stable::zero_(checked.grad_bias);
   checked.grad_query = empty_in_order_of(tensors.query, p.head_dim);
   checked.grad_key = empty_in_order_of(tensors.key, p.head_dim);
   checked.grad_value = empty_in_order_of(tensors.value, p.value_dim);

@@ -83,6 +83,22 @@ def test_gradients_of_groups_that_blocks_share_or_not(batches, kv_heads, group, 
     assert_same_results(gradients(False), gradients(True))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_bias_gradients_of_batches_in_parts(causal):
+    """Batches that share a bias come some after the others, and add to what the first left."""
+    batches, heads, length = 66, 16, 2048
+    q, k, v, _, grad_out = inputs(length, heads, heads, 128, batch=batches)
+    bias = torch.randn(1, heads, length, length, device="cuda").bfloat16()
+
+    def gradient(of):
+        given = bias.clone().requires_grad_()
+        out = dmattn.attention(q[of], k[of], v[of], bias=given, is_causal=causal)
+        return torch.autograd.grad(out, given, grad_out[of])[0].float()
+
+    both = gradient(slice(None, 33)) + gradient(slice(33, None))
+    assert_same_in_another_order(gradient(slice(None)), both, torch.bfloat16)
+
+
 def test_block_mask_gradients_of_heads_in_parts():
     q, k, v, _, grad_out = inputs(20000, 120, 60, 128, batch=1)
     table = torch.rand(1, 60, 157, 157, device="cuda") < 0.02

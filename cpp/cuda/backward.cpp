@@ -16,12 +16,12 @@
 namespace dmattn::cuda {
 namespace {
 
-// A gradient of shape [B|1, H|Hkv|1, ...] as a PerHead; null when it is not wanted.
+// A gradient of shape [B|1, H|Hkv|1, ...] as a PerHead; null when it is not wanted. batch_stride is 0 where batches share it.
 PerHead grad_per_head(void* data, const Tensor& grad, const AttentionParams& p, int64_t elements) {
   PerHead view;
   if (!data) return view;
   view.data = data;
-  view.batch_stride = grad.size(0) == 1 ? 0 : grad.size(1) * elements;
+  view.batch_stride = grad.size(0) < p.batch ? 0 : grad.size(1) * elements;
   view.head_stride = grad.size(1) == 1 ? 0 : elements;
   view.head_divisor = p.heads / grad.size(1);
   return view;
@@ -240,7 +240,7 @@ void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
 BackwardResults backward_op(BackwardArguments given) {
   const Device device(given.forward.query);
   const cudaStream_t stream = device.stream();
-  CheckedBackward checked = check_backward(std::move(given));
+  CheckedBackward checked = check_backward(std::move(given), false);
   const Tensor& query = checked.forward.given.query;
   BackwardCall call;
   call.b = checked.params;
@@ -248,7 +248,9 @@ BackwardResults backward_op(BackwardArguments given) {
   check_cuda_support(p);
   const Family family = choose_family(device.index());
   if (p.batch * p.heads * (p.query_length + p.key_length) == 0) {  // nothing to add up, but H = 0 leaves keys with zero gradients
-    for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value}) torch::stable::zero_(*grad);
+    for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value, &checked.grad_bias}) {
+      torch::stable::zero_(*grad);
+    }
     return checked.results();
   }
 
@@ -313,7 +315,12 @@ BackwardResults backward_op(BackwardArguments given) {
   if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
+  // Where there is neither a mask nor causality Hopper's kernel computes all tiles, and stores what no two pairs share.
+  const bool owns_bias = call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
+  const bool writes_bias = runs_sm90 && owns_bias && !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
+  if (!writes_bias) torch::stable::zero_(checked.grad_bias);
   if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
+  if (writes_bias) torch::stable::zero_(checked.grad_bias);
   check_length_without_lists(p, false);
   call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;
   run_sm80(call, query, device);

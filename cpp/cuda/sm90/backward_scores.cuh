@@ -102,6 +102,11 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
   }
 }
 
+// Has each pair of a query and a key an element of grad_bias of its own? Where a call is done in parts, in the whole call.
+__device__ __forceinline__ bool owns_bias_gradient(const BackwardCall& call) {
+  return call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
+}
+
 // The bias [Sq, Sk] of the thread's scores, and where its gradient goes. Addresses are counted on from row to row: a product of
 // 64 bits for each would take longer than all else.
 template <class T, int kDim>
@@ -121,7 +126,8 @@ struct BiasOfScores {
       add_to(scores, row_of<const T>(p.bias, tile.batch, note.head), [](T x) { return Element<T>::widen(x); });
     }
   }
-  // Adds the gradients of the logits of pairs that exist and whose weight is not 0: not NaN, where a hidden key is beside it.
+  // Adds the gradients of the logits of pairs that exist and whose weight is not 0, or stores them and zeros for the others: not
+  // NaN, where a hidden key is beside it.
   template <int kN, int kSteps>
   __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4]) const {
     const AttentionParams& p = call.b.forward;
@@ -131,23 +137,24 @@ struct BiasOfScores {
     // How many queries there are from the thread's first one on; none for a key that does not exist.
     const int count = static_cast<int>(p.query_length) - first_query;
     const int queries[2] = {key_at<kDim>(tile, place.row) >= 0 ? count : 0, key_at<kDim>(tile, place.row + 8) >= 0 ? count : 0};
-    const auto each = [&](const auto& add) {
+    const auto each = [&](const auto& put) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const uint32_t slope = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
+          const bool has_weight = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
           float* const to = (e % 2 == 0 ? even : odd) + e / 2 * 8;  // keys come in order
-          if (slope != 0 && 8 * i + e % 2 < queries[e / 2]) add(to, gradients[i][e] * call.keep_scale);
+          if (8 * i + e % 2 < queries[e / 2]) put(to, has_weight, gradients[i][e] * call.keep_scale);
         }
         even += 8 * p.key_length, odd += 8 * p.key_length;
       }
     };
-    // Where nothing is broadcast an element belongs to one pair, and a store need not read what is there.
-    if (call.grad_bias.head_divisor == 1 && (call.grad_bias.batch_stride != 0 || p.batch == 1)) {
-      each([](float* to, float gradient) { *to = gradient; });
+    if (owns_bias_gradient(call)) {
+      each([](float* to, bool has_weight, float gradient) { *to = has_weight ? gradient : 0.0f; });
     } else {
-      each([](float* to, float gradient) { atomicAdd(to, gradient); });
+      each([](float* to, bool has_weight, float gradient) {
+        if (has_weight) atomicAdd(to, gradient);
+      });
     }
   }
 
