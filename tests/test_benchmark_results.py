@@ -239,6 +239,19 @@ def test_a_sweep_becomes_a_table():
     assert second == "| 1,024, 16 | 0.50 | - | 1.50 | - |"
 
 
+def test_single_calls_become_a_table():
+    us = {"forward": 2000.0, "backward": 4000.0, "cudnn forward": 1000.0, "plain backward": 6000.0}
+    cases = [
+        "length=4096 batch=4 window=410",
+        "length=1024 window=205 causal=False",
+        "length=512 heads=8 kv_heads=2 dim=64 bias=True",
+    ]
+    text = page_tables.single_calls({"rows": [{"case": case, "us": us} for case in cases]})
+    numbers = "| 2.00 | 0.50 | - | - | 4.00 | - | - | 1.50 |"
+    words = ["4 x 4,096, window 410", "1,024, window 205 of all", "512, full, 8 heads on 2, D = 64, bias"]
+    assert text.splitlines()[2:] == [f"| {each} {numbers}" for each in words]
+
+
 def test_generation_becomes_a_table(tmp_path):
     rows = serve.rows(measure.JobOptions("cpu", quick=True, repeats=1))
     assert [row["kind"] for row in rows] == ["step", "step", "full", "prefill"]

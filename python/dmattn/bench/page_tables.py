@@ -1,5 +1,5 @@
 """Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions,
-dynamic masks beside dense attention."""
+dynamic masks beside dense attention, single calls."""
 
 from __future__ import annotations
 
@@ -167,6 +167,35 @@ def beside_dense(result: Row) -> str:
     return markdown(titles, lines, texts=1)
 
 
+def case_in_words(case: str) -> str:
+    """Of benchmarks/builds.py, whose names say what a case is given: "length=4096 batch=4 window=410"."""
+    given = dict(part.split("=", 1) for part in case.split())
+    batch, length, heads, kv_heads, window, causal, dim = (
+        given.pop(name, "") for name in ("batch", "length", "heads", "kv_heads", "window", "causal", "dim")
+    )
+    words = [f"{batch} x {int(length):,}" if batch else f"{int(length):,}"]
+    if window:
+        words.append(f"window {window}{' of all' if causal == 'False' else ''}")
+    else:
+        words.append("causal" if causal == "True" else "full")
+    words += [f"{heads} heads on {kv_heads}"] if kv_heads else [f"{heads} heads"] if heads else []
+    words += [f"D = {dim}"] if dim else []
+    return ", ".join([*words, *(name if value == "True" else f"{name} {value}" for name, value in given.items())])
+
+
+def single_calls(result: Row) -> str:
+    """Of benchmarks/builds.py, one build: kernels, and how many times as long the others take."""
+    peers = ("cudnn", "dense", "plain")
+    lines = []
+    for row in result["rows"]:
+        us, cells = row["us"], []
+        for part in ("forward", "backward"):
+            ratios = (f"{us[f'{peer} {part}'] / us[part]:.2f}" if f"{peer} {part}" in us else "-" for peer in peers)
+            cells += [f"{us[part] / 1e3:.2f}", *ratios]
+        lines.append([case_in_words(row["case"]), *cells])
+    return markdown(["case", "forward, ms", "cuDNN", "dense", "plain", "backward, ms", "cuDNN", "dense", "plain"], lines, texts=1)
+
+
 TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, and what makes its table
     "ranks": ("context_parallel.json", ranks),
     "packs": ("varlen.json", packs),
@@ -175,4 +204,5 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "doge": ("doge.json", doge),
     "reductions": ("reduce.json", reductions),
     "sweep": ("sweep.json", beside_dense),
+    "builds": ("builds.json", single_calls),
 }
