@@ -20,6 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dmattn
+import torch
+from dmattn.bench.measure import by_turns, captured
+from dmattn.bench.records import provenance
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 Medians = dict[str, dict[str, float]]  # microseconds by case, and by run
 # Batch, heads, heads of keys, length, head size, then what mask_of and attend take.
 GROUPS: dict[str, list[dict[str, Any]]] = {
@@ -90,11 +97,6 @@ def name_of(case: dict[str, Any]) -> str:
 
 def runs_of(case: dict[str, Any]) -> dict[str, Callable[[], object]]:
     """Forward and backward by name: of the case; of cuDNN; of our dense attention beside a window, and of our plain call beside options."""
-    import dmattn
-    import torch
-    from torch import Tensor
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     heads, dim, length = case.get("heads", 16), case.get("dim", 128), case["length"]
     kv_heads, batch, window = case.get("kv_heads", heads), case.get("batch", 1), case.get("window")
     is_causal = case.get("causal", window is not None)
@@ -141,9 +143,6 @@ def runs_of(case: dict[str, Any]) -> dict[str, Callable[[], object]]:
 
 def measure(groups: list[str], seconds: float) -> Medians:
     """Median microseconds of each run of each case."""
-    import torch
-    from dmattn.bench.measure import by_turns, captured
-
     found = {}
     stream = torch.cuda.Stream()  # the default stream cannot be captured
     with torch.cuda.stream(stream):
@@ -220,8 +219,6 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        from dmattn.bench.records import provenance
-
         print(json.dumps({**provenance("cuda"), "cases": measure(options.cases, options.seconds)}))
         return
     if not options.builds or not all("=" in build for build in options.builds):

@@ -119,7 +119,7 @@ FAULTS = [
             "all keys of a chunk have the bias of its first 32", COPIED, BIASED),
     in_file("dispatch.cu", "Variant::kPlain && p.bias_dtype == p.dtype &&", "Variant::kPlain &&",
             "a bias in float32 is copied as one of 16 bits", COPIED, "sm90/dispatch.cu"),
-    in_file("backward_scores.cuh", "if (call.grad_bias.head_divisor == 1 && (call", "if ((call",
+    in_file("backward_scores.cuh", "if (owns_bias_gradient(call)) {", "if (true) {",
             "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kPlainBias"),
     in_file("backward_scores.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
             "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kPlainBias"),

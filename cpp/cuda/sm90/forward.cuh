@@ -236,6 +236,23 @@ struct CopiedBias {
   }
 };
 
+// Reads the bias of chunk n, of tile number tile_number: `row` and `column` are those of the thread's first score, first_row is
+// the warp's.
+template <int kDim, Variant kVariant, class PairBias>
+__device__ __forceinline__ void read_pair_bias(PairBias& pair_bias, const ForwardCall& call, const ForwardWork& work,
+                                               const ForwardShared<kDim, kVariant>& shared, uint32_t n, uint32_t flags,
+                                               uint32_t tile_number, int first_row, int row, int column) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  if constexpr (copies_bias(kVariant)) {
+    const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
+    bias_full.wait_full(n);
+    pair_bias.template read<kShape.rows()>(shared_address(shared.bias[n % kShape.stages]), first_row);
+    barrier_arrive(bias_empty.at(n));
+  } else {
+    pair_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile_number, row, column);
+  }
+}
+
 // Turns products into weights: logits, what is hidden, the running maximum; then `between`; then exponentials and dropout. True
 // when the maximum of some row of the warp moves, and sums have to be rescaled by `factor`. `row` and `column` are those of the
 // thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias.
@@ -556,18 +573,6 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
                                             has_bias, pair_bias, between);
   };
 
-  // Reads the bias of chunk n, of tile number tile_number.
-  auto read_pair_bias = [&](uint32_t n, uint32_t flags, uint32_t tile_number) {
-    if constexpr (copies_bias(kVariant)) {
-      const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
-      bias_full.wait_full(n);
-      pair_bias.template read<kRows>(shared_address(shared.bias[n % kShape.stages]), group * 64 + warp * 16);
-      barrier_arrive(bias_empty.at(n));
-    } else {
-      pair_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile_number, row, column);
-    }
-  };
-
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     store_tile<T>(call, work, maps, shared, out, sums, tile_number, group, warp, lane, row);
@@ -594,7 +599,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   pin(scores[0]);
   begin_products();
   begin_scores(0, 0, flags);
-  read_pair_bias(0, flags, 0);
+  read_pair_bias(pair_bias, call, work, shared, 0, flags, 0, group * 64 + warp * 16, row, column);
   wait_products<0>();
   pin(scores[0]);
   barrier_arrive(key_empty.at(0));
@@ -631,7 +636,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     value_full.wait_full(n - 1);
     begin_sums((n - 1) % kShape.stages);
     if (is_storing) free_queries(tile - 1);
-    read_pair_bias(n, flags, tile + is_first);
+    read_pair_bias(pair_bias, call, work, shared, n, flags, tile + is_first, group * 64 + warp * 16, row, column);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
     pin(scores[0]);

@@ -195,13 +195,12 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   };
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
                  kStartsWithBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
-  // The tile at hand, its rows and key_bias; and how many tiles' queries were loaded.
-  int batch = 0, kv_head = 0;
+  // The tile at hand; the place of its bias (what is broadcast has one row of heads or batches there); its rows and key_bias; and
+  // how many tiles' queries were loaded.
+  int batch = 0, kv_head = 0, bias_query = 0, bias_head = 0, bias_batch = 0;
   const char* from = nullptr;
   const float* bias = nullptr;
   uint32_t tiles = 0;
-  // The place of the tile's bias in its tensor. What is broadcast has one row of heads or batches there.
-  int bias_query = 0, bias_head = 0, bias_batch = 0;
   // One thread loads the bias of chunk n.
   auto load_bias = [&](uint32_t n, int first_key) {
     const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
