@@ -91,8 +91,8 @@ inline CheckedBackward check_backward(BackwardArguments given, bool clears_bias 
   const AttentionArguments& tensors = forward.given;
   checked.grad_key_bias = like_bias("need_key_bias", given.need_key_bias, "key_bias", tensors.key_bias, forward.query);
   checked.grad_bias = like_bias("need_bias", given.need_bias, "bias", tensors.bias, forward.query);
-  torch::stable::zero_(checked.grad_key_bias);
-  if (clears_bias) torch::stable::zero_(checked.grad_bias);
+  if (given.need_key_bias) torch::stable::zero_(checked.grad_key_bias);
+  if (given.need_bias && clears_bias) torch::stable::zero_(checked.grad_bias);
   checked.grad_query = empty_in_order_of(tensors.query, p.head_dim);
   checked.grad_key = empty_in_order_of(tensors.key, p.head_dim);
   checked.grad_value = empty_in_order_of(tensors.value, p.value_dim);

@@ -102,6 +102,24 @@ def test_all_hidden(device, dtype, kind):
     assert not any(gradient.any() for name, gradient in results.items() if name.startswith("grad_"))
 
 
+@pytest.mark.parametrize("ahead", [3, 8, -5, -16])
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_bad_key_has_no_effect_on_queries_far_before_it(device, dtype, ahead, D):
+    """Whole tiles of queries come before a key that causality hides from them, wherever in a chunk of the bias it lies."""
+    first, Sq = 128, 256  # of the queries that may see the key
+    bias = strategies.random_tensor((1, 2, Sq, Sq + 16), 3, dtype, device)[..., : Sq + ahead]
+    case = make(device, dtype, H=2, Hkv=2, Sq=Sq, Sk=Sq + ahead, D=D, bias=bias, is_causal=True, deterministic=True)
+    q, k, v = case.query, case.key, case.value
+
+    def outputs():
+        return dmattn.attention(q, k, v, bias=bias, is_causal=True)[:, :, :first]
+
+    clean = outputs()
+    k[:, :, first + ahead], v[:, :, first + ahead] = float("nan"), float("nan")
+    assert torch.equal(outputs(), clean)
+    assert torch.isfinite(clean).all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
 @pytest.mark.parametrize("kind", ["padding", "block", "bool", "top_k", "empty interval", "empty interval & block"])
 def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):

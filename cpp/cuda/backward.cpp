@@ -315,10 +315,10 @@ BackwardResults backward_op(BackwardArguments given) {
   if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
-  // Where there is neither a mask nor causality Hopper's kernel computes all tiles, and stores what no two pairs share.
-  const bool owns_bias = call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
-  const bool writes_bias = runs_sm90 && owns_bias && !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
-  if (!writes_bias) torch::stable::zero_(checked.grad_bias);
+  // Without a mask and causality Hopper's kernel meets every pair, so it stores every element of a grad_bias that no two share.
+  const bool is_whole = !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
+  const bool writes_bias = call.b.grad_bias && runs_sm90 && is_whole && owns_bias_gradient(call);
+  if (call.b.grad_bias && !writes_bias) torch::stable::zero_(checked.grad_bias);
   if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
   if (writes_bias) torch::stable::zero_(checked.grad_bias);
   check_length_without_lists(p, false);

@@ -108,6 +108,12 @@ struct BackwardCall {
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
 };
 
+// Has each pair of a query and a key its own element of grad_bias? In a call done in parts this is asked of the whole call,
+// because parts may share elements.
+DMATTN_HOST_DEVICE static inline bool owns_bias_gradient(const BackwardCall& call) {
+  return call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
+}
+
 // Floats in a row of sums of `dim` elements, and the place of element i. A lane of mma.sync holds two pairs of columns of 16.
 // They are neighbours here, so that the lane adds 16 bytes at once.
 constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }

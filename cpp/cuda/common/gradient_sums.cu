@@ -114,8 +114,8 @@ __device__ __forceinline__ bool is_live_key(const AttentionParams& p, int batch,
   return false;
 }
 
-// This thread's keys: kEach of them, kStride apart, because blocks with fewer would mostly wait to begin. Only a few lanes share
-// a key, because each of them has to find out whether the key is live.
+// This thread's keys: kEach of them, kStride apart, because with one each, starting the blocks would take longer than their work.
+// Only a few lanes share a key, because each of them has to find out whether the key is live.
 struct KeyShare {
   static constexpr int kLanes = 8, kEach = 4, kStride = kThreads / kLanes, kKeys = kStride * kEach;  // of a block
   int batch, head, lane, count;  // count: how many of the keys there are

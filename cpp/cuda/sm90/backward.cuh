@@ -252,7 +252,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       if (note.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
-    // What is subtracted from the gradients of the weights is there before they are: grad_scores = delta.
+    // Starts grad_scores at delta, from which the product is then subtracted.
     auto start_grad_scores = [&] {
       const float* const delta = &shared.delta[n % kShape.query_stages][ScorePlace<kDim>().column];
 #pragma unroll

@@ -102,11 +102,6 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
   }
 }
 
-// Has each pair of a query and a key an element of grad_bias of its own? Where a call is done in parts, in the whole call.
-__device__ __forceinline__ bool owns_bias_gradient(const BackwardCall& call) {
-  return call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
-}
-
 // The bias [Sq, Sk] of the thread's scores, and where its gradient goes. Addresses are counted on from row to row: a product of
 // 64 bits for each would take longer than all else.
 template <class T, int kDim>
@@ -288,7 +283,7 @@ __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4]
   }
 }
 
-// Gradients of the weights become what they are subtracted from delta. delta_of: of the thread's queries.
+// Replaces each gradient of a weight by delta minus it. delta_of: of the thread's queries.
 template <int kN>
 __device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4], const float* delta_of) {
 #pragma unroll
@@ -299,8 +294,8 @@ __device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4],
   }
 }
 
-// Gradients of the weights become gradients of the scores, and are added to those of key_bias. Without options delta minus the
-// gradient comes instead of it. delta_of: of the thread's queries.
+// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. Without options grad_scores
+// comes in as delta minus the gradients of the weights. delta_of: of the thread's queries.
 template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],

@@ -92,17 +92,20 @@ Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool
 }
 
 // Can tensor copies bring the bias of the call, are its keys all seen or causal, and is dropout the only option? Tensor copies
-// take no stride of 0, so rows must not be broadcast; heads and batches may be. Heads of a group have a tile each there, and few
-// queries would leave it empty.
+// take no stride of 0, so rows must not be broadcast; heads and batches may be. Chunks of a bias begin and end at multiples of 8
+// keys, so what a tile sees by causality has to end there too: a key behind that may hold NaN, which a weight of 0 does not hide.
+// Each head has a tile of its own there, which few queries would leave mostly empty.
 bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
   constexpr int64_t kFewQueries = 128;
   AttentionParams rest = p;
   rest.bias = {};
+  const bool ends_at_pieces = !p.mask.is_causal || (p.key_length - p.query_length) % 8 == 0;
   return p.bias.data && p.softcap == 0 && !p.mask.tiles.data && !gathers(p) &&
          variant_without_options(rest, is_gathered, false) == Variant::kPlain && p.bias_dtype == p.dtype &&
          reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
          (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 8 == 0 &&
-         (p.bias_row_stride > 0 || p.query_length == 1) && (p.heads == p.kv_heads || p.query_length >= kFewQueries);
+         (p.bias_row_stride > 0 || p.query_length == 1) && ends_at_pieces &&
+         (p.heads == p.kv_heads || p.query_length >= kFewQueries);
 }
 
 // Is kKeyBias the variant of the call if its keys come in order, and if there is an instance?
@@ -339,7 +342,8 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
   work.dealt = call.turns ? 0 : static_cast<uint32_t>(blocks);
   work.ticket = items > work.dealt ? ticket : nullptr;
-  // An item of fewer chunks of queries hides a draw at its end badly. Those of lists of several segments are short, too.
+  // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
+  // short.
   constexpr int64_t kLongItem = 32;
   const bool has_segments = is_gathered && call.key_sums;
   work.draws_late = call.turns || (!has_segments && p.query_length * work.heads >= kLongItem * queries);

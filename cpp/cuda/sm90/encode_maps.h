@@ -23,8 +23,8 @@ inline Encode find_encode() {
   return reinterpret_cast<Encode>(function);
 }
 
-// A tensor of 16-bit elements, its inner dimension contiguous, copied in boxes of 64 columns, or of 32, whose pieces are swizzled
-// over 64 bytes. Strides count elements.
+// A tensor of 16-bit elements, its inner dimension contiguous, copied in boxes of 64 columns with a swizzle of 128 bytes, or, a
+// bias, of 32 columns with one of 64. Strides count elements.
 template <int kRank>
 inline bool encode(CUtensorMap* map, const void* data, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                    const int (&box)[kRank]) {

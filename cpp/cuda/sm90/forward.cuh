@@ -16,8 +16,8 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Scores that the note hides become -inf. positions and queries are those of the thread's two rows. last_key: the last one there
-// is, where a chunk may reach beyond it.
+// Scores that the note hides become -inf. positions and queries are those of the thread's two rows. last_key: of the call, for
+// variants whose chunks may reach beyond it.
 template <int kN, class Note>
 __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, uint32_t flags, bool is_causal, int last_key,
                                      int column, const int (&positions)[2], const int (&queries)[2]) {

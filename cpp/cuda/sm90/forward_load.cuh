@@ -195,8 +195,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   };
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
                  kStartsWithBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
-  // The tile at hand; the place of its bias (what is broadcast has one row of heads or batches there); its rows and key_bias; and
-  // how many tiles' queries were loaded.
+  // The tile at hand; the place of its bias in the tensor, 0 in a dimension that is broadcast; its rows and key_bias; and how
+  // many tiles' queries were loaded.
   int batch = 0, kv_head = 0, bias_query = 0, bias_head = 0, bias_batch = 0;
   const char* from = nullptr;
   const float* bias = nullptr;

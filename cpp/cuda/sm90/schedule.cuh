@@ -63,9 +63,8 @@ struct BackwardWork {
   // waits for items with smaller numbers, and their blocks might come onto the GPU only when it has ended.
   uint32_t dealt;
   int* ticket;  // items drawn beyond those, zero at the start; null: there are no others
-  // Does a block draw an item only when it has asked for all queries of the one before? Where items are long, blocks that draw
-  // when that one has just begun draw regardless of who will be free first. Where sums have a fixed order, others wait for an
-  // item that is drawn.
+  // Does a block draw an item only when it has asked for all queries of the one before? Then the block that is free first draws a
+  // long item. Where sums have a fixed order it has to be so, because others wait for an item that is drawn.
   bool draws_late;
 };
 

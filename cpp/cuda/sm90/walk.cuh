@@ -3,7 +3,7 @@
 //
 // Compact keys, and keys in order where no block mask is given, are walked backwards from the last one that the tile sees. Chunks
 // then end where visibility ends, so no key behind that is ever loaded. What a tensor copy reads in front of the first key is
-// zero.
+// zero, and so is what it reads behind the last one, where chunks end at multiples of 8 keys.
 #pragma once
 
 #include "../common/compact_keys.cuh"
@@ -240,7 +240,7 @@ class Walk {
   __device__ __forceinline__ void walk_in_order() {
     const AttentionParams& p = call_.p;
     const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
-    // Tensor copies take columns of a bias from a multiple of 16 bytes on.
+    // Tensor copies take columns of a bias from a multiple of 16 bytes on. Only the last key can lie between (has_copied_bias).
     constexpr int kWhole = copies_bias(kVariant) ? 8 : 1;
     for (int end = (limits.limit + kWhole - 1) / kWhole * kWhole; end > 0; end -= kKeys) {
       Note& note = begin_chunk();
