@@ -99,7 +99,7 @@ FAULTS = [
     in_file("composed.py", "(numerator_t - lse_t * numerator) * inverse", "numerator_t * inverse",
             "the tangent of out leaves out that of the sum of weights", "test_func.py::test_gradcheck_forward_mode"),
     in_file("composed.py", "torch.where(known, tiles + offset, ", "torch.where(known, tiles, ",
-            "all samples see the partial tiles of the first", "test_func.py::test_vmap_over_masks"),
+            "all samples see the partial tiles of the first", "test_func.py::test_vmap_over_a_mask_as_a_pytree"),
     in_file("composed.py", "torch.arange(first_key, last_key, device=device) <= position", "torch.arange(first_key, last_key, device=device) < position",
             "in second gradients no query sees its own position", "test_func.py::test_gradgradcheck"),
     # The public functions.
