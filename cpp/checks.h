@@ -54,8 +54,16 @@ inline const char* dtype_name(ScalarType type) {
     case ScalarType::Half: return "float16";
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::UInt16: return "uint16";
+    case ScalarType::UInt32: return "uint32";
+    case ScalarType::UInt64: return "uint64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
     case ScalarType::Bool: return "bool";
-    default: return "another dtype";
+    default: return torch::headeronly::toString(type);  // such as Float8_e4m3fn
   }
 }
 

@@ -40,12 +40,28 @@ def ranges(monkeypatch):
     return happened
 
 
-@pytest.mark.parametrize("environment", [{}, {"DMATTN_LOG": "0", "DMATTN_NVTX": ""}])
+@pytest.mark.parametrize(
+    "environment", [{}, *({"DMATTN_LOG": off, "DMATTN_NVTX": off} for off in ("", "0", "false", "No", "OFF"))]
+)
 def test_nothing_is_replaced_without_the_variables(switched, environment):
     before = [getattr(module, name) for module, name in FUNCTIONS]
     switched(**environment)
     assert [getattr(module, name) for module, name in FUNCTIONS] == before
     assert all(not hasattr(function, "__wrapped__") for function in before)
+
+
+@pytest.mark.parametrize("name", profiling.VARIABLES)
+def test_another_word_is_said_and_switches_nothing_on(switched, name):
+    before = [getattr(module, name) for module, name in FUNCTIONS]
+    with pytest.warns(UserWarning, match=f"{name}: expected 1, true, yes, on, 0, false, no or off, got 'banana'; it stays off"):
+        switched(**{name: "banana"})
+    assert [getattr(module, name) for module, name in FUNCTIONS] == before
+
+
+@pytest.mark.parametrize("word", ["1", "true", "Yes", "ON"])
+def test_every_word_that_switches_on(switched, word):
+    switched(DMATTN_LOG=word)
+    assert hasattr(ops.forward, "__wrapped__")
 
 
 def test_a_line_is_printed_for_each_call(switched, capsys, device, dtype):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
+import warnings
 
 import pytest
 import torch
@@ -351,6 +353,26 @@ def test_transforms(device):
         assert_same_bits(forward_ad.unpack_dual(ops.reduce_sum(dual, 1)).tangent, ops.reduce_sum(x, 1))
 
 
+@pytest.mark.parametrize("name", ["reduce_sum", "reduce_max"])
+def test_nested_vmap(name, device):
+    op, x = getattr(ops, name), make((3, 4, 5, 6), torch.float32, 0, device)
+    for dim, keepdim in itertools.product((None, 0, -1), (False, True)):
+
+        def run(sample, dim=dim, keepdim=keepdim):
+            return op(sample, dim, keepdim)
+
+        def squared(sample, run=run):
+            return run(sample).square().sum()
+
+        for function in (run, torch.func.grad(squared), torch.func.hessian(squared)):
+            nested = torch.vmap(torch.vmap(function), (1,))(x)
+            loop = torch.stack([torch.stack([function(sample) for sample in part]) for part in x.unbind(1)])
+            torch.testing.assert_close(nested, loop)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, run=run: torch.vmap(torch.vmap(run))(x), backend="eager", fullgraph=True)
+        assert_same_bits(compiled(x), torch.vmap(torch.vmap(run))(x))
+
+
 def test_compiled_without_recompiles(device):
     torch._dynamo.reset()
 
@@ -382,13 +404,49 @@ def test_bad_inputs(where, device):
                 op(x, dim)
         with pytest.raises(RuntimeError, match="dim: expected a dimension from -1 to 0"):
             op(torch.zeros((), device=device), 1)
-        with pytest.raises(RuntimeError, match=r"input: expected dtype .*float64.*bool"):
-            op(x.to(torch.complex64))
+        for dtype in ("complex64", "complex128", "uint16", "uint32", "uint64", "float8_e4m3fn"):
+            with pytest.raises(RuntimeError, match=rf"(?i)input: expected dtype .*float64.*bool, got (torch\.)?{dtype}"):
+                op(x.to(getattr(torch, dtype)))
+
+
+@pytest.mark.parametrize("name", ["reduce_sum", "reduce_max"])
+def test_vmap_refuses_what_a_sample_has_not(name, device):
+    """The vmapped dimension is no dimension of a sample, in a compiled program neither."""
+    op, x = getattr(ops, name), torch.zeros(3, 4, 5, device=device)
+    for rank, dims in ((2, (2, -3)), (1, (1, -2)), (0, (1, -2))):
+        given = x if rank == 2 else x[0] if rank == 1 else x[0, 0]
+        shape = str(list(given.shape[1:]))
+        for dim in dims:
+            message = (
+                rf"dim: expected a dimension from {min(-rank, -1)} to {max(rank - 1, 0)} of input {re.escape(shape)}, got {dim}"
+            )
+            with pytest.raises(RuntimeError, match=message):
+                torch.vmap(lambda sample, dim=dim: op(sample, dim))(given)
+            with pytest.raises(RuntimeError, match=message):
+                op(given[0], dim)
+    for dim in (0, -1):
+        assert torch.equal(torch.vmap(lambda sample, dim=dim: op(sample, dim))(x[0, 0]), x[0, 0])
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"dim: expected a dimension from -2 to 1 of input .*, got 2"):
+        torch.compile(lambda x: torch.vmap(lambda sample: op(sample, 2))(x), backend="eager")(x)
 
 
 def test_layouts_without_kernels():
-    with pytest.raises(NotImplementedError, match="dmattn::reduce_sum: no kernel for"):
-        ops.reduce_sum(torch.zeros(2, 3).to_sparse())
+    dense = torch.zeros(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of nested and quantised tensors
+        unusual = (
+            (None, "a call without a tensor"),
+            (dense.to_sparse(), "a torch.sparse_coo tensor on cpu"),
+            (torch.nested.nested_tensor([dense, dense[:1]]), "a nested tensor on cpu"),
+            (torch.nested.nested_tensor([dense, dense[:1]], layout=torch.jagged), "a nested tensor on cpu"),
+            (torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8), "a quantised tensor on cpu"),
+        )
+    for (given, words), name in itertools.product(unusual, ("reduce_sum", "reduce_max")):
+        with pytest.raises(
+            NotImplementedError, match=f"dmattn::{name}: no kernel for {words}; this build has kernels for strided"
+        ):
+            getattr(ops, name)(given)
 
 
 def test_strategies_give_the_layouts_of_other_tests(device):

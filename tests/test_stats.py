@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import dmattn
 import pytest
@@ -11,6 +12,8 @@ from dmattn import BlockMask, IntervalMask, reference, visible_pairs
 from dmattn.testing import masks, shapes, strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+TWO = "expected a positive int or two of them, got "
 
 
 def by_hand(seen, tile):
@@ -169,6 +172,13 @@ def test_it_reads_well():
         (((1, 2, 30, 8),), {"dtype": "bfloat16"}, TypeError, "dtype: expected a torch.dtype, got str"),
         (((1, 2, 30, 8),), {"is_causal": 1}, TypeError, "is_causal: "),
         (((1, 2, 30, 8),), {"tile": 0}, ValueError, "tile: "),
+        (((1, 2, 30, 8),), {"tile": (64, "64")}, TypeError, "tile: expected a positive int, got str"),
+        *((((1, 2, 30, 8),), {"tile": tile}, ValueError, re.escape(f"tile: {TWO}{tile}")) for tile in ((1, 2, 3), (1,), ())),
+        (((1, 2, 30, 8),), {"tile": 1.5}, TypeError, f"tile: {TWO}1.5"),
+        (((1, 2, 30, 8),), {"tile": torch.tensor([64, 64])}, TypeError, f"tile: {TWO}tensor"),
+        (((2**40, 2**30, 8, 8),), {}, ValueError, r"query_shape: expected sizes whose product is at most 2\^54, got \["),
+        (((1, 2, 8, 8), None, (2**40, 2**30, 8, 8)), {}, ValueError, "key_shape: expected sizes whose product"),
+        (((1, 2, 8, 8),), {"value_dim": 2**60}, ValueError, "value_dim: expected sizes whose product"),
         (((1, 2, 30, 8),), {"query_offset": 1.5}, TypeError, "query_offset: "),
         (((1, 2, 30, 8), "causal"), {}, TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor"),
         (((1, 2, 30, 8), IntervalMask.causal(31), (1, 2, 30, 8)), {}, ValueError, "mask: expected an IntervalMask for Sk=30"),

@@ -275,14 +275,18 @@ def cache_rewind(
     check_one_device("cache_rewind", "key_cache", key_cache, *tensors)
 
 
+def check_dim(shape: torch.Size, dim: int | None) -> None:
+    places = max(len(shape), 1)  # a scalar has a dimension 0
+    if dim is not None and not -places <= dim < places:
+        raise RuntimeError(f"dmattn: dim: expected a dimension from {-places} to {places - 1} of input {list(shape)}, got {dim}")
+
+
 def reduced_shape(name: str, given: Tensor, dim: int | None, keepdim: bool) -> list[int]:
     """The shape of a reduction's result; raises as the kernels do."""
     rank = given.dim()
-    places = max(rank, 1)  # a scalar has a dimension 0
     if given.dtype not in REDUCED:
         raise RuntimeError(f"dmattn: input: expected dtype {', '.join(str(dtype) for dtype in REDUCED)}, got {given.dtype}")
-    if dim is not None and not -places <= dim < places:
-        raise RuntimeError(f"dmattn: dim: expected a dimension from {-places} to {places - 1}, got {dim}")
+    check_dim(given.shape, dim)
     reduced = range(rank) if dim is None or rank == 0 else [dim % rank]
     if name == "reduce_max":
         for axis in reduced:

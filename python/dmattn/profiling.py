@@ -16,14 +16,24 @@ from dmattn.stats import count
 
 Call = Callable[..., Any]
 VARIABLES = ("DMATTN_LOG", "DMATTN_NVTX")
+ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # The functions of ops.py, and the op that each calls.
 SAME = ("select", "forward", "decode", "cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind")
 MARKED = {name: name for name in SAME} | {"decode_if_plain": "decode"}
 
 
+def is_on(name: str, environment: Mapping[str, str]) -> bool:
+    value = environment.get(name, "").lower()
+    if value not in ON + OFF:
+        warnings.warn(
+            f"{name}: expected 1, true, yes, on, 0, false, no or off, got {environment[name]!r}; it stays off", stacklevel=2
+        )
+    return value in ON
+
+
 def install(environment: Mapping[str, str] = os.environ) -> None:
     """Replaces the functions that the public functions call by ones that print or mark, where the environment asks for it."""
-    log, nvtx = (environment.get(name, "") not in ("", "0") for name in VARIABLES)
+    log, nvtx = (is_on(name, environment) for name in VARIABLES)
     if log:
         ops.forward = logged(ops.forward, lambda inputs: (inputs[3:9], inputs[12]))
         ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: ((None,) * 6, inputs[7]))

@@ -14,6 +14,7 @@ from dmattn import sharding
 from dmattn._library import rules
 from dmattn.autograd import are_plain, below_autograd, has_tangent
 from dmattn.composed import in_front
+from dmattn.fake import check_dim
 
 
 def kept(result: Tensor, rank: int, dim: int | None, keepdim: bool) -> Tensor:
@@ -31,15 +32,18 @@ def shares(given: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Ten
     return wins.to(given.dtype) / counts
 
 
-def folded(op: Any, info: Any, in_dims: tuple[Any, ...], given: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, int]:
+def folded(
+    function: Any, info: Any, in_dims: tuple[Any, ...], given: Tensor, dim: int | None, keepdim: bool
+) -> tuple[Tensor, int]:
     """One call for all samples of vmap: each has its own sequences, and the order of additions is theirs alone."""
     given = in_front(given, in_dims[0], info.batch_size)
     rank = given.dim() - 1
+    check_dim(given.shape[1:], dim)
     if rank == 0:
-        return op(given[:, None], 1, False), 0
+        return function.apply(given[:, None], 1, False), 0
     if dim is not None:
-        return op(given, dim % rank + 1, keepdim), 0
-    result = op(given.flatten(1), 1, False)
+        return function.apply(given, dim % rank + 1, keepdim), 0
+    result = function.apply(given.flatten(1), 1, False)
     return (result.reshape(-1, *(1,) * rank) if keepdim else result), 0
 
 
@@ -66,7 +70,7 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return folded(sum_rule, info, in_dims, *inputs)
+        return folded(Sum, info, in_dims, *inputs)
 
 
 class Max(torch.autograd.Function):
@@ -98,7 +102,7 @@ class Max(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return folded(max_rule, info, in_dims, *inputs)
+        return folded(Max, info, in_dims, *inputs)
 
 
 # The dispatcher leaves out arguments that have their default values.

@@ -19,6 +19,7 @@ from dmattn.masks.heads import same_heads
 from dmattn.sizes import sizes_of
 
 TILE = (128, 128)  # queries and keys
+MAX_EXTENT = 1 << 54  # the largest product of a tensor's sizes, as in the kernels
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -189,6 +190,9 @@ def stats(
         checks.positive_int("value_dim", value_dim)
     width = query[3] if value_dim is None else value_dim
     shapes = (query, key, (*key[:3], width))
+    for name, shape in zip(("query_shape", "key_shape", "value_dim"), shapes, strict=True):
+        if math.prod(max(size, 1) for size in shape) > MAX_EXTENT:
+            raise ValueError(f"{name}: expected sizes whose product is at most 2^54, got {list(shape)}")
     sizes = sizes_of(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
     sizes = sizes._replace(device=torch.device("cpu") if mask is None else getattr(mask, "device", torch.device("cpu")))
     options = options_of(sizes, None, checks.flag("is_causal", is_causal), None)
@@ -197,10 +201,7 @@ def stats(
         raise ValueError("mask: expected a mask with values, got one on the meta device or of a program that is being traced")
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
-    chosen = (tile, tile) if isinstance(tile, int) else tile
-    for size in chosen or ():
-        checks.positive_int("tile", size)
-    return count(shapes, dtype, masks, options.is_causal, chosen)
+    return count(shapes, dtype, masks, options.is_causal, None if tile is None else _tile_of(tile))
 
 
 def count(
@@ -365,6 +366,21 @@ def _four(name: str, shape: Sequence[int]) -> tuple[int, int, int, int]:
         checks.natural_int(name, size)
     batch, heads, length, width = shape
     return int(batch), int(heads), int(length), int(width)
+
+
+def _tile_of(tile: object) -> tuple[int, int]:
+    """A tile as two ints.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    sizes = tile if isinstance(tile, Sequence) else (tile, tile) if isinstance(tile, int) else ()
+    if len(sizes) != 2:
+        error = ValueError if isinstance(tile, Sequence) else TypeError
+        raise error(f"tile: expected a positive int or two of them, got {tile}")
+    for size in sizes:
+        checks.positive_int("tile", size)
+    return sizes[0], sizes[1]
 
 
 def _share(counts: Tensor, of_each: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -15,22 +16,25 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(*args: object) -> NoReturn:
         kernels = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_kernel_for_dispatch_key(f"dmattn::{name}", key)]
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        unusual = [t for t in tensors if t.is_nested or t.layout != torch.strided]
+        unusual = [t for t in tensors if t.is_nested or t.is_quantized or t.layout != torch.strided]
         given = [f"a {_layout(t)} tensor on {t.device}" for t in (unusual or tensors)[:1]]
         raise NotImplementedError(
-            f"dmattn::{name}: no kernel for {given[0] if given else 'this device'}; "
+            f"dmattn::{name}: no kernel for {given[0] if given else 'a call without a tensor'}; "
             f"this build has kernels for strided tensors on {', '.join(kernels) or 'no device'}"
         )
 
     return refuse
 
 
-for _name in OPS:  # a fallback behind the kernels
-    _library.rules().impl(_name, _refusal(_name), "CompositeExplicitAutograd")
+# A fallback behind the kernels, which nested tensors would not come to.
+for _name, _key in itertools.product(
+    OPS, ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor")
+):
+    _library.rules().impl(_name, _refusal(_name), _key)
 
 
 def _layout(given: torch.Tensor) -> str:
-    return "nested" if given.is_nested else str(given.layout)
+    return "nested" if given.is_nested else "quantised" if given.is_quantized else str(given.layout)
 
 
 def refuse_scripting(*functions: Callable[..., object]) -> None:

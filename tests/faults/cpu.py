@@ -12,7 +12,7 @@ def in_file(
     return Fault("cpu", f"cpp/{name}", old, new, wrong, tests, objects, environment, harmless)
 
 
-CACHE, REDUCE = "test_cache.py::", "test_reduce.py::"
+CACHE, REDUCE, DECODE = "test_cache.py::", "test_reduce.py::", "test_decode.py::"
 FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "test_masks.py::", "test_select.py::"
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
@@ -21,6 +21,13 @@ WAYS = "test_key_ways.py::test_the_way_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
+    # Decoding.
+    in_file("cpu/decode_split.h", "page < 0 || page >= p.pages", "page < 0 || page > p.pages",
+            "the page behind the last one is read", DECODE + "test_a_page_number_out_of_range_empties_its_sequence"),
+    in_file("cpu/decode_split.h", "p.is_causal ? length - p.queries + query_of(row) + 1 : length", "length",
+            "a query sees the keys of later ones", DECODE + "test_shapes"),
+    in_file("cpu/decode_split.h", "top = sink > largest ? sink : largest;", "top = largest;",
+            "a sink far above every logit gives NaN", DECODE + "test_sinks"),
     # A bounded cache.
     in_file("cpu/decode_split.h", "(p.lengths_are_flags && p.lengths[batch] > 0)", "p.lengths_are_flags",
             "a sequence that waits gets an output", CACHE + "test_sequences_of_different_lengths"),

@@ -10,7 +10,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
     return Fault("python", f"python/dmattn/{name}", old, new, wrong, tests, harmless=harmless)
 
 
-CACHE, VARLEN = "test_cache.py::", "test_varlen.py::"
+CACHE, VARLEN, DECODE = "test_cache.py::", "test_varlen.py::", "test_decode.py::"
 RANKS, DTENSORS = "test_context_parallel.py::", "test_sharding.py::"
 FORWARD, BACKWARD, MASKS = "test_forward.py::", "test_backward.py::", "test_masks.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "test_dynamic_mask_attention.py::", "test_autograd.py::", "test_registration.py::"
@@ -73,8 +73,35 @@ FAULTS = [
     # Reductions.
     in_file("reductions.py", "return wins.to(given.dtype) / counts", "return wins.to(given.dtype)",
             "each of several largest elements gets the whole gradient", "test_reduce.py::test_a_maximum_shares_its_gradient_as_torch_does"),
-    in_file("reductions.py", "op(given, dim % rank + 1, keepdim), 0", "op(given, dim % rank, keepdim), 0",
+    in_file("reductions.py", "function.apply(given, dim % rank + 1, keepdim), 0", "function.apply(given, dim % rank, keepdim), 0",
             "vmap reduces over the samples", "test_reduce.py::test_transforms"),
+    in_file("reductions.py", "    check_dim(given.shape[1:], dim)\n", "",
+            "vmap takes a dimension that a sample has not for another one", "test_reduce.py::test_vmap_refuses_what_a_sample_has_not"),
+    # Decoding.
+    in_file("decode.py", "sinks = sinks.clamp(max=torch.finfo(sinks.dtype).max)", "pass",
+            "an infinite sink gives NaN", DECODE + "test_sinks"),
+    in_file("decode.py", "query = query.to(key_cache.dtype)", "pass",
+            "under autocast a query of another dtype than the cache's is refused", DECODE + "test_meta_and_autocast"),
+    in_file("decode.py", "page_table.dim() != 2 or page_table.shape[0] != batch", "page_table.dim() != 2",
+            "a page table of another batch is let through", "test_errors.py::test_public_call"),
+    in_file("decode.py", "capacity = page_table.shape[1] * page_size", "capacity = page_table.shape[1] * PAGE_UNIT",
+            "a bias has to be as long as pages of 16 keys", DECODE + "test_pages_in_any_order_give_the_same_bits"),
+    # vmap.
+    in_file("batching.py", "if in_dims[6] is not None or (is_paged and not shares_pools):", "if in_dims[6] is not None:",
+            "samples with pools of their own read those of others", DECODE + "test_vmap"),
+    in_file("batching.py", "    given = in_front(given, dim, size)\n", "    given = in_front(given, dim and 0, size)\n",
+            "the first dimension is taken for the vmapped one", "test_func.py::test_vmap_over_any_argument_is_a_loop_in_one_call"),
+    in_file("batching.py", "if inputs[12 + DROPOUT_P] > 0:", "if False:",
+            "all samples drop what one batch of them would", "test_func.py::test_vmap_with_dropout_honours_randomness"),
+    in_file("batching.py", "return (torch.where(tiles >= FIRST_SLOT, slots + FIRST_SLOT, tiles), rows, columns), (0, 0, 0)", "return (tiles, rows, columns), (0, 0, 0)",
+            "later samples number their tiles behind those of earlier ones", "test_func.py::test_vmap_of_packing"),
+    # Derivatives without a kernel.
+    in_file("composed.py", "(numerator_t - lse_t * numerator) * inverse", "numerator_t * inverse",
+            "the tangent of out leaves out that of the sum of weights", "test_func.py::test_gradcheck_forward_mode"),
+    in_file("composed.py", "torch.where(known, tiles + offset, ", "torch.where(known, tiles, ",
+            "all samples see the partial tiles of the first", "test_func.py::test_vmap_over_a_mask_as_a_pytree"),
+    in_file("composed.py", "torch.arange(first_key, last_key, device=device) <= position", "torch.arange(first_key, last_key, device=device) < position",
+            "in second gradients no query sees its own position", "test_func.py::test_gradgradcheck"),
     # The public functions.
     in_file("call.py", "torch.where(visible, FOREVER, ALWAYS)", "torch.where(visible, ALWAYS, FOREVER)",
             "a bool mask of keys alone is inverted", FORWARD + "test_what_nobody_sees_has_no_effect"),
@@ -347,8 +374,16 @@ FAULTS = [
             "a short last row of tiles is never full", "test_stats.py::test_counts_are_those_of_counting_by_hand"),
     in_file("stats.py", "min(keys, until + keys - queries)", "keys",
             "speed is predicted beside dense attention without causality", "test_stats.py::test_what_follows_from_counts"),
-    in_file("profiling.py", "environment.get(name, \"\") not in (\"\", \"0\")", "name in environment",
+    in_file("profiling.py", "return value in ON", "return name in environment",
             "DMATTN_LOG=0 prints", "test_profiling.py::test_nothing_is_replaced_without_the_variables"),
+    in_file("bench/compare.py", "math.hypot(standard_error(before), standard_error(after))", "standard_error(before)",
+            "a new result that is noise counts as slower", "test_benchmark_results.py::test_what_became_slower_is_found"),
+    in_file("bench/compare.py", "wanted[0].keys() - wanted[1].keys())", "wanted[0].keys() ^ wanted[1].keys())",
+            "what is new is missing", "test_benchmark_results.py::test_what_is_missing_is_named_and_fails_unless_it_is_allowed"),
+    in_file("profiling.py", "environment.get(name, \"\").lower()", "environment.get(name, \"\")",
+            "OFF in capitals is warned of", "test_profiling.py::test_nothing_is_replaced_without_the_variables"),
+    in_file("stats.py", "if len(sizes) != 2:", "if False:",
+            "a tile of three numbers is let through", "test_stats.py::test_bad_arguments"),
     in_file("testing/tolerance.py", "reach = math.isqrt(along.shape[-1])", "reach = along.shape[-1]",
             "a row is as large as the largest of all", "test_testing.py::test_one_wrong_row_among_many_is_seen"),
     in_file("testing/functions.py", "is_causal=case.is_causal and not has_causal", "is_causal=False",
