@@ -352,9 +352,9 @@ def test_a_case_without_memory_leaves_the_others(name, monkeypatch):
         return right(*given)
 
     monkeypatch.setattr(suite, name, first_fails)
-    result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, threads=1, peers=()))
-    assert ["cannot_run" in row for row in result["rows"]] == [True, False]
-    assert result["rows"][0]["cannot_run"] == "50, dense causal: cannot run: DefaultCPUAllocator: can't allocate memory"
+    result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, memory=name == "extra_memory", threads=1, peers=()))
+    assert ["cannot_run" in row for row in result["rows"]] == [True, False, False, False]
+    assert result["rows"][0]["cannot_run"] == "4 x 50, dense causal: cannot run: DefaultCPUAllocator: can't allocate memory"
 
 
 def test_a_process_that_measures_memory_and_fails_is_said(monkeypatch):

@@ -30,9 +30,9 @@ def is_word(x: object) -> bool:
     return isinstance(x, str) and re.fullmatch(r"[\w-]+", x) is not None
 
 
-def each(holds: Callable[[Any], bool], kind: type = dict) -> Callable[[object], bool]:
+def each(holds: Callable[[Any], bool], kind: type = dict) -> Callable[[Any], bool]:
     """Whether it is an object, or a list, whose values all are so."""
-    return lambda x: isinstance(x, kind) and all(map(holds, x.values() if isinstance(x, dict) else x))
+    return lambda x: isinstance(x, kind) and all(holds(value) for value in (x.values() if isinstance(x, dict) else x))
 
 
 def is_ceiling(x: object) -> bool:

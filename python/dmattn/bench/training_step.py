@@ -124,8 +124,8 @@ def reference_attended(
             document = torch.bucketize(torch.arange(key.shape[2], device=key.device), layer.ends, right=True)
             base = (document == document[:, None])[None, None]
         visible = reference.top_k_visible(scores.detach(), layer.window, base=base)
-    given = [each.to(dtype) for each in (query, key, value)]
-    out, _ = reference.attention(*given, visible, key_bias=None if scores is None else scores.to(dtype), is_causal=True)
+    key_bias = None if scores is None else scores.to(dtype)
+    out, _ = reference.attention(query.to(dtype), key.to(dtype), value.to(dtype), visible, key_bias=key_bias, is_causal=True)
     return out.to(query.dtype)
 
 
