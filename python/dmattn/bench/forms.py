@@ -32,7 +32,12 @@ def is_word(x: object) -> bool:
 
 def each(holds: Callable[[Any], bool], kind: type = dict) -> Callable[[Any], bool]:
     """Whether it is an object, or a list, whose values all are so."""
-    return lambda x: isinstance(x, kind) and all(holds(value) for value in (x.values() if isinstance(x, dict) else x))
+
+    def holds_for_each(x: Any) -> bool:
+        values: Any = x.values() if isinstance(x, dict) else x
+        return isinstance(x, kind) and all(holds(value) for value in values)
+
+    return holds_for_each
 
 
 def is_ceiling(x: object) -> bool:
