@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
+import random
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -137,6 +140,104 @@ def test_bad_files_are_refused_in_one_sentence(call, tmp_path, monkeypatch, caps
     assert_refused(call, BAD_FILES[call], capsys)
 
 
+BAD_ROWS = {  # changes of a row that was measured, and what is said
+    "kind-missing": ({"kind": None}, "in row 1 a word as kind, got None"),
+    "length": ({"length": "long"}, "an integer > 0 as length, got 'long'"),
+    "batch": ({"batch": 0}, "an integer > 0 as batch, got 0"),
+    "heads": ({"heads": True}, "an integer > 0 as heads, got True"),
+    "head_dim": ({"head_dim": [8]}, "an integer > 0 as head_dim, got [8]"),
+    "dtype": ({"dtype": 3}, "a word as dtype, got 3"),
+    "tflops": ({"tflops": {"forward": "fast"}}, "an object of numbers as tflops, got {'forward': 'fast'}"),
+    "kernel_tflops": ({"kernel_tflops": None}, "an object of numbers as kernel_tflops, got None"),
+    "kernel_medians": ({"kernel_medians": []}, "an object of numbers > 0 as kernel_medians, got []"),
+    "pairs": ({"pairs": "all"}, "an integer >= 0 as pairs, got 'all'"),
+    "peak_bytes": ({"peak_bytes": {"forward": None}}, "an object of numbers as peak_bytes, got {'forward': None}"),
+    "true": ({"samples": {"forward": [True]}}, "expected samples of forward, all numbers > 0, got [True]"),
+    "huge": ({"samples": {"forward": [10**400]}}, "expected samples of forward, all numbers > 0, got [1000"),
+}
+BAD_HEADERS = {
+    "ceiling": ({"float32": 3}, "as ceiling, got {'float32': 3}"),
+    "machine": ({"gpu": ["x"]}, "a line of text as machine.gpu, got ['x']"),
+    "clocks": ({"after": "x"}, "an object of texts as clocks.after, got 'x'"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD_ROWS, *BAD_HEADERS])
+def test_results_of_a_wrong_form_are_refused_in_one_sentence(name, ran, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    result = json.loads(ran.read_text())
+    if name in BAD_ROWS:
+        result["rows"][0] |= BAD_ROWS[name][0]
+    else:
+        result[name] = BAD_HEADERS[name][0]
+    Path("bad.json").write_text(json.dumps(result))
+    for call in ("report bad.json --output page", "compare bad.json bad.json"):
+        assert_refused(call, "bad.json: ", capsys)
+        __main__.main(call.split())
+        assert (BAD_ROWS | BAD_HEADERS)[name][1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["length", "batch", "heads", "head_dim", "dtype", "kernel_tflops", "kernel_medians", "pairs", "is_causal", "scores"]
+)
+def test_rows_without_a_field_are_refused(name, ran, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    result = json.loads(ran.read_text())
+    del result["rows"][0][name]
+    Path("bad.json").write_text(json.dumps(result))
+    assert_refused("report bad.json --output page", f" as {name}, got none", capsys)
+
+
+BAD_TEXTS = {
+    "nested.json": ("[" * 10**5, "nested.json: expected JSON"),
+    "nothing.json": ('{"rows": []}', "nothing.json: expected a result with times, got none that a report could show"),
+    "runs.jsonl": ("null", "runs.jsonl: expected training runs: in run 1 an object, got None"),
+    "none.jsonl": (None, "none.jsonl: cannot be read (No such file or directory)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_other_files_are_refused_in_one_sentence(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, sentence = BAD_TEXTS[name]
+    if text is not None:
+        Path(name).write_text(text)
+    assert_refused(f"report {name} --output page", sentence, capsys)
+
+
+BAD_TRAINING = {
+    "settings": (None, "an object as settings, got None"),
+    "curve": ("x", "held_accuracy as curve, got 'x'"),
+    "tokens_per_second": (None, "a number > 0 as tokens_per_second, got None"),
+    "settings.task": (None, "a word as settings.task, got none"),
+    "complete": (False, "expected training runs that are complete, got none"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAINING)
+def test_training_runs_of_a_wrong_form_are_refused_in_one_sentence(name, tmp_path, monkeypatch, capsys):
+    run = json.loads((BENCHMARKS / "results" / report.LEARNED[0]).read_text().splitlines()[0])
+    value, sentence = BAD_TRAINING[name]
+    if "." in name:
+        del run["settings"]["task"]
+    else:
+        run[name] = value
+    monkeypatch.chdir(tmp_path)
+    Path("runs.jsonl").write_text(json.dumps(run))
+    assert_refused("report runs.jsonl --output page", sentence, capsys)
+
+
+def test_committed_results_are_read_or_refused_with_a_sentence():
+    other = {"builds", "doge", "fuzz", "suite"}
+    for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
+        if path.stem in other:
+            with pytest.raises(records.BadResultError, match=r"expected a result") as refused:
+                records.read(path)
+            assert "Error" not in str(refused.value)
+        else:
+            records.read(path)
+
+
 def test_a_gpu_is_described_by_nvidia_smi(monkeypatch):
     said = types.SimpleNamespace(stdout="1980 MHz, 1980 MHz, 3201 MHz, 80.10 W, 700.00 W, 30\n", returncode=0)
     asked = []
@@ -172,8 +273,8 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     row = new["rows"][0]
     row["samples"]["forward"] = [1.2, 1.21, 1.19, 1.2]
     row["samples"]["backward"] = [1.2, 0.2, 2.2, 1.2]  # noise
-    row["samples"]["peer_forward"] = [2.0, 2.0]
-    new["rows"][1]["samples"]["forward"] = [0.5]
+    row["samples"]["peer_forward"] = [2.0, 2.0, 2.0]
+    new["rows"][1]["samples"]["forward"] = [0.5, 0.5, 0.5]
     (tmp_path / "new.json").write_text(json.dumps(new))
     capsys.readouterr()
     assert __main__.main(["compare", *both]) == 1
@@ -185,6 +286,40 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     with pytest.raises(records.BadResultError, match="no measurement in common"):
         compare.compared(old, {"rows": [{**row, "heads": 3} for row in old["rows"]]}, 0.05)
     assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
+
+
+def test_too_few_samples_give_no_verdict():
+    def result(*samples):
+        return {"rows": [{"case": "c", "samples": {"forward": list(samples)}}]}
+
+    words, has_failed = compare.text(result(1.0, 1.0), result(2.0, 2.0, 2.0), 0.05)
+    assert not has_failed
+    assert words.startswith("0 slower beyond noise.\n0 faster beyond noise.\n1 with too few samples")
+    assert "at least 3 in each result" in words
+    assert compare.text(result(1.0, 1.0, 1.0), result(2.0, 2.0, 2.0), 0.05)[1]
+
+
+def test_two_results_of_one_build_differ_once_in_a_hundred_times():
+    quantiles = [compare.t_quantile(*given) for given in ((0.005, 4), (1e-4, 4), (1e-4, 2), (0.025, 500))]
+    assert [round(each, 1) for each in quantiles] == [4.6, 13.0, 70.7, 2.0]
+    generator = random.Random(0)
+
+    def result(count, cases=10):
+        rows = [{"case": str(n), "samples": {"forward": [generator.gauss(1, 0.02) for _ in range(count)]}} for n in range(cases)]
+        return {"rows": rows}
+
+    for counts in ((3, 3), (5, 5), (3, 20)):
+        alarms = sum(bool(compare.compared(*map(result, counts), least=0.0)[0]) for _ in range(500))
+        assert alarms <= 10, counts  # twice what is promised
+
+
+def test_nobody_has_to_read_to_the_end(tmp_path):
+    path = tmp_path / "many.json"
+    path.write_text(json.dumps({"rows": [{"case": f"case {n}", "samples": {"forward": [1.0]}} for n in range(5000)]}))
+    command = f"{sys.executable} -m dmattn.bench compare {path} {path}; echo $? >&2"
+    done = subprocess.run(["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout == "0 slower beyond noise.\n"
+    assert done.stderr == "141\n"
 
 
 def test_what_is_missing_is_named_and_fails_unless_it_is_allowed(ran, tmp_path, capsys):

@@ -295,6 +295,13 @@ BAD_RUNS = {
     "run causal --head-dim 7": "--head-dim: expected a multiple of 8 up to 256, got 7",
     "run causal --seconds nan": "argument --seconds: expected a finite number >= 0, got nan",
     "run causal --name a/b": "--name: expected the name of a file, got a/b",
+    f"run causal --name {'x' * 300} --output folder": "can be written, got folder/",
+    "run causal --threads 99999999999999999999": "argument --threads: expected at most 2147483647, got 99999999999999999999",
+    "run causal --threads 99999": "--threads: expected at most 1024, got 99999",
+    "run causal --batch 99999999999999999999": "argument --batch: expected at most 2147483647, got 99999999999999999999",
+    "run causal --heads 4294967296": "argument --heads: expected at most 2147483647, got 4294967296",
+    "run causal --device cpu --kv-heads 3": "--kv-heads: expected a divisor of 4, the heads of causal, got 3",
+    "run dynamic-trained --trained nan.pt": "dynamic-trained: nan.pt: expected finite scores in float32, got 3000 that are not",
     "run causal --output text.txt": "--output: expected a folder, got text.txt",
     "run pages --lengths 64": "--lengths: expected none with pages, which has cases of its own",
     "run causal decode --peers eager": "--peers: expected none with decode, which has cases of its own",
@@ -308,6 +315,7 @@ def test_bad_runs_are_refused_in_one_sentence(call, tmp_path, monkeypatch, capsy
     Path("text.txt").write_text("no JSON")
     torch.save(torch.zeros(2, 10), "short.pt")
     torch.save(torch.zeros(0, 3000), "headless.pt")
+    torch.save(torch.stack([torch.zeros(3000), torch.full((3000,), torch.nan)]), "nan.pt")
     assert_refused(call, BAD_RUNS[call], capsys)
 
 
@@ -330,6 +338,30 @@ def test_a_case_that_cannot_run_leaves_the_others(tmp_path, capsys):
     rows = json.loads(found.read_text())["rows"]
     assert ["cannot_run" in row for row in rows] == [False, True]
     assert "expected scores of 4096 tokens or more, got 2048" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["case_row", "ceiling", "extra_memory"])
+def test_a_case_without_memory_leaves_the_others(name, monkeypatch):
+    """On a CPU torch raises RuntimeError where memory is short."""
+    right, taken = getattr(suite, name), []
+
+    def first_fails(*given):
+        taken.append(given)
+        if len(taken) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
+        return right(*given)
+
+    monkeypatch.setattr(suite, name, first_fails)
+    result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, memory=name == "extra_memory", threads=1, peers=()))
+    assert ["cannot_run" in row for row in result["rows"]] == [True, False, False, False]
+    assert result["rows"][0]["cannot_run"] == "4 x 50, dense causal: cannot run: DefaultCPUAllocator: can't allocate memory"
+
+
+def test_a_process_that_measures_memory_and_fails_is_said(monkeypatch):
+    done = types.SimpleNamespace(stderr="a\nMemoryError: none left\n", returncode=1, stdout="")
+    monkeypatch.setattr(measure.subprocess, "run", lambda *given, **options: done)
+    with pytest.raises(measure.CannotRunError, match="memory ended with 1: MemoryError: none left"):
+        measure.extra_memory(cases.Case(300), "cpu", 1)
 
 
 def test_a_missing_gpu_is_said(monkeypatch, capsys):
@@ -447,6 +479,21 @@ def test_training_steps_are_timed():
     assert ours.case == "training step, 512 tokens on 1 ranks, 8 documents"
     assert (ours.who, theirs.who) == ("dmattn", "causal")
     assert training_step.document_ends(10, 2, torch.device("cpu")).tolist() == [0, 5, 10]
+
+
+@pytest.mark.parametrize("documents", [0, 8])
+@pytest.mark.parametrize("what", ["window", "causal", "key"])
+def test_training_steps_that_compute_something_else_are_refused(what, documents, monkeypatch):
+    ours, theirs = dmattn.dynamic_mask_attention, F.scaled_dot_product_attention
+    if what == "causal":
+        monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, key, value, **options: theirs(query, key, value))
+    else:
+        monkeypatch.setattr(
+            dmattn, "dynamic_mask_attention", lambda query, key, value, scores, window, base:
+            ours(query, key.detach() if what == "key" else key, value, scores, window // 2 if what == "window" else window, base=base)
+        )  # fmt: skip
+    with pytest.raises(measure.WrongResultError, match=r"training step, .* differs from the reference by"):
+        training_step.rows(measure.JobOptions("cpu", repeats=1), documents)
 
 
 def test_training_steps_have_options_of_their_own(monkeypatch, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """``python -m dmattn.bench``: list and run workloads, compare two results, make tables and plots of results.
 
-Ends with 1 when a result is wrong, became slower, is missing or is not what a page says, and with 2 for a call that asks for what is not there.
+Ends with 1 when a result is wrong, became slower, is missing or is not what a page says, and with 2 for a call that asks for what is not there;
+with 141, as other tools do, when nobody reads what it prints any more.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +19,15 @@ import torch
 
 from dmattn import checks
 from dmattn.bench import compare, peers, report, suite, workloads
-from dmattn.bench.cases import trained_scores
+from dmattn.bench.cases import Case, trained_scores
 from dmattn.bench.measure import SECONDS_A_CASE
-from dmattn.bench.records import BadResultError, checkout, read, write
+from dmattn.bench.records import BadResultError, checkout, machine, read, write
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype")
+MOST = (1 << 31) - 1  # of any number that is asked for
+MOST_THREADS = 1024
+NOBODY_READS = 141  # 128 + SIGPIPE
 
 
 class BadCallError(Exception):
@@ -34,7 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {"list": list_all, "run": run, "compare": compare_two, "report": make_report}
     try:
         options = parser().parse_args(arguments)
-        return commands[options.command](options)
+        status = commands[options.command](options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more at its end
+        return NOBODY_READS
     except (BadCallError, BadResultError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -94,8 +104,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or not text.strip("0"):
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    if len(text.lstrip("0")) > len(str(MOST)) or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST}, got {text}")
     return int(text)
 
 
@@ -117,6 +129,20 @@ def made_folder(path: Path) -> None:
         raise BadCallError(f"--output: expected a folder, got {path} ({error.strerror})") from None
 
 
+def check_written(path: Path) -> None:
+    """Raises BadCallError where there can be no such file: before anything is measured for it."""
+    made_folder(path.parent)
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise BadCallError(
+            f"--output: expected a folder where {path.name} can be written, got {path.parent} ({error.strerror})"
+        ) from None
+    if is_new:
+        path.unlink()
+
+
 def list_all(_: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("Workloads:")
@@ -133,19 +159,28 @@ def list_all(_: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     names = wanted_names(options)
     chosen = checked(options)
-    made_folder(options.output)
+    check_heads(names, chosen)
+    path = path_of(options, chosen)
+    for each in (path, path.with_suffix(".csv")):
+        check_written(each)
     result = suite.run(names, chosen)
-    print(suite.table(result))
-    for line in suite.remarks(result):
-        print(line)
-    stem = options.name or "-".join([*(chosen.device if name == "pages" else name for name in options.names[:4])])
-    stem += f"-{result['family']}" * (result["family"] != "auto") + "-settled" * bool(chosen.settle) + "-quick" * chosen.quick
-    path = options.output / result["machine"]["name"] / f"{stem}.json"
+    remarks = suite.remarks(result)  # they add to the rows
     write(result, path)
-    print(f"Written: {path} and {path.with_suffix('.csv').name}")
+    print("\n".join([suite.table(result), *remarks, f"Written: {path} and {path.with_suffix('.csv').name}"]))
     if all("cannot_run" in row for row in result["rows"]):
         return 2
     return int(any("refused" in row for row in result["rows"]))
+
+
+def path_of(options: argparse.Namespace, chosen: suite.Options) -> Path:
+    """The JSON of a run."""
+    if chosen.device == "cpu":
+        torch.set_num_threads(chosen.threads)  # the machine's name has them
+    family = os.environ.get("DMATTN_FAMILY", "auto")
+    stem = options.name or "-".join(chosen.device if name == "pages" else name for name in options.names[:4])
+    stem += f"-{family}" * (family != "auto") + "-settled" * bool(chosen.settle) + "-quick" * chosen.quick
+    folder: Path = options.output / machine(chosen.device)["name"]
+    return folder / f"{stem}.json"
 
 
 def wanted_names(options: argparse.Namespace) -> list[str]:
@@ -196,6 +231,13 @@ def check_sizes(options: argparse.Namespace, device: str) -> None:
         print(f"bench: {given[0]} changes nothing in {jobs}, which have cases of their own", file=sys.stderr)
 
 
+def check_heads(names: list[str], chosen: suite.Options) -> None:
+    """Raises BadCallError where a workload has heads that are no multiple of the key heads asked for."""
+    for name, step in suite.planned(names, chosen):
+        if isinstance(step, Case) and step.heads % step.kv_heads:
+            raise BadCallError(f"--kv-heads: expected a divisor of {step.heads}, the heads of {name}, got {step.kv_heads}")
+
+
 def checked(options: argparse.Namespace) -> suite.Options:
     """Raises BadCallError."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -211,6 +253,8 @@ def checked(options: argparse.Namespace) -> suite.Options:
             raise BadCallError(f"--peers: expected some of {', '.join(peers.PEERS)}, or none alone, got {name}")
         if reason := peers.missing(name, device):
             raise BadCallError(f"--peers: {reason}")
+    if options.threads > MOST_THREADS:
+        raise BadCallError(f"--threads: expected at most {MOST_THREADS}, got {options.threads}")
     check_sizes(options, device)
     shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     if shape.get("heads", 0) % shape.get("kv_heads", 1):
@@ -242,7 +286,7 @@ def make_report(options: argparse.Namespace) -> int:
                 "--check: expected no results beside it, since it compares pages with the committed ones, got some"
             )
         folder = options.output or Path("bench-report")
-        made_folder(folder)
+        check_written(folder / "report.md")
         print(f"Written: {report.of_results(options.results, folder)}")
         return 0
     if options.output:

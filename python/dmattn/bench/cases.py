@@ -267,7 +267,10 @@ def trained_scores(path: str) -> Tensor:
         raise ValueError(f"{path}: expected a tensor that torch.save wrote, got something else") from None
     if not isinstance(given, Tensor) or given.dim() != 2 or not given.shape[0] or not given.is_floating_point():
         raise ValueError(f"{path}: expected a floating tensor [heads, tokens], got something else")
-    return given.float()
+    scores = given.float()
+    if not scores.isfinite().all():
+        raise ValueError(f"{path}: expected finite scores in float32, got {int((~scores.isfinite()).sum())} that are not")
+    return scores
 
 
 def _document_ends(case: Case) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 
+import torch
+
 from dmattn.bench.records import OURS, BadResultError, Measurement, Result, measurements
 
-SIGMAS = 3.0
+FALSE_ALARMS = 0.01  # how often chance alone may make anything slower in a comparison of two results
+FEWEST_SAMPLES = 3  # on either side; fewer do not say how much they spread
 MEDIAN_OF_NORMAL = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, for normal samples
 
 
@@ -32,41 +36,65 @@ def median(found: Measurement) -> float:
     return statistics.median(found.samples)
 
 
-def standard_error(found: Measurement) -> float:
-    """Of the median, from the spread of the samples; 0 for one sample."""
-    if len(found.samples) < 2:
-        return 0.0
-    return MEDIAN_OF_NORMAL * statistics.stdev(found.samples) / math.sqrt(len(found.samples))
+def has_enough(*pair: Measurement) -> bool:
+    return min(len(found.samples) for found in pair) >= FEWEST_SAMPLES
 
 
-def compared(old: Result, new: Result, least: float, with_peers: bool = False) -> tuple[list[Change], list[Change], list[str]]:
-    """What became slower, what became faster, and what only the old result has.
+@functools.lru_cache(maxsize=1000)
+def t_quantile(tail: float, freedom: int) -> float:
+    """What Student's t exceeds with this probability, from the integral of its density, where t = sqrt(freedom) / tan(angle)."""
+    angle = torch.linspace(0, 1, 1 << 14, dtype=torch.float64) ** 2 * (math.pi / 2)
+    beyond = torch.cumulative_trapezoid(angle.sin() ** (freedom - 1), angle)  # at the end for t > 0: half of all
+    place = max(1, int(torch.searchsorted(beyond, 2 * tail * beyond[-1])))
+    return math.sqrt(freedom) / math.tan(angle[place])
 
-    A time has changed when the medians differ by the part ``least`` of the old one, and by three standard errors of their difference.
+
+def chance(before: Measurement, after: Measurement, tail: float) -> float:
+    """By how much the median grows by chance with this probability, if nothing changed: both spread alike, so their spreads are pooled."""
+    counts = [len(found.samples) for found in (before, after)]
+    squares = sum((len(found.samples) - 1) * statistics.variance(found.samples) for found in (before, after))
+    freedom = sum(counts) - 2
+    error = MEDIAN_OF_NORMAL * math.sqrt(squares / freedom * sum(1 / count for count in counts))
+    return t_quantile(tail, freedom) * error
+
+
+def compared(
+    old: Result, new: Result, least: float, with_peers: bool = False
+) -> tuple[list[Change], list[Change], list[str], list[str]]:
+    """What became slower, what became faster, what only the old result has, and what has too few samples to tell.
+
+    A time has changed when the medians differ by the part ``least`` of the old one, and by more than chance makes: where nothing changed,
+    independent samples make anything slower in about one of a hundred comparisons of results, however many times these have.
 
     Raises:
         BadResultError: they have no measurement in common.
     """
     wanted = [{found.key: found for found in measurements(result) if with_peers or found.who == OURS} for result in (old, new)]
+    common = sorted(wanted[0].keys() & wanted[1].keys())
+    pairs = {key: (wanted[0][key], wanted[1][key]) for key in common}
+    told = [pair for pair in pairs.values() if has_enough(*pair)]
+    few = [named(key) for key, pair in pairs.items() if not has_enough(*pair)]
     slower, faster = [], []
-    for key in wanted[0].keys() & wanted[1].keys():
-        before, after = wanted[0][key], wanted[1][key]
-        spread = SIGMAS * math.hypot(standard_error(before), standard_error(after))
-        noise = max(least, spread / median(before))
+    for before, after in told:
+        noise = max(least, chance(before, after, FALSE_ALARMS / len(told)) / median(before))
         change = Change(before, after, median(after) / median(before), 1 + noise)
         if change.ratio - 1 > noise:
             slower.append(change)
         elif 1 - change.ratio > noise:
             faster.append(change)
-    if not wanted[0].keys() & wanted[1].keys():
+    if not common:
         raise BadResultError("the two results have no measurement in common: expected results of the same workloads")
-    missing = sorted(", ".join(filter(None, key)) for key in wanted[0].keys() - wanted[1].keys())
-    return sorted(slower, key=lambda c: -c.ratio), sorted(faster, key=lambda c: c.ratio), missing
+    missing = [named(key) for key in sorted(wanted[0].keys() - wanted[1].keys())]
+    return sorted(slower, key=lambda c: -c.ratio), sorted(faster, key=lambda c: c.ratio), missing, few
+
+
+def named(key: tuple[str, ...]) -> str:
+    return ", ".join(filter(None, key))
 
 
 def text(old: Result, new: Result, least: float, with_peers: bool = False, allow_missing: bool = False) -> tuple[str, bool]:
     """A report in words, and whether anything became slower or, unless that is allowed, is missing in the new result."""
-    slower, faster, missing = compared(old, new, least, with_peers)
+    slower, faster, missing, few = compared(old, new, least, with_peers)
     lines = []
     for what in ("machine", "torch", "cuda"):
         names = [str(result.get(what, {}).get("name") if what == "machine" else result.get(what)) for result in (old, new)]
@@ -75,7 +103,11 @@ def text(old: Result, new: Result, least: float, with_peers: bool = False, allow
     for title, changes in (("slower", slower), ("faster", faster)):
         lines.append(f"{len(changes)} {title} beyond noise" + (":" if changes else "."))
         lines += [f"  {change.line}" for change in changes]
-    if missing:
-        lines.append(f"{len(missing)} missing in the second result:")
-        lines += [f"  {name}" for name in missing]
+    for title, names in (
+        (f"with too few samples (at least {FEWEST_SAMPLES} in each result), no verdict", few),
+        ("missing in the second result", missing),
+    ):
+        if names:
+            lines.append(f"{len(names)} {title}:")
+            lines += [f"  {name}" for name in names]
     return "\n".join(lines), bool(slower or (missing and not allow_missing))

@@ -42,7 +42,7 @@ class JobOptions:
 
 
 class CannotRunError(Exception):
-    """A job cannot run on this machine; says why."""
+    """A case or a job cannot run on this machine; says why."""
 
 
 class WrongResultError(Exception):
@@ -253,12 +253,19 @@ def ceiling(device: str, dtype: str) -> dict[str, float]:
 
 
 def extra_memory(case: Case, device: str, threads: int) -> dict[str, int]:
-    """Peak bytes beyond inputs and results: {forward, backward}. On a CPU the peak of a fresh process's resident memory."""
+    """Peak bytes beyond inputs and results: {forward, backward}. On a CPU the peak of a fresh process's resident memory.
+
+    Raises:
+        CannotRunError: that process failed.
+    """
     if device != "cpu":
         load = workload(case, device, with_peers=False)
         return _extra_cuda(load.ours, load.grad_out)
     command = [sys.executable, "-m", "dmattn.bench.measure", json.dumps(vars(case)), str(threads)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip() or "it said nothing").split("\n")[-1]
+        raise CannotRunError(f"the process that measures memory ended with {done.returncode}: {reason}")
     return dict(json.loads(done.stdout))
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib
 import importlib.util
 import io
-import json
 import re
 import statistics
 import textwrap
@@ -84,6 +83,12 @@ def kernels(row: Row) -> dict[str, float]:
     return found
 
 
+def has_times(row: Row) -> bool:
+    """Whether forward and backward were timed, ours and the first peer's, in calls and, if any, as kernels alone."""
+    wanted = {"forward", "backward", "peer_forward", "peer_backward"}
+    return wanted <= row["medians"].keys() and wanted <= kernels(row).keys()
+
+
 def dynamic(results: list[Result]) -> list[Row]:
     """Causal dynamic masks with random scores, one row a length, beside a dense peer."""
     for result in results:
@@ -92,6 +97,7 @@ def dynamic(results: list[Result]) -> list[Row]:
             if row.get("kind") == "dma" and row["is_causal"] and row["scores"] == "random" and "peer_forward" in row.get("medians", {})
             and not row.get("documents") and not row.get("local")
         ]  # fmt: skip
+        chosen = [row for row in chosen if has_times(row)]
         heads = max((row["heads"] for row in chosen if row["heads"] == row["kv_heads"]), default=0)
         by_size = {row["length"]: row for row in reversed(chosen) if row["heads"] == row["kv_heads"] == heads}
         if len(by_size) > 1:
@@ -148,7 +154,7 @@ def draw_time_over_length(results: list[Result], path: Path) -> None:
 
 def draw_density(results: list[Result], path: Path) -> None:
     measured = sorted(rows(results, 2, kind="blocks"), key=lambda row: row["density"])
-    measured = [row for row in measured if row.get("block", 128) == 128]
+    measured = [row for row in measured if row.get("block", 128) == 128 and {"forward", "backward"} <= kernels(row).keys()]
     if len({row["density"] for row in measured}) < 2:
         raise NothingToDrawError
     what = "kernels alone" if measured[0]["kernel_medians"] else "calls"
@@ -175,7 +181,7 @@ def draw_density(results: list[Result], path: Path) -> None:
 
 
 def draw_memory(results: list[Result], path: Path) -> None:
-    measured = [row for row in dynamic(results) if "extra_bytes" in row]
+    measured = [row for row in dynamic(results) if {"forward", "backward"} <= row.get("extra_bytes", {}).keys()]
     if not measured:
         raise NothingToDrawError
     figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
@@ -276,12 +282,22 @@ def intensity(row: Row) -> float:
     return float(4 * row["head_dim"] * row["pairs"] / moved)
 
 
+def rates_of(row: Row) -> dict[str, float]:
+    """10^12 operations a second of kernels alone, on a CPU of calls."""
+    found: dict[str, float] = row.get("kernel_tflops") or row.get("tflops", {})
+    return found
+
+
 def draw_roofline(results: list[Result], path: Path) -> None:
     """Forward passes of all cases under what this machine gave to a product of matrices and to a copy."""
-    result = next((one for one in results if one.get("ceiling") and any(row.get("pairs") for row in one["rows"])), None)
+    of_each = (
+        (one, [row for row in one["rows"] if row.get("pairs") and "forward" in rates_of(row) and row["dtype"] in one["ceiling"]])
+        for one in results
+        if one.get("ceiling")
+    )
+    result, measured = next((found for found in of_each if found[1]), (None, []))
     if result is None:
         raise NothingToDrawError
-    measured = [row for row in result["rows"] if row.get("pairs")]
     most = result["ceiling"][measured[0]["dtype"]]
     figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
     at = [intensity(row) for row in measured]
@@ -299,7 +315,7 @@ def draw_roofline(results: list[Result], path: Path) -> None:
     for number, kind in enumerate(dict.fromkeys(row["kind"] for row in measured)):
         color = KIND_COLORS[number % len(KIND_COLORS)]
         found = [row for row in measured if row["kind"] == kind]
-        rates = [(row["kernel_tflops"] or row["tflops"])["forward"] for row in found]
+        rates = [rates_of(row)["forward"] for row in found]
         ax.plot([intensity(row) for row in found], rates, "o", color=color, ms=4, label="dynamic mask" if kind == "dma" else kind)
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -328,7 +344,8 @@ def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
     for run in runs:
         s = run["settings"]
         if s["task"] == task and run["complete"]:
-            budget = tuple(s.get(name) for name in BUDGET)
+            recalls = any("held_accuracy" in point for point in run["curve"])  # not drawn beside what has bits alone
+            budget = (recalls, *(s.get(name) for name in BUDGET))
             by_budget.setdefault(budget, {}).setdefault(run["name"], {})[s["seed"]] = run
     if not by_budget:
         raise NothingToDrawError
@@ -362,6 +379,8 @@ def draw_learning(runs: list[Run], task: str, path: Path) -> None:
     """What was reached on held-out data over steps: means over seeds, and bands from least to most; also over seconds of training where
     these can be compared."""
     chosen = chosen_runs(runs, task)
+    if not all(run["curve"] for found in chosen.values() for run in found):
+        raise NothingToDrawError
     axes_of = {"step": "steps", "seconds": "seconds of training"} if have_comparable_seconds(chosen) else {"step": "steps"}
     legend = ["\n".join(textwrap.wrap(described(found[0]["settings"]), 120)) for found in chosen.values()]
     lines = sum(1 + words.count("\n") for words in legend)
@@ -428,15 +447,3 @@ def draw_all(results: list[Result], runs: list[Run], folder: Path) -> list[str]:
                 continue
             drawn.append(name)
     return drawn
-
-
-def read_runs(path: Path) -> list[Run]:
-    """The training runs of a file of JSON lines.
-
-    Raises:
-        ValueError: it is no such file.
-    """
-    runs = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    if not runs or not all(isinstance(run, dict) and {"settings", "curve", "name", "complete"} <= run.keys() for run in runs):
-        raise ValueError("no training runs")
-    return runs

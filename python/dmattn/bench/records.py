@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import dmattn
+from dmattn.bench import forms
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -270,27 +271,47 @@ def write(result: Result, path: Path) -> None:
 
 def read(path: Path) -> Result:
     """Raises BadResultError for a file that is not there, is not JSON, or is no result."""
-    try:
-        result = json.loads(path.read_text())
-    except OSError as error:
-        raise BadResultError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise BadResultError(f"{path}: expected JSON that `python -m dmattn.bench run` wrote, got something else") from None
+    result = parsed(path, text_of(path), "JSON that `python -m dmattn.bench run` wrote")
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise BadResultError(f"{path}: expected a result with rows, which `python -m dmattn.bench run` writes, got other JSON")
-    for name in ("machine", "ceiling", "clocks"):
-        if not isinstance(result.get(name, {}), dict):
-            raise BadResultError(f"{path}: expected an object as {name}, got {result[name]!r}")
-    try:
-        found = measurements(result)
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise BadResultError(
-            f"{path}: expected a result of `python -m dmattn.bench run`, got rows of another form ({error!r})"
-        ) from None
-    for each in found:
-        if not isinstance(each.case, str) or not isinstance(each.who, str):
-            raise BadResultError(f"{path}: expected names of cases and peers, got {each.case!r} and {each.who!r}")
-        if not each.samples or not all(isinstance(sample, int | float) and 0 < sample < math.inf for sample in each.samples):
-            got = list(each.samples[:3])
+    if reason := forms.wrong(result, forms.HEADER):
+        raise BadResultError(f"{path}: expected {reason}")
+    for number, row in enumerate(result["rows"], 1):
+        if reason := forms.wrong_row(row):
+            raise BadResultError(f"{path}: expected a result of `python -m dmattn.bench run`: in row {number} {reason}")
+    for each in measurements(result):
+        if not each.samples or not all(map(forms.is_positive, each.samples)):
+            got = forms.shortened(list(each.samples[:3]))
             raise BadResultError(f"{path}: {each.case}: expected samples of {each.what}, all numbers > 0, got {got}")
     return result
+
+
+def read_runs(path: Path) -> list[Row]:
+    """The training runs of a file of JSON lines.
+
+    Raises:
+        BadResultError: it is not there, or no such file.
+    """
+    runs = [parsed(path, line, "training runs as JSON lines") for line in text_of(path).splitlines() if line.strip()]
+    for number, run in enumerate(runs, 1):
+        if reason := forms.wrong_run(run):
+            raise BadResultError(f"{path}: expected training runs: in run {number} {reason}")
+    if not any(run["complete"] and run["curve"] for run in runs):
+        raise BadResultError(f"{path}: expected training runs that are complete, got none")
+    return runs
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise BadResultError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise BadResultError(f"{path}: expected a text, got other bytes") from None
+
+
+def parsed(path: Path, text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadResultError(f"{path}: expected {expected}, got something else") from None

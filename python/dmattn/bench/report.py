@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dmattn.bench import page_tables, plots, quality_report, serve_report
-from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, summary
+from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, read_runs, summary
 from dmattn.bench.tables import duration, markdown, number, plain_ratio, ratio
 
 PAGES = (
@@ -226,7 +226,7 @@ def need_matplotlib() -> None:
 def draw_committed(root: Path, folder: Path) -> list[str]:
     """The plots of the committed results, in docs/generated/ by docs/pictures.py; their names."""
     found = [read(root / RESULTS / name) for name in DRAWN if (root / RESULTS / name).is_file()]
-    runs = [run for name in LEARNED if (root / RESULTS / name).is_file() for run in plots.read_runs(root / RESULTS / name)]
+    runs = [run for name in LEARNED if (root / RESULTS / name).is_file() for run in read_runs(root / RESULTS / name)]
     return plots.draw_all(found, runs, folder)
 
 
@@ -240,13 +240,12 @@ def of_results(paths: list[Path], folder: Path) -> Path:
     results, runs, parts = [], [], ["# Benchmarks of dmattn"]
     for path in paths:
         if path.suffix == ".jsonl":
-            try:
-                runs += plots.read_runs(path)
-            except (OSError, ValueError):
-                raise BadResultError(f"{path}: expected training runs as JSON lines, got something else") from None
-        else:
-            results.append(read(path))
-            parts += [f"## {path.name}", about(results[-1]), everything(results[-1])]
+            runs += read_runs(path)
+            continue
+        results.append(read(path))
+        if not measurements(results[-1]) and not not_measured(results[-1]):
+            raise BadResultError(f"{path}: expected a result with times, got none that a report could show")
+        parts += [f"## {path.name}", about(results[-1]), everything(results[-1])]
     folder.mkdir(parents=True, exist_ok=True)
     parts += [f"![{name}]({name}.svg)" for name in plots.draw_all(results, runs, folder)]
     page = folder / "report.md"
@@ -259,7 +258,7 @@ def about(result: Result) -> str:
     machine = result.get("machine", {})
     changed = " with uncommitted changes" if result.get("uncommitted_changes") else ""
     words = [machine.get("gpu") or f"{machine.get('cpu', 'unknown machine')}, {machine.get('threads', '?')} threads"]
-    words += [f"driver {machine['driver']}, CUDA {result['cuda']}"] if "driver" in machine else []
+    words += [f"driver {machine['driver']}, CUDA {result.get('cuda')}"] if "driver" in machine else []
     words += [
         f"torch {result.get('torch', '?')}",
         f"commit {str(result.get('commit', ''))[:9] or 'unknown'}{changed}",
@@ -284,5 +283,10 @@ def everything(result: Result) -> str:
         memory = f"{facts['peak_bytes'] / 2**20:,.1f}" if "peak_bytes" in facts else "-"
         times = [duration(of[name]) for name in ("p50", "mean", "std", "p95", "p99")]
         lines.append([found.case, short(found.who), found.what, str(of["n"]), *times, *rates, memory])
+    return "\n\n".join([markdown(titles, lines, texts=3), *not_measured(result)])
+
+
+def not_measured(result: Result) -> list[str]:
+    """Why cases have no times."""
     refused = [f"Refused, no times: {row['refused']}" for row in result["rows"] if "refused" in row]
-    return "\n\n".join([markdown(titles, lines, texts=3), *refused])
+    return refused + [f"Not measured: {row['cannot_run']}" for row in result["rows"] if "cannot_run" in row]

@@ -31,6 +31,9 @@ from dmattn.bench.measure import (
 )
 from dmattn.bench.records import Result, Row, clocks, first_peer, measurements, provenance, summary
 
+# Sizes that do not fit together, or the machine: on a CPU torch raises RuntimeError where memory is short.
+CANNOT_RUN = (CannotRunError, ValueError, RuntimeError, MemoryError)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -81,15 +84,16 @@ def run(names: list[str], options: Options) -> Result:
     is_whole = False
     try:
         for name, step in progress(steps):
-            if isinstance(step, Case):
-                if step.dtype not in ceilings:
-                    ceilings[step.dtype] = ceiling(options.device, step.dtype)
-                try:
+            try:
+                if isinstance(step, Case):
+                    if step.dtype not in ceilings:
+                        ceilings[step.dtype] = ceiling(options.device, step.dtype)
                     found = [case_row(step, options, ceilings[step.dtype])]
-                except (ValueError, torch.OutOfMemoryError) as error:  # sizes that do not fit together, or the machine
-                    found = [{"case": step.name, "cannot_run": f"{step.name}: cannot run: {error}"}]
-            else:
-                found = job_rows(step, options)
+                else:
+                    found = job_rows(step, options)
+            except CANNOT_RUN as error:
+                reason = (str(error) or type(error).__name__).split("\n")[0]
+                found = [{"case": step.name, "cannot_run": f"{step.name}: cannot run: {reason}"}]
             rows += [{"workload": name, **row} for row in found]
             if options.device != "cpu":
                 torch.cuda.empty_cache()

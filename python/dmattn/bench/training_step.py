@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -26,12 +27,14 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
-from dmattn.bench.measure import JobOptions
+from dmattn import reference
+from dmattn.bench.measure import JobOptions, WrongResultError
 from dmattn.bench.records import Row, provenance
 from dmattn.distributed import context_parallel_attention
 from dmattn.nn import DynamicMaskAttention
 
 VOCABULARY = 512
+CHECKED_LENGTH = 256
 
 
 class Layer(nn.Module):
@@ -49,11 +52,14 @@ class Layer(nn.Module):
         attention = self.attention
         rows = attention.projected(x, rotation=rotation, heads_first=False)
         query, key, value = (each.transpose(1, 2) for each in rows)
-        if self.window is None:
+        scores = None if self.window is None else attention.scores(rows[2].transpose(1, 2))
+        return self.attended(query, key, value, scores)
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> Tensor:
+        if self.window is None or scores is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1])
-        scores = attention.scores(rows[2].transpose(1, 2))
         if self.world == 1:
-            base = None if self.ends is None else dmattn.IntervalMask.documents(x.shape[1], self.ends)
+            base = None if self.ends is None else dmattn.IntervalMask.documents(key.shape[2], self.ends)
             return dmattn.dynamic_mask_attention(query, key, value, scores, self.window, base=base)
         return context_parallel_attention(query, key, value, scores=scores, window=self.window)
 
@@ -107,7 +113,70 @@ def document_ends(length: int, documents: int, device: torch.device) -> Tensor |
     return torch.linspace(0, length, documents + 1, device=device).round().to(torch.int32)
 
 
+def reference_attended(
+    layer: Layer, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None
+) -> Tensor:
+    """What a layer's ``attended`` is by definition, computed in this dtype."""
+    visible = None
+    if layer.window is not None and scores is not None:
+        base = None
+        if layer.ends is not None:
+            document = torch.bucketize(torch.arange(key.shape[2], device=key.device), layer.ends, right=True)
+            base = (document == document[:, None])[None, None]
+        visible = reference.top_k_visible(scores.detach(), layer.window, base=base)
+    key_bias = None if scores is None else scores.to(dtype)
+    out, _ = reference.attention(query.to(dtype), key.to(dtype), value.to(dtype), visible, key_bias=key_bias, is_causal=True)
+    return out.to(query.dtype)
+
+
+def check(name: str, options: argparse.Namespace, device: torch.device) -> None:
+    """Compares one layer of the model on a short sequence with the same layer whose attention is the reference in float64: the loss, and
+    the gradients of all weights of attention. With more layers, rounding could select other keys.
+
+    Allowed: twice the error of the reference in bfloat16, and four units in the last place of the largest value.
+
+    Raises:
+        WrongResultError: says what is wrong by how much.
+    """
+    torch.manual_seed(0)
+    window = None if name == "causal" else min(options.least_window, CHECKED_LENGTH // 8)
+    ends = document_ends(CHECKED_LENGTH, min(options.documents, 4), device)
+    model = Model(argparse.Namespace(**{**vars(options), "layers": 1}), window, 1, ends).to(device, torch.bfloat16)
+    tokens, following = (torch.randint(0, VOCABULARY, (1, CHECKED_LENGTH), device=device) for _ in range(2))
+    layer = model.layers[0]
+    assert isinstance(layer, Layer)
+
+    def results() -> dict[str, Tensor]:
+        model.zero_grad()
+        loss = model(tokens, torch.arange(CHECKED_LENGTH, device=device)[None], following)
+        loss.backward()
+        weights = layer.attention.named_parameters()
+        grads = {f"grad of {which}": (torch.zeros_like(w) if w.grad is None else w.grad).double() for which, w in weights}
+        return {"loss": loss.detach().double(), **grads}
+
+    with peer_context(1, device) if window is None else contextlib.nullcontext():
+        ours = results()
+    expected = []
+    for dtype in (torch.float64, torch.bfloat16):
+        layer.attended = functools.partial(reference_attended, layer, dtype)  # type: ignore[method-assign]
+        expected.append(results())
+    for what, truth in expected[0].items():
+        error, eager_error = ((found[what] - truth).abs().max().item() for found in (ours, expected[1]))
+        allowed = 2 * eager_error + 4 * torch.finfo(torch.bfloat16).eps * truth.abs().max().item()
+        if not error <= allowed:
+            raise WrongResultError(
+                f"training step, {name}: {what} differs from the reference by {error:.1e}, allowed {allowed:.1e}"
+            )
+
+
 def measured(name: str, length: int, options: argparse.Namespace, device: torch.device, world: int, rank: int) -> dict[str, Any]:
+    """The row of a model.
+
+    Raises:
+        WrongResultError: on one rank, a short version of the model gives something else than the reference.
+    """
+    if world == 1:
+        check(name, options, device)
     torch.manual_seed(0)
     torch.compiler.reset()
     window = None if name == "causal" else max(options.least_window, length // 64)
