@@ -357,6 +357,21 @@ def test_a_case_without_memory_leaves_the_others(name, monkeypatch):
     assert result["rows"][0]["cannot_run"] == "4 x 50, dense causal: cannot run: DefaultCPUAllocator: can't allocate memory"
 
 
+def test_a_case_that_fails_is_refused_and_leaves_the_others(monkeypatch):
+    """A kernel that fails is a defect, and not a machine that is too small."""
+    right = suite.case_row
+
+    def fails(case, *given):
+        if case.length == 50:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return right(case, *given)
+
+    monkeypatch.setattr(suite, "case_row", fails)
+    result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, memory=False, threads=1, peers=()))
+    assert ["refused" in row for row in result["rows"]] == [True, False, True, False]
+    assert result["rows"][0]["refused"] == "4 x 50, dense causal: failed: CUDA error: an illegal memory access was encountered"
+
+
 def test_a_process_that_measures_memory_and_fails_is_said(monkeypatch):
     done = types.SimpleNamespace(stderr="a\nMemoryError: none left\n", returncode=1, stdout="")
     monkeypatch.setattr(measure.subprocess, "run", lambda *given, **options: done)

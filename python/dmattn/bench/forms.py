@@ -10,12 +10,12 @@ MOST = 1e30  # of any number; statistics of larger ones would overflow
 MOST_COUNT = 1 << 53
 
 
-def is_number(x: object) -> bool:
+def is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and -MOST < x < MOST
 
 
-def is_positive(x: object) -> bool:
-    return is_number(x) and x > 1 / MOST  # type: ignore[operator]
+def is_positive(x: Any) -> bool:
+    return is_number(x) and bool(x > 1 / MOST)
 
 
 def is_count(x: object) -> bool:
@@ -44,8 +44,8 @@ def is_ceiling(x: object) -> bool:
     return isinstance(x, dict) and all(is_positive(x.get(name)) for name in ("tflops", "gigabytes_per_second"))
 
 
-def is_point(x: object) -> bool:
-    return each(is_number)(x) and {"step", "seconds"} <= x.keys() and bool({"held_bits", "held_accuracy"} & x.keys())  # type: ignore[attr-defined]
+def is_point(x: Any) -> bool:
+    return each(is_number)(x) and {"step", "seconds"} <= x.keys() and bool({"held_bits", "held_accuracy"} & x.keys())
 
 
 def is_object_of_times(x: object) -> bool:
@@ -152,8 +152,10 @@ def wrong(given: dict[str, Any], forms: dict[str, Form], needed: Container[str] 
     """What is wrong with the first field that is not what it must be; empty if all are."""
     for name, (words, holds) in forms.items():
         value = found(given, name)
-        if name in needed if value is NOTHING else not holds(value):
-            return f"{words} as {name}, got {'none' if value is NOTHING else shortened(value)}"
+        if value is NOTHING and name in needed:
+            return f"{words} as {name}, got none"
+        if value is not NOTHING and not holds(value):
+            return f"{words} as {name}, got {shortened(value)}"
     return ""
 
 

@@ -31,8 +31,9 @@ from dmattn.bench.measure import (
 )
 from dmattn.bench.records import Result, Row, clocks, first_peer, measurements, provenance, summary
 
-# Sizes that do not fit together, or the machine: on a CPU torch raises RuntimeError where memory is short.
-CANNOT_RUN = (CannotRunError, ValueError, RuntimeError, MemoryError)
+# What a case may raise whose sizes do not fit together or do not fit the machine. Any other RuntimeError is a defect.
+CANNOT_RUN = (CannotRunError, ValueError, MemoryError, torch.OutOfMemoryError)
+SHORT_OF_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch raises a plain RuntimeError there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Options:
 
 
 def run(names: list[str], options: Options) -> Result:
-    """One result of these workloads; a case whose results are wrong has no times, but ``refused``. An interrupt ends it early."""
+    """One result of these workloads; a case that fails, or whose results are wrong, has no times, but ``refused``. An interrupt ends it."""
     if options.device == "cpu":
         torch.set_num_threads(options.threads)
     busy = os.getloadavg()[0]
@@ -91,9 +92,14 @@ def run(names: list[str], options: Options) -> Result:
                     found = [case_row(step, options, ceilings[step.dtype])]
                 else:
                     found = job_rows(step, options)
-            except CANNOT_RUN as error:
+            except (*CANNOT_RUN, RuntimeError) as error:
                 reason = (str(error) or type(error).__name__).split("\n")[0]
-                found = [{"case": step.name, "cannot_run": f"{step.name}: cannot run: {reason}"}]
+                cannot_run = isinstance(error, CANNOT_RUN) or SHORT_OF_CPU_MEMORY in reason
+                found = [
+                    {"case": step.name, "cannot_run": f"{step.name}: cannot run: {reason}"}
+                    if cannot_run
+                    else {"case": step.name, "refused": f"{step.name}: failed: {reason}"}
+                ]
             rows += [{"workload": name, **row} for row in found]
             if options.device != "cpu":
                 torch.cuda.empty_cache()
