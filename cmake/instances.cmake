@@ -95,8 +95,8 @@ set(DMATTN_SM90_ROWS
   "forward|128|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kDenseBias,kGatheredOptions,kRange"
   "forward|256|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
   "backward|64|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
-  "backward|128|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
-  "backward_wide|256|kPlain,kGathered")
+  "backward|128|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias,kCappedBias"
+  "backward_wide|256|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias,kCappedBias")
 
 function(dmattn_sm90_instances out_sources out_include)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/generated)

@@ -352,7 +352,7 @@ def test_softcap_and_dropout(device, dtype, softcap, options):
 )
 def test_options_beside_every_mask(device, dtype, kind, options):
     """A GPU has kernels of their own for softcap and dropout, for bias, and for head sizes; several tiles of queries and of keys."""
-    Sq, Sk, sizes = (300, 420, (64, 128)) if device == "cuda" else (70, 90, (16,))
+    Sq, Sk, sizes = (300, 420, (64, 128, 256)) if device == "cuda" else (70, 90, (16,))
     block = BlockMask.from_bool(strategies.random_tensor((1, 2, Sq, Sk), 1, device=device) > 0.5)
     interval = random_intervals(1, Sk, 7, device)
     mask = {"none": None, "block": block, "both": interval & block}.get(kind, interval)
@@ -368,10 +368,11 @@ def test_options_beside_every_mask(device, dtype, kind, options):
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_bias_beside_huge_logits_and_hidden_nan(device, dtype, softcap):
+@pytest.mark.parametrize("D", [64, 136])
+def test_bias_beside_huge_logits_and_hidden_nan(device, dtype, softcap, D):
     """Rows whose lse is huge, pairs hidden by -inf, and NaN in a bias and in keys that no query sees."""
     Sq, Sk = 150, 200
-    case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=64, is_causal=True, softcap=softcap)
+    case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=D, is_causal=True, softcap=softcap)
     bias = strategies.random_tensor((1, 4, Sq, Sk), 4, device=device)
     bias[:, :2] -= 1e9
     bias[:, :, ::3, ::5] = -torch.inf
@@ -519,6 +520,24 @@ def test_wide_heads(device, dtype, D, Dv, Sq, Sk, kind):
         key_bias = strategies.random_tensor((1, 2, Sk), 4, device=device)
         case = dataclasses.replace(case, mask=mask, visible=mask.to_bool(Sq, Sk), key_bias=key_bias)
     assert_matches_reference(case)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(136, 256), (256, 136)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(70, 200), (200, 75)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.3}, {"softcap": 2.0, "dropout_p": 0.3}], ids=str)
+def test_options_of_wide_heads(device, dtype, D, Dv, Sq, Sk, options):
+    """Without a mask, where a GPU stores gradients of a bias, and with causality, where it adds them; biases of heads, groups or all."""
+    D, Dv = (D, Dv) if device == "cuda" else (24, 40)  # a CPU has one kernel for all sizes
+    options = {**options, "dropout_seed": 5} if "dropout_p" in options else options
+    key_bias = strategies.random_tensor((1, 4, Sk), 3, device=device)
+    for causal in (False, True):
+        case = make(device, dtype, H=4, Hkv=2, Sq=Sq, Sk=Sk, D=D, Dv=Dv, is_causal=causal, **options)
+        assert_matches_reference(case)
+        assert_matches_reference(dataclasses.replace(case, key_bias=key_bias))
+        for heads, own in ((4, dtype), (2, torch.float32), (1, dtype)):
+            bias = strategies.random_tensor((1, heads, Sq, Sk), 4, own, device)
+            assert_matches_reference(dataclasses.replace(case, bias=bias))
+        assert_matches_reference(dataclasses.replace(case, bias=bias, key_bias=key_bias))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

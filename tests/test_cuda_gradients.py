@@ -84,14 +84,15 @@ def test_gradients_of_groups_that_blocks_share_or_not(batches, kv_heads, group, 
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_bias_gradients_of_batches_in_parts(causal):
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_bias_gradients_of_batches_in_parts(softcap, causal):
     """Batches that share a bias come some after the others, and add to what the first left."""
     batches, heads, length = 66, 16, 2048
     q, k, v, _, grad_out = inputs(length, heads, heads, 128, batch=batches)
     bias = torch.randn(1, heads, length, length, device="cuda").requires_grad_()  # its gradient is not rounded to 16 bits
 
     def gradient(of):
-        out = dmattn.attention(q[of], k[of], v[of], bias=bias, is_causal=causal)
+        out = dmattn.attention(q[of], k[of], v[of], bias=bias, is_causal=causal, softcap=softcap)
         return torch.autograd.grad(out, bias, grad_out[of])[0]
 
     both = gradient(slice(None, 33)) + gradient(slice(33, None))
@@ -169,10 +170,11 @@ def test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs(lengths,
     assert_deterministic(gradients, monkeypatch)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("option", ["softcap", "dropout", "key_bias", "key_bias of all heads", "bias", "bias of all heads"])
-def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option, size, monkeypatch):
-    q, k, v, scores, grad_out = inputs(1100, size=size)
+@pytest.mark.parametrize("heads", [4, 2])  # on 2
+def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option, heads, size, monkeypatch):
+    q, k, v, scores, grad_out = inputs(1100, heads, size=size)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     options = {"softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor(5, device="cuda")}}.get(
         option, {}
@@ -180,7 +182,8 @@ def test_deterministic_gradients_with_options_are_equal_over_twenty_runs(option,
     if "bias" in option:
         name = option.split()[0]
         kept = slice(0, 1) if "all heads" in option else slice(None)
-        added = scores[:, kept] if name == "key_bias" else grad_out[..., :1].float() * scores.repeat_interleave(2, 1)[:, :, None]
+        of_heads = scores.repeat_interleave(heads // 2, 1)[:, :, None]
+        added = scores[:, kept] if name == "key_bias" else grad_out[..., :1].float() * of_heads
         options = {name: added[:, kept].detach().requires_grad_()}
         leaves.append(options[name])
 

@@ -48,22 +48,24 @@ def fits(value, dtype) -> bool:
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_left_padding_by_a_large_key_bias(device, any_dtype, value, softcap):
+@pytest.mark.parametrize("size", [64, 136])
+def test_left_padding_by_a_large_key_bias(device, any_dtype, value, softcap, size):
     """(1 - mask) * -1e9 on the first half of the keys, causal: the first 75 rows see nothing else."""
     key_bias = torch.zeros(1, 1, 150, device=device)
     key_bias[..., :75] = value
-    case = make(device, any_dtype, key_bias=key_bias, is_causal=True, softcap=softcap)
+    case = make(device, any_dtype, D=size, key_bias=key_bias, is_causal=True, softcap=softcap)
     brute_check.assert_right(case, run(case), rounded=True)
 
 
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("same_dtype", [True, False])
-def test_rows_masked_by_a_large_bias(device, any_dtype, value, softcap, same_dtype):
+@pytest.mark.parametrize("size", [64, 136])
+def test_rows_masked_by_a_large_bias(device, any_dtype, value, softcap, same_dtype, size):
     dtype = any_dtype if same_dtype else torch.float32
     bias = torch.zeros(1, 1, 150, 150, device=device)
     bias[:, :, :75] = max(value, torch.finfo(dtype).min)
-    case = make(device, any_dtype, bias=bias.to(dtype), softcap=softcap)
+    case = make(device, any_dtype, D=size, bias=bias.to(dtype), softcap=softcap)
     brute_check.assert_right(case, run(case), rounded=True)
 
 
@@ -102,7 +104,7 @@ def huge_cases(draw, device, values, *, mixed=False, usual=True):
     keys = draw(lengths)
     queries = draw(st.just(keys) | lengths)
     case = make(
-        device, dtype, batch, heads, kv_heads, queries, keys, draw(st.sampled_from((8, 64, 72, 128))), draw(st.sampled_from((16, 64, 128))),
+        device, dtype, batch, heads, kv_heads, queries, keys, draw(st.sampled_from((8, 64, 72, 128, 136))), draw(st.sampled_from((16, 64, 128))),
         draw(strategies.seeds()), is_causal=draw(st.booleans()), softcap=draw(st.sampled_from((0.0, 30.0))),
         deterministic=draw(st.booleans()),
     )  # fmt: skip

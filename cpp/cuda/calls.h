@@ -26,6 +26,7 @@ enum class Variant : int32_t {
   kKeyBias,    // keys in order, intervals or not, with key_bias; no block masks
   kRange,  // forward: keys in order, from the first to the last that LiveKeys::ranges gives, and intervals; only where a family
            // has it
+  kCappedBias,  // backward: kPlainBias with softcap
 };
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.

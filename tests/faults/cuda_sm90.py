@@ -17,7 +17,7 @@ LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 GRADIENTS = "test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
-WIDE = BACKWARD + "test_wide_heads"
+WIDE, WIDE_OPTIONS = BACKWARD + "test_wide_heads", BACKWARD + "test_options_of_wide_heads"
 ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kDenseBias"
@@ -160,6 +160,12 @@ FAULTS = [
             "grad_key is made of the score gradients of the chunk before", WIDE, "sm90_backward_wide", size=256),
     in_file("backward_wide.cuh", "first_column = group * (kWideDim / kConsumers);", "first_column = 0;",
             "both warpgroups write the first half of the columns", WIDE, "sm90_backward_wide", size=256),
+    in_file("backward_wide.cuh", "    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);\n    const int batch", "    if (kIsGathered) flush_bias<kDim>(call, tile, head, bias_sum);\n    const int batch",
+            "the last head's gradient of key_bias goes to the next tile's keys", WIDE_OPTIONS, "sm90_backward_wide", size=256),
+    in_file("backward_wide.cuh", "      if (!kHasOptions) subtract_from_delta(grad_scores, delta);", "      subtract_from_delta(grad_scores, delta);",
+            "gradients of the weights come in twice subtracted", WIDE_OPTIONS, "sm90_backward_wide", size=256),
+    in_file("backward_scores.cuh", "gradients[i][2 * r] *= slope.x, gradients[i][2 * r + 1] *= slope.y;", "gradients[i][2 * r] *= slope.y, gradients[i][2 * r + 1] *= slope.x;",
+            "neighbouring queries have each other's slope of softcap beside a bias", WIDE_OPTIONS, "sm90_backward*kCappedBias", size=256),
     in_file("schedule.cuh", "head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;", "head = static_cast<int>(head_group % head_groups_per_batch);",
             "head groups overlap", RAGGED + " " + THRESHOLDS),
     in_file("backward_load.cuh", "base < list.y; base += work.shares * kKeys", "base + kKeys <= list.y; base += work.shares * kKeys",

@@ -284,7 +284,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;  // notes that ended a visit do not count
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       float grad_query[kPart / 8][4];
-      uint32_t weights[kSteps][4], gradients[kSteps][4], slopes[kSteps][4];  // slopes: with options
+      uint32_t weights[kSteps][4], gradients[kSteps][4];
+      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // with options; with softcap beside a bias of single pairs
       // With options registers do not suffice for both products before the scores are weighed.
       if (!kHasOptions) begin_grad_scores();
       if (kHasBias && is_new_head) {
@@ -293,7 +294,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       if (kHasBias) head = note.head;
 
-      weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes);
+      weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
+                                     cap_slopes);
       if (kHasOptions) begin_grad_scores();
       // Issue grad_value += weights dO, and wait for grad_scores.
       pin(grad_value);
@@ -305,9 +307,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // fp32 would not fit into registers.
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
                                         bias_sum);
-      if constexpr (kVariant == Variant::kPlainBias) {
-        if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(grad_scores, slopes);
-      }
+      differentiate_bias<T, kDim, kVariant>(call, tile, note, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (has_chunk_before) score_full.wait_full(chunk - 1);

@@ -19,6 +19,8 @@ struct ScorePlace {
     lane = static_cast<int>(thread % 32), column = static_cast<int>(thread % 4 * 2);
     first_row = static_cast<int>(thread / 32 * 16), row = first_row + static_cast<int>(thread % 32 / 4);
   }
+  // The thread's number among those that compute.
+  __device__ __forceinline__ int thread() const { return first_row * 2 + lane; }
 };
 
 // The key in a row of the tile, -1 for none.
@@ -106,6 +108,7 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
 // 64 bits for each would take longer than all else.
 template <class T, int kDim>
 struct BiasOfScores {
+  static constexpr BackwardShape kShape = kBackwardShape<kDim, true>;
   const BackwardCall& call;
   const KeyNote& tile;
   const QueryNote& note;
@@ -159,14 +162,14 @@ struct BiasOfScores {
     const AttentionParams& p = call.b.forward;
     const int last = static_cast<int>(p.query_length) - 1;
     // Bring the bias of what is likely to be the next chunk from memory into L2. Some threads share a row.
-    constexpr int kAhead = 8 * kN, kThreadsPerRow = kConsumers * kWarpgroup / kAhead,
-                  kKeysPerThread = kBackwardKeys / kThreadsPerRow;
-    const int thread = place.first_row * 2 + place.lane;
-    const int ahead = note.first_query + kAhead + thread / kThreadsPerRow,
+    constexpr int kQueries = kShape.queries, kThreadsPerRow = kConsumers * kWarpgroup / kQueries,
+                  kKeysPerThread = kShape.keys / kThreadsPerRow;
+    const int thread = place.thread();
+    const int ahead = note.first_query + kQueries + thread / kThreadsPerRow,
               at = tile.first_place + thread % kThreadsPerRow * kKeysPerThread;
     if (ahead <= last && at < p.key_length) prefetch_l2(bias + ahead * p.bias_row_stride + at);
     const int first_query = note.first_query + place.column, first_key = tile.first_place + place.row;
-    if (note.first_query + kAhead <= p.query_length && tile.first_place + kBackwardKeys <= p.key_length) {
+    if (note.first_query + kQueries <= p.query_length && tile.first_place + kShape.keys <= p.key_length) {
       const Stored* even = bias + first_query * p.bias_row_stride + first_key;
       const Stored* odd = even + p.bias_row_stride;
 #pragma unroll
@@ -191,6 +194,27 @@ struct BiasOfScores {
     }
   }
 };
+
+// Scores become tanh(score * scale), by the function that forward has where there is a bias: a tangent that is off would make
+// weights larger than 1. cap_slopes: the derivative of softcap for each, in float16 whatever T is, because it is at most 1. It is
+// 0 where a score is not a number; such a score is hidden later.
+template <int kSteps, int kN>
+__device__ __forceinline__ void cap_scores(float (&scores)[kN][4], float scale, uint32_t (&cap_slopes)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    float slopes[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float tangent = tanh_by_exp(scores[i][e] * scale);
+      slopes[e] = __saturatef(fmaf(-tangent, tangent, 1.0f));
+      scores[i][e] = tangent;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      cap_slopes[i / 2][i % 2 * 2 + r] = Element<__half>::narrow_pair(slopes[2 * r], slopes[2 * r + 1]);
+    }
+  }
+}
 
 // Is the gradient of key_bias another one than that of the scores, and wanted? With softcap the slope of tanh is no part of it.
 template <bool kCaps>
@@ -300,7 +324,7 @@ template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
                                                      const float* delta_of, float (&bias_sum)[2]) {
-  constexpr bool kCaps = has_options(kVariant) && kVariant != Variant::kPlainBias;
+  constexpr bool kCaps = may_cap(kVariant) && !has_pair_bias(kVariant);
   const bool is_apart = has_apart_bias<kCaps>(call);
   if (is_apart) {
 #pragma unroll
@@ -326,6 +350,27 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
         grad_scores[i][e] *= -(e % 2 == 0 ? pair.x : pair.y);
         if (has_key_bias(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
+      }
+    }
+  }
+}
+
+// For variants with a bias of single pairs, where differentiate_scores leaves gradients of the logits. Adds them to the gradient
+// of the bias, if it is wanted. With softcap they become gradients of the scores only then.
+template <class T, int kDim, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void differentiate_bias(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
+                                                   float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4],
+                                                   const uint32_t (&cap_slopes)[kSteps][4]) {
+  if constexpr (has_pair_bias(kVariant)) {
+    if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(gradients, slopes);
+  }
+  if constexpr (has_pair_bias(kVariant) && may_cap(kVariant)) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 slope = Element<__half>::widen_pair(cap_slopes[i / 2][i % 2 * 2 + r]);
+        gradients[i][2 * r] *= slope.x, gradients[i][2 * r + 1] *= slope.y;
       }
     }
   }
@@ -373,23 +418,26 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
 }
 
 // A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
-// gradients. has_test: are there scores to hide?
+// gradients, and with softcap beside a bias of single pairs cap_slopes, for differentiate_bias. has_test: are there scores to
+// hide?
 template <class T, int kDim, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared,
                                             const KeyNote& tile, const QueryNote& note, uint32_t stage, bool has_test,
                                             float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
-                                            uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4]) {
-  constexpr bool kHasBiasMatrix = kVariant == Variant::kPlainBias;
+                                            uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                            uint32_t (&cap_slopes)[kSteps][4]) {
+  constexpr bool kHasPairBias = has_pair_bias(kVariant);
   const bool has_huge_rows = shared.row_flags & kHugeRows;
-  if constexpr (kHasBiasMatrix) {
+  if constexpr (kHasPairBias) {
+    if constexpr (may_cap(kVariant)) cap_scores(scores, call.cap_scale, cap_slopes);
     BiasOfScores<T, kDim>{call, tile, note}.add_to(scores);
   } else if (has_options(kVariant) && call.cap_scale != 0.0f) {
     to_tangents(scores, call.cap_scale);
   }
   if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, note, scores);
   if constexpr (has_options(kVariant)) {
-    weigh_with_options<T, kDim, !kHasBiasMatrix>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
-                                                 shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
+    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
+                                               shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
   } else {
     if (has_key_bias(kVariant) && has_huge_rows) {
       weigh_huge_scores<kDim>(call, tile, note, scores);

@@ -16,9 +16,9 @@ namespace dmattn::cuda::sm90 {
 
 inline constexpr int kWideDim = 256;
 
-template <>
-struct alignas(1024) BackwardShared<kWideDim, false> {
-  static constexpr BackwardShape kShape = kBackwardShape<kWideDim, false>;
+template <bool kHasOptions>
+struct alignas(1024) BackwardShared<kWideDim, kHasOptions> {
+  static constexpr BackwardShape kShape = kBackwardShape<kWideDim, kHasOptions>;
   static constexpr bool kSplitsChunks = true;           // grad_out of a chunk is announced after its query
   static constexpr int kPieces = 2;                     // in which grad_query of a chunk is added
   static constexpr int kKeyNotes = 2, kQueryNotes = 8;  // as for smaller heads
@@ -39,7 +39,9 @@ struct alignas(1024) BackwardShared<kWideDim, false> {
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t weight_full, weight_empty, score_full;
-  uint64_t turn_begun, turn_ended, visit_loaded;  // as for smaller heads
+  // As for smaller heads.
+  uint64_t turn_begun, turn_ended, visit_loaded;
+  alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];
 };
 
 // As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
@@ -52,6 +54,8 @@ struct ScorePlace<kWideDim> {
     lane = thread % 32, column = group * (kBackwardShape<kWideDim, false>.queries / kConsumers) + lane % 4 * 2;
     first_row = thread % kWarpgroup / 32 * 16, row = first_row + lane / 4, first_column = group * (kWideDim / kConsumers);
   }
+  __device__ __forceinline__ int thread() const { return first_column + first_row * 2 + lane; }
+  static_assert(kWideDim / kConsumers == kWarpgroup);  // so first_column is the warpgroup's first thread, too
 };
 
 // Probabilities or score gradients of the warp, 16 keys by half of the queries, to their tile in shared memory.
@@ -77,9 +81,9 @@ __device__ __forceinline__ void add_wide_grad_query(float* to, int columns, cons
 }
 
 // The products of a warpgroup. Each is issued; committing and waiting are up to the caller.
-template <class T>
+template <class T, bool kHasOptions>
 struct WideProducts {
-  using Shared = BackwardShared<kWideDim, false>;
+  using Shared = BackwardShared<kWideDim, kHasOptions>;
   static constexpr BackwardShape kShape = Shared::kShape;
   static constexpr int kMine = kShape.queries / kConsumers;  // queries of the warpgroup's scores
   static constexpr int kColumns = kWideDim / kConsumers;     // of the warpgroup's sums
@@ -148,12 +152,13 @@ struct WideProducts {
 // grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: a tile of 64 keys against chunks of 64 queries.
 // Its scores and their gradients are [64 keys, 32 queries], its sums have 128 columns.
 template <class T, Variant kVariant>
-__device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call, BackwardShared<kWideDim, false>& shared) {
-  using Shared = BackwardShared<kWideDim, false>;
-  using Products = WideProducts<T>;
+__device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
+                                                       BackwardShared<kWideDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kWideDim, has_options(kVariant)>;
+  using Products = WideProducts<T, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8;
-  constexpr bool kIsGathered = gathers_keys(kVariant);
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
@@ -213,6 +218,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
       const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
+      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // as for smaller heads
       // Scores = K Q^T are there. Issue grad_scores = V dO^T.
       grad_out_full.wait_full(n);
       pin(scores);
@@ -223,19 +229,26 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       products.begin_grad_scores(grad_scores, stage);
       commit_products();
       // Hide scores, and turn the others into probabilities.
-      if (kIsGathered && note.head != head) {
+      if (kHasBias && note.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, false, bias_2);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
       }
       head = note.head;
-      hide_scores<kDim, kVariant>(p, tile, note, scores);
-      const int column = ScorePlace<kDim>().column;
-      if (kIsGathered && (shared.row_flags & kHugeRows)) {
-        weigh_huge_scores<kDim>(call, tile, note, scores);
+      int column;  // of the thread's first query
+      if constexpr (kHasOptions) {
+        weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, true, scores, bias_2, bias_sum, weights, slopes,
+                                       cap_slopes);
+        column = ScorePlace<kDim>().column;
       } else {
-        weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+        hide_scores<kDim, kVariant>(p, tile, note, scores);
+        column = ScorePlace<kDim>().column;
+        if (kHasBias && (shared.row_flags & kHugeRows)) {
+          weigh_huge_scores<kDim>(call, tile, note, scores);
+        } else {
+          weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+        }
+        narrow<T>(weights, scores);
       }
-      narrow<T>(weights, scores);
       // Leave them in shared memory, and issue grad_value += weights dO when the other warpgroup has, too.
       weight_empty.wait_empty(chunk);
       put_scores(shared_address(shared.weight), weights);
@@ -256,8 +269,10 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
       wait_products<2>();
       pin(grad_scores);
-      subtract_from_delta(grad_scores, &shared.delta[stage][column]);
-      differentiate_scores<T, kVariant>(call, grad_scores, weights, weights, &shared.delta[stage][column], bias_sum);
+      const float* const delta = &shared.delta[stage][column];
+      if (!kHasOptions) subtract_from_delta(grad_scores, delta);
+      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, delta, bias_sum);
+      differentiate_bias<T, kDim, kVariant>(call, tile, note, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
       // because both have left the weights of this chunk.
@@ -306,7 +321,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
     }
     barrier_arrive(tile_empty.at(visit));
     barrier_arrive(query_empty.at(n));
-    if (kIsGathered) flush_bias<kDim>(call, tile, head, bias_sum);
+    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     barrier_arrive(note_empty.at(visit));
@@ -327,7 +342,7 @@ template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(const __grid_constant__ BackwardCall call,
                                                                             const __grid_constant__ BackwardWork work,
                                                                             const __grid_constant__ BackwardMaps maps) {
-  using Shared = BackwardShared<kDim, false>;
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
@@ -362,8 +377,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
 template <class T, int kDim, Variant kVariant>
 cudaError_t launch_backward_wide(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                                  cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim, false>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, false>));
+  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
   const auto kernel = backward_wide_kernel<T, kDim, kVariant>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);

@@ -33,8 +33,9 @@ constexpr ForwardInstance kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT)                                         \
   {DType::DTYPE, DIM, Variant::VARIANT, launch_backward<TYPE, DIM, Variant::VARIANT>, \
    kBackwardShape<DIM, has_options(Variant::VARIANT)>},
-#define DMATTN_WIDE_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward_wide<TYPE, DIM, Variant::VARIANT>, kBackwardShape<DIM, false>},
+#define DMATTN_WIDE_ROW(DTYPE, TYPE, DIM, VARIANT)                                         \
+  {DType::DTYPE, DIM, Variant::VARIANT, launch_backward_wide<TYPE, DIM, Variant::VARIANT>, \
+   kBackwardShape<DIM, has_options(Variant::VARIANT)>},
 constexpr BackwardInstance kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW) DMATTN_SM90_BACKWARD_WIDE(DMATTN_WIDE_ROW)};
 #undef DMATTN_WIDE_ROW
 #undef DMATTN_ROW
@@ -72,7 +73,7 @@ constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 << 20;
 // head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
-// Chunks of wider heads are short where keys come in order, and they have no instance of kKeyBias.
+// Forward's chunks of wider heads are short where keys come in order, and forward has no instance of kKeyBias for them.
 constexpr int kMostInOrderDim = 128;
 
 // How many head groups of head_group_bytes fit into section_bytes, at least one.
@@ -246,9 +247,9 @@ const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered
   if (p.bias.data) {  // whose kernels walk keys in order
     AttentionParams without_bias = p;
     without_bias.bias = {};
-    const bool is_taken = p.softcap == 0 && variant_without_options(without_bias, false, true) == Variant::kPlain;
-    variant = is_taken ? Variant::kPlainBias : Variant::kGeneral;
-  } else if (!is_gathered && has_only_key_bias(p) && std::max(p.head_dim, p.value_dim) <= kMostInOrderDim) {
+    const bool is_taken = variant_without_options(without_bias, false, true) == Variant::kPlain;
+    variant = !is_taken ? Variant::kGeneral : p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
+  } else if (!is_gathered && has_only_key_bias(p)) {
     variant = Variant::kKeyBias;
   } else if (variant == Variant::kGeneral) {
     variant = variant_without_options(p, is_gathered, true);
@@ -266,9 +267,11 @@ bool shares_intervals(const AttentionParams& p) {
 
 // Can the instance add sums in a fixed order? With keys in order, where tiles of keys follow each other through the same chunks
 // of queries. With gathered keys, where a block takes the whole list of a segment and the heads of a group together; there have
-// to be so many lists that most of the GPU has work.
+// to be so many lists that most of the GPU has work. Two warpgroups have the same keys of a wide tile, and nothing orders what
+// they add to the gradient of key_bias: two numbers have the same sum in either order, those of several heads do not.
 bool has_order(const AttentionParams& p, const BackwardInstance& instance) {
-  if (!gathers(p)) return !p.mask.tiles.data;
+  const bool adds_few = instance.shape.keys == kBackwardKeys || !p.key_bias.data || p.heads == p.kv_heads;
+  if (!gathers(p)) return !p.mask.tiles.data && adds_few;
   constexpr int64_t kFewLists = 32;
   const int64_t lists = segments_at(static_cast<int>(p.query_length), 0) * p.batch * p.kv_heads;
   return gathers_keys(instance.variant) && instance.shape.keys == kBackwardKeys && shares_intervals(p) && lists >= kFewLists &&
@@ -281,7 +284,7 @@ bool backward_walks_in_order(const AttentionParams& p, int processors) {
   if (p.bias.data) return true;
   if (!gathers(p) || !shares_intervals(p)) return false;
   const BackwardInstance* const instance = find_backward(p, false);
-  if (!instance || instance->shape.keys != kBackwardKeys) return false;  // the kernel of wide heads tests no intervals there
+  if (!instance || instance->shape.keys != kBackwardKeys) return false;  // not measured for wide heads
   return p.mask.is_in_order || backward_way(counts_of(p, 0, processors)) == KeyWay::kAllKeys;
 }
 
@@ -300,10 +303,7 @@ int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
 bool has_backward(const AttentionParams& p, bool deterministic) {
   if ((p.mask.tiles.data || p.bias.data) && !shares_intervals(p)) return false;
   const BackwardInstance* const instance = find_backward(p, gathers(p));
-  // Wide heads with intervals beside a block mask are the portable family's.
-  const bool has_both = p.mask.tiles.data && (p.mask.start.data || p.mask.end.data);
-  if (!instance || (has_both && instance->shape.keys != kBackwardKeys)) return false;
-  return (!deterministic || has_order(p, *instance)) && p.key_length > 0 && p.query_length > 0;
+  return instance && (!deterministic || has_order(p, *instance)) && p.key_length > 0 && p.query_length > 0;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {

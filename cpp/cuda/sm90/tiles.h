@@ -19,9 +19,11 @@ constexpr bool is_dense(Variant v) {
 }
 constexpr bool has_options(Variant v) {
   return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions ||
-         v == Variant::kPlainBias || v == Variant::kDenseBias;
+         v == Variant::kPlainBias || v == Variant::kCappedBias || v == Variant::kDenseBias;
 }
-// Of those: may the call have a softcap?
+// Of those: does backward have a bias of single pairs?
+constexpr bool has_pair_bias(Variant v) { return v == Variant::kPlainBias || v == Variant::kCappedBias; }
+// May the call have a softcap?
 constexpr bool may_cap(Variant v) { return has_options(v) && v != Variant::kPlainBias && v != Variant::kDenseBias; }
 // Do tensor copies bring the bias, in forward, a chunk's beside its keys?
 constexpr bool copies_bias(Variant v) { return v == Variant::kDenseBias; }
@@ -153,6 +155,7 @@ inline constexpr BackwardRow kBackwardRows[] = {
     {128, false, { 128,      64,            2,       232,      40}},
     {128, true,  { 128,      64,            2,       232,      40}},
     {256, false, {  64,      64,            2,       224,      56}},
+    {256, true,  {  64,      64,            2,       232,      40}},
 };
 // clang-format on
 
