@@ -274,21 +274,23 @@ __global__ void __launch_bounds__(32 * kWarps, kVector == 1 ? 2 : kRowsPerSm) re
     // Each lane takes its elements.
     if (begin > 0) join_edge(0);
     for (int first = 0; first < whole_end; first += 32 * kLoads) {
+      const auto* at = from + (first + thread) * kVector * stride;
       const auto take = [&](auto is_whole) {
         Vector<K, kVector> loaded[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-          const int vector = first + 32 * i + thread;
-          loaded[i].load(from + (is_whole ? vector : min(max(vector, whole_begin), whole_end - 1)) * kVector * stride);
+          const int there = min(max(first + thread + 32 * i, whole_begin), whole_end - 1);
+          loaded[i].load(is_whole ? at + 32 * i * kVector * stride : from + there * kVector * stride);
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-          const int vector = first + 32 * i + thread;
-          if (is_whole || (vector >= whole_begin && vector < whole_end))
-            loaded[i].join_to_sequence(owned + i % kGroups * kVector);
+          const int vector = first + thread + 32 * i;
+          const bool is_there = is_whole || (vector >= whole_begin && vector < whole_end);
+          if (is_there) loaded[i].join_to_sequence(owned + i % kGroups * kVector);
         }
       };
-      first >= whole_begin&& first + 32 * kLoads <= whole_end ? take(std::true_type()) : take(std::false_type());
+      const bool are_whole = whole_begin <= first && first + 32 * kLoads <= whole_end;
+      are_whole ? take(std::true_type()) : take(std::false_type());
     }
     if (end % kVector != 0 && whole_end >= whole_begin) join_edge(whole_end);
 
