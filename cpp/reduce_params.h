@@ -23,7 +23,7 @@ struct ReduceParams {
   int64_t outer = 1, inner = 1, count = 0;  // each at least 1
   int64_t outer_stride = 0, inner_stride = 0, stride = 0;
   void* out = nullptr;       // [outer, inner] contiguous; dtype of the input, int64 for sums of integers and bool
-  void* partials = nullptr;  // [outer, inner, chunks] contiguous, in the type of pass two; null where there is one chunk
+  void* partials = nullptr;  // [outer, inner, chunks] contiguous, no wider than in pass two; null where there is one chunk
 };
 
 // static: the CPU kernels are compiled once per instruction set, and the linker must not merge functions across them.

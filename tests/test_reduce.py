@@ -248,6 +248,18 @@ def test_bits_depend_on_no_stride_and_no_neighbour(dtype, device):
         assert_same_bits(ops.reduce_sum(x.flatten()), whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_depend_on_no_alignment(dtype, device):
+    x = make((9020,), dtype, 0, device)
+    for begin, length in itertools.product(range(9), (3, 101, 300, 4099, 9003)):
+        part = x[begin : begin + length]
+        for op in (ops.reduce_sum, ops.reduce_max):
+            assert_same_bits(op(part), op(part.clone()))
+    rows = make((9, 4103), dtype, 1, device)  # each begins elsewhere within a vector
+    for op in (ops.reduce_sum, ops.reduce_max):
+        assert_same_bits(op(rows, 1), torch.stack([op(row.clone()) for row in rows]))
+
+
 @pytest.mark.parametrize("shape", [(300_000,), (40, 9000), (9000, 200), (20_000, 3)], ids=str)
 def test_bits_depend_on_no_number_of_threads(shape):
     x = make(shape, torch.float32)

@@ -2,12 +2,18 @@
 //
 // Pass one has three kernels: where the elements of a sequence lie next to each other, a warp reduces a chunk, or some short
 // sequences at once; where those of neighbouring sequences do, a block reduces a chunk of several sequences. Pass two gives each
-// sequence a block or a warp. No atomics: which block does what changes nothing.
+// sequence a block, a warp or a thread. No atomics: which block does what changes nothing.
+//
+// Memory is as fast as it can be where an SM waits for 64 KiB at any time. So a thread asks for kBytesAtOnce before it uses any,
+// without branches: where nothing is left it reads the last place again and leaves that out. Blocks are small, so that some read
+// while others join.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "../reduce.h"
 #include "dependent_launch.cuh"
@@ -16,13 +22,22 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffU;
-constexpr int kWarps = 8;                                   // of a block of reduce_rows and of reduce_short_rows
-constexpr int kShortRows = 4;                               // sequences that a warp of reduce_short_rows reduces at once
-constexpr int kOwned = static_cast<int>(kChunkLanes) / 32;  // lanes of a chunk that a thread owns, in pass one
-constexpr int kBlock = 1024;                                // threads of reduce_columns and of the long form of pass two
+constexpr int kLanes = static_cast<int>(kChunkLanes);
+constexpr int kOwned = kLanes / 32;           // lanes of a chunk that a thread owns at once, in pass one
+constexpr int kMostGroups = kLanes / kOwned;  // of so many lanes
+constexpr int kBlock = 1024;                  // threads of the long form of pass two
 constexpr int kOwnedPartials = static_cast<int>(kPartialLanes) / kBlock;
 constexpr int64_t kShortPartials = 32 * kOwnedPartials;  // so many results of chunks are reduced by one warp
-constexpr int64_t kMostBlocks = int64_t{1} << 20;        // more work than that goes round in the same blocks
+
+// What follows changes speed, never results.
+constexpr int kBytesAtOnce = 128, kMostLoads = 32;  // that a thread of pass one asks for before it uses any
+constexpr int kWarps = 8;                           // of a block of reduce_rows and of reduce_short_rows, at most
+constexpr int kRowsPerSm = 4;                       // of those blocks: the compiler may use the registers that this leaves
+constexpr int kColumnsBlock = 256;                  // threads of reduce_columns and of the shortest form of pass two
+constexpr int kColumnsPerSm = 3;                    // blocks of reduce_columns
+constexpr int kLeastColumns = 16;                   // so many threads of theirs read neighbours, where there are as many
+constexpr int64_t kSms = 132;                       // of an H200: blocks are smaller where there would be fewer
+constexpr int64_t kMostBlocks = int64_t{1} << 20;   // more work than that goes round in the same blocks
 static_assert(kOwned == 8 && kOwnedPartials == 4);
 
 // What is stored, and what it is reduced as within a chunk. A chunk of integers of up to 16 bits cannot overflow an int32.
@@ -34,6 +49,16 @@ struct Stored {
   template <class P>
   __device__ static T narrow(P x) {
     return static_cast<T>(x);
+  }
+};
+
+struct StoredInt8 : Stored<int8_t, int32_t> {
+  __device__ static int32_t add_four(uint32_t four, int32_t to) { return __dp4a(static_cast<int>(four), 0x01010101, to); }
+};
+
+struct StoredUInt8 : Stored<uint8_t, int32_t> {
+  __device__ static int32_t add_four(uint32_t four, int32_t to) {
+    return static_cast<int32_t>(__dp4a(four, 0x01010101U, static_cast<unsigned>(to)));
   }
 };
 
@@ -57,6 +82,10 @@ struct StoredBool {
   using Wide = int32_t;
   __device__ static int32_t widen(uint8_t x) { return x != 0; }
   __device__ static uint8_t narrow(int32_t x) { return static_cast<uint8_t>(x); }
+  __device__ static int32_t add_four(uint32_t four, int32_t to) {
+    const uint32_t high_bits = (((four & 0x7f7f7f7fU) + 0x7f7f7f7fU) | four) & 0x80808080U;  // of bytes other than 0
+    return StoredUInt8::add_four(high_bits >> 7, to);
+  }
 };
 
 struct Sum {
@@ -96,19 +125,39 @@ struct Kind {
 };
 
 template <class K>
+using Narrow = typename K::In::Type;
+
+template <class K>
 using Wide = typename K::In::Wide;
 
-// Joins lanes whose owners differ in one of the last five bits of their number in the warp: thread 0 has the result of all 32.
-template <class Join, class T>
-__device__ T join_warp(T value) {
+// Loads of kVector elements that a thread of pass one has on their way.
+template <class K, int kVector>
+constexpr int kLoadsAtOnce = std::min(kBytesAtOnce / (kVector * static_cast<int>(sizeof(Narrow<K>))), kMostLoads);
+
+// Joins n values of each thread with those of the other threads of its warp, n a power of two: thread t has the result of value
+// t % n. Of two values a thread keeps the one that a bit of its number names, and gives the other away.
+template <class Join, int n, int away = 1, class T>
+__device__ T join_warp(const T (&values)[n]) {
+  if constexpr (away == 32) {
+    return values[0];
+  } else if constexpr (n == 1) {
+    const T joined[] = {Join::join(values[0], __shfl_xor_sync(kAllLanes, values[0], away))};
+    return join_warp<Join, 1, 2 * away>(joined);
+  } else {
+    const bool keeps_odd = threadIdx.x & away;
+    T joined[n / 2];
 #pragma unroll
-  for (int away = 1; away < 32; away *= 2) value = Join::join(value, __shfl_xor_sync(kAllLanes, value, away));
-  return value;
+    for (int i = 0; i < n / 2; ++i) {
+      const T other = __shfl_xor_sync(kAllLanes, keeps_odd ? values[2 * i] : values[2 * i + 1], away);
+      joined[i] = keeps_odd ? Join::join(other, values[2 * i + 1]) : Join::join(values[2 * i], other);
+    }
+    return join_warp<Join, n / 2, 2 * away>(joined);
+  }
 }
 
 // Joins n neighbours that one thread owns, n a power of two.
 template <class Join, int n, class T>
-__device__ T join_own(T (&values)[n]) {
+__device__ T join_own(T* values) {
 #pragma unroll
   for (int away = 1; away < n; away *= 2) {
 #pragma unroll
@@ -118,222 +167,313 @@ __device__ T join_own(T (&values)[n]) {
 }
 
 template <class K>
-__device__ const typename K::In::Type* sequence(const ReduceParams& p, int64_t result) {
+__device__ const Narrow<K>* sequence(const ReduceParams& p, int64_t result) {
   const int64_t outer = p.outer == 1 ? 0 : result / p.inner;
-  return static_cast<const typename K::In::Type*>(p.input) + outer * p.outer_stride + (result - outer * p.inner) * p.inner_stride;
+  return static_cast<const Narrow<K>*>(p.input) + outer * p.outer_stride + (result - outer * p.inner) * p.inner_stride;
 }
 
+// Partials are stored as wide as they are within a chunk.
 template <class K>
 __device__ void store_chunk(const ReduceParams& p, int64_t result, int64_t chunk, int64_t chunks, Wide<K> value) {
-  const auto partial = static_cast<typename K::Partial>(value);
   if (chunks == 1) {
-    static_cast<typename K::Out::Type*>(p.out)[result] = K::Out::narrow(partial);
+    static_cast<typename K::Out::Type*>(p.out)[result] = K::Out::narrow(static_cast<typename K::Partial>(value));
   } else {
-    static_cast<typename K::Partial*>(p.partials)[result * chunks + chunk] = partial;
+    static_cast<Wide<K>*>(p.partials)[result * chunks + chunk] = value;
   }
 }
 
-// kCount elements that lie one after the other at an address that their size divides.
-template <int kCount, class T>
-__device__ void load_vector(const T* from, T (&to)[kCount]) {
-  if constexpr (kCount == 1) {
-    to[0] = *from;
-  } else if constexpr (kCount * sizeof(T) == 16) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    memcpy(to, &bits, sizeof(bits));
-  } else if constexpr (kCount * sizeof(T) == 8) {
-    const uint2 bits = *reinterpret_cast<const uint2*>(from);
-    memcpy(to, &bits, sizeof(bits));
-  } else {
-    static_assert(kCount * sizeof(T) == 4);
-    const uint32_t bits = *reinterpret_cast<const uint32_t*>(from);
-    memcpy(to, &bits, sizeof(bits));
-  }
-}
+// kCount elements, in registers of 32 bits where they fill such.
+template <class K, int kCount>
+struct Vector {
+  static constexpr int kBytes = kCount * static_cast<int>(sizeof(Narrow<K>));
+  using Word = std::conditional_t<kBytes % 4 == 0, uint32_t, Narrow<K>>;
+  Word words[kBytes / static_cast<int>(sizeof(Word))];
 
-// Elements [row * kChunkLanes, (row + 1) * kChunkLanes) of a chunk of n elements: thread t owns lanes
-// (v * 32 + t) * kVector + e, in owned[v * kVector + e]. kVector = 1: elements may have a stride. kWhole: n is not looked at.
-template <class K, int kVector, bool kWhole>
-__device__ void join_row(const typename K::In::Type* from, int64_t stride, int row, int n, Wide<K> (&owned)[kOwned]) {
-  const int thread = static_cast<int>(threadIdx.x) % 32;
+  // Takes them from an address that their size divides.
+  __device__ void load(const Narrow<K>* from) {
+    using Bits = std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Word>>;
+    static_assert(sizeof(Bits) == kBytes);
+    const Bits bits = *reinterpret_cast<const Bits*>(from);
+    memcpy(words, &bits, kBytes);
+  }
+
+  // Joins each to its lane.
+  __device__ void join_to(Wide<K>* lanes) const {
+    Narrow<K> elements[kCount];
+    memcpy(elements, words, kBytes);
 #pragma unroll
-  for (int v = 0; v < kOwned / kVector; ++v) {
-    const int first = row * static_cast<int>(kChunkLanes) + (v * 32 + thread) * kVector;
-    if constexpr (kVector == 1) {
-      if (kWhole || first < n) owned[v] = K::Join::join(owned[v], K::In::widen(from[first * stride]));
-    } else if (kWhole || first + kVector <= n) {
-      typename K::In::Type elements[kVector];
-      load_vector(from + first, elements);
+    for (int e = 0; e < kCount; ++e) lanes[e] = K::Join::join(lanes[e], K::In::widen(elements[e]));
+  }
+
+  // The same for lanes of one sequence. The order of integers changes nothing: four bytes are added to one lane.
+  __device__ void join_to_sequence(Wide<K>* lanes) const {
+    if constexpr (sizeof(Narrow<K>) == 1 && kCount > 1 && std::is_same_v<typename K::Join, Sum>) {
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        Wide<K>& lane = owned[v * kVector + e];
-        lane = K::Join::join(lane, K::In::widen(elements[e]));
-      }
+      for (int i = 0; i < kCount / 4; ++i) lanes[i] = K::In::add_four(words[i], lanes[i]);
     } else {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        Wide<K>& lane = owned[v * kVector + e];
-        if (first + e < n) lane = K::Join::join(lane, K::In::widen(from[first + e]));
-      }
+      join_to(lanes);
     }
   }
+};
+
+template <class K, int n>
+__device__ void make_neutral(Wide<K> (&lanes)[n]) {
+#pragma unroll
+  for (Wide<K>& lane : lanes) lane = K::Join::template neutral<Wide<K>>();
 }
 
-// Joins neighbours of a chunk of n elements: those of one vector, those of the warp's vectors, and then groups of 32 vectors.
-// Groups without elements change nothing. Thread 0 has the result.
-template <class K, int kVector>
-__device__ Wide<K> join_lanes(const Wide<K> (&owned)[kOwned], int n) {
-  constexpr int kGroups = kOwned / kVector;
-  Wide<K> groups[kGroups];
+// Joins the lanes of some sequences, kGroups of 32 vectors each; values: what threads have of those. The thread of number
+// sequence * kGroups has the result.
+template <class K, int kGroups, int n>
+__device__ Wide<K> join_groups(Wide<K> (&values)[n]) {
+  Wide<K> value = join_warp<typename K::Join>(values);
 #pragma unroll
-  for (int v = 0; v < kGroups; ++v) {
-    Wide<K> vector[kVector];
-#pragma unroll
-    for (int e = 0; e < kVector; ++e) vector[e] = owned[v * kVector + e];
-    groups[v] = join_own<typename K::Join, kVector>(vector);
-    if (v * 32 * kVector < n) groups[v] = join_warp<typename K::Join>(groups[v]);
+  for (int away = 1; away < kGroups; away *= 2) {
+    value = K::Join::join(value, __shfl_xor_sync(kAllLanes, value, away));
   }
-  return join_own<typename K::Join, kGroups>(groups);
+  return value;
 }
 
-// input: outer x inner sequences -> partials [outer, inner, chunks], or out [outer, inner]. A warp reduces a chunk.
+// input: outer x inner sequences -> partials [outer, inner, chunks], or out [outer, inner]. A warp reduces a chunk. Thread t owns
+// the lanes (v * 32 + t) * kVector + e, in owned[v * kVector + e]. kVector = 1: elements may have a stride.
+//
+// A chunk may begin within a vector: elements [begin, end) and lanes are counted from the vector's begin until lanes are joined.
 template <class K, int kVector>
-__global__ void __launch_bounds__(32 * kWarps) reduce_rows(ReduceParams p, int64_t tasks) {
-  constexpr int kRows = static_cast<int>(kChunk / kChunkLanes);
-  const int64_t chunks = chunks_of(p);
-  int64_t task = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  for (; task < tasks; task += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int64_t result = chunks == 1 ? task : task / chunks, chunk = task - result * chunks;
+__global__ void __launch_bounds__(32 * kWarps, kVector == 1 ? 2 : kRowsPerSm) reduce_rows(ReduceParams p, int64_t tasks) {
+  constexpr int kGroups = kOwned / kVector, kLoads = kLoadsAtOnce<K, kVector>;
+  static_assert(kLoads % kGroups == 0);
+  __shared__ Wide<K> shared[kVector == 1 ? 1 : kWarps][kLanes];
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int thread = static_cast<int>(threadIdx.x) % 32;
+  const int64_t chunks = chunks_of(p), stride = kVector == 1 ? p.stride : 1;
+  const auto lane_of = [=](int i) { return (i / kVector * 32 + thread) * kVector + i % kVector; };
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  for (int64_t task = int64_t{blockIdx.x} * warps + warp; task < tasks; task += int64_t{gridDim.x} * warps) {
+    const int64_t result = tasks == chunks ? 0 : task / chunks, chunk = task - result * chunks;
     const auto* from = sequence<K>(p, result) + chunk * kChunk * p.stride;
     const int n = static_cast<int>(min(kChunk, p.count - chunk * kChunk));
-
-    // Each lane takes its elements.
+    const int begin = kVector == 1 ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(from) / sizeof(*from) % kVector);
+    const int end = begin + n, whole_begin = begin > 0, whole_end = end / kVector;
+    from -= begin;
     Wide<K> owned[kOwned];
+    make_neutral<K>(owned);
+
+    // The elements of a vector that is not whole, one by one.
+    const auto join_edge = [&](int vector) {
+      if (vector % 32 != thread) return;
 #pragma unroll
-    for (Wide<K>& lane : owned) lane = K::Join::template neutral<Wide<K>>();
-    if (n == kChunk) {
-#pragma unroll 4
-      for (int row = 0; row < kRows; ++row) join_row<K, kVector, true>(from, p.stride, row, n, owned);
-    } else {
-      for (int row = 0; row * static_cast<int>(kChunkLanes) < n; ++row) {
-        join_row<K, kVector, false>(from, p.stride, row, n, owned);
+      for (int i = 0; i < kOwned; ++i) {
+        const int at = vector * kVector + i % kVector;
+        if (vector / 32 % kGroups == i / kVector && at >= begin && at < end) {
+          owned[i] = K::Join::join(owned[i], K::In::widen(from[at]));
+        }
       }
-    }
-
-    const Wide<K> joined = join_lanes<K, kVector>(owned, n);
-    if (threadIdx.x % 32 == 0) store_chunk<K>(p, result, chunk, chunks, joined);
-  }
-}
-
-// The same where a sequence has one row of lanes at most: a warp reduces kShortRows sequences together, so that more bytes are on
-// their way.
-template <class K, int kVector>
-__global__ void __launch_bounds__(32 * kWarps) reduce_short_rows(ReduceParams p, int64_t results) {
-  const int n = static_cast<int>(p.count);
-  int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32) * kShortRows;
-  for (; first < results; first += static_cast<int64_t>(gridDim.x) * kWarps * kShortRows) {
-    Wide<K> owned[kShortRows][kOwned];
-#pragma unroll
-    for (int s = 0; s < kShortRows; ++s) {
-#pragma unroll
-      for (Wide<K>& lane : owned[s]) lane = K::Join::template neutral<Wide<K>>();
-      if (first + s < results) join_row<K, kVector, false>(sequence<K>(p, first + s), p.stride, 0, n, owned[s]);
-    }
-#pragma unroll
-    for (int s = 0; s < kShortRows; ++s) {
-      const Wide<K> joined = join_lanes<K, kVector>(owned[s], n);
-      if (threadIdx.x % 32 == 0 && first + s < results) store_chunk<K>(p, first + s, 0, 1, joined);
-    }
-  }
-}
-
-// The same, where neighbouring sequences lie closer than the elements of one. A block reduces a chunk of kVector * kBlock / rows
-// sequences; rows is a power of two, such that rows * kOwned lanes are all that have elements. Thread (row, column) owns the
-// lanes row * kOwned + j of kVector neighbouring sequences, whose elements it loads at once: with kVector > 1 they lie one after
-// the other.
-template <class K, int kVector>
-__global__ void __launch_bounds__(kBlock) reduce_columns(ReduceParams p, int rows, int64_t tasks) {
-  __shared__ Wide<K> joined[kVector][kBlock];
-  const int columns = kBlock / rows;
-  const int row = static_cast<int>(threadIdx.x) / columns, own = static_cast<int>(threadIdx.x) % columns;
-  const int64_t chunks = chunks_of(p), blocks = ceil_of_quotient(p.inner, columns * kVector);
-  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    const int64_t chunk = task / blocks % chunks, outer = task / blocks / chunks;
-    const int64_t column = (task % blocks * columns + own) * kVector;
-    const bool has_column = column < p.inner;
-    const auto* from = static_cast<const typename K::In::Type*>(p.input) + outer * p.outer_stride + column * p.inner_stride +
-                       chunk * kChunk * p.stride;
-    const int n = has_column ? static_cast<int>(min(kChunk, p.count - chunk * kChunk)) : 0;
+    };
 
     // Each lane takes its elements.
-    Wide<K> owned[kVector][kOwned];
+    if (begin > 0) join_edge(0);
+    for (int first = 0; first < whole_end; first += 32 * kLoads) {
+      const auto* at = from + (first + thread) * kVector * stride;
+      const auto take = [&](auto is_whole) {
+        Vector<K, kVector> loaded[kLoads];
 #pragma unroll
-    for (auto& lanes : owned) {
-#pragma unroll
-      for (Wide<K>& lane : lanes) lane = K::Join::template neutral<Wide<K>>();
-    }
-    for (int first = row * kOwned; first < n; first += static_cast<int>(kChunkLanes)) {
-      const auto* element = from + first * p.stride;
-#pragma unroll
-      for (int j = 0; j < kOwned; ++j, element += p.stride) {
-        if (first + j < n) {
-          typename K::In::Type elements[kVector];
-          load_vector(element, elements);
-#pragma unroll
-          for (int v = 0; v < kVector; ++v) owned[v][j] = K::Join::join(owned[v][j], K::In::widen(elements[v]));
+        for (int i = 0; i < kLoads; ++i) {
+          const int there = min(max(first + thread + 32 * i, whole_begin), whole_end - 1);
+          loaded[i].load(is_whole ? at + 32 * i * kVector * stride : from + there * kVector * stride);
         }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int vector = first + thread + 32 * i;
+          const bool is_there = is_whole || (vector >= whole_begin && vector < whole_end);
+          if (is_there) loaded[i].join_to_sequence(owned + i % kGroups * kVector);
+        }
+      };
+      const bool are_whole = whole_begin <= first && first + 32 * kLoads <= whole_end;
+      are_whole ? take(std::true_type()) : take(std::false_type());
+    }
+    if (end % kVector != 0 && whole_end >= whole_begin) join_edge(whole_end);
+
+    // Count lanes from the first element again.
+    if (begin > 0) {
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) shared[warp][lane_of(i)] = owned[i];
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kOwned; ++i) owned[i] = shared[warp][(lane_of(i) + begin) % kLanes];
+      __syncwarp();  // before the next chunk is written there
+    }
+
+    Wide<K> values[kGroups];
+#pragma unroll
+    for (int v = 0; v < kGroups; ++v) values[v] = join_own<typename K::Join, kVector>(owned + v * kVector);
+    const Wide<K> joined = join_groups<K, kGroups>(values);
+    if (thread == 0) store_chunk<K>(p, result, chunk, chunks, joined);
+  }
+}
+
+// The same where a sequence has kGroups * 32 vectors at most: a warp reduces several together. kVector > 1: vectors are whole.
+template <class K, int kVector, int kGroups>
+__global__ void __launch_bounds__(32 * kWarps, kVector == 1 ? 2 : kRowsPerSm) reduce_short_rows(ReduceParams p, int64_t tasks) {
+  constexpr int kLoads = kLoadsAtOnce<K, kVector>, kSequences = kLoads / kGroups;
+  static_assert(kSequences > 0 && kLoads <= 32);
+  const int thread = static_cast<int>(threadIdx.x) % 32, n = static_cast<int>(p.count);
+  const int64_t per_outer = ceil_of_quotient(p.inner, kSequences), stride = kVector == 1 ? p.stride : 1;
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  for (; task < tasks; task += int64_t{gridDim.x} * kWarps) {
+    const int64_t outer = p.outer == 1 ? 0 : task / per_outer, first = (task - outer * per_outer) * kSequences;
+    const int sequences = static_cast<int>(min(int64_t{kSequences}, p.inner - first));
+    const auto* from = static_cast<const Narrow<K>*>(p.input) + outer * p.outer_stride + first * p.inner_stride;
+    Vector<K, kVector> loaded[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int element = (i % kGroups * 32 + thread) * kVector;
+      loaded[i].load(from + min(i / kGroups, sequences - 1) * p.inner_stride + min(element, n - kVector) * stride);
+    }
+    Wide<K> values[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      Wide<K> owned[kVector];
+      make_neutral<K>(owned);
+      if ((i % kGroups * 32 + thread) * kVector < n) loaded[i].join_to_sequence(owned);
+      values[i] = join_own<typename K::Join, kVector>(owned);
+    }
+    const Wide<K> joined = join_groups<K, kGroups>(values);
+    if (thread < kGroups * sequences && thread % kGroups == 0) {
+      store_chunk<K>(p, outer * p.inner + first + thread / kGroups, 0, 1, joined);
+    }
+  }
+}
+
+// Joins n neighbours that lie `step` apart, of which the first `count` hold something; both are powers of two.
+template <class Join, int n, class T>
+__device__ T join_column(const T* from, int step, int count) {
+  if constexpr (n == 1) {
+    return *from;
+  } else {
+    if (count < n) return join_column<Join, n / 2>(from, step, count);
+    return Join::join(join_column<Join, n / 2>(from, step, n / 2), join_column<Join, n / 2>(from + n / 2 * step, step, n / 2));
+  }
+}
+
+// The same, where neighbouring sequences lie closer than the elements of one. A block reduces a chunk of kVector * columns
+// sequences, columns = kColumnsBlock / rows. `groups` of kOwned lanes have elements, a power of two. Thread (row, column) owns
+// the lanes group * kOwned + j of kVector neighbouring sequences, group = row, row + rows, ... in turn. It loads elements of all
+// those sequences at once: with kVector > 1 they lie one after the other.
+template <class K, int kVector>
+__global__ void __launch_bounds__(kColumnsBlock, kVector == 1 ? 2 : kColumnsPerSm)
+    reduce_columns(ReduceParams p, int rows, int groups, int64_t tasks) {
+  constexpr int kSteps = kLoadsAtOnce<K, kVector> > kOwned ? kLoadsAtOnce<K, kVector> / kOwned : 1;
+  __shared__ Wide<K> joined[kMostGroups / (kColumnsBlock / kLeastColumns) * kColumnsBlock * kVector];  // [groups][sequences]
+  const int columns = kColumnsBlock / rows, sequences = columns * kVector;
+  const int row = static_cast<int>(threadIdx.x) / columns, own = static_cast<int>(threadIdx.x) % columns * kVector;
+  const int64_t chunks = chunks_of(p), blocks = ceil_of_quotient(p.inner, sequences);
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t chunk = task / blocks % chunks, outer = task / blocks / chunks, first_sequence = task % blocks * sequences;
+    const auto* from = static_cast<const Narrow<K>*>(p.input) + outer * p.outer_stride + (first_sequence + own) * p.inner_stride +
+                       chunk * kChunk * p.stride;
+    const int n = first_sequence + own < p.inner ? static_cast<int>(min(kChunk, p.count - chunk * kChunk)) : 0;
+    for (int group = row; group < groups; group += rows) {
+      // Each lane takes its elements.
+      Wide<K> owned[kOwned][kVector];
+#pragma unroll
+      for (auto& lanes : owned) make_neutral<K>(lanes);
+      const auto* at = from + group * kOwned * p.stride;
+      for (int left = n - group * kOwned; left > 0; left -= kSteps * kLanes, at += kSteps * kLanes * p.stride) {
+        const auto take = [&](auto is_whole) {
+          Vector<K, kVector> loaded[kSteps * kOwned];
+#pragma unroll
+          for (int i = 0; i < kSteps * kOwned; ++i) {
+            const int element = i / kOwned * kLanes + i % kOwned;
+            loaded[i].load(at + (is_whole ? element : min(element, left - 1)) * p.stride);
+          }
+#pragma unroll
+          for (int i = 0; i < kSteps * kOwned; ++i) {
+            if (is_whole || i / kOwned * kLanes + i % kOwned < left) loaded[i].join_to(owned[i % kOwned]);
+          }
+        };
+        left >= (kSteps - 1) * kLanes + kOwned ? take(std::true_type()) : take(std::false_type());
+      }
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        Wide<K> lanes[kOwned];
+#pragma unroll
+        for (int j = 0; j < kOwned; ++j) lanes[j] = owned[j][v];
+        joined[group * sequences + own + v] = join_own<typename K::Join, kOwned>(lanes);
       }
     }
 
-    // Join a thread's neighbours, then rows of threads.
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) joined[v][threadIdx.x] = join_own<typename K::Join, kOwned>(owned[v]);
+    // Join the groups.
     __syncthreads();
-    for (int away = 1; away < rows; away *= 2) {
-      if (row % (2 * away) == 0) {
-#pragma unroll
-        for (auto& of_column : joined) {
-          of_column[threadIdx.x] = K::Join::join(of_column[threadIdx.x], of_column[threadIdx.x + away * columns]);
-        }
-      }
-      __syncthreads();
-    }
-    if (row == 0 && has_column) {
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) store_chunk<K>(p, outer * p.inner + column + v, chunk, chunks, joined[v][threadIdx.x]);
+    for (int s = static_cast<int>(threadIdx.x); s < sequences && first_sequence + s < p.inner; s += kColumnsBlock) {
+      const Wide<K> value = join_column<typename K::Join, kMostGroups>(joined + s, sequences, groups);
+      store_chunk<K>(p, outer * p.inner + first_sequence + s, chunk, chunks, value);
     }
     __syncthreads();  // before the next task writes there
   }
 }
 
 // partials [results, chunks] -> out [results]. A block reduces a sequence: kBlock threads, or 32 where so few lanes have any.
-// Thread t owns the lanes kOwnedPartials * t + j.
+// Thread t owns the lanes j * threads + t.
 template <class K>
 __global__ void __launch_bounds__(kBlock) reduce_partials(ReduceParams p, int64_t chunks) {
   using P = typename K::Partial;
-  __shared__ P of_warps[kBlock / 32];
-  const int thread = static_cast<int>(threadIdx.x);
+  __shared__ P of_groups[kOwnedPartials * kBlock / 32];  // of 32 lanes each
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warps = threads / 32;
   wait_for_kernel_before();
+  let_kernel_after_come();
   for (int64_t result = blockIdx.x; result < p.outer * p.inner; result += gridDim.x) {
-    const P* partials = static_cast<const P*>(p.partials) + result * chunks;
+    const auto* partials = static_cast<const Wide<K>*>(p.partials) + result * chunks;
     P owned[kOwnedPartials];
 #pragma unroll
     for (P& lane : owned) lane = K::Join::template neutral<P>();
 #pragma unroll 4
-    for (int64_t first = kOwnedPartials * thread; first < chunks; first += kPartialLanes) {
+    for (int64_t first = thread; first < chunks; first += kPartialLanes) {
 #pragma unroll
       for (int j = 0; j < kOwnedPartials; ++j) {
-        if (first + j < chunks) owned[j] = K::Join::join(owned[j], partials[first + j]);
+        const int64_t at = first + j * threads;
+        if (at < chunks) owned[j] = K::Join::join(owned[j], static_cast<P>(partials[at]));
       }
     }
-    P value = join_warp<typename K::Join>(join_own<typename K::Join, kOwnedPartials>(owned));
-    if (blockDim.x > 32) {
-      if (thread % 32 == 0) of_warps[thread / 32] = value;
-      __syncthreads();
-      value = join_warp<typename K::Join>(of_warps[thread % 32]);
-      __syncthreads();  // before the next sequence's warps write there
+
+    // Join lanes of warps, then groups of 32 lanes.
+    const P of_group = join_warp<typename K::Join>(owned);
+    if (thread % 32 < kOwnedPartials) of_groups[thread % 32 * warps + thread / 32] = of_group;
+    __syncthreads();
+    if (thread < 32) {
+#pragma unroll
+      for (int j = 0; j < kOwnedPartials; ++j) {
+        const int group = kOwnedPartials * thread + j;
+        owned[j] = group < kOwnedPartials * warps ? of_groups[group] : K::Join::template neutral<P>();
+      }
+      P value[] = {join_own<typename K::Join, kOwnedPartials>(owned)};
+      const P joined = join_warp<typename K::Join>(value);
+      if (thread == 0) static_cast<typename K::Out::Type*>(p.out)[result] = K::Out::narrow(joined);
     }
-    if (thread == 0) static_cast<typename K::Out::Type*>(p.out)[result] = K::Out::narrow(value);
+    __syncthreads();  // before the next sequence's warps write there
+  }
+}
+
+// The same where a sequence has kOwnedPartials chunks at most: a thread reduces them.
+template <class K>
+__global__ void __launch_bounds__(kColumnsBlock) reduce_few_partials(ReduceParams p, int64_t chunks) {
+  using P = typename K::Partial;
+  wait_for_kernel_before();
+  let_kernel_after_come();
+  int64_t result = static_cast<int64_t>(blockIdx.x) * kColumnsBlock + threadIdx.x;
+  for (; result < p.outer * p.inner; result += static_cast<int64_t>(gridDim.x) * kColumnsBlock) {
+    const auto* partials = static_cast<const Wide<K>*>(p.partials) + result * chunks;
+    P lanes[kOwnedPartials];
+#pragma unroll
+    for (int j = 0; j < kOwnedPartials; ++j) {
+      lanes[j] = K::Join::template neutral<P>();
+      if (j < chunks) lanes[j] = K::Join::join(lanes[j], static_cast<P>(partials[j]));
+    }
+    static_cast<typename K::Out::Type*>(p.out)[result] = K::Out::narrow(join_own<typename K::Join, kOwnedPartials>(lanes));
   }
 }
 
@@ -346,9 +486,9 @@ bool is_aligned(const ReduceParams& p, int64_t element_bytes, int64_t bytes, int
          divides(p.inner, inner_stride) && divides(p.count, stride);
 }
 
-// Whether all sequences begin at an address that `bytes` divides, and have no stride.
-bool has_vectors(const ReduceParams& p, int64_t element_bytes, int64_t bytes) {
-  return p.stride == 1 && is_aligned(p, element_bytes, bytes, p.inner_stride, 0);
+// Whether all sequences are whole vectors.
+bool has_vectors(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
+  return p.stride == 1 && p.count % vector == 0 && is_aligned(p, element_bytes, vector * element_bytes, p.inner_stride, 0);
 }
 
 // Whether elements of neighbouring sequences lie one after the other, and vectors of them at addresses that their size divides.
@@ -357,41 +497,54 @@ bool has_vectors_across(const ReduceParams& p, int64_t element_bytes, int64_t ve
 }
 
 template <class K, int kVector>
-void launch_columns(const ReduceParams& p, cudaStream_t stream) {
-  int rows = 1;
-  while (rows < 32 && rows * kOwned < p.count) rows *= 2;
-  const int64_t tasks = p.outer * ceil_of_quotient(p.inner, kVector * kBlock / rows) * chunks_of(p);
-  reduce_columns<K, kVector><<<blocks_for(tasks), kBlock, 0, stream>>>(p, rows, tasks);
+cudaError_t launch_columns(const ReduceParams& p, cudaStream_t stream) {
+  int groups = 1, rows = 1;
+  while (groups < kMostGroups && groups * kOwned < p.count) groups *= 2;
+  const auto has_room = [&](int columns) { return columns >= kLeastColumns || columns * kVector >= p.inner; };
+  while (rows < groups && has_room(kColumnsBlock / rows / 2)) rows *= 2;
+  const int64_t tasks = p.outer * ceil_of_quotient(p.inner, kVector * kColumnsBlock / rows) * chunks_of(p);
+  return launch_dependent(reduce_columns<K, kVector>, blocks_for(tasks), kColumnsBlock, 0, stream, p, rows, groups, tasks);
 }
 
 template <class K, int kVector>
-void launch_rows(const ReduceParams& p, cudaStream_t stream) {
+cudaError_t launch_rows(const ReduceParams& p, cudaStream_t stream) {
   const int64_t tasks = p.outer * p.inner * chunks_of(p);
-  if (p.count <= kChunkLanes) {
-    reduce_short_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, kShortRows * kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
-  } else {
-    reduce_rows<K, kVector><<<blocks_for(ceil_of_quotient(tasks, kWarps)), 32 * kWarps, 0, stream>>>(p, tasks);
+  int warps = kWarps;
+  while (warps > 1 && tasks < kSms * warps) warps /= 2;
+  return launch_dependent(reduce_rows<K, kVector>, blocks_for(ceil_of_quotient(tasks, warps)), 32 * warps, 0, stream, p, tasks);
+}
+
+template <class K, int kVector, int kGroups>
+cudaError_t launch_short_rows(const ReduceParams& p, cudaStream_t stream) {
+  const int64_t tasks = p.outer * ceil_of_quotient(p.inner, kLoadsAtOnce<K, kVector> / kGroups);
+  return launch_dependent(reduce_short_rows<K, kVector, kGroups>, blocks_for(ceil_of_quotient(tasks, kWarps)), 32 * kWarps, 0,
+                          stream, p, tasks);
+}
+
+template <class K>
+cudaError_t launch_pass_one(const ReduceParams& p, cudaStream_t stream) {
+  constexpr int kSize = static_cast<int>(sizeof(Narrow<K>)), kVector = kSize == 1 ? 8 : 16 / kSize;
+  constexpr int kAcross = sizeof(Wide<K>) == 8 ? 2 : 4;  // sequences of a thread that walks several
+  if (walks_columns(p)) {
+    return has_vectors_across(p, kSize, kAcross) ? launch_columns<K, kAcross>(p, stream) : launch_columns<K, 1>(p, stream);
   }
+  if (p.count > kChunkLanes) return p.stride == 1 ? launch_rows<K, kVector>(p, stream) : launch_rows<K, 1>(p, stream);
+  if (!has_vectors(p, kSize, kVector)) return launch_short_rows<K, 1, kOwned>(p, stream);
+  if (p.count <= 32 * kVector) return launch_short_rows<K, kVector, 1>(p, stream);
+  return launch_short_rows<K, kVector, kOwned / kVector>(p, stream);
 }
 
 template <class K>
 cudaError_t launch(const ReduceParams& p, cudaStream_t stream) {
-  constexpr int kSize = static_cast<int>(sizeof(typename K::In::Type)), kVector = kSize == 1 ? 8 : 16 / kSize;
-  constexpr int kAcross = sizeof(Wide<K>) == 8 ? 2 : 4;  // sequences of a thread that walks several
   const int64_t results = p.outer * p.inner, chunks = chunks_of(p);
-
-  // Pass one.
-  if (walks_columns(p)) {
-    has_vectors_across(p, kSize, kAcross) ? launch_columns<K, kAcross>(p, stream) : launch_columns<K, 1>(p, stream);
-  } else {
-    has_vectors(p, kSize, kVector * kSize) ? launch_rows<K, kVector>(p, stream) : launch_rows<K, 1>(p, stream);
-  }
-  const cudaError_t status = cudaGetLastError();
+  const cudaError_t status = launch_pass_one<K>(p, stream);
   if (status != cudaSuccess || chunks == 1) return status;
-
-  // Pass two.
+  if (chunks <= kOwnedPartials) {
+    const unsigned blocks = blocks_for(ceil_of_quotient(results, kColumnsBlock));
+    return launch_dependent(reduce_few_partials<K>, blocks, kColumnsBlock, 0, stream, p, chunks);
+  }
   const unsigned threads = chunks <= kShortPartials ? 32 : kBlock;
-  return launch_dependent(reduce_partials<K>, dim3(blocks_for(results)), threads, 0, stream, p, chunks);
+  return launch_dependent(reduce_partials<K>, blocks_for(results), threads, 0, stream, p, chunks);
 }
 
 using Float64 = Stored<double, double>;
@@ -399,8 +552,6 @@ using Float32 = Stored<float, float>;
 using Int64 = Stored<int64_t, int64_t>;
 using Int32 = Stored<int32_t, int32_t>;
 using Int16 = Stored<int16_t, int32_t>;
-using Int8 = Stored<int8_t, int32_t>;
-using UInt8 = Stored<uint8_t, int32_t>;
 
 cudaError_t launch_max(const ReduceParams& p, cudaStream_t stream) {
   switch (p.dtype) {
@@ -411,8 +562,8 @@ cudaError_t launch_max(const ReduceParams& p, cudaStream_t stream) {
     case Element::kInt64: return launch<Kind<Int64, Max, int64_t, Int64>>(p, stream);
     case Element::kInt32: return launch<Kind<Int32, Max, int32_t, Int32>>(p, stream);
     case Element::kInt16: return launch<Kind<Int16, Max, int32_t, Int16>>(p, stream);
-    case Element::kInt8: return launch<Kind<Int8, Max, int32_t, Int8>>(p, stream);
-    case Element::kUInt8: return launch<Kind<UInt8, Max, int32_t, UInt8>>(p, stream);
+    case Element::kInt8: return launch<Kind<StoredInt8, Max, int32_t, StoredInt8>>(p, stream);
+    case Element::kUInt8: return launch<Kind<StoredUInt8, Max, int32_t, StoredUInt8>>(p, stream);
     case Element::kBool: return launch<Kind<StoredBool, Max, int32_t, StoredBool>>(p, stream);
   }
   return cudaErrorInvalidValue;
@@ -427,8 +578,8 @@ cudaError_t launch_sum(const ReduceParams& p, cudaStream_t stream) {
     case Element::kInt64: return launch<Kind<Int64, Sum, int64_t, Int64>>(p, stream);
     case Element::kInt32: return launch<Kind<Stored<int32_t, int64_t>, Sum, int64_t, Int64>>(p, stream);
     case Element::kInt16: return launch<Kind<Int16, Sum, int64_t, Int64>>(p, stream);
-    case Element::kInt8: return launch<Kind<Int8, Sum, int64_t, Int64>>(p, stream);
-    case Element::kUInt8: return launch<Kind<UInt8, Sum, int64_t, Int64>>(p, stream);
+    case Element::kInt8: return launch<Kind<StoredInt8, Sum, int64_t, Int64>>(p, stream);
+    case Element::kUInt8: return launch<Kind<StoredUInt8, Sum, int64_t, Int64>>(p, stream);
     case Element::kBool: return launch<Kind<StoredBool, Sum, int64_t, Int64>>(p, stream);
   }
   return cudaErrorInvalidValue;
