@@ -59,11 +59,11 @@ bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unus
 #endif
 }
 
-bool sm90_splits_groups([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
+int64_t sm90_heads_at_once([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::backward_heads_at_once(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index())) < p.heads / p.kv_heads;
+  return sm90::backward_heads_at_once(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
 #else
-  return false;
+  return p.heads / p.kv_heads;
 #endif
 }
 
@@ -76,11 +76,11 @@ cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unu
 #endif
 }
 
-// The part of a call that has some of its batches, or some kv heads of one batch.
-BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, int64_t kv_head, int64_t kv_heads) {
+// The part of a call that has some of its batches, or of one batch some query heads: whole groups, or some heads of one.
+BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, int64_t head, int64_t heads) {
   BackwardCall part = call;
   AttentionParams& p = part.b.forward;
-  const int64_t group = p.heads / p.kv_heads, head = kv_head * group;
+  const int64_t group = p.heads / p.kv_heads, kv_head = head / group;
   const auto move = [&](TensorView& tensor, int64_t first) {
     tensor.data = static_cast<char*>(tensor.data) + (batch * tensor.batch_stride + first * tensor.head_stride) * 2;
   };
@@ -107,8 +107,8 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   if (part.turns) part.turns += terms / kTurnQueries;
   part.lse += terms, part.lse_rest2 += terms;
   if (part.row_hash) part.row_hash += terms;
-  if (part.seen) part.seen += (batch * p.kv_heads + kv_head) * part.seen_words;
-  p.batch = batches, p.heads = kv_heads * group, p.kv_heads = kv_heads;
+  if (part.seen) part.seen += (batch * p.heads + head) / part.seen_heads * part.seen_words;
+  p.batch = batches, p.heads = heads, p.kv_heads = ceil_div(heads, group);
   return part;
 }
 
@@ -130,26 +130,31 @@ bool has_one_visit(const AttentionParams& p) {
 }
 
 // The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,
-// some batches or kv heads at a time, which use the same memory. The heads of a kv head's group stay together. Where the sums of
-// one group are too large, a gathered call is left to the portable kernels, which need no sums for queries.
+// some batches or kv heads at a time, which use the same memory. Where keys have sums, and those of one kv head's group of heads
+// would need more than kMostGroupFloats, some heads of the group run at a time.
 struct Sums {
-  int64_t query_floats, key_floats;  // of a kv head
-  int64_t batches, heads;            // batches and kv heads of a part
-  bool is_too_large;
+  int64_t head_floats, key_floats;     // of a query head and of a kv head
+  int64_t batches, kv_heads, at_once;  // batches and kv heads of a part, and so many of its query heads at a time
 
   Sums(const BackwardCall& call, bool sums_keys) {
-    constexpr int64_t kMostFloats = int64_t{1} << 28, kTooMany = kMostFloats * 4;
+    constexpr int64_t kMostFloats = int64_t{1} << 28, kMostGroupFloats = kMostFloats * 4;
     const AttentionParams& p = call.b.forward;
-    query_floats = p.heads / p.kv_heads * call.padded_queries * sum_width(p.head_dim);
+    const int64_t group = p.heads / p.kv_heads;
+    head_floats = call.padded_queries * sum_width(p.head_dim);
     key_floats = sums_keys ? p.key_length * key_sum_width(p) : 0;
-    const int64_t floats = query_floats + key_floats;
-    is_too_large = call.live_keys.index && floats > kTooMany;
+    const int64_t floats = group * head_floats + key_floats;
     const int64_t batch_parts = std::clamp<int64_t>(ceil_div(p.batch * p.kv_heads * floats, kMostFloats), 1, p.batch);
     batches = ceil_div(p.batch, batch_parts);
     const int64_t head_parts = batches > 1 ? 1 : std::clamp<int64_t>(ceil_div(p.kv_heads * floats, kMostFloats), 1, p.kv_heads);
-    heads = ceil_div(p.kv_heads, head_parts);
+    kv_heads = ceil_div(p.kv_heads, head_parts);
+    at_once = kv_heads * group;
+    const auto fits = [&] { return group % at_once == 0 && at_once * head_floats + key_floats <= kMostGroupFloats; };
+    if (sums_keys && floats > kMostGroupFloats) {
+      while (at_once > 1 && !fits()) --at_once;
+    }
   }
-  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && heads == p.kv_heads; }
+  int64_t query_floats() const { return batches * at_once * head_floats; }
+  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && at_once == p.heads; }
 };
 
 // Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the call is one
@@ -158,7 +163,6 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
   const bool is_gathered = call.live_keys.index, is_one_part = sums.is_one_part(p);
-  const int64_t batches = sums.batches, heads = sums.heads;
   std::optional<Tensor> seen, key_sums;
   call.logit_scale = call.scale;
   if (p.softcap > 0) {
@@ -173,29 +177,33 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
   }
   if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
     call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
-    seen = empty_on(like, {p.batch * p.kv_heads * call.seen_words}, ScalarType::Int);
+    seen = empty_on(like, {p.batch * p.heads / call.seen_heads * call.seen_words}, ScalarType::Int);
     call.seen = static_cast<uint32_t*>(seen->data_ptr());
     DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   }
   if (sums.key_floats > 0) {
-    key_sums = empty_on(like, {batches * heads * sums.key_floats + key_sum_width(p)}, ScalarType::Float);
+    key_sums = empty_on(like, {sums.batches * sums.kv_heads * sums.key_floats + key_sum_width(p)}, ScalarType::Float);
     call.key_sums = static_cast<float*>(key_sums->data_ptr());
   }
-  for (int64_t batch = 0; batch < p.batch; batch += batches) {
-    for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head += heads) {
+  const int64_t group = p.heads / p.kv_heads, heads = sums.kv_heads * group;
+  for (int64_t batch = 0; batch < p.batch; batch += sums.batches) {
+    for (int64_t head = 0; head < p.heads; head += heads) {
       const BackwardCall part =
-          part_of(call, batch, std::min(batches, p.batch - batch), kv_head, std::min(heads, p.kv_heads - kv_head));
-      const int64_t rows = part.b.forward.batch * part.b.forward.kv_heads;
-      if (!is_one_part) {
-        const size_t bytes = static_cast<size_t>(rows * sums.query_floats) * sizeof(float);
-        DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
-        DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
-      }
+          part_of(call, batch, std::min(sums.batches, p.batch - batch), head, std::min(heads, p.heads - head));
+      const AttentionParams& of_part = part.b.forward;
       if (call.key_sums) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
-      const cudaError_t status = sm90_backward(part, ticket, device);
-      if (status == cudaErrorNotSupported) return false;
-      check_cuda(status, "attention kernel");
-      DMATTN_CUDA_CHECK(launch_store_query_sums(part, stream));
+      for (int64_t first = 0; first < of_part.heads; first += sums.at_once) {
+        const BackwardCall some = part_of(part, 0, of_part.batch, first, std::min(sums.at_once, of_part.heads - first));
+        if (!is_one_part) {
+          const int64_t floats = of_part.batch * some.b.forward.heads * sums.head_floats;
+          DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
+          DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
+        }
+        const cudaError_t status = sm90_backward(some, ticket, device);
+        if (status == cudaErrorNotSupported) return false;
+        check_cuda(status, "attention kernel");
+        DMATTN_CUDA_CHECK(launch_store_query_sums(some, stream));
+      }
       if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
     }
   }
@@ -288,11 +296,13 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const bool splits_groups = is_sm90 && !call.b.deterministic && !call.live_keys.index && sm90_splits_groups(p, device);
-  const Sums sums(call, splits_groups || (call.live_keys.index && !options.is_one));
-  const bool runs_sm90 = is_sm90 && !sums.is_too_large, has_hashes = is_sm90 && p.dropout_seed;
-  const int64_t query_floats = runs_sm90 ? sums.batches * sums.heads * sums.query_floats : 0;
-  const int64_t turns = runs_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;
+  const bool may_split = is_sm90 && !call.b.deterministic && !call.live_keys.index;
+  const int64_t group = p.heads / p.kv_heads, heads_at_once = may_split ? sm90_heads_at_once(p, device) : group;
+  call.seen_heads = static_cast<int>(heads_at_once);
+  const Sums sums(call, heads_at_once < group || (call.live_keys.index && !options.is_one));
+  const bool has_hashes = is_sm90 && p.dropout_seed;
+  const int64_t query_floats = is_sm90 ? sums.query_floats() : 0;
+  const int64_t turns = is_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;
   const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2 + turns}, ScalarType::Float);
   float* const floats = static_cast<float*>(memory.data_ptr());
   call.lse2 = floats + query_floats;
@@ -310,16 +320,16 @@ BackwardResults backward_op(BackwardArguments given) {
     call.turns = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms) + 2;
     DMATTN_CUDA_CHECK(cudaMemsetAsync(call.turns, 0, static_cast<size_t>(turns) * sizeof(int32_t), stream));
   }
-  if (runs_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
+  if (is_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
   BackwardCall for_terms = call;
-  if (!runs_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
+  if (!is_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
 
   // Without a mask and causality Hopper's kernel meets every pair, so it stores every element of a grad_bias that no two share.
   const bool is_whole = !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
-  const bool writes_bias = call.b.grad_bias && runs_sm90 && is_whole && owns_bias_gradient(call);
+  const bool writes_bias = call.b.grad_bias && is_sm90 && is_whole && owns_bias_gradient(call);
   if (call.b.grad_bias && !writes_bias) torch::stable::zero_(checked.grad_bias);
-  if (runs_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
+  if (is_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
   if (writes_bias) torch::stable::zero_(checked.grad_bias);
   check_length_without_lists(p, false);
   call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;

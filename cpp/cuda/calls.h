@@ -101,8 +101,9 @@ struct BackwardCall {
   // first key that a segment's list has not added to key_sums.
   int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
-  // query of the group see?
-  uint32_t* seen = nullptr;  // [B, Hkv, seen_words] bits; null: all keys
+  // query of the heads that a block takes together see?
+  uint32_t* seen = nullptr;  // [B, H / seen_heads, seen_words] bits; null: all keys
+  int seen_heads = 1;        // heads of a group, all or some
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias
   // gradient is added in a fixed order.

@@ -222,9 +222,9 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       load(
           item, first_key, 0, query_length,
           [&](int row) {
-            const int word =
-                (item.batch * static_cast<int>(p.kv_heads) + item.kv_head) * call.seen_words + (first_key + row) / 32;
-            return !call.seen || has_bit(call.seen[word], row % 32) ? first_key + row : -1;
+            if (!call.seen) return first_key + row;
+            const int seen_row = (item.batch * static_cast<int>(p.heads) + item.head) / call.seen_heads;
+            return has_bit(call.seen[seen_row * call.seen_words + (first_key + row) / 32], row % 32) ? first_key + row : -1;
           },
           [&](int, int key) { return SpanSource(p.mask, static_cast<int>(p.key_length), item.batch, item.head).of_key(key); });
     }

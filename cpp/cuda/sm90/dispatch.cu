@@ -259,11 +259,15 @@ const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered
   return find_instance(kBackward, p, variant);
 }
 
-// Do the heads of a group share their intervals? Keys in order are walked once for the whole group.
-bool shares_intervals(const AttentionParams& p) {
-  const auto is_shared = [&](const PerHead& row) { return !row.data || row.head_divisor % (p.heads / p.kv_heads) == 0; };
-  return is_shared(p.mask.start) && is_shared(p.mask.end);
+// How many heads of a group share their intervals? Keys in order are walked once for them.
+int64_t heads_that_share_intervals(const AttentionParams& p) {
+  int64_t heads = p.heads / p.kv_heads;
+  for (const PerHead* row : {&p.mask.start, &p.mask.end}) {
+    if (row->data) heads = std::min(heads, row->head_divisor);
+  }
+  return heads;
 }
+bool shares_intervals(const AttentionParams& p) { return heads_that_share_intervals(p) == p.heads / p.kv_heads; }
 
 // Can the instance add sums in a fixed order? With keys in order, where tiles of keys follow each other through the same chunks
 // of queries. With gathered keys, where a block takes the whole list of a segment and the heads of a group together; there have
@@ -291,17 +295,16 @@ bool backward_walks_in_order(const AttentionParams& p, int processors) {
 int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
   constexpr int64_t kItemsPerProcessor = 3;
   const BackwardInstance* const instance = find_backward(p, false);
-  const int64_t group = p.heads / p.kv_heads;
+  const int64_t group = p.heads / p.kv_heads, most = heads_that_share_intervals(p);
   if (!instance) return group;
   const int64_t tiles = (p.key_length + instance->shape.keys - 1) / instance->shape.keys * p.batch * p.kv_heads;
-  for (int64_t parts = 1; parts < group; ++parts) {
+  for (int64_t parts = group / most; parts < group; ++parts) {
     if (group % parts == 0 && tiles * parts >= kItemsPerProcessor * processors) return group / parts;
   }
   return 1;
 }
 
 bool has_backward(const AttentionParams& p, bool deterministic) {
-  if ((p.mask.tiles.data || p.bias.data) && !shares_intervals(p)) return false;
   const BackwardInstance* const instance = find_backward(p, gathers(p));
   return instance && (!deterministic || has_order(p, *instance)) && p.key_length > 0 && p.query_length > 0;
 }

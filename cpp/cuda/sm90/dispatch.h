@@ -25,8 +25,8 @@ bool has_backward(const AttentionParams& p, bool deterministic);
 // Does backward take the call's keys in order, although it has intervals? Then it needs no live keys.
 bool backward_walks_in_order(const AttentionParams& p, int processors);
 // Where keys come in order: how many query heads of a group a block takes one after the other. The whole group, whose gradients
-// then stay in registers, or, where that makes so few items that blocks would end at different times, fewer; their gradients
-// are added up in key_sums.
+// then stay in registers, or fewer, whose gradients are added up in key_sums: where intervals differ, those that share them, and
+// where there would be so few items that blocks would end at different times.
 int64_t backward_heads_at_once(const AttentionParams& p, int processors);
 // ticket: one int, zero.
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream);
