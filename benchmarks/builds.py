@@ -69,6 +69,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         {"length": 4096, "batch": 4, "causal": True, "deterministic": True},
         {"length": 16384, "window": 819, "deterministic": True},
         {"length": 32768, "window": 1024, "deterministic": True},
+        {"length": 16384, "blocks": 0.1, "deterministic": True},
+        {"length": 16384, "heads": 8, "dim": 256, "window": 819, "deterministic": True},
     ],
     "wide-windows": [
         {"length": length, "batch": batch, "heads": heads, "window": int(length * share)}
@@ -84,6 +86,9 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         {"length": 16384, "causal": True, "dropout_p": 0.1},
         {"length": 32768, "window": 1024, "softcap": 30.0},
         {"length": 32768, "window": 1024, "dropout_p": 0.1},
+        {"length": 16384, "heads": 8, "dim": 256, "causal": True, "softcap": 30.0},
+        {"length": 8192, "heads": 8, "dim": 256, "causal": True, "bias": True},
+        {"length": 8192, "causal": True, "softcap": 30.0, "bias": True},
     ],
 }
 
@@ -93,6 +98,13 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 # In the process of one build -------------------------------------------------------------------------------------------------------
+
+
+def block_mask(length: int, density: float) -> dmattn.BlockMask:
+    """Tiles of 128 by 128, so many of them drawn, the same for all heads."""
+    tiles = -(-length // 128)
+    generator = torch.Generator("cuda").manual_seed(1)
+    return dmattn.BlockMask.from_blocks(torch.rand(1, 1, tiles, tiles, generator=generator, device="cuda") < density, 128)
 
 
 def runs_of(case: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -110,11 +122,12 @@ def runs_of(case: dict[str, Any]) -> dict[str, Callable[[], object]]:
     key, value = (draw(batch, kv_heads, length, dim).bfloat16().requires_grad_() for _ in range(2))
     scores = draw(batch, kv_heads, length).requires_grad_() if window is not None else None
     bias = draw(1, heads, length, length).bfloat16().requires_grad_() if case.get("bias") else None
+    mask = block_mask(length, case["blocks"]) if "blocks" in case else None
 
     def ours(window: int | None = window, bias: Tensor | None = bias, **options: Any) -> Tensor:
         if scores is not None and window is not None:
             return dmattn.dynamic_mask_attention(query, key, value, scores, window, is_causal=is_causal, **options)
-        return dmattn.attention(query, key, value, is_causal=is_causal, bias=bias, **options)
+        return dmattn.attention(query, key, value, mask, is_causal=is_causal, bias=bias, **options)
 
     def cudnn() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -336,7 +336,7 @@ def test_each_query_sees_one_key_alone(device, dtype, kind, is_long):
         )
 
 
-@pytest.mark.parametrize("softcap", [0.3, 4.0])
+@pytest.mark.parametrize("softcap", [1e-4, 0.3, 4.0, 500.0])
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.3, "dropout_seed": 9}, {"is_causal": True, "deterministic": True}], ids=str
 )

@@ -207,3 +207,98 @@ def test_deterministic_gradients_of_heads_in_parts_are_equal_over_twenty_runs(mo
         one, pair = slice(head, head + 1), slice(2 * head, 2 * head + 2)
         for got, expected, h in zip(together, gradients(pair, one), (pair, one, one), strict=True):
             assert torch.equal(got[:, h], expected)
+
+
+MASKS_IN_ORDER = {
+    "blocks": lambda length: dmattn.BlockMask.from_bool(torch.rand(length, length, device="cuda") < 0.3),
+    "blocks of heads": lambda length: dmattn.BlockMask.from_blocks(torch.rand(1, 4, -(-length // 128), -(-length // 128)) < 0.3, 128),
+    "blocks and lifetimes": lambda length: dmattn.IntervalMask(*long_spans("short", 2, length, length)) & sparse_blocks(length),
+    "lifetimes": lambda length: dmattn.IntervalMask(*long_spans("short", 2, length, length)),
+    "lifetimes of heads": lambda length: dmattn.IntervalMask(*long_spans("short", 4, length, length)),
+    "nothing": lambda length: dmattn.IntervalMask(*(torch.full((1, 1, length), 5, device="cuda", dtype=torch.int32) for _ in range(2))),
+}
+
+
+def sparse_blocks(length):
+    return dmattn.BlockMask.from_blocks(torch.rand(1, 1, -(-length // 256), -(-length // 384)) < 0.5, (256, 384)).to("cuda")
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("option", [None, "key_bias", "bias"])
+@pytest.mark.parametrize("mask", MASKS_IN_ORDER)
+def test_deterministic_gradients_beside_masks_are_equal_over_twenty_runs(mask, option, causal, size, monkeypatch):
+    """Tiles of keys pass on turns at the chunks of queries that they leave out."""
+    length = 1100
+    q, k, v, scores, grad_out = inputs(length, size=size)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    given = MASKS_IN_ORDER[mask](length).to("cuda")
+    options = {}
+    if option:
+        options = {option: scores if option == "key_bias" else torch.randn(1, 1, length, length, device="cuda")}
+        options[option] = options[option].detach().requires_grad_()
+        leaves.append(options[option])
+
+    def gradients():
+        out = dmattn.attention(*leaves[:3], given, is_causal=causal, deterministic=True, **options)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    assert_deterministic(gradients, monkeypatch)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("of", ["intervals", "key_bias", "both"])
+def test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs(of, size, monkeypatch):
+    """Heads of a group that share neither intervals nor key_bias run one after the other, where keys are gathered."""
+    length = 9000
+    q, k, v, _, grad_out = inputs(length, 4, 2, size)
+    key_bias = torch.randn(2, 2 if of == "intervals" else 4, length, device="cuda")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, key_bias)]
+    mask = dmattn.IntervalMask(*long_spans("top_k", 2 if of == "key_bias" else 4, length, length))
+
+    def gradients():
+        out = dmattn.attention(*leaves[:3], mask, key_bias=leaves[3], is_causal=True, deterministic=True)
+        return torch.autograd.grad(out, leaves, grad_out)
+
+    assert_deterministic(gradients, monkeypatch)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it(deterministic):
+    """A key full of NaN that one head of a group sees, beside a bias and beside a block mask."""
+    length = 300
+    q, k, v, _, grad_out = inputs(length, 4, 2, batch=1)
+    k[:, :, 130], v[:, :, 131] = float("nan"), float("nan")
+    start = torch.zeros(1, 4, length, device="cuda", dtype=torch.int32)
+    end = torch.full_like(start, length)
+    end[:, 1::2, 130:132] = 0  # the second head of each group
+    mask = dmattn.IntervalMask(start, end)
+    for options in ({"bias": torch.randn(1, 4, length, length, device="cuda")}, {}):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        blocks = dmattn.BlockMask.from_bool(torch.rand(length, length, device="cuda") < 0.9)
+        out = dmattn.attention(*leaves[:3], mask if options else mask & blocks, deterministic=deterministic, **options)
+        grad_query = torch.autograd.grad(out, leaves, grad_out)[0]
+        assert torch.isfinite(out[:, 1::2]).all()
+        assert torch.isfinite(grad_query[:, 1::2]).all()
+        assert grad_query[:, ::2].isnan().any()
+
+
+@pytest.mark.slow
+def test_gradients_of_a_group_whose_sums_are_too_large():
+    """A million queries of nine heads that share their keys: some heads of the group add to the sums of keys after the others."""
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB")
+    length, heads = 1 << 20, 9
+    q, k, v, scores, grad_out = inputs(length, heads, 1, 128, batch=1)
+    together = step_of_heads(q, k, v, scores, grad_out)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v, scores)]
+    for head in range(heads):
+        one = slice(head, head + 1)
+        alone = step_of_heads(q[:, one], k, v, scores, grad_out[:, one])
+        if head in (0, 4, heads - 1):
+            assert_same_in_another_order(together[0][:, one], alone[0], torch.bfloat16)
+        for total, part in zip(sums, alone[1:], strict=True):
+            total += part
+    for got, total in zip(together[1:], sums, strict=True):
+        error = (got.float() - total).norm() / total.norm()
+        assert error < 0.01, float(error)  # each head's gradient is rounded to bfloat16

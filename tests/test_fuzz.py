@@ -201,7 +201,7 @@ def problems(draw, device):
     tiles = st.sampled_from((128, 256) if device == "cuda" else (32, 64, 96, 128, 160, 256))
     case = AttentionCase(
         **leaves, mask=mask, visible=torch.from_numpy(visible).to(device),
-        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))), softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0, 30.0))),
+        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))), softcap=draw(st.sampled_from((0.0, 0.0, 0.5, 8.0, 30.0, 400.0))),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.2, 0.9))), dropout_seed=draw(st.integers(-(2**63), 2**63 - 1)),
         deterministic=draw(st.booleans()), grad_seed=seed, grad_through_lse=draw(st.booleans()),
         grad_layout=draw(st.sampled_from(strategies.GRADIENT_LAYOUTS)), query_offset=offset,

@@ -35,12 +35,23 @@ void keep_together(BackwardCall& call, const PerHead& grad) {
   if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_per_block = p.kv_heads;
 }
 
-// Do batches or kv heads add to the same elements of a bias's gradient?
-bool adds_across_heads(const BackwardCall& call) {
-  BackwardCall together = call;
-  keep_together(together, call.grad_key_bias);
-  keep_together(together, call.grad_bias);
-  return together.batches_per_block * together.kv_heads_per_block > 1;
+// How many heads of a group are alike in their intervals and, where keys are gathered or heads wide, in their key_bias?
+int64_t heads_alike(const AttentionParams& p, bool is_gathered) {
+  constexpr int64_t kMostNarrowDim = 128;
+  const bool compares_bias = is_gathered || std::max(p.head_dim, p.value_dim) > kMostNarrowDim;
+  int64_t heads = p.heads / p.kv_heads;
+  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.key_bias}) {
+    if (row->data && (row != &p.key_bias || compares_bias)) heads = std::min(heads, row->head_divisor);
+  }
+  return heads;
+}
+
+bool sm90_needs_bias([[maybe_unused]] const AttentionParams& p) {
+#ifdef DMATTN_WITH_SM90
+  return sm90::backward_needs_bias(p);
+#else
+  return false;
+#endif
 }
 
 bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic) {
@@ -51,9 +62,10 @@ bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused
 #endif
 }
 
-bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
+bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic,
+                         [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::backward_walks_in_order(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
+  return sm90::backward_walks_in_order(p, deterministic, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
 #else
   return false;
 #endif
@@ -107,7 +119,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   if (part.turns) part.turns += terms / kTurnQueries;
   part.lse += terms, part.lse_rest2 += terms;
   if (part.row_hash) part.row_hash += terms;
-  if (part.seen) part.seen += (batch * p.heads + head) / part.seen_heads * part.seen_words;
+  if (part.seen) part.seen += (batch * p.heads + head) / part.heads_at_once * part.seen_words;
   p.batch = batches, p.heads = heads, p.kv_heads = ceil_div(heads, group);
   return part;
 }
@@ -131,12 +143,14 @@ bool has_one_visit(const AttentionParams& p) {
 
 // The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,
 // some batches or kv heads at a time, which use the same memory. Where keys have sums, and those of one kv head's group of heads
-// would need more than kMostGroupFloats, some heads of the group run at a time.
+// would need more than kMostGroupFloats, some heads of the group run at a time. A fixed order is one within a launch, so batches
+// or heads whose sums are added to the same elements run one after the other then.
 struct Sums {
   int64_t head_floats, key_floats;     // of a query head and of a kv head
   int64_t batches, kv_heads, at_once;  // batches and kv heads of a part, and so many of its query heads at a time
 
-  Sums(const BackwardCall& call, bool sums_keys) {
+  // heads_together: those of a group that may run at a time. With fewer than all of them keys have sums.
+  Sums(const BackwardCall& call, bool sums_keys, int64_t heads_together) {
     constexpr int64_t kMostFloats = int64_t{1} << 28, kMostGroupFloats = kMostFloats * 4;
     const AttentionParams& p = call.b.forward;
     const int64_t group = p.heads / p.kv_heads;
@@ -147,8 +161,18 @@ struct Sums {
     batches = ceil_div(p.batch, batch_parts);
     const int64_t head_parts = batches > 1 ? 1 : std::clamp<int64_t>(ceil_div(p.kv_heads * floats, kMostFloats), 1, p.kv_heads);
     kv_heads = ceil_div(p.kv_heads, head_parts);
-    at_once = kv_heads * group;
-    const auto fits = [&] { return group % at_once == 0 && at_once * head_floats + key_floats <= kMostGroupFloats; };
+    if (call.b.deterministic) {
+      BackwardCall together = call;
+      keep_together(together, call.grad_key_bias);
+      keep_together(together, call.grad_bias);
+      if (together.kv_heads_per_block > 1 || heads_together < group) kv_heads = 1;
+      if (together.batches_per_block > 1 || kv_heads < p.kv_heads) batches = 1;
+    }
+    at_once = heads_together < group ? heads_together : kv_heads * group;
+    const auto fits = [&] {
+      const bool divides = group % at_once == 0 && (at_once % call.heads_at_once == 0 || call.heads_at_once % at_once == 0);
+      return divides && at_once * head_floats + key_floats <= kMostGroupFloats;
+    };
     if (sums_keys && floats > kMostGroupFloats) {
       while (at_once > 1 && !fits()) --at_once;
     }
@@ -177,7 +201,7 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
   }
   if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
     call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
-    seen = empty_on(like, {p.batch * p.heads / call.seen_heads * call.seen_words}, ScalarType::Int);
+    seen = empty_on(like, {p.batch * p.heads / call.heads_at_once * call.seen_words}, ScalarType::Int);
     call.seen = static_cast<uint32_t*>(seen->data_ptr());
     DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
   }
@@ -274,8 +298,13 @@ BackwardResults backward_op(BackwardArguments given) {
   call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
 
   // Find the live keys.
-  const bool is_sm90 =
-      family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic) && !(call.b.deterministic && adds_across_heads(call));
+  std::optional<Tensor> zeros;
+  if (family != Family::kSm80 && sm90_needs_bias(p)) {
+    zeros = zeros_on(query, {p.key_length}, ScalarType::Float);
+    p.bias = {}, p.bias.data = zeros->data_ptr(), p.bias.head_divisor = p.heads;
+    p.bias_row_stride = 0, p.bias_dtype = DType::kFloat32;
+  }
+  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic);
   LiveKeysOptions options;
   options.keeps_live = call.b.deterministic;
   options.orders = !is_sm90;
@@ -286,7 +315,7 @@ BackwardResults backward_op(BackwardArguments given) {
   const bool is_fast = is_sm90 && !call.b.deterministic;
   if (is_fast && p.query_length >= 8192) options.shortest = 1;
   options.by_lifetime = is_fast && p.query_length >= 65536;
-  const bool is_in_order = is_fast && sm90_walks_in_order(p, device);
+  const bool is_in_order = is_sm90 && sm90_walks_in_order(p, call.b.deterministic, device);
   check_length_without_lists(p, is_in_order);
   options.is_one = is_fast && !is_in_order && has_one_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
@@ -296,10 +325,12 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
   const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const bool may_split = is_sm90 && !call.b.deterministic && !call.live_keys.index;
-  const int64_t group = p.heads / p.kv_heads, heads_at_once = may_split ? sm90_heads_at_once(p, device) : group;
-  call.seen_heads = static_cast<int>(heads_at_once);
-  const Sums sums(call, heads_at_once < group || (call.live_keys.index && !options.is_one));
+  const bool is_gathered = call.live_keys.index;
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t heads_together = is_sm90 && call.b.deterministic ? heads_alike(p, is_gathered) : group;
+  const int64_t heads_at_once = is_fast && !is_gathered ? sm90_heads_at_once(p, device) : heads_together;
+  call.heads_at_once = static_cast<int>(heads_at_once);
+  const Sums sums(call, heads_at_once < group || (is_gathered && !options.is_one), heads_together);
   const bool has_hashes = is_sm90 && p.dropout_seed;
   const int64_t query_floats = is_sm90 ? sums.query_floats() : 0;
   const int64_t turns = is_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;

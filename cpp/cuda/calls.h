@@ -100,10 +100,11 @@ struct BackwardCall {
   // chunk of queries that begins here, and at the next element to its second piece. Gathered keys, [B, Hkv, segments] of it: the
   // first key that a segment's list has not added to key_sums.
   int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
+  // Where keys come in order: how many query heads of a group a block of Hopper's takes one after the other.
+  int heads_at_once = 1;
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some
-  // query of the heads that a block takes together see?
-  uint32_t* seen = nullptr;  // [B, H / seen_heads, seen_words] bits; null: all keys
-  int seen_heads = 1;        // heads of a group, all or some
+  // query of those heads see?
+  uint32_t* seen = nullptr;  // [B, H / heads_at_once, seen_words] bits; null: all keys
   int seen_words = 0;        // 4 for each 128 keys
   // Batches and kv heads that one block takes one after the other, so that what is added to the same element of a broadcast bias
   // gradient is added in a fixed order.

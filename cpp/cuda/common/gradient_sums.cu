@@ -213,16 +213,16 @@ __global__ __launch_bounds__(kThreads) void store_query_sums_kernel(const __grid
 
 constexpr int kSeenKeys = 128, kSeenWords = kSeenKeys / 32;
 
-// A block mask's columns, tiles and bits, intervals, causality -> seen [B, H / seen_heads, seen_words]: which keys does some query
-// of these heads see? A block for each kSeenKeys keys of seen_heads heads.
+// A block mask's columns, tiles and bits, intervals, causality -> seen [B, H / heads_at_once, seen_words]: which keys does some
+// query of these heads see? A block for each kSeenKeys keys of heads_at_once heads.
 __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_constant__ BackwardCall call) {
   __shared__ uint32_t seen[kSeenWords];
   __shared__ Span spans[kSeenKeys];
   const AttentionParams& p = call.b.forward;
   const MaskParams& mask = p.mask;
   const int blocks = call.seen_words / kSeenWords, pair = static_cast<int>(blockIdx.x / blocks);
-  const int pairs = static_cast<int>(p.heads) / call.seen_heads, batch = pair / pairs;
-  const int first_head = pair % pairs * call.seen_heads, first_key = blockIdx.x % blocks * kSeenKeys;
+  const int pairs = static_cast<int>(p.heads) / call.heads_at_once, batch = pair / pairs;
+  const int first_head = pair % pairs * call.heads_at_once, first_key = blockIdx.x % blocks * kSeenKeys;
   const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
   const int words = static_cast<int>(mask.tile_k) / 32;
   const int column = mask.tiles.data ? first_key / static_cast<int>(mask.tile_k) : 0;
@@ -232,7 +232,7 @@ __global__ __launch_bounds__(kSeenKeys) void find_seen_kernel(const __grid_const
   if (thread < kSeenWords) seen[thread] = ~first_bits(static_cast<int>(p.key_length) - first_key - thread * 32);
   __syncthreads();
   bool is_done = false;
-  for (int head = first_head; head < first_head + call.seen_heads && !is_done; ++head) {
+  for (int head = first_head; head < first_head + call.heads_at_once && !is_done; ++head) {
     const SpanSource span_source(mask, static_cast<int>(p.key_length), batch, head);
     const bool has_intervals = span_source.has_intervals();
     const Span span = span_source.of_key(first_key + thread);
@@ -311,7 +311,7 @@ cudaError_t launch_row_terms(const BackwardCall& call, cudaStream_t stream) {
 
 cudaError_t launch_find_seen(const BackwardCall& call, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const int64_t blocks = p.batch * p.heads / call.seen_heads * (call.seen_words / kSeenWords);
+  const int64_t blocks = p.batch * p.heads / call.heads_at_once * (call.seen_words / kSeenWords);
   if (blocks == 0) return cudaSuccess;
   find_seen_kernel<<<grid_of(blocks), kSeenKeys, 0, stream>>>(call);
   return cudaGetLastError();

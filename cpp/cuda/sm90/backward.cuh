@@ -408,8 +408,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (thread == kLoaders + 32 && call.turns) {
-      take_turns<kDim, kVariant>(call, work, shared);
+    } else if (thread >= kLoaders + 32 && call.turns) {
+      take_turns<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }

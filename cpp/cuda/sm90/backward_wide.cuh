@@ -368,8 +368,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (!gathers_keys(kVariant) && thread == kLoaders + 32 && call.turns) {
-      take_turns<kDim, kVariant>(call, work, shared);
+    } else if (!gathers_keys(kVariant) && thread >= kLoaders + 32 && call.turns) {
+      take_turns<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }

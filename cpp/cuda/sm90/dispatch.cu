@@ -1,5 +1,6 @@
 // Picks an instance of the sm90 kernels and lays out the work.
 #include <algorithm>
+#include <cmath>
 
 #include "backward_wide.cuh"
 #include "dispatch.h"
@@ -81,15 +82,17 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-// The variant that the call would have without softcap and dropout, and in backward without biases. kGeneral where the
-// hardware's tangent times softcap would not be exact enough.
-Variant variant_without_options(const AttentionParams& p, bool is_gathered, bool is_backward) {
+// Would the hardware's tangent times softcap not be exact enough?
+bool needs_exact_tanh(const AttentionParams& p) {
   constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 256, kMostScale = 1e6;
+  return p.softcap != 0 && (p.softcap < kLeastSoftcap || p.softcap > kMostSoftcap || p.scale > kMostScale);
+}
+
+// The variant that the call would have without softcap and dropout. kGeneral where it needs an exact tanh.
+Variant variant_without_options(const AttentionParams& p, bool is_gathered) {
   AttentionParams plain = p;
   plain.softcap = 0, plain.dropout_p = 0;
-  if (is_backward) plain.key_bias = plain.bias = {};
-  const bool is_bounded = p.softcap == 0 || (p.softcap >= kLeastSoftcap && p.softcap <= kMostSoftcap && p.scale <= kMostScale);
-  return is_bounded ? variant_of(plain, is_gathered) : Variant::kGeneral;
+  return needs_exact_tanh(p) ? Variant::kGeneral : variant_of(plain, is_gathered);
 }
 
 // Can tensor copies bring the bias of the call, are its keys all seen or causal, and is dropout the only option? Tensor copies
@@ -102,7 +105,7 @@ bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
   rest.bias = {};
   const bool ends_at_pieces = !p.mask.is_causal || (p.key_length - p.query_length) % 8 == 0;
   return p.bias.data && p.softcap == 0 && !p.mask.tiles.data && !gathers(p) &&
-         variant_without_options(rest, is_gathered, false) == Variant::kPlain && p.bias_dtype == p.dtype &&
+         variant_without_options(rest, is_gathered) == Variant::kPlain && p.bias_dtype == p.dtype &&
          reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
          (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 8 == 0 &&
          (p.bias_row_stride > 0 || p.query_length == 1) && ends_at_pieces &&
@@ -139,7 +142,7 @@ const ForwardInstance* find_forward(const AttentionParams& p, bool is_gathered) 
   if (has_copied_bias(p, is_gathered)) {
     variant = Variant::kDenseBias;
   } else if (p.softcap != 0 || p.dropout_p != 0) {
-    variant = variant_without_options(p, is_gathered, false);
+    variant = variant_without_options(p, is_gathered);
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
   }
@@ -242,17 +245,17 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
 
 namespace {
 
-const BackwardInstance* find_backward(const AttentionParams& p, bool is_gathered) {
+const BackwardInstance* find_backward(const AttentionParams& given, bool is_gathered) {
+  AttentionParams p = given;
+  p.scale = 1;  // backward takes any, forward finds maxima of products and so needs one above 0
   Variant variant = variant_of(p, is_gathered);
   if (p.bias.data) {  // whose kernels walk keys in order
-    AttentionParams without_bias = p;
-    without_bias.bias = {};
-    const bool is_taken = variant_without_options(without_bias, false, true) == Variant::kPlain;
-    variant = !is_taken ? Variant::kGeneral : p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
+    variant = p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
   } else if (!is_gathered && has_only_key_bias(p)) {
     variant = Variant::kKeyBias;
   } else if (variant == Variant::kGeneral) {
-    variant = variant_without_options(p, is_gathered, true);
+    p.key_bias = {};
+    variant = variant_without_options(p, is_gathered);
     if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
     if (variant == Variant::kPlain) variant = Variant::kPlainOptions;
   }
@@ -267,26 +270,23 @@ int64_t heads_that_share_intervals(const AttentionParams& p) {
   }
   return heads;
 }
-bool shares_intervals(const AttentionParams& p) { return heads_that_share_intervals(p) == p.heads / p.kv_heads; }
 
-// Can the instance add sums in a fixed order? With keys in order, where tiles of keys follow each other through the same chunks
-// of queries. With gathered keys, where a block takes the whole list of a segment and the heads of a group together; there have
-// to be so many lists that most of the GPU has work. Two warpgroups have the same keys of a wide tile, and nothing orders what
-// they add to the gradient of key_bias: two numbers have the same sum in either order, those of several heads do not.
-bool has_order(const AttentionParams& p, const BackwardInstance& instance) {
-  const bool adds_few = instance.shape.keys == kBackwardKeys || !p.key_bias.data || p.heads == p.kv_heads;
-  if (!gathers(p)) return !p.mask.tiles.data && adds_few;
+// Can sums have a fixed order where keys are gathered? A block takes the whole list of a segment and the heads of a group
+// together. There have to be so many lists that most of the GPU has work.
+bool has_ordered_lists(const AttentionParams& p) {
   constexpr int64_t kFewLists = 32;
+  const BackwardInstance* const instance = find_backward(p, true);
   const int64_t lists = segments_at(static_cast<int>(p.query_length), 0) * p.batch * p.kv_heads;
-  return gathers_keys(instance.variant) && instance.shape.keys == kBackwardKeys && shares_intervals(p) && lists >= kFewLists &&
-         (!p.key_bias.data || p.key_bias.head_divisor % (p.heads / p.kv_heads) == 0);
+  return instance && gathers_keys(instance->variant) && instance->shape.keys == kBackwardKeys && lists >= kFewLists;
 }
 
 }  // namespace
 
-bool backward_walks_in_order(const AttentionParams& p, int processors) {
+bool backward_walks_in_order(const AttentionParams& p, bool deterministic, int processors) {
   if (p.bias.data) return true;
-  if (!gathers(p) || !shares_intervals(p)) return false;
+  if (!gathers(p)) return false;
+  if (deterministic) return !has_ordered_lists(p);
+  if (heads_that_share_intervals(p) < p.heads / p.kv_heads) return false;
   const BackwardInstance* const instance = find_backward(p, false);
   if (!instance || instance->shape.keys != kBackwardKeys) return false;  // not measured for wide heads
   return p.mask.is_in_order || backward_way(counts_of(p, 0, processors)) == KeyWay::kAllKeys;
@@ -304,9 +304,18 @@ int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
   return 1;
 }
 
+bool backward_needs_bias(const AttentionParams& p) { return needs_exact_tanh(p) && !p.bias.data; }
+
 bool has_backward(const AttentionParams& p, bool deterministic) {
+  // A product times cap_scale has to be a number.
+  constexpr double kMostCapScale = 1e30;
+  if (p.softcap != 0 && !(std::abs(p.scale) <= p.softcap * kMostCapScale)) return false;
   const BackwardInstance* const instance = find_backward(p, gathers(p));
-  return instance && (!deterministic || has_order(p, *instance)) && p.key_length > 0 && p.query_length > 0;
+  if (!instance || !find_backward(p, false) || p.key_length == 0 || p.query_length == 0) return false;
+  // Two warpgroups have the same keys of a wide tile, and nothing orders what they add to the gradient of key_bias. Two numbers
+  // have the same sum in either order, those of several heads or batches do not.
+  const bool adds_two = p.key_bias.head_divisor == 1 && (p.key_bias.batch_stride != 0 || p.batch == 1);
+  return !deterministic || !p.key_bias.data || instance->shape.keys == kBackwardKeys || adds_two;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
@@ -319,9 +328,7 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
   const bool is_gathered = gathers_keys(instance->variant);
   if (is_gathered && !call.key_sums && keys != kBackwardKeys) return cudaErrorNotSupported;  // the kernel of wide heads adds sums
   const int64_t group = p.heads / p.kv_heads;
-  work.heads = static_cast<int>(is_gathered     ? std::min(group, call.live_keys.head_divisor)
-                                : call.key_sums ? backward_heads_at_once(p, processors)
-                                                : group);
+  work.heads = static_cast<int>(std::min<int64_t>(group, is_gathered ? call.live_keys.head_divisor : call.heads_at_once));
   const int64_t head_groups = p.batch * p.heads / work.heads;
   int64_t tiles = (p.key_length + keys - 1) / keys;
   work.shares = 1;

@@ -18,12 +18,16 @@ int forward_range_queries(const AttentionParams& p);
 // call.live_keys.ticket: one int of scratch, zero where there are lists or ranges. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
+// Has the call to get a bias, of zeros, before all else? Backward has an exact tanh, for the largest and the smallest softcaps, in
+// the variants with a bias alone.
+bool backward_needs_bias(const AttentionParams& p);
 // Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
 // and keys in order, `seen`; and with gathered live keys key_sums, unless head sizes are up to 128, there is one segment and the
-// heads of a group share it. A deterministic call needs turns.
+// heads of a group share it. A deterministic call needs turns; in it the heads of a group have to share their intervals and,
+// where keys are gathered or heads wide, their key_bias.
 bool has_backward(const AttentionParams& p, bool deterministic);
 // Does backward take the call's keys in order, although it has intervals? Then it needs no live keys.
-bool backward_walks_in_order(const AttentionParams& p, int processors);
+bool backward_walks_in_order(const AttentionParams& p, bool deterministic, int processors);
 // Where keys come in order: how many query heads of a group a block takes one after the other. The whole group, whose gradients
 // then stay in registers, or fewer, whose gradients are added up in key_sums: where intervals differ, those that share them, and
 // where there would be so few items that blocks would end at different times.

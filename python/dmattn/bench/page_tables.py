@@ -170,12 +170,14 @@ def beside_dense(result: Row) -> str:
 def case_in_words(case: str) -> str:
     """Of benchmarks/builds.py, whose names say what a case is given: "length=4096 batch=4 window=410"."""
     given = dict(part.split("=", 1) for part in case.split())
-    batch, length, heads, kv_heads, window, causal, dim = (
-        given.pop(name, "") for name in ("batch", "length", "heads", "kv_heads", "window", "causal", "dim")
+    batch, length, heads, kv_heads, window, causal, dim, blocks = (
+        given.pop(name, "") for name in ("batch", "length", "heads", "kv_heads", "window", "causal", "dim", "blocks")
     )
     words = [f"{batch} x {int(length):,}" if batch else f"{int(length):,}"]
     if window:
         words.append(f"window {window}{' of all' if causal == 'False' else ''}")
+    elif blocks:
+        words.append(f"blocks of density {blocks}")
     else:
         words.append("causal" if causal == "True" else "full")
     words += [f"{heads} heads on {kv_heads}"] if kv_heads else [f"{heads} heads"] if heads else []
