@@ -211,11 +211,15 @@ def test_deterministic_gradients_of_heads_in_parts_are_equal_over_twenty_runs(mo
 
 MASKS_IN_ORDER = {
     "blocks": lambda length: dmattn.BlockMask.from_bool(torch.rand(length, length, device="cuda") < 0.3),
-    "blocks of heads": lambda length: dmattn.BlockMask.from_blocks(torch.rand(1, 4, -(-length // 128), -(-length // 128)) < 0.3, 128),
+    "blocks of heads": lambda length: dmattn.BlockMask.from_blocks(
+        torch.rand(1, 4, -(-length // 128), -(-length // 128)) < 0.3, 128
+    ),
     "blocks and lifetimes": lambda length: dmattn.IntervalMask(*long_spans("short", 2, length, length)) & sparse_blocks(length),
     "lifetimes": lambda length: dmattn.IntervalMask(*long_spans("short", 2, length, length)),
     "lifetimes of heads": lambda length: dmattn.IntervalMask(*long_spans("short", 4, length, length)),
-    "nothing": lambda length: dmattn.IntervalMask(*(torch.full((1, 1, length), 5, device="cuda", dtype=torch.int32) for _ in range(2))),
+    "nothing": lambda length: dmattn.IntervalMask(
+        *(torch.full((1, 1, length), 5, device="cuda", dtype=torch.int32) for _ in range(2))
+    ),
 }
 
 

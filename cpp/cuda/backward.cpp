@@ -190,7 +190,8 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
   std::optional<Tensor> seen, key_sums;
   call.logit_scale = call.scale;
   if (p.softcap > 0) {
-    call.cap_scale = static_cast<float>(p.scale / p.softcap);
+    constexpr float kTiny = 1e-37f;  // 0 would mean no softcap
+    call.cap_scale = p.scale == 0 ? kTiny : static_cast<float>(p.scale / p.softcap);
     call.logit_scale = static_cast<float>(p.softcap), call.scale_2 = static_cast<float>(p.softcap * kLog2OfE);
   }
   if (p.dropout_seed) {

@@ -253,61 +253,9 @@ struct QueriesOfVisit {
   __device__ __forceinline__ int chunks() const { return (to - from + kQueries - 1) / kQueries; }
 };
 
-// Where sums have a fixed order and keys come in order: may a visit leave out chunks of queries that a later tile of keys sees?
-__device__ __forceinline__ bool skips_turns(const AttentionParams& p) {
-  return p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
-}
-
-// Calls use(first_query, head, state, row_in_tile) for every chunk of queries of a visit: state: of the tile of a block mask, in
-// which the chunk begins at row row_in_tile. The order of chunks:
-// - Usually each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at the same time.
-// - Where sums have a fixed order, chunks are taken from the last to the first, and each for all heads of the group: head by
-//   head, causality would let each tile of keys catch up with the one that it follows.
-// - Where visits leave out chunks as well, from the first to the last, head by head.
-// Under a block mask tiles come in the order of its lists, which may be any, or, where that order has to be one, of their rows.
-template <int kDim, Variant kVariant, int kQueries, class Use>
-__device__ __forceinline__ void for_each_chunk(const BackwardCall& call, const BackwardWork& work, const KeyNote& note, int keys,
-                                               Use use) {
-  const AttentionParams& p = call.b.forward;
-  const MaskParams& mask = p.mask;
-  const auto [from, to] = QueriesOfVisit<kQueries>(p, note);
-  const bool has_turns = !gathers_keys(kVariant) && call.turns;
-  const bool takes_heads_together = has_turns && !skips_turns(p);
-#pragma unroll 1
-  for (int head = note.head; head < note.head + work.heads; ++head) {
-    const bool has_blocks = !gathers_keys(kVariant) && !is_dense(kVariant) && mask.tiles.data;
-    const TileSource source(mask, note.batch, head);
-    const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
-    const int tile_column = has_blocks ? note.first_place / static_cast<int>(mask.tile_k) : 0;
-    const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
-    const int entries = !has_blocks ? 1 : has_turns ? tiles_q : min(list[0], tiles_q);
-#pragma unroll 1
-    for (int entry = 1; entry <= entries; ++entry) {
-      // Find the queries [first, stop): all of the visit, or those of a tile of the block mask.
-      int state = kTileFull, first = from, stop = to, first_of_tile = 0;
-      if (has_blocks) {
-        const int row = has_turns ? entry - 1 : list[entry];
-        state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
-        if (!is_live_tile(mask, state)) continue;
-        first_of_tile = row * tile_q, first = max(first_of_tile, from), stop = min(first_of_tile + tile_q, to);
-      }
-      int chunks = (stop - first + kQueries - 1) / kQueries;
-      asm volatile("" : "+r"(chunks));  // so that the difference need not be kept
-      int at = !has_blocks && !has_turns && chunks > 0 ? note.first_place / keys % chunks : 0;
-      if (takes_heads_together) at = chunks - 1;
-#pragma unroll 1
-      for (int left = chunks; left > 0;) {
-        use(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
-        if (takes_heads_together) {
-          if (++head < note.head + work.heads) continue;
-          head = note.head;
-        }
-        --left;
-        at = takes_heads_together ? at - 1 : at + 1 < chunks ? at + 1 : 0;
-      }
-      if (takes_heads_together) head += work.heads;
-    }
-  }
+// Where sums have a fixed order and keys come in order: may visits leave out chunks that a later tile of keys sees?
+__device__ __forceinline__ bool leaves_out_chunks(const MaskParams& mask) {
+  return mask.tiles.data || mask.start.data || mask.end.data;
 }
 
 // query, grad_out [B, H, Sq, D or Dv], lse2, delta [B, H, padded_queries] -> chunks of queries in shared memory for every visit,
@@ -331,6 +279,8 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     const KeyNote& note = shared.key_notes[visit % Shared::kKeyNotes];
     if (note.head < 0) return;
     const int shift = static_cast<int>(p.key_length - p.query_length);
+    const auto [from, to] = QueriesOfVisit<kQueries>(p, note);
+
     auto send = [&](int first_query, int head, int state, int row_in_tile) {
       const uint32_t stage = n % kShape.query_stages;
       empty.sleep_empty(n);
@@ -367,7 +317,48 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       ++n;
     };
 
-    for_each_chunk<kDim, kVariant, kQueries>(call, work, note, kShape.keys, send);
+    // Where sums have a fixed order, chunks are taken from the last to the first, and each for all heads of the group: head by
+    // head, causality would let each tile of keys catch up with the one that it follows. Where visits leave out chunks, heads may
+    // differ in those, so chunks are taken head by head from the first to the last.
+    const bool has_turns = !gathers_keys(kVariant) && call.turns, takes_heads_together = has_turns && !leaves_out_chunks(mask);
+#pragma unroll 1
+    for (int head = note.head; head < note.head + work.heads; ++head) {
+      const bool has_blocks = !gathers_keys(kVariant) && !is_dense(kVariant) && mask.tiles.data;
+      const TileSource source(mask, note.batch, head);
+      const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
+      const int tile_column = has_blocks ? note.first_place / static_cast<int>(mask.tile_k) : 0;
+      const int32_t* const list = source.columns + tile_column * (tiles_q + 1);
+      // The list may have any order.
+      const int entries = !has_blocks ? 1 : has_turns ? tiles_q : min(list[0], tiles_q);
+#pragma unroll 1
+      for (int entry = 1; entry <= entries; ++entry) {
+        // Find the queries [first, stop): all of the visit, or those of a tile of the block mask.
+        int state = kTileFull, first = from, stop = to, first_of_tile = 0;
+        if (has_blocks) {
+          const int row = has_turns ? entry - 1 : list[entry];
+          state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
+          if (!is_live_tile(mask, state)) continue;
+          first_of_tile = row * tile_q, first = max(first_of_tile, from), stop = min(first_of_tile + tile_q, to);
+        }
+        // Without a block mask each visit begins with another chunk, so that blocks do not add to the same rows of grad_query at
+        // the same time.
+        int chunks = (stop - first + kQueries - 1) / kQueries;
+        asm volatile("" : "+r"(chunks));  // so that the difference need not be kept
+        int at = !has_blocks && !has_turns && chunks > 0 ? note.first_place / kShape.keys % chunks : 0;
+        if (takes_heads_together) at = chunks - 1;
+#pragma unroll 1
+        for (int left = chunks; left > 0;) {
+          send(first + at * kQueries, head, state, first + at * kQueries - first_of_tile);
+          if (takes_heads_together) {
+            if (++head < note.head + work.heads) continue;
+            head = note.head;
+          }
+          --left;
+          at = takes_heads_together ? at - 1 : at + 1 < chunks ? at + 1 : 0;
+        }
+        if (takes_heads_together) head += work.heads;
+      }
+    }
     empty.sleep_empty(n);
     shared.query_notes[n % Shared::kQueryNotes].ends_visit = true;
     barrier_arrive(full.at(n));
@@ -379,12 +370,16 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
 }
 
 // Where sums have a fixed order: waits for the turns of the block's tiles of keys, tells the warps that compute when they may
-// add, and counts when they have. By one warp, of which the first thread alone does this.
+// add, and counts when they have. By one warp, whose first thread alone does this.
 //
 // Keys in order take turns at each chunk of queries, from the first tile of keys to the last. Without a mask every tile begins
 // with the last chunk, which causality lets all of them see, and follows the one before it, so that tiles come to a chunk in
-// their order. Under intervals and block masks a tile also has turns at the chunks that it leaves out, and passes them on: so
-// many at a time as the warp has threads.
+// their order.
+//
+// Under a block mask those tiles of keys have turns at a chunk whose tile of the mask is live, and the warp counts how many come
+// before. Under intervals alone all tiles have turns at all chunks. A tile passes on its turn at a chunk that it leaves out: as
+// many turns at a time as the warp has threads. Nobody needs the turns that causality leaves out, but those of a tile without a
+// visible key.
 //
 // One block has the whole list of a segment where keys are gathered, so it takes turns only where it adds grad_key and
 // grad_value: the lists of a head add a key from the last segment to the first. Lists are in key order. In front of a key that
@@ -394,12 +389,14 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
                                            BackwardShared<kDim, has_options(kVariant)>& shared, int lane) {
   using Shared = BackwardShared<kDim, has_options(kVariant)>;
   constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kQueries = kShape.queries;
   static_assert(Shared::kPieces * kTurnQueries <= kShape.queries && kShape.queries % kTurnQueries == 0);
   const AttentionParams& p = call.b.forward;
+  const MaskParams& mask = p.mask;
   const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
   const Ring<1> begun{shared_address(&shared.turn_begun)}, ended{shared_address(&shared.turn_ended)};
-  const bool skips = !gathers_keys(kVariant) && skips_turns(p);
-  if (lane > 0 && !skips) return;
+  const bool leaves_out = !gathers_keys(kVariant) && leaves_out_chunks(mask);
+  if (lane > 0 && !leaves_out) return;
   uint32_t n = 0;
   for (uint32_t visit = 0;; ++visit) {
     note_full.sleep_full(visit);
@@ -424,41 +421,75 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
       barrier_arrive(note_empty.at(visit));
       continue;
     }
+    const QueriesOfVisit<kQueries> queries(p, note);
     const int tile = note.first_place / kShape.keys;
-    const int chunks_of_head = (static_cast<int>(p.query_length) + kShape.queries - 1) / kShape.queries;
-    const auto turn_of = [&](int head, int first_query) {
-      return call.turns + ((note.batch * p.heads + head) * call.padded_queries + first_query) / kTurnQueries;
+    const auto turns_of = [&](int head) {
+      return call.turns + (note.batch * p.heads + head) * call.padded_queries / kTurnQueries;
     };
-    int next = 0;  // among the chunks of all heads of the visit
-    const auto pass_until = [&](int stop) {
+    // Lets the computing warps add to a chunk when `before` tiles have.
+    const auto take = [&](int32_t* turn, int before) {
 #pragma unroll 1
-      for (int at = next + lane; at < stop; at += 32) {
-        int32_t* const turn = turn_of(note.head + at / chunks_of_head, at % chunks_of_head * kShape.queries);
-#pragma unroll 1
-        for (int piece = 0; piece < Shared::kPieces; ++piece) {
-          wait_turn(turn + piece, tile);
-          end_turn(turn + piece);
-        }
-      }
-      __syncwarp();
-    };
-    for_each_chunk<kDim, kVariant, kShape.queries>(call, work, note, kShape.keys, [&](int first_query, int head, int, int) {
-      if (skips) {
-        const int at = (head - note.head) * chunks_of_head + first_query / kShape.queries;
-        pass_until(at);
-        next = at + 1;
-      }
-      if (lane > 0) return;
-#pragma unroll 1
-      for (int piece = 0; piece < Shared::kPieces; ++piece, ++n) {
-        int32_t* const turn = turn_of(head, first_query) + piece;
-        wait_turn(turn, tile);
+      for (int piece = 0; piece < Shared::kPieces; ++piece, ++n, ++turn) {
+        wait_turn(turn, before);
         barrier_arrive(begun.at(n));
         ended.sleep_full(n);
         end_turn(turn);
       }
-    });
-    if (skips) pass_until(work.heads * chunks_of_head);
+    };
+    if (!leaves_out) {
+#pragma unroll 1
+      for (int chunk = queries.chunks() - 1; chunk >= 0; --chunk) {
+#pragma unroll 1
+        for (int head = note.head; head < note.head + work.heads; ++head) {
+          take(turns_of(head) + (queries.from + chunk * kQueries) / kTurnQueries, tile);
+        }
+      }
+      barrier_arrive(note_empty.at(visit));
+      continue;
+    }
+    const bool has_blocks = !is_dense(kVariant) && mask.tiles.data, is_empty = queries.from >= queries.to;
+#pragma unroll 1
+    for (int head = note.head; head < note.head + work.heads; ++head) {
+      // Passes on the turns at the chunks in [first, stop).
+      const auto pass = [&](int first, int stop, int before) {
+        const bool is_needed = is_empty || mask.start.data || mask.end.data;
+#pragma unroll 1
+        for (int query = first + lane * kQueries; query < stop && is_needed; query += 32 * kQueries) {
+          int32_t* const turn = turns_of(head) + query / kTurnQueries;
+#pragma unroll 1
+          for (int piece = 0; piece < Shared::kPieces; ++piece) {
+            wait_turn(turn + piece, before);
+            end_turn(turn + piece);
+          }
+        }
+        __syncwarp();
+      };
+#pragma unroll 1
+      for (int row = 0; row < (has_blocks ? static_cast<int>(mask.tiles_q) : 1); ++row) {
+        // Find the queries [first, stop) at whose chunks the tile has turns, and how many tiles have theirs before.
+        int first = 0, stop = static_cast<int>(p.query_length), before = tile;
+        if (has_blocks) {
+          const int32_t* const states =
+              row_of<const int32_t>(mask.tiles, note.batch, head) + row * static_cast<int>(mask.tiles_k);
+          const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
+          const int column = note.first_place / tile_k;
+          if (!is_live_tile(mask, states[column])) continue;
+          int live = 0;
+          for (int at = lane; at < column; at += 32) live += is_live_tile(mask, states[at]) ? 1 : 0;
+          before = __reduce_add_sync(0xffffffffu, live) * (tile_k / kShape.keys) + note.first_place % tile_k / kShape.keys;
+          first = row * tile_q, stop = min(first + tile_q, stop);
+        }
+        // The tile sees those of [query, to).
+        int query = is_empty ? stop : min(max(queries.from, first), stop);
+        const int to = min(queries.to, stop);
+        pass(first, query, before);
+#pragma unroll 1
+        for (; query < to; query += kQueries) {
+          if (lane == 0) take(turns_of(head) + query / kTurnQueries, before);
+        }
+        pass(query, stop, before);
+      }
+    }
     if (lane == 0) barrier_arrive(note_empty.at(visit));
   }
 }

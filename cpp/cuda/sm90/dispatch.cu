@@ -247,7 +247,7 @@ namespace {
 
 const BackwardInstance* find_backward(const AttentionParams& given, bool is_gathered) {
   AttentionParams p = given;
-  p.scale = 1;  // backward takes any, forward finds maxima of products and so needs one above 0
+  p.scale = 1;  // backward takes any, with a bias (backward_needs_bias)
   Variant variant = variant_of(p, is_gathered);
   if (p.bias.data) {  // whose kernels walk keys in order
     variant = p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
@@ -304,7 +304,10 @@ int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
   return 1;
 }
 
-bool backward_needs_bias(const AttentionParams& p) { return needs_exact_tanh(p) && !p.bias.data; }
+bool backward_needs_bias(const AttentionParams& p) {
+  constexpr double kLeastScale = 1e-30;
+  return !p.bias.data && (needs_exact_tanh(p) || (p.softcap == 0 && p.scale < kLeastScale));
+}
 
 bool has_backward(const AttentionParams& p, bool deterministic) {
   // A product times cap_scale has to be a number.

@@ -18,8 +18,8 @@ int forward_range_queries(const AttentionParams& p);
 // call.live_keys.ticket: one int of scratch, zero where there are lists or ranges. processors: of the device.
 cudaError_t forward(const ForwardCall& call, int processors, cudaStream_t stream);
 
-// Has the call to get a bias, of zeros, before all else? Backward has an exact tanh, for the largest and the smallest softcaps, in
-// the variants with a bias alone.
+// Has the call to get a bias, of zeros, before all else? In backward only the variants with a bias have an exact tanh, for the
+// largest and the smallest softcaps, and hide scores after they are scaled, so that -inf stays that with scales up to 0.
 bool backward_needs_bias(const AttentionParams& p);
 // Does the family have a backward kernel for the call? It needs query_sums in tiles; with a block mask, or intervals
 // and keys in order, `seen`; and with gathered live keys key_sums, unless head sizes are up to 128, there is one segment and the
