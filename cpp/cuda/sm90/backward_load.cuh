@@ -448,13 +448,13 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
       continue;
     }
     const bool has_blocks = !is_dense(kVariant) && mask.tiles.data, is_empty = queries.from >= queries.to;
+    const bool has_intervals = mask.start.data || mask.end.data;
 #pragma unroll 1
     for (int head = note.head; head < note.head + work.heads; ++head) {
       // Passes on the turns at the chunks in [first, stop).
       const auto pass = [&](int first, int stop, int before) {
-        const bool is_needed = is_empty || mask.start.data || mask.end.data;
 #pragma unroll 1
-        for (int query = first + lane * kQueries; query < stop && is_needed; query += 32 * kQueries) {
+        for (int query = first + lane * kQueries; query < stop && (is_empty || has_intervals); query += 32 * kQueries) {
           int32_t* const turn = turns_of(head) + query / kTurnQueries;
 #pragma unroll 1
           for (int piece = 0; piece < Shared::kPieces; ++piece) {
@@ -479,6 +479,10 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
           before = __reduce_add_sync(0xffffffffu, live) * (tile_k / kShape.keys) + note.first_place % tile_k / kShape.keys;
           first = row * tile_q, stop = min(first + tile_q, stop);
         }
+        // Without intervals all tiles before this one that are live see what comes behind its first key, and nobody waits for
+        // turns in front of that.
+        const int shift = static_cast<int>(p.key_length - p.query_length);
+        if (mask.is_causal && !has_intervals) first = max(first, max(note.first_place - shift, 0) / kQueries * kQueries);
         // The tile sees those of [query, to).
         int query = is_empty ? stop : min(max(queries.from, first), stop);
         const int to = min(queries.to, stop);
@@ -490,6 +494,7 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
         pass(query, stop, before);
       }
     }
+    __syncwarp();  // no thread may still be reading a note that the first one gives back
     if (lane == 0) barrier_arrive(note_empty.at(visit));
   }
 }

@@ -318,7 +318,9 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   // Two warpgroups have the same keys of a wide tile, and nothing orders what they add to the gradient of key_bias. Two numbers
   // have the same sum in either order, those of several heads or batches do not.
   const bool adds_two = p.key_bias.head_divisor == 1 && (p.key_bias.batch_stride != 0 || p.batch == 1);
-  return !deterministic || !p.key_bias.data || instance->shape.keys == kBackwardKeys || adds_two;
+  // Gathered, wide keys have no turns. To take them in order is slower than the portable kernels, which gather.
+  const bool has_turns = (!p.key_bias.data || adds_two) && (!gathers(p) || p.bias.data);
+  return !deterministic || instance->shape.keys == kBackwardKeys || has_turns;
 }
 
 cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
