@@ -6,7 +6,9 @@ python tests/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/M
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree
@@ -30,6 +32,8 @@ def facts(logs: Path) -> str:
         "commit": known["commit"][:7], "date": known["date"][:10], "machine": machine.get("gpu", machine["name"]),
         "driver": machine.get("driver"), "torch": known["torch"], "cuda": known["cuda"], "python": known["python"],
     }  # fmt: skip
+    if wheel := os.environ.get("WHEEL"):
+        written["wheel"] = {"name": Path(wheel).name, "sha256": hashlib.sha256(Path(wheel).read_bytes()).hexdigest()}
     if known["uncommitted_changes"]:
         written["uncommitted_changes"] = True
     (logs / "facts.json").write_text(json.dumps({"folder": machine["name"], "run": written}))

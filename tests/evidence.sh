@@ -7,13 +7,14 @@
 #   sanitizers   tests/test_sanitized.py under memcheck, racecheck and synccheck of compute-sanitizer
 # Results are written to FOLDER/MACHINE/suite.json and fuzz.json after each family, logs to FOLDER/evidence.tgz; without -o they are written
 # to benchmarks/results and build. Ends with 1 when something failed or did not run. Needs no network and no installation: any dmattn
-# that Python can import (PYTHONPATH) will do. Variables: PYTHON, DMATTN_COMMIT where git does not know it, FAMILIES="sm90 sm80",
-# WORKERS, TOOLS="memcheck initcheck", LIMIT in seconds for each program.
+# that Python can import (PYTHONPATH) will do, or WHEEL=dist/dmattn-....whl, which is unpacked, imported and named in the results.
+# Other variables: PYTHON, DMATTN_COMMIT where git does not know it, FAMILIES="sm90 sm80", WORKERS, TOOLS="memcheck initcheck",
+# LIMIT in seconds for each program.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 output=benchmarks/results archive=build/evidence.tgz
 while getopts o: option; do
-  [ "$option" = o ] || { sed -n '2,11s/^# \?//p' "$0"; exit 2; }
+  [ "$option" = o ] || { sed -n '2,12s/^# \?//p' "$0"; exit 2; }
   output=$(realpath -m "$OPTARG") archive=$(realpath -m "$OPTARG")/evidence.tgz
 done
 shift $((OPTIND - 1))
@@ -26,7 +27,13 @@ workers=${WORKERS:-$(($(nproc) < 10 ? $(nproc) : 10))}
 tools=${TOOLS:-memcheck racecheck synccheck}
 shards=4
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+unpacked=$(mktemp -d)
+trap 'rm -rf "$logs" "$unpacked"' EXIT
+if [ -n "${WHEEL:-}" ]; then
+  WHEEL=$(realpath "$WHEEL")
+  "$PYTHON" -m zipfile -e "$WHEEL" "$unpacked" || exit 2
+  export WHEEL PYTHONPATH=$unpacked
+fi
 mkdir -p "$output" "$(dirname "$archive")"
 able=$("$PYTHON" tests/evidence.py facts "$logs") || exit 2
 families=${FAMILIES:-$able}

@@ -5,6 +5,7 @@ only seem to be there.
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import os
 import re
@@ -259,11 +260,25 @@ def test_marked(): pass
 
 def test_facts_are_those_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("WHEEL", raising=False)
     families = facts(tmp_path)
     assert set(families.split()) <= {"sm90", "sm80"}
     known = json.loads((tmp_path / "facts.json").read_text())
     assert known["folder"] == known["folder"].lower()
     assert (known["run"]["torch"], known["run"]["cuda"]) == (torch.__version__, torch.version.cuda)
+    assert "wheel" not in known["run"]
+
+
+def test_facts_name_the_wheel(tmp_path, monkeypatch):
+    wheel = tmp_path / "dmattn-1-cp310-abi3-linux_x86_64.whl"
+    wheel.write_bytes(b"wheel")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("WHEEL", str(wheel))
+    facts(tmp_path)
+    assert json.loads((tmp_path / "facts.json").read_text())["run"]["wheel"] == {
+        "name": wheel.name,
+        "sha256": hashlib.sha256(b"wheel").hexdigest(),
+    }
 
 
 def test_one_place_asks_for_a_gpu():
