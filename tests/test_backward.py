@@ -336,6 +336,16 @@ def test_each_query_sees_one_key_alone(device, dtype, kind, is_long):
         )
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-8])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"is_causal": True}], ids=str)
+def test_any_scale(device, dtype, scale, options):
+    case = make(device, dtype, B=2, H=4, Hkv=2, Sq=90, Sk=150, scale=scale, **options)
+    assert_matches_reference(case)
+    assert_matches_reference(dataclasses.replace(case, key_bias=strategies.random_tensor((2, 4, 150), 3, device=device)))
+    mask = random_intervals(2, 150, 7, device)
+    assert_matches_reference(dataclasses.replace(case, mask=mask, visible=mask.to_bool(90, 150)))
+
+
 @pytest.mark.parametrize("softcap", [1e-4, 0.3, 4.0, 500.0])
 @pytest.mark.parametrize(
     "options", [{}, {"dropout_p": 0.3, "dropout_seed": 9}, {"is_causal": True, "deterministic": True}], ids=str

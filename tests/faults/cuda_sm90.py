@@ -180,4 +180,8 @@ FAULTS = [
             "heads with a key_bias of their own share one", THRESHOLDS, "sm90/dispatch.cu"),
     in_file("encode_maps.h", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(i > 1 ? sizes[i - 1] * strides[i - 1] : strides[i]) * 2;",
             "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/dispatch.cu"),
+    in_file("backward_load.cuh", "(item.batch * static_cast<int>(p.heads) + item.head) / call.heads_at_once;", "(item.batch * static_cast<int>(p.heads) + item.kv_head) / call.heads_at_once;",
+            "blocks look up which keys the first heads see", GRADIENTS + "test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it", "sm90_backward*kPlain sm90_backward*kPlainBias"),
+    in_file("dispatch.cu", "(p.softcap == 0 && p.scale < kLeastScale)", "(p.softcap == 0 && p.scale < -kLeastScale / kLeastScale)",
+            "scores are hidden before they are multiplied by a negative scale", BACKWARD + "test_any_scale", "sm90/dispatch.cu"),
 ]  # fmt: skip
