@@ -252,13 +252,13 @@ def test_deterministic_gradients_beside_masks_are_equal_over_twenty_runs(mask, o
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("of", ["intervals", "key_bias", "both"])
-def test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs(of, size, monkeypatch):
-    """Heads of a group that share neither intervals nor key_bias run one after the other, where keys are gathered."""
-    length = 9000
-    q, k, v, _, grad_out = inputs(length, 4, 2, size)
-    key_bias = torch.randn(2, 2 if of == "intervals" else 4, length, device="cuda")
+@pytest.mark.parametrize(("kv_heads", "length"), [(1, 300), (2, 300), (1, 9000), (2, 9000)])
+def test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs(kv_heads, length, of, size, monkeypatch):
+    """Heads of a group that share neither intervals nor key_bias run one after the other; keys in order and gathered."""
+    q, k, v, _, grad_out = inputs(length, 4, kv_heads, size)
+    key_bias = torch.randn(2, kv_heads if of == "intervals" else 4, length, device="cuda")
     leaves = [x.detach().requires_grad_() for x in (q, k, v, key_bias)]
-    mask = dmattn.IntervalMask(*long_spans("top_k", 2 if of == "key_bias" else 4, length, length))
+    mask = dmattn.IntervalMask(*long_spans("top_k", kv_heads if of == "key_bias" else 4, length, length))
 
     def gradients():
         out = dmattn.attention(*leaves[:3], mask, key_bias=leaves[3], is_causal=True, deterministic=True)

@@ -166,7 +166,7 @@ struct Sums {
       keep_together(together, call.grad_key_bias);
       keep_together(together, call.grad_bias);
       if (together.kv_heads_per_block > 1 || heads_together < group) kv_heads = 1;
-      if (together.batches_per_block > 1 || kv_heads < p.kv_heads) batches = 1;
+      if (together.batches_per_block > 1 || kv_heads < p.kv_heads || heads_together < group) batches = 1;
     }
     at_once = heads_together < group ? heads_together : kv_heads * group;
     const auto fits = [&] {
@@ -190,8 +190,7 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
   std::optional<Tensor> seen, key_sums;
   call.logit_scale = call.scale;
   if (p.softcap > 0) {
-    constexpr float kTiny = 1e-37f;  // 0 would mean no softcap
-    call.cap_scale = p.scale == 0 ? kTiny : static_cast<float>(p.scale / p.softcap);
+    call.cap_scale = static_cast<float>(p.scale / p.softcap);
     call.logit_scale = static_cast<float>(p.softcap), call.scale_2 = static_cast<float>(p.softcap * kLog2OfE);
   }
   if (p.dropout_seed) {

@@ -377,7 +377,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
-// keys, one thread loads chunks of queries, and another waits for turns where sums have a fixed order.
+// keys, one thread loads chunks of queries, and another warp waits for turns where sums have a fixed order.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,

@@ -1,5 +1,5 @@
 // What the warpgroups of a backward block share, and the warps that load: half a warpgroup brings tiles of keys and values, one
-// thread of the other half the chunks of queries that see them. Another thread of that half waits for turns (glossary), where
+// thread of the other half the chunks of queries that see them. Another warp of that half waits for turns (glossary), where
 // sums have a fixed order.
 //
 // A tile of keys stays for one visit: while all the queries that see it pass or, where live keys are gathered, those of one
@@ -253,6 +253,19 @@ struct QueriesOfVisit {
   __device__ __forceinline__ int chunks() const { return (to - from + kQueries - 1) / kQueries; }
 };
 
+// A row from `row` on, `last` at most, before which no tile of a block mask is live in this column. Many loads are in flight.
+__device__ __forceinline__ int skip_dead_rows(const MaskParams& mask, const int32_t* tiles, int row, int last, int column) {
+  constexpr int kAtOnce = 8;
+  while (row + kAtOnce <= last) {
+    bool is_live = false;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) is_live |= is_live_tile(mask, tiles[(row + i) * static_cast<int>(mask.tiles_k) + column]);
+    if (is_live) break;
+    row += kAtOnce;
+  }
+  return row;
+}
+
 // Where sums have a fixed order and keys come in order: may visits leave out chunks that a later tile of keys sees?
 __device__ __forceinline__ bool leaves_out_chunks(const MaskParams& mask) {
   return mask.tiles.data || mask.start.data || mask.end.data;
@@ -335,6 +348,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
         // Find the queries [first, stop): all of the visit, or those of a tile of the block mask.
         int state = kTileFull, first = from, stop = to, first_of_tile = 0;
         if (has_blocks) {
+          if (has_turns) entry = skip_dead_rows(mask, source.tiles, entry - 1, tiles_q - 1, tile_column) + 1;
           const int row = has_turns ? entry - 1 : list[entry];
           state = row >= 0 && row < tiles_q ? source.tiles[row * static_cast<int>(mask.tiles_k) + tile_column] : kTileEmpty;
           if (!is_live_tile(mask, state)) continue;
@@ -469,12 +483,14 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
         // Find the queries [first, stop) at whose chunks the tile has turns, and how many tiles have theirs before.
         int first = 0, stop = static_cast<int>(p.query_length), before = tile;
         if (has_blocks) {
-          const int32_t* const states =
-              row_of<const int32_t>(mask.tiles, note.batch, head) + row * static_cast<int>(mask.tiles_k);
+          const int32_t* states = row_of<const int32_t>(mask.tiles, note.batch, head);
           const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
           const int column = note.first_place / tile_k;
+          row = skip_dead_rows(mask, states, row, static_cast<int>(mask.tiles_q) - 1, column);
+          states += row * static_cast<int>(mask.tiles_k);
           if (!is_live_tile(mask, states[column])) continue;
           int live = 0;
+#pragma unroll 4
           for (int at = lane; at < column; at += 32) live += is_live_tile(mask, states[at]) ? 1 : 0;
           before = __reduce_add_sync(0xffffffffu, live) * (tile_k / kShape.keys) + note.first_place % tile_k / kShape.keys;
           first = row * tile_q, stop = min(first + tile_q, stop);
@@ -491,6 +507,7 @@ __device__ __forceinline__ void take_turns(const BackwardCall& call, const Backw
         for (; query < to; query += kQueries) {
           if (lane == 0) take(turns_of(head) + query / kTurnQueries, before);
         }
+        __syncwarp();  // others do not look for turns to pass on while the first thread waits for one
         pass(query, stop, before);
       }
     }

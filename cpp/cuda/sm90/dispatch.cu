@@ -82,10 +82,12 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-// Would the hardware's tangent times softcap not be exact enough?
+// Would the hardware's tangent times softcap not be exact enough? It also has to be the one that forward has, which takes small
+// scales and those below 0 in kGeneral.
 bool needs_exact_tanh(const AttentionParams& p) {
-  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 256, kMostScale = 1e6;
-  return p.softcap != 0 && (p.softcap < kLeastSoftcap || p.softcap > kMostSoftcap || p.scale > kMostScale);
+  constexpr double kLeastSoftcap = 1e-3, kMostSoftcap = 256, kLeastScale = 1e-6, kMostScale = 1e6;
+  return p.softcap != 0 &&
+         (p.softcap < kLeastSoftcap || p.softcap > kMostSoftcap || p.scale < kLeastScale || p.scale > kMostScale);
 }
 
 // The variant that the call would have without softcap and dropout. kGeneral where it needs an exact tanh.
@@ -306,7 +308,7 @@ int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
 
 bool backward_needs_bias(const AttentionParams& p) {
   constexpr double kLeastScale = 1e-30;
-  return !p.bias.data && (needs_exact_tanh(p) || (p.softcap == 0 && p.scale < kLeastScale));
+  return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
 }
 
 bool has_backward(const AttentionParams& p, bool deterministic) {
