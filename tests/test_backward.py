@@ -10,7 +10,6 @@ import torch
 from devices import DEVICE
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import (
-from dmattn.testing.tolerance import assert_same_by_another_way
     AttentionCase,
     assert_close_to_reference,
     assert_matches_reference,
@@ -20,6 +19,7 @@ from dmattn.testing.tolerance import assert_same_by_another_way
     strategies,
     tolerance,
 )
+from dmattn.testing.tolerance import assert_same_by_another_way
 from hypothesis import given
 from hypothesis import strategies as st
 
