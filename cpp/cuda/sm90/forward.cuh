@@ -102,13 +102,17 @@ inline constexpr bool kMayHavePairBias = copies_bias(kVariant) || kVariant == Va
 template <Variant kVariant>
 inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kMayHavePairBias<kVariant>;
 
-// Products that were not added to the key_bias become logits.
+// Products that were not added to the key_bias become logits. With multiplies_bias only columns of warps that saw a huge one were
+// not.
 template <Variant kVariant, int kN, class Note>
 __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Note& note, int column, float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     const bool is_natural = Note::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Note::kBiasWarps];
-    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+    float2 pair = {0.0f, 0.0f};
+    if (is_natural || !multiplies_bias(kVariant)) {
+      pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& score = scores[0][i][e];
@@ -511,9 +515,14 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // In the gathered variants key_bias is what products are added to, unless they are capped.
+  // In the gathered variants key_bias is what products are added to, unless they are capped. Threads read it into the scores, or
+  // a product of its own brings it there.
   const bool has_bias = kVariant == Variant::kKeyBias ||
                         (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
+  constexpr bool kMultipliesBias = multiplies_bias(kVariant);
+  const bool reads_bias = has_bias && !kMultipliesBias;
+  const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
+                 thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
   auto read_bias = [&](const Note& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -522,10 +531,16 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const bool is_biased = has_bias && !(flags & kHuge);
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
     const uint32_t b = key_tiles + stage * kStageStep;
+    // A huge key_bias has zeros for its thirds.
+    if constexpr (kMultipliesBias) {
+      Product<__nv_bfloat16, kShape.keys>::from_shared(
+          scores[0], complete_narrow(ones), complete_narrow(thirds + stage * step_of(kShape.keys * kNarrowRowBytes)), 0);
+    }
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       Product<T, kShape.keys>::from_shared(scores[0], complete(a + step_of_columns(k, kRows * 128)),
-                                           complete(b + step_of_columns(k, kShape.keys * 128)), is_biased || k > 0);
+                                           complete(b + step_of_columns(k, kShape.keys * 128)),
+                                           kMultipliesBias || is_biased || k > 0);
     }
     commit_products();
   };
@@ -555,7 +570,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
         then(2 * k), then(2 * k + 1);
       }
     };
-    if (has_bias) {
+    if (reads_bias) {
       narrow([&](int i) { read_bias(next, i); });
       pin(scores[0]);
     } else {
@@ -592,7 +607,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   if (flags & kEnd) return;
   query_full.wait_full(0);
   clear_sums(out[0]);
-  if (has_bias) {
+  if (reads_bias) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
   }
@@ -726,6 +741,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
     for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
     if constexpr (copies_bias(kVariant)) prefetch_map(&maps.bias);
   }
+  shared.bias_operands.set_up();
   __syncthreads();
   wait_for_kernel_before();
   // Give each warp its role.

@@ -5,6 +5,7 @@
 // may read them. Meanwhile the copies of the next chunk are started, if that need not wait.
 #pragma once
 
+#include "key_bias.cuh"
 #include "maps.h"
 #include "walk.cuh"
 
@@ -38,6 +39,7 @@ struct alignas(1024) ForwardShared {
   static constexpr int kBiasStages = copies_bias(kVariant) ? kShape.stages : 1;
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   alignas(copies_bias(kVariant) ? 1024 : 2) uint16_t bias[kBiasStages][copies_bias(kVariant) ? kRows * kShape.keys : 1];
+  BiasOperands<kDim, kVariant> bias_operands;
 };
 
 // A ring of barriers. The n-th use has barrier n % kCount, in phase n / kCount.
@@ -318,12 +320,17 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
+        if constexpr (multiplies_bias(kVariant)) {
+          shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
+          if (!has_huge) continue;
+        }
         note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
       }
     }
     if (!is_single) {
       settle();
       if (in_order && !has_dead) {
+        if (multiplies_bias(kVariant) && has_bias) fence_async();
         barrier_arrive(stage_full);
       } else if constexpr (kHasKeyBias) {
         due = stage_full, due_note = n;
