@@ -480,6 +480,24 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
   }
 }
 
+// Issues scores = Q K^T. All operands are described tiles. is_biased: scores hold the key_bias, and products are added to it;
+// with multiplies_bias a product brings it first, whatever they hold, and a huge one has zeros for its thirds.
+template <class T, int kDim, Variant kVariant, int kN>
+__device__ __forceinline__ void issue_scores(float (&scores)[kN][4], uint32_t queries, uint32_t keys, uint32_t ones,
+                                             uint32_t thirds, bool is_biased) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  if constexpr (multiplies_bias(kVariant)) {
+    Product<__nv_bfloat16, kShape.keys>::from_shared(scores, complete_narrow(ones), complete_narrow(thirds), 0);
+  }
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kShape.rows() * 128)),
+                                         complete(keys + step_of_columns(k, kShape.keys * 128)),
+                                         multiplies_bias(kVariant) || is_biased || k > 0);
+  }
+  commit_products();
+}
+
 template <int kOut>
 __device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
 #pragma unroll
@@ -519,8 +537,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   // a product of its own brings it there.
   const bool has_bias = kVariant == Variant::kKeyBias ||
                         (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
-  constexpr bool kMultipliesBias = multiplies_bias(kVariant);
-  const bool reads_bias = has_bias && !kMultipliesBias;
+  const bool reads_bias = has_bias && !multiplies_bias(kVariant);
   const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
                  thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
   auto read_bias = [&](const Note& note, int i) {
@@ -531,18 +548,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const bool is_biased = has_bias && !(flags & kHuge);
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
     const uint32_t b = key_tiles + stage * kStageStep;
-    // A huge key_bias has zeros for its thirds.
-    if constexpr (kMultipliesBias) {
-      Product<__nv_bfloat16, kShape.keys>::from_shared(
-          scores[0], complete_narrow(ones), complete_narrow(thirds + stage * step_of(kShape.keys * kNarrowRowBytes)), 0);
-    }
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kShape.keys>::from_shared(scores[0], complete(a + step_of_columns(k, kRows * 128)),
-                                           complete(b + step_of_columns(k, kShape.keys * 128)),
-                                           kMultipliesBias || is_biased || k > 0);
-    }
-    commit_products();
+    issue_scores<T, kDim, kVariant>(scores[0], a, b, ones, thirds + stage * step_of(kShape.keys * kNarrowRowBytes), is_biased);
   };
   auto begin_sums = [&](uint32_t stage) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time

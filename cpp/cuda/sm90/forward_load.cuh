@@ -143,6 +143,33 @@ __device__ __forceinline__ void clear_dead_rows(int thread, uint32_t tile, const
   }
 }
 
+// Writes the key_bias of a chunk, of which a thread has `bias_of`: into the chunk's note, or its operand of a product. Says in
+// the note whether some of it is huge.
+template <int kDim, Variant kVariant, int kEach>
+__device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardShared<kDim, kVariant>& shared,
+                                               ChunkNote<kDim, kVariant>& note, int loader, int stage,
+                                               const float (&bias_of)[kEach]) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr int kLoaders = kShape.loaders();
+  using Note = ChunkNote<kDim, kVariant>;
+  const int thread = loader % kLoaders;
+  bool has_huge = false;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
+  has_huge = __any_sync(0xffffffffu, has_huge);
+  if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
+  if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
+    if constexpr (multiplies_bias(kVariant)) {
+      shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
+      if (!has_huge) continue;
+    }
+    note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
+  }
+}
+
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
 // as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; is_single:
 // one thread of each half does, because all rows come by tensor copies. loader: this thread's number among them.
@@ -310,23 +337,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         if (is_keys) load_bias(n, note.first_key);
       }
     }
-    if (has_bias) {
-      bool has_huge = false;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
-      has_huge = __any_sync(0xffffffffu, has_huge);
-      if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
-      if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
-        if constexpr (multiplies_bias(kVariant)) {
-          shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
-          if (!has_huge) continue;
-        }
-        note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
-      }
-    }
+    if (has_bias) write_key_bias(call, shared, note, loader, stage, bias_of);
     if (!is_single) {
       settle();
       if (in_order && !has_dead) {
