@@ -35,15 +35,16 @@ void keep_together(BackwardCall& call, const PerHead& grad) {
   if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_per_block = p.kv_heads;
 }
 
-// How many heads of a group are alike in their intervals and, where keys are gathered or heads wide, in their key_bias?
-int64_t heads_alike(const AttentionParams& p, bool is_gathered) {
-  constexpr int64_t kMostNarrowDim = 128;
-  const bool compares_bias = is_gathered || std::max(p.head_dim, p.value_dim) > kMostNarrowDim;
-  int64_t heads = p.heads / p.kv_heads;
-  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.key_bias}) {
-    if (row->data && (row != &p.key_bias || compares_bias)) heads = std::min(heads, row->head_divisor);
-  }
-  return heads;
+constexpr int64_t kMostNarrowDim = 128;  // wider heads have a Hopper kernel of their own
+
+int64_t width_of(const AttentionParams& p) { return std::max(p.head_dim, p.value_dim); }
+
+// How many heads of a group may one launch of a deterministic call take? Those that share their intervals and, where keys are
+// gathered or heads wide, their key_bias.
+int64_t heads_in_order(const AttentionParams& p, bool is_gathered) {
+  const int64_t heads = heads_that_share(p, {&p.mask.start, &p.mask.end});
+  const bool needs_key_bias = is_gathered || width_of(p) > kMostNarrowDim;
+  return needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;
 }
 
 bool sm90_needs_bias([[maybe_unused]] const AttentionParams& p) {
@@ -124,21 +125,12 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   return part;
 }
 
-// Do the heads of a group share their intervals?
-bool shares_mask(const AttentionParams& p) {
-  const int64_t group = p.heads / p.kv_heads;
-  for (const PerHead* row : {&p.mask.start, &p.mask.end}) {
-    if (row->data && row->head_divisor % group != 0) return false;
-  }
-  return true;
-}
-
 // Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
-// all queries, which for few queries costs less than the sums, and a group of heads that share their mask.
+// all queries, which for few queries costs less than the sums, and a group of heads that share their mask. The kernel of wide
+// heads adds sums.
 bool has_one_visit(const AttentionParams& p) {
-  constexpr int64_t kMostDim = 128;  // the kernel of wider heads adds sums
-  return shares_mask(p) && gathers(p) && p.query_length <= kMostOneList && p.key_length <= kMostOneList &&
-         std::max(p.head_dim, p.value_dim) <= kMostDim;
+  return heads_that_share(p, {&p.mask.start, &p.mask.end}) == p.heads / p.kv_heads && gathers(p) &&
+         p.query_length <= kMostOneList && p.key_length <= kMostOneList && width_of(p) <= kMostNarrowDim;
 }
 
 // The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,
@@ -146,11 +138,11 @@ bool has_one_visit(const AttentionParams& p) {
 // would need more than kMostGroupFloats, some heads of the group run at a time. A fixed order is one within a launch, so batches
 // or heads whose sums are added to the same elements run one after the other then.
 struct Sums {
-  int64_t head_floats, key_floats;     // of a query head and of a kv head
-  int64_t batches, kv_heads, at_once;  // batches and kv heads of a part, and so many of its query heads at a time
+  int64_t head_floats, key_floats;          // of a query head and of a kv head
+  int64_t batches, kv_heads, launch_heads;  // batches and kv heads of a part; query heads of a launch, all of the part or fewer
 
-  // heads_together: those of a group that may run at a time. With fewer than all of them keys have sums.
-  Sums(const BackwardCall& call, bool sums_keys, int64_t heads_together) {
+  // group_heads: how many of a group one launch may take. With fewer than all keys have sums.
+  Sums(const BackwardCall& call, bool sums_keys, int64_t group_heads) {
     constexpr int64_t kMostFloats = int64_t{1} << 28, kMostGroupFloats = kMostFloats * 4;
     const AttentionParams& p = call.b.forward;
     const int64_t group = p.heads / p.kv_heads;
@@ -165,20 +157,21 @@ struct Sums {
       BackwardCall together = call;
       keep_together(together, call.grad_key_bias);
       keep_together(together, call.grad_bias);
-      if (together.kv_heads_per_block > 1 || heads_together < group) kv_heads = 1;
-      if (together.batches_per_block > 1 || kv_heads < p.kv_heads || heads_together < group) batches = 1;
+      if (together.kv_heads_per_block > 1 || group_heads < group) kv_heads = 1;
+      if (together.batches_per_block > 1 || kv_heads < p.kv_heads || group_heads < group) batches = 1;
     }
-    at_once = heads_together < group ? heads_together : kv_heads * group;
+    launch_heads = group_heads < group ? group_heads : kv_heads * group;
     const auto fits = [&] {
-      const bool divides = group % at_once == 0 && (at_once % call.heads_at_once == 0 || call.heads_at_once % at_once == 0);
-      return divides && at_once * head_floats + key_floats <= kMostGroupFloats;
+      const bool divides =
+          group % launch_heads == 0 && (launch_heads % call.heads_at_once == 0 || call.heads_at_once % launch_heads == 0);
+      return divides && launch_heads * head_floats + key_floats <= kMostGroupFloats;
     };
     if (sums_keys && floats > kMostGroupFloats) {
-      while (at_once > 1 && !fits()) --at_once;
+      while (launch_heads > 1 && !fits()) --launch_heads;
     }
   }
-  int64_t query_floats() const { return batches * at_once * head_floats; }
-  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && at_once == p.heads; }
+  int64_t query_floats() const { return batches * launch_heads * head_floats; }
+  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && launch_heads == p.heads; }
 };
 
 // Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the call is one
@@ -216,17 +209,17 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
           part_of(call, batch, std::min(sums.batches, p.batch - batch), head, std::min(heads, p.heads - head));
       const AttentionParams& of_part = part.b.forward;
       if (call.key_sums) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
-      for (int64_t first = 0; first < of_part.heads; first += sums.at_once) {
-        const BackwardCall some = part_of(part, 0, of_part.batch, first, std::min(sums.at_once, of_part.heads - first));
+      for (int64_t first = 0; first < of_part.heads; first += sums.launch_heads) {
+        const BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(sums.launch_heads, of_part.heads - first));
         if (!is_one_part) {
-          const int64_t floats = of_part.batch * some.b.forward.heads * sums.head_floats;
+          const int64_t floats = of_part.batch * launch.b.forward.heads * sums.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
           DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
         }
-        const cudaError_t status = sm90_backward(some, ticket, device);
+        const cudaError_t status = sm90_backward(launch, ticket, device);
         if (status == cudaErrorNotSupported) return false;
         check_cuda(status, "attention kernel");
-        DMATTN_CUDA_CHECK(launch_store_query_sums(some, stream));
+        DMATTN_CUDA_CHECK(launch_store_query_sums(launch, stream));
       }
       if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
     }
@@ -327,10 +320,10 @@ BackwardResults backward_op(BackwardArguments given) {
   const int64_t terms = p.batch * p.heads * call.padded_queries;
   const bool is_gathered = call.live_keys.index;
   const int64_t group = p.heads / p.kv_heads;
-  const int64_t heads_together = is_sm90 && call.b.deterministic ? heads_alike(p, is_gathered) : group;
-  const int64_t heads_at_once = is_fast && !is_gathered ? sm90_heads_at_once(p, device) : heads_together;
+  const int64_t group_heads = is_sm90 && call.b.deterministic ? heads_in_order(p, is_gathered) : group;
+  const int64_t heads_at_once = is_fast && !is_gathered ? sm90_heads_at_once(p, device) : group_heads;
   call.heads_at_once = static_cast<int>(heads_at_once);
-  const Sums sums(call, heads_at_once < group || (is_gathered && !options.is_one), heads_together);
+  const Sums sums(call, heads_at_once < group || (is_gathered && !options.is_one), group_heads);
   const bool has_hashes = is_sm90 && p.dropout_seed;
   const int64_t query_floats = is_sm90 ? sums.query_floats() : 0;
   const int64_t turns = is_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;

@@ -2,6 +2,8 @@
 // Plain structs, no torch.
 #pragma once
 
+#include <initializer_list>
+
 #include "live_keys.h"
 
 namespace dmattn::cuda {
@@ -127,6 +129,15 @@ constexpr int64_t sum_place(int64_t i) { return i / 16 * 16 + i % 8 / 2 * 4 + i 
 inline constexpr int kSumTile = 64 * 8;
 constexpr int tile_place(int row, int column) {
   return row / 16 * 128 + row % 8 * 16 + column / 2 * 4 + row % 16 / 8 * 2 + column % 2;
+}
+
+// How many query heads of a group have the same of all these rows? A row that is not given is the same for all.
+inline int64_t heads_that_share(const AttentionParams& p, std::initializer_list<const PerHead*> rows) {
+  int64_t heads = p.heads / p.kv_heads;
+  for (const PerHead* row : rows) {
+    if (row->data && row->head_divisor < heads) heads = row->head_divisor;
+  }
+  return heads;
 }
 
 // Floats of a row of key_sums.

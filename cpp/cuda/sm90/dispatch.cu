@@ -265,13 +265,7 @@ const BackwardInstance* find_backward(const AttentionParams& given, bool is_gath
 }
 
 // How many heads of a group share their intervals? Keys in order are walked once for them.
-int64_t heads_that_share_intervals(const AttentionParams& p) {
-  int64_t heads = p.heads / p.kv_heads;
-  for (const PerHead* row : {&p.mask.start, &p.mask.end}) {
-    if (row->data) heads = std::min(heads, row->head_divisor);
-  }
-  return heads;
-}
+int64_t heads_that_share_intervals(const AttentionParams& p) { return heads_that_share(p, {&p.mask.start, &p.mask.end}); }
 
 // Can sums have a fixed order where keys are gathered? A block takes the whole list of a segment and the heads of a group
 // together. There have to be so many lists that most of the GPU has work.
