@@ -73,7 +73,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     //                                                                             warps:            registers of a thread:
     //dim variant                     consumers  keys  stages  query_tiles  notes  loading  walking  computing  loading  walking
     { 64, Variant::kDense,           {        3,  128,      2,           2,     8,       2,       2,       160,      32,      32}},
-    { 64, Variant::kKeyBias,         {        3,  112,      2,           2,     8,       2,       2,       152,      56,      56}},
+    { 64, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
     { 64, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGathered,        {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
@@ -82,7 +82,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kRange,           {        3,   96,      3,           2,     8,       2,       2,       152,      56,      56}},
     {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
-    {128, Variant::kKeyBias,         {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
+    {128, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
     {128, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     {128, Variant::kGathered,        {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
     {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},

@@ -109,7 +109,6 @@ struct Product;
 #define DMATTN_D8(n) DMATTN_D4(n), DMATTN_D4(n + 4)
 #define DMATTN_D10(n) DMATTN_D8(n), DMATTN_D(n + 8), DMATTN_D(n + 9)
 #define DMATTN_D12(n) DMATTN_D8(n), DMATTN_D4(n + 8)
-#define DMATTN_D14(n) DMATTN_D12(n), DMATTN_D(n + 12), DMATTN_D(n + 13)
 #define DMATTN_D16(n) DMATTN_D8(n), DMATTN_D8(n + 8)
 #define DMATTN_LIST16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define DMATTN_LIST32                                                                                                   \
@@ -117,7 +116,6 @@ struct Product;
   "%25, %26, %27, %28, %29, %30, %31"
 #define DMATTN_LIST40 DMATTN_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define DMATTN_LIST48 DMATTN_LIST40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define DMATTN_LIST56 DMATTN_LIST48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define DMATTN_LIST64                                                                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
   "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -149,8 +147,6 @@ DMATTN_PRODUCT(__nv_bfloat16, "bf16", 80, 10, 40, "%40", "%41", "%42", "%43", "%
 DMATTN_PRODUCT(__half, "f16", 80, 10, 40, "%40", "%41", "%42", "%43", "%44", "%45")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 DMATTN_PRODUCT(__half, "f16", 96, 12, 48, "%48", "%49", "%50", "%51", "%52", "%53")
-DMATTN_PRODUCT(__nv_bfloat16, "bf16", 112, 14, 56, "%56", "%57", "%58", "%59", "%60", "%61")
-DMATTN_PRODUCT(__half, "f16", 112, 14, 56, "%56", "%57", "%58", "%59", "%60", "%61")
 DMATTN_PRODUCT(__nv_bfloat16, "bf16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 
@@ -159,12 +155,10 @@ DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%
 #undef DMATTN_LIST32
 #undef DMATTN_LIST40
 #undef DMATTN_LIST48
-#undef DMATTN_LIST56
 #undef DMATTN_LIST64
 #undef DMATTN_D16
 #undef DMATTN_D10
 #undef DMATTN_D12
-#undef DMATTN_D14
 #undef DMATTN_D8
 #undef DMATTN_D4
 #undef DMATTN_D
