@@ -190,6 +190,7 @@ OWN_STEMS = {
         "barrier",
         "encode_maps",
         "forward_load",
+        "key_bias",
         "maps",
         "note",
         "schedule",

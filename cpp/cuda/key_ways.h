@@ -40,9 +40,16 @@ inline double visible_share(const KeyCounts& counts) {
 inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
   const bool is_at_once = counts.tiles <= counts.processors, has_many_tiles = counts.tiles > 4 * counts.processors;
-  // Keys in order cost what dense attention costs and somewhat more, whatever the share. In long calls lists do not cost more.
+  // Keys in order cost what dense attention costs and somewhat more, whatever the share. In long calls of many tiles lists do not
+  // cost more.
   double least = 1.0;
-  if (counts.is_causal && counts.keys >= 1024 && counts.keys <= 8192) least = has_many_tiles && counts.keys < 2048 ? 0.7 : 0.9;
+  if (counts.is_causal && counts.keys < 2048) {
+    least = 0.7;
+  } else if (counts.is_causal && has_many_tiles) {
+    least = counts.keys <= 8192 ? 0.9 : 0.97;
+  } else if (counts.is_causal) {
+    least = counts.keys > 8192 || (is_at_once && counts.keys <= 4096) ? 0.9 : 0.8;
+  }
   if (share >= least && counts.keys >= 512) return KeyWay::kAllKeys;
   const bool is_short = counts.keys <= (is_at_once ? 1024 : 512);
   // Between few tiles and many, two or three of unequal length for each processor take longer than lists.

@@ -91,6 +91,12 @@ FAULTS = [
             "gathered keys have the key_bias of their neighbours", THRESHOLDS, GATHERED),
     in_file("forward_load.cuh", "        query_empty.wait_empty(tiles);\n", "",
             "queries are overwritten while they are used", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks " + LIVE_KEYS + "test_edges_of_tiles_and_segments " + CUDA_TILES + "test_more_tiles_than_blocks", ALL),
+    in_file("wgmma.cuh", "row * kNarrowRowBytes + (piece ^ (row / 4 % 2)) * 16;", "row * kNarrowRowBytes + piece * 16;",
+            "half of the keys in order have no key_bias", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kKeyBias"),
+    in_file("key_bias.cuh", "__byte_perm(__float_as_uint(first), __float_as_uint(second), kUpperHalves)", "__float_as_uint(first) >> 16",
+            "a key_bias of keys in order lacks the middle of its digits", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kKeyBias"),
+    in_file("key_bias.cuh", "fabsf(x) < -negative_infinity() ? x - first : 0.0f", "x - first",
+            "a key_bias of -inf is NaN where keys come in order", FORWARD + "test_all_hidden", "sm90_forward*kKeyBias"),
     # Computing.
     in_file("forward.cuh", "const uint32_t bits = note.bits[queries[r]][w] >> column;", "const uint32_t bits = note.bits[queries[0]][w] >> column;",
             "rows 8 further down have the bits of the first", TILES, ALL),

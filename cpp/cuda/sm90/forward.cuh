@@ -102,13 +102,17 @@ inline constexpr bool kMayHavePairBias = copies_bias(kVariant) || kVariant == Va
 template <Variant kVariant>
 inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kMayHavePairBias<kVariant>;
 
-// Products that were not added to the key_bias become logits.
+// Products that were not added to the key_bias become logits. With multiplies_bias only columns of warps that saw a huge one were
+// not.
 template <Variant kVariant, int kN, class Note>
 __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Note& note, int column, float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     const bool is_natural = Note::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Note::kBiasWarps];
-    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+    float2 pair = {0.0f, 0.0f};
+    if (is_natural || !multiplies_bias(kVariant)) {
+      pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+    }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& score = scores[0][i][e];
@@ -476,6 +480,24 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
   }
 }
 
+// Issues scores = Q K^T. All operands are described tiles. is_biased: scores hold the key_bias, and products are added to it;
+// with multiplies_bias a product brings it first, whatever they hold, and a huge one has zeros for its thirds.
+template <class T, int kDim, Variant kVariant, int kN>
+__device__ __forceinline__ void issue_scores(float (&scores)[kN][4], uint32_t queries, uint32_t keys, uint32_t ones,
+                                             uint32_t thirds, bool is_biased) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  if constexpr (multiplies_bias(kVariant)) {
+    Product<__nv_bfloat16, kShape.keys>::from_shared(scores, complete_narrow(ones), complete_narrow(thirds), 0);
+  }
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kShape.rows() * 128)),
+                                         complete(keys + step_of_columns(k, kShape.keys * 128)),
+                                         multiplies_bias(kVariant) || is_biased || k > 0);
+  }
+  commit_products();
+}
+
 template <int kOut>
 __device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
 #pragma unroll
@@ -511,9 +533,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // In the gathered variants key_bias is what products are added to, unless they are capped.
+  // In the gathered variants key_bias is what products are added to, unless they are capped. Threads read it into the scores, or
+  // a product of its own brings it there.
   const bool has_bias = kVariant == Variant::kKeyBias ||
                         (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
+  const bool reads_bias = has_bias && !multiplies_bias(kVariant);
+  const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
+                 thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
   auto read_bias = [&](const Note& note, int i) {
     const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
@@ -522,12 +548,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const bool is_biased = has_bias && !(flags & kHuge);
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
     const uint32_t b = key_tiles + stage * kStageStep;
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      Product<T, kShape.keys>::from_shared(scores[0], complete(a + step_of_columns(k, kRows * 128)),
-                                           complete(b + step_of_columns(k, kShape.keys * 128)), is_biased || k > 0);
-    }
-    commit_products();
+    issue_scores<T, kDim, kVariant>(scores[0], a, b, ones, thirds + stage * step_of(kShape.keys * kNarrowRowBytes), is_biased);
   };
   auto begin_sums = [&](uint32_t stage) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
@@ -555,7 +576,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
         then(2 * k), then(2 * k + 1);
       }
     };
-    if (has_bias) {
+    if (reads_bias) {
       narrow([&](int i) { read_bias(next, i); });
       pin(scores[0]);
     } else {
@@ -592,7 +613,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   if (flags & kEnd) return;
   query_full.wait_full(0);
   clear_sums(out[0]);
-  if (has_bias) {
+  if (reads_bias) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
   }
@@ -726,6 +747,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
     for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
     if constexpr (copies_bias(kVariant)) prefetch_map(&maps.bias);
   }
+  shared.bias_operands.set_up();
   __syncthreads();
   wait_for_kernel_before();
   // Give each warp its role.

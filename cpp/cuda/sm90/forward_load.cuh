@@ -5,6 +5,7 @@
 // may read them. Meanwhile the copies of the next chunk are started, if that need not wait.
 #pragma once
 
+#include "key_bias.cuh"
 #include "maps.h"
 #include "walk.cuh"
 
@@ -38,6 +39,7 @@ struct alignas(1024) ForwardShared {
   static constexpr int kBiasStages = copies_bias(kVariant) ? kShape.stages : 1;
   uint64_t bias_full[kBiasStages], bias_empty[kBiasStages];
   alignas(copies_bias(kVariant) ? 1024 : 2) uint16_t bias[kBiasStages][copies_bias(kVariant) ? kRows * kShape.keys : 1];
+  BiasOperands<kDim, kVariant> bias_operands;
 };
 
 // A ring of barriers. The n-th use has barrier n % kCount, in phase n / kCount.
@@ -138,6 +140,33 @@ __device__ __forceinline__ void clear_dead_rows(int thread, uint32_t tile, const
     for (int row = 0; row < 32 && word * 32 + row < kKeys; row += kAtOnce) {
       if (has_bit(bits, row)) store_zeros_16(to + (word * 32 + row) * 128);
     }
+  }
+}
+
+// Writes the key_bias of a chunk, of which a thread has `bias_of`: into the chunk's note, or its operand of a product. Says in
+// the note whether some of it is huge.
+template <int kDim, Variant kVariant, int kEach>
+__device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardShared<kDim, kVariant>& shared,
+                                               ChunkNote<kDim, kVariant>& note, int loader, int stage,
+                                               const float (&bias_of)[kEach]) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr int kLoaders = kShape.loaders();
+  using Note = ChunkNote<kDim, kVariant>;
+  const int thread = loader % kLoaders;
+  bool has_huge = false;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
+  has_huge = __any_sync(0xffffffffu, has_huge);
+  if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
+  if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
+    if constexpr (multiplies_bias(kVariant)) {
+      shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
+      if (!has_huge) continue;
+    }
+    note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
   }
 }
 
@@ -308,22 +337,11 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
         if (is_keys) load_bias(n, note.first_key);
       }
     }
-    if (has_bias) {
-      bool has_huge = false;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
-      has_huge = __any_sync(0xffffffffu, has_huge);
-      if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
-      if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
-        note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
-      }
-    }
+    if (has_bias) write_key_bias(call, shared, note, loader, stage, bias_of);
     if (!is_single) {
       settle();
       if (in_order && !has_dead) {
+        if (multiplies_bias(kVariant) && has_bias) fence_async();
         barrier_arrive(stage_full);
       } else if constexpr (kHasKeyBias) {
         due = stage_full, due_note = n;

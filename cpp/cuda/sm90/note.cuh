@@ -85,7 +85,8 @@ struct ChunkNote {
   // tile sees.
   alignas(16) int32_t last[kHasKeyBias ? kKeys : 1];
   uint32_t dead[kHasKeyBias ? (kKeys + 31) / 32 : 1];
-  // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows.
+  // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows. With
+  // multiplies_bias only where has_huge is set.
   alignas(16) float key_bias[kRowNotes];
   alignas(16) uint32_t key_hash[has_options(kVariant) ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.

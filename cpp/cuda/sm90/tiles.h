@@ -29,6 +29,8 @@ constexpr bool may_cap(Variant v) { return has_options(v) && v != Variant::kPlai
 constexpr bool copies_bias(Variant v) { return v == Variant::kDenseBias; }
 // Is key_bias, in forward, what products are added to?
 constexpr bool starts_with_bias(Variant v) { return gathers_keys(v) || v == Variant::kKeyBias; }
+// Of those: does a product of its own bring it there (key_bias.cuh), instead of every thread?
+constexpr bool multiplies_bias(Variant v) { return v == Variant::kKeyBias; }
 // May a call of backward have a key_bias?
 constexpr bool has_key_bias(Variant v) { return gathers_keys(v) || has_options(v) || v == Variant::kKeyBias; }
 
@@ -71,7 +73,7 @@ inline constexpr ForwardRow kForwardRows[] = {
     //                                                                             warps:            registers of a thread:
     //dim variant                     consumers  keys  stages  query_tiles  notes  loading  walking  computing  loading  walking
     { 64, Variant::kDense,           {        3,  128,      2,           2,     8,       2,       2,       160,      32,      32}},
-    { 64, Variant::kKeyBias,         {        3,   96,      2,           2,     8,       2,       2,       152,      56,      56}},
+    { 64, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
     { 64, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
     { 64, Variant::kGathered,        {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
     { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},

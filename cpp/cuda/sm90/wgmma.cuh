@@ -71,6 +71,20 @@ __device__ __forceinline__ uint64_t complete(uint32_t description) {
   return whole;
 }
 
+// A tile of 16 columns may be kept as rows of 32 bytes: 16-byte piece c of row r at piece c ^ (r / 4 % 2). It begins at a
+// multiple of 256 bytes.
+inline constexpr int kNarrowRowBytes = 32;
+__host__ __device__ constexpr int narrow_place(int row, int piece) {
+  return row * kNarrowRowBytes + (piece ^ (row / 4 % 2)) * 16;
+}
+__device__ __forceinline__ uint32_t describe_narrow(uint32_t address) { return step_of(address & 0x3ffff); }
+__device__ __forceinline__ uint64_t complete_narrow(uint32_t description) {
+  constexpr uint32_t kGroupStride = step_of(8 * kNarrowRowBytes), kSwizzle32 = 3u << 30;
+  uint64_t whole;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(description), "n"(kGroupStride | kSwizzle32));
+  return whole;
+}
+
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
