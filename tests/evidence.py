@@ -147,13 +147,15 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
 
 
 def record_fuzz(made: Path, path: Path, family: str) -> list[str]:
-    """Adds the merged logs of the fuzz to what the same commit has there."""
+    """Adds the merged logs of the fuzz: the last run of a family and an op stays, with its commit, where device and packages are the same."""
     if not made.is_file():
         return [f"fuzz {family}: no log was written"]
     summary = json.loads(made.read_text())
     if not any(run["family"] == family for run in summary["runs"]):  # what is committed stays
         return [f"fuzz {family}: no log was written"]
-    summary["commit"] = json.loads((made.parent / "facts.json").read_text())["run"]["commit"]
+    summary.pop("commit", None)
+    commit = json.loads((made.parent / "facts.json").read_text())["run"]["commit"]
+    summary["runs"] = [{**run, "commit": commit} for run in summary["runs"]]
     before = json.loads(path.read_text()) if path.is_file() else {}
     if all(before.get(key) == value for key, value in summary.items() if key != "runs"):
         now = {(run["family"], run["op"]) for run in summary["runs"]}

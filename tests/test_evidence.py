@@ -18,7 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from evidence import facts
+from evidence import facts, record_fuzz
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -206,6 +206,24 @@ def test_without_a_gpu_nothing_counts_as_passed(checkout):
     (run,) = results(checkout)["runs"]
     assert (run["suite"]["sm80"]["passed"], run["suite"]["complete"]) == (0, False)
     assert fuzz.read_text() == "{}"
+
+
+def test_the_fuzz_keeps_the_last_run_of_each_op_with_its_commit(tmp_path):
+    path = tmp_path / "fuzz.json"
+
+    def add(commit, op, family="sm90", failures=0, torch="2.11"):
+        (tmp_path / "facts.json").write_text(json.dumps({"run": {"commit": commit}}))
+        run = {"family": family, "op": op, "failures": failures}
+        (tmp_path / "made.json").write_text(json.dumps({"torch": torch, "commit": "another", "runs": [run]}))
+        said = record_fuzz(tmp_path / "made.json", path, family)
+        return said, {(one["family"], one["op"]): one["commit"] for one in json.loads(path.read_text())["runs"]}
+
+    add("a1", "select")
+    assert add("b2", "decode", "sm80") == ([], {("sm80", "decode"): "b2", ("sm90", "select"): "a1"})
+    said, kept = add("c3", "select", failures=2)
+    assert said == ["fuzz sm90 select: 2 shards failed"]
+    assert kept == {("sm80", "decode"): "b2", ("sm90", "select"): "c3"}
+    assert add("d4", "select", torch="2.12")[1] == {("sm90", "select"): "d4"}
 
 
 def test_a_part_that_does_not_exist(checkout):
