@@ -13,7 +13,8 @@ namespace dmattn::cuda {
 
 enum class KeyWay { kLists, kDirect, kAllKeys };
 
-// What the decision is made from. Tiles are counted over all batches and heads: of queries in forward, of keys in backward.
+// What the decision is made from. Tiles are counted over all batches and heads: of queries in forward, as large as those of
+// gathered keys, of keys in backward.
 struct KeyCounts {
   int64_t queries = 0, keys = 0;
   int64_t most_keys = 0;  // how many keys a query sees at most; 0 or less: not known
@@ -41,7 +42,7 @@ inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
   const bool is_at_once = counts.tiles <= counts.processors, has_many_tiles = counts.tiles > 4 * counts.processors;
   // Keys in order cost what dense attention costs and somewhat more, whatever the share. In long calls of many tiles lists do not
-  // cost more.
+  // cost more. Up to 4,096 keys there are the spans, too.
   double least = 1.0;
   if (counts.is_causal && counts.keys < 2048) {
     least = 0.7;

@@ -563,7 +563,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     }
     commit_products();
   };
-  // Narrows the weights of one chunk to operands; the key_bias of the next chunk takes their place in scores.
+  // Narrows the weights of one chunk to operands; where threads read key_bias, that of the next chunk takes their place in
+  // scores.
   auto narrow_weights = [&](const Note& next) {
     auto narrow = [&](const auto& then) {
 #pragma unroll

@@ -5,8 +5,8 @@
 // sum of three bfloat16, its thirds. They are columns 0 to 2 of a row of `thirds`, and `ones` has 1 there; all else is 0. Calls
 // of float16 have bfloat16 here, too, because that has the range of floats, and -inf for keys that are hidden.
 //
-// Tensor cores align what they add in a step with 24 digits or more, so the sum is exact. Warps that load keys write their thirds
-// beside them. In chunks with a key_bias beyond kHugeBias these are zeros, and computing threads add it afterwards.
+// Tensor cores were seen to align what they add in a step with 24 digits or more, so the sum is exact. Warps that load keys write
+// their thirds beside them. In chunks with a key_bias beyond kHugeBias these are zeros, and computing threads add it afterwards.
 #pragma once
 
 #include "barrier.cuh"

@@ -20,7 +20,7 @@ enum Flag : uint32_t {
   kFew = 128,      // gathered variant: `seen` has to be tested for the first kFewRows rows
   kGaps = 256,     // gathered variant: rows from rows_present on are missing, kKeyBias: `dead` ones; all are hidden
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
-  kHuge = 1024,    // gathered variant, set by the warps that load keys: some key_bias is beyond kHugeBias
+  kHuge = 1024,    // set by the warps that load keys, where scores start with key_bias: some of it is beyond kHugeBias
   kStarts = 2048,  // kKeyBias, with kSpans: the beginnings of spans have to be tested, too
   // Gathered variant and kKeyBias: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
   kTested = 1 << 16,
