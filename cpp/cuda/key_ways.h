@@ -38,20 +38,22 @@ inline double visible_share(const KeyCounts& counts) {
 
 // The bounds below are where one way became faster than another on an H200, for windows from 1/16 of the keys to all of them
 // (docs/lab/lists.md). Backward's bound beyond 4,096 keys is a guess above what was measured: lists have become faster since.
+
+// From which share of visible pairs on forward takes all keys in order. That costs what dense attention costs and somewhat more,
+// whatever the share. Lists cost no more in long calls of many tiles, and few tiles may look at the spans up to 4,096 keys, so
+// there the share has to be larger.
+inline double least_share_in_order(const KeyCounts& counts, bool is_at_once, bool has_many_tiles) {
+  if (!counts.is_causal) return 1.0;
+  if (counts.keys < 2048) return 0.7;
+  if (has_many_tiles) return counts.keys <= 8192 ? 0.9 : 0.97;
+  const bool may_look_at_spans = is_at_once && counts.keys <= 4096;
+  return counts.keys > 8192 || may_look_at_spans ? 0.9 : 0.8;
+}
+
 inline KeyWay forward_way(const KeyCounts& counts) {
   const double share = visible_share(counts);
   const bool is_at_once = counts.tiles <= counts.processors, has_many_tiles = counts.tiles > 4 * counts.processors;
-  // Keys in order cost what dense attention costs and somewhat more, whatever the share. In long calls of many tiles lists do not
-  // cost more. Up to 4,096 keys there are the spans, too.
-  double least = 1.0;
-  if (counts.is_causal && counts.keys < 2048) {
-    least = 0.7;
-  } else if (counts.is_causal && has_many_tiles) {
-    least = counts.keys <= 8192 ? 0.9 : 0.97;
-  } else if (counts.is_causal) {
-    least = counts.keys > 8192 || (is_at_once && counts.keys <= 4096) ? 0.9 : 0.8;
-  }
-  if (share >= least && counts.keys >= 512) return KeyWay::kAllKeys;
+  if (counts.keys >= 512 && share >= least_share_in_order(counts, is_at_once, has_many_tiles)) return KeyWay::kAllKeys;
   const bool is_short = counts.keys <= (is_at_once ? 1024 : 512);
   // Between few tiles and many, two or three of unequal length for each processor take longer than lists.
   const bool is_direct = (is_at_once && share >= 0.45) || (has_many_tiles && share >= 0.7);
