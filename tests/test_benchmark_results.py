@@ -95,7 +95,7 @@ def test_rows_of_scripts_are_measurements_too():
     }
     pack = {"case": "4 documents", "forward_ms": 5.0, "backward_ms": 6.0, "torch_forward_ms": 7.0}
     ranks = {"length": 64, "ranks": 2, "ours": {"forward_ms": 8.0}, "torch_context_parallel_cudnn": {"error": "none here"}}
-    found = {each.key[1:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
+    found = {each.key[2:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
     assert found == {
         ("256 tokens, 4 heads, window 16", "", "dmattn", "forward kernels"): 1.0,
         ("256 tokens, 4 heads, window 16", "", "dmattn", "backward kernels"): 2.0,
@@ -479,18 +479,46 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
         "peer2_backward": 9.0,
     }
     row = {
-        "case": "a case", "kind": "streaming", "length": 65536, "window": 1024, "sink": 64, "heads": 16, "head_dim": 128, "is_causal": True,
+        "group": "a group", "case": "a case", "kind": "streaming", "length": 65536, "window": 1024, "sink": 64, "heads": 16, "head_dim": 128, "is_causal": True,
         "dtype": "bfloat16", "medians": times, "kernel_medians": {**times, "forward": 0.001}, "peer_names": ["flex_attention, compiled", "x"],
     }  # fmt: skip
-    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row]}
+    other = row | {"group": "another group", "medians": dict.fromkeys(times, 1.0)}
+    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row, other]}
     (tmp_path / "all.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": ("a case",)}})
+    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": (("a group", "a case"),)}})
     lines = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path).splitlines()
     assert (
         lines[3]
-        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
+        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.60x, 2.00 ms | 17.2x | 0.94x, 500 ms | 0.94x |"
     )
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
+    (tmp_path / "all.json").write_text(json.dumps(result | {"rows": [row, other, row]}))
+    with pytest.raises(
+        records.BadResultError,
+        match="all.json: expected one row for each group and case, got two of group 'a group', case 'a case'",
+    ):
+        report.short_table("mine", tmp_path)
+
+
+def test_a_comparison_refuses_two_measurements_of_one_name():
+    row = {"group": "a", "case": "c", "samples": {"forward": [1.0, 1.0, 1.0]}}
+    unlike = {"rows": [row, row | {"group": "b", "samples": {"forward": [2.0, 2.0, 2.0]}}]}
+    slower, faster, missing, few = compare.compared(unlike, unlike, 0.05)
+    assert not (slower or faster or missing or few)
+    with pytest.raises(
+        records.BadResultError, match="expected one measurement of each name in a result, got two of a, c, dmattn, forward"
+    ):
+        compare.compared({"rows": [row, row]}, unlike, 0.05)
+
+
+def test_the_plain_windows_of_the_pages_are_not_those_with_local_keys():
+    """Groups of the committed results have cases of the same name; the README quotes both kinds."""
+    found = records.rows_by_case(json.loads((BENCHMARKS / "results" / report.GPU).read_text()), report.GPU)
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    for group, case in (("dma", "32768, window 1024, D=128"), ("dma-local", "32768, window 1024 with 4 + 256, D=128")):
+        times = found[group, case]["medians"]
+        for part in ("forward", "backward"):
+            assert f"{times['peer_' + part] / times[part]:.2f}x, " in text
 
 
 STAMP = {
@@ -512,10 +540,10 @@ PAGE_TABLES = {  # results, and a line of the table
         "| 2 documents: 1.5 million tokens | 2.00 ms | 1.23x | 9.00 ms | 3.00 ms | 2.00x | 8.00 ms |",
     ),
     "predictions": (
-        STAMP | {"rows": [{"case": case, "length": length, "window": window, "head_dim": 128, "medians": {"forward": 2, "peer_forward": 1},
-                           "kernel_medians": {"forward": 1, "peer_forward": 25}}
-                          for case, length, window in zip(page_tables.PREDICTED, (1024, 256), (1024, 256), strict=True)]},
-        "| 1,024 tokens, window 1,024 | 1.0x | 25x | 0.50x |",
+        STAMP | {"rows": [{"group": group, "case": case, "length": length, "window": window, "head_dim": 128,
+                           "medians": {"forward": 2, "peer_forward": 1}, "kernel_medians": {"forward": 1, "peer_forward": 25}}
+                          for (group, case), length, window in zip(page_tables.PREDICTED, (1024, 256), (1024, 256), strict=True)]},
+        "| 1,024 tokens, window 1,024 | 1.00x | 25.0x | 0.50x |",
     ),
     "training-steps": (
         {"rows": [STAMP | {"name": name, "length": 4096, "ranks": 2, "window": 64, "samples": [1.0], "tokens_per_second": rate,

@@ -67,9 +67,9 @@ def compared(
     independent samples make anything slower in about one of a hundred comparisons of results, however many times these have.
 
     Raises:
-        BadResultError: they have no measurement in common.
+        BadResultError: they have no measurement in common, or one of them has two of the same name.
     """
-    wanted = [{found.key: found for found in measurements(result) if with_peers or found.who == OURS} for result in (old, new)]
+    wanted = [by_key([found for found in measurements(result) if with_peers or found.who == OURS]) for result in (old, new)]
     common = sorted(wanted[0].keys() & wanted[1].keys())
     pairs = {key: (wanted[0][key], wanted[1][key]) for key in common}
     told = [pair for pair in pairs.values() if has_enough(*pair)]
@@ -86,6 +86,15 @@ def compared(
         raise BadResultError("the two results have no measurement in common: expected results of the same workloads")
     missing = [named(key) for key in sorted(wanted[0].keys() - wanted[1].keys())]
     return sorted(slower, key=lambda c: -c.ratio), sorted(faster, key=lambda c: c.ratio), missing, few
+
+
+def by_key(found: list[Measurement]) -> dict[tuple[str, ...], Measurement]:
+    """Raises BadResultError where two have the same key: a comparison would leave one of them out."""
+    unique = {each.key: each for each in found}
+    if len(unique) < len(found):
+        twice = next(key for key in unique if sum(each.key == key for each in found) > 1)
+        raise BadResultError(f"expected one measurement of each name in a result, got two of {named(twice)}")
+    return unique
 
 
 def named(key: tuple[str, ...]) -> str:

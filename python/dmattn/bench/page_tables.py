@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import dmattn
-from dmattn.bench.records import BadResultError
-from dmattn.bench.tables import duration, markdown, plain_ratio
+from dmattn.bench.records import BadResultError, rows_by_case
+from dmattn.bench.tables import duration, markdown, plain_ratio, ratio
 
 MACHINE = "nvidia-h200"
-PREDICTED = ("32768, window 1024, D=128", "4096, window 410, D=128")
+PREDICTED = (("dma", "32768, window 1024, D=128"), ("dma", "4096, window 410, D=128"))  # groups and cases
 Row = dict[str, Any]
 
 
@@ -88,7 +88,7 @@ def packs(result: Row) -> str:
 
 def predictions(result: Row) -> str:
     """What dmattn.stats predicts of cases of the workload pages, and how many times as fast as their peer they were."""
-    found = {row["case"]: row for row in result["rows"]}
+    found = rows_by_case(result, "results of the workload pages")
     lines = []
     for case in PREDICTED:
         row = found[case]
@@ -97,7 +97,7 @@ def predictions(result: Row) -> str:
         mask = dmattn.IntervalMask.top_k(scores, window)
         predicted = dmattn.stats((1, 1, length, row["head_dim"]), mask).predicted_speedup
         ratios = [row[times]["peer_forward"] / row[times]["forward"] for times in ("kernel_medians", "medians")]
-        lines.append([f"{length:,} tokens, window {window:,}", *map(plain_ratio, (predicted, *ratios))])
+        lines.append([f"{length:,} tokens, window {window:,}", *map(ratio, (predicted, *ratios))])
     return markdown(["causal, 16 heads of 128", "predicted", "kernels, forward", "whole call, forward"], lines, texts=1)
 
 

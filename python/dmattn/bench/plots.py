@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dmattn.bench.page_tables import share_of
-from dmattn.bench.quality_report import described
+from dmattn.bench.quality_report import NAMES, described
 from dmattn.bench.records import Result, Row, first_peer
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
@@ -382,7 +382,8 @@ def draw_learning(runs: list[Run], task: str, path: Path) -> None:
     if not all(run["curve"] for found in chosen.values() for run in found):
         raise NothingToDrawError
     axes_of = {"step": "steps", "seconds": "seconds of training"} if have_comparable_seconds(chosen) else {"step": "steps"}
-    legend = ["\n".join(textwrap.wrap(described(found[0]["settings"]), 120)) for found in chosen.values()]
+    names = [NAMES.get(name) or described(found[0]["settings"]) for name, found in chosen.items()]
+    legend = ["\n".join(textwrap.wrap(words, 120)) for words in names]
     lines = sum(1 + words.count("\n") for words in legend)
     figure, drawn = pyplot().subplots(
         1, len(axes_of), figsize=(8, 3 + 0.14 * lines), layout="constrained", sharey=True, squeeze=False

@@ -20,6 +20,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong
     "quality-recall": lambda s: s["task"] == "mqar",
     "quality-passkey": lambda s: s["task"] == "passkey",
 }
+NAMES = {  # of the three models that are compared everywhere, by the name of their runs
+    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "recommended",
+    "dense+recency+barely": "dense+",
+    "sliding+recency+mixed+barely": "sliding+",
+}
 PARTS_OF_THE_CURVE = ("step", "seconds", "held_bits", "held_accuracy", "near_accuracy")
 
 
@@ -66,6 +71,12 @@ def described(s: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def called(run: Run) -> str:
+    """What a table calls a run's model: its mask in words, after its name where it is one of NAMES."""
+    name = NAMES.get(run["name"])
+    return (f"**{name}**: " if name else "") + described(run["settings"])
+
+
 def table(name: str, results: Path) -> str:
     """Markdown: the runs of each budget, the best first, means over seeds."""
     runs = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
@@ -73,10 +84,20 @@ def table(name: str, results: Path) -> str:
     groups: dict[str, list[Run]] = {}
     for run in chosen:
         groups.setdefault(heading(run), []).append(run)
-    commits = ", ".join(sorted({run["commit"] for run in chosen if run["commit"]}))
-    about = "; ".join(sorted({f"{run['machine']['gpu']}, torch {run['torch']}, {run['date'][:10]}" for run in chosen}))
     tables = [f"{title}:\n\n{rows_of(found)}" for title, found in groups.items()]
-    return "\n\n".join([*tables, about + (f"; commit {commits}." if commits else ".")])
+    return "\n\n".join([*tables, measured_on(chosen)])
+
+
+def measured_on(runs: list[Run]) -> str:
+    """Each machine, torch and day once, and all commits."""
+    about = "; ".join(sorted({f"{run['machine']['gpu']}, torch {run['torch']}, {run['date'][:10]}" for run in runs}))
+    commits = ", ".join(sorted({run["commit"] for run in runs if run["commit"]}))
+    return about + (f"; commit {commits}." if commits else ".")
+
+
+def latest(runs: list[Run]) -> list[Run]:
+    """Of the runs of one name and seed the last."""
+    return list({(run["name"], run["settings"]["seed"]): run for run in runs}.values())
 
 
 def heading(run: Run) -> str:
@@ -91,9 +112,9 @@ def heading(run: Run) -> str:
 def rows_of(runs: list[Run]) -> str:
     recalls = "held_accuracy" in runs[0]["curve"][-1]
     column = "held_accuracy" if recalls else "held_bits"
-    latest = {(described(run["settings"]), run["settings"]["visible"], run["settings"]["seed"]): run for run in runs}
+    newest = {(called(run), run["settings"]["visible"], run["settings"]["seed"]): run for run in runs}
     by_what: dict[tuple[str, int], list[Run]] = {}
-    for (what, visible, _), run in latest.items():
+    for (what, visible, _), run in newest.items():
         by_what.setdefault((what, visible), []).append(run)
     reached = ["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]
     lines = []

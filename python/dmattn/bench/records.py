@@ -149,6 +149,7 @@ class Measurement:
         samples: seconds.
         shape: of the case, where its name does not say it: batch, heads, key heads, head dimension, dtype.
         facts: rates and bytes that belong to it.
+        group: of the case; cases of two groups may have the same name.
     """
 
     workload: str
@@ -158,11 +159,12 @@ class Measurement:
     samples: tuple[float, ...]
     facts: dict[str, float]
     shape: str = ""
+    group: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str, str, str]:
+    def key(self) -> tuple[str, ...]:
         """What a measurement of another result must have in common to be compared."""
-        return self.workload, self.case, self.shape, self.who, self.what
+        return self.workload, self.group, self.case, self.shape, self.who, self.what
 
 
 OURS = "dmattn"
@@ -194,6 +196,23 @@ def measurements(result: Result) -> list[Measurement]:
     return [found for row in result["rows"] for found in _of_row(row)]
 
 
+def rows_by_case(result: Result, source: str) -> dict[tuple[str, str], Row]:
+    """A result's rows by group ("" where they have none) and case.
+
+    Raises:
+        BadResultError: two rows have the same group and case; names ``source``, which the result was read from.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in result["rows"]:
+        key = (row.get("group", ""), row["case"])
+        if key in found:
+            raise BadResultError(
+                f"{source}: expected one row for each group and case, got two of group {key[0]!r}, case {key[1]!r}"
+            )
+        found[key] = row
+    return found
+
+
 def _of_row(row: Row) -> Iterator[Measurement]:
     of = str(row.get("workload", ""))
     shape = " ".join(str(row.get(name, "")) for name in ("batch", "heads", "kv_heads", "head_dim", "dtype"))
@@ -204,7 +223,7 @@ def _of_row(row: Row) -> Iterator[Measurement]:
                 prefix = next((p for p in of_prefix if p and name.startswith(p)), "")
                 facts = {rate: row[_of(source, rate)][name] for rate in RATES if name in row.get(_of(source, rate), {})}
                 what = name.removeprefix(prefix) + words
-                yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts, shape)
+                yield Measurement(of, row["case"], of_prefix[prefix], what, tuple(samples), facts, shape, row.get("group", ""))
     elif "us" in row:
         samples = row.get("samples") or [row["us"]]
         tokens = row["keys"] if row.get("kind") == "prefill" else row["batch"] * row.get("queries", 1) if "batch" in row else 0
@@ -246,7 +265,7 @@ def _of(source: str, rate: str) -> str:
 
 # Files ----------------------------------------------------------------------------------------------------------------------------
 
-CSV_FIELDS = ("workload", "case", "who", "what", "n", "mean", "std", "p50", "p95", "p99", *RATES)
+CSV_FIELDS = ("workload", "group", "case", "who", "what", "n", "mean", "std", "p50", "p95", "p99", *RATES)
 
 
 def write(result: Result, path: Path) -> None:
@@ -260,6 +279,7 @@ def write(result: Result, path: Path) -> None:
             writer.writerow(
                 {
                     "workload": found.workload,
+                    "group": found.group,
                     "case": found.case,
                     "who": found.who,
                     "what": found.what,

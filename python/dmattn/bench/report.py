@@ -1,7 +1,7 @@
 """Turns results into tables and plots: those of README.md and docs/, or a report of any results.
 
 A page has places ``<!-- bench:NAME -->`` to ``<!-- /bench:NAME -->``. NAME is that of results/*/NAME.json, or of one of the short tables below,
-or of one of quality_report.py or page_tables.py; serve is that of serve_report.py.
+or of one of quality_report.py or page_tables.py; models is that of front_page.py, serve that of serve_report.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench import page_tables, plots, quality_report, serve_report
-from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, read_runs, summary
-from dmattn.bench.tables import duration, markdown, number, plain_ratio, ratio
+from dmattn.bench import front_page, page_tables, plots, quality_report, serve_report
+from dmattn.bench.records import (
+    BadResultError,
+    Result,
+    first_peer,
+    measurements,
+    peers_of,
+    read,
+    read_runs,
+    rows_by_case,
+    summary,
+)
+from dmattn.bench.tables import duration, markdown, number, ratio
 
 PAGES = (
     "README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md", "docs/distributed.md",
@@ -26,22 +36,37 @@ GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
 DRAWN = (GPU, *(f"nvidia-h200/{name}.json" for name in ("decode", "serve", "lengths", "ancestor", "sweep")))
 LEARNED = ("nvidia-h200/quality.jsonl",)
-SHORT_TABLES: dict[str, dict[str, tuple[str, ...]]] = {  # results, then cases of them
+ANCESTOR = "nvidia-h200/ancestor.json"
+SHORT_TABLES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {  # results, then group and case of their rows
     "summary": {
         GPU: (
-            "32768, window 1024, D=128", "131072, window 2048, D=128", "4096, window 410, D=128", "16384, blocks, density 0.1, D=128",
-            "16384, dense causal, D=128",
+            ("dma-local", "32768, window 1024 with 4 + 256, D=128"), ("dma-local", "131072, window 2048 with 4 + 256, D=128"),
+            ("dma", "32768, window 1024, D=128"), ("dma", "131072, window 2048, D=128"), ("dma", "4096, window 410, D=128"),
+            ("blocks", "16384, blocks, density 0.1, D=128"), ("dense", "16384, dense causal, D=128"),
+            ("dense", "4 x 4096, dense causal, D=128"),
         ),
-        CPU: ("16384, window 819",),
+        ANCESTOR: (("", "4096, window 409, D=128"),),
+        CPU: (("", "16384, window 819"),),
     },
     "lengths": {
-        GPU: ("1024, window 204 of all, D=128", "4096, window 410, D=128", "32768, window 1024, D=128"),
-        CPU: ("4096, window 410", "16384, window 819"),
+        GPU: (
+            ("dma-full", "1024, window 204 of all, D=128"), ("dma", "4096, window 410, D=128"), ("dma", "32768, window 1024, D=128"),
+            ("dma", "131072, window 2048, D=128"), ("dma-local", "16384, window 819 with 4 + 256, D=128"),
+            ("dma-local", "32768, window 1024 with 4 + 256, D=128"), ("dma-local", "131072, window 2048 with 4 + 256, D=128"),
+        ),
+        ANCESTOR: (("", "4096, window 409, D=128"),),
+        CPU: (("", "4096, window 410"), ("", "16384, window 819")),
     },
-    "intervals": {GPU: ("65536, sliding window 4096, D=128", "65536, streaming 64 + 1024, D=128", "65536, 64 documents, D=128")},
+    "intervals": {
+        GPU: (
+            ("intervals", "65536, sliding window 4096, D=128"), ("intervals", "65536, streaming 64 + 1024, D=128"),
+            ("intervals", "65536, 64 documents, D=128"),
+        ),
+    },
     "dense": {
-        GPU: ("16384, dense full, D=128", "16384, dense causal, D=128", "16384, dense full, D=64", "16384, dense causal, D=64"),
-        CPU: ("16384, dense causal",),
+        GPU: tuple(("dense", f"{tokens}, dense {kind}, D={size}") for size in (128, 64) for tokens in ("16384", "4 x 4096")
+                   for kind in ("full", "causal")),
+        CPU: (("", "16384, dense causal"),),
     },
 }  # fmt: skip
 SHORT_NAMES = {
@@ -59,7 +84,7 @@ def columns(row: dict[str, Any], with_peer: bool, with_kernels: bool) -> list[tu
     calls, kernels = row["medians"], row.get("kernel_medians", {})
     line = [("length, mask", row["case"])]
     if with_peer:
-        line.append(("beside", short(first_peer(row))))
+        line.append(("baseline", short(first_peer(row))))
     for name, theirs in (("forward", "peer_forward"), ("backward", "peer_backward")):
         line += [(name, duration(calls[name])), ("peer", duration(calls[theirs])), ("faster", ratio(calls[theirs] / calls[name]))]
         if with_kernels:
@@ -113,13 +138,13 @@ def markdown_table(result: dict[str, Any]) -> str:
 def short_table(name: str, results: Path) -> str:
     """How much faster calls are than the peer, whole and (but in the README) as kernels alone, and how long whole calls take."""
     with_kernels = name != "summary"
-    titles = ["length and mask", "beside"]
+    titles = ["length and mask", "baseline"]
     for part in ("forward", "backward"):
         titles += [part, *["its kernels"] * with_kernels]
     lines, machines = [], []
     for path, cases in SHORT_TABLES[name].items():
         result = json.loads((results / path).read_text())
-        found = {row["case"]: row for row in result["rows"]}
+        found = rows_by_case(result, path)
         first, machine = found[cases[0]], result["machine"]
         hardware = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
         differ = len({found[case]["head_dim"] for case in cases}) > 1
@@ -127,7 +152,8 @@ def short_table(name: str, results: Path) -> str:
         machines.append(f"{hardware}, {shape}, torch {result['torch']}, {result['date'][:10]}")
         for case in cases:
             row = found[case]
-            line = [f"{row['length']:,} tokens, {plain_mask(row)}", short_peer(row)]
+            batch = f"{row['batch']} x " if row.get("batch", 1) > 1 else ""
+            line = [f"{batch}{row['length']:,} tokens, {plain_mask(row)}", short_peer(row)]
             line[0] += f", D = {row['head_dim']}" if row["head_dim"] != first["head_dim"] else ""
             line[0] += "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
             for part in ("forward", "backward"):
@@ -135,15 +161,16 @@ def short_table(name: str, results: Path) -> str:
                 if with_kernels:
                     line.append(faster(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
             lines.append(line)
-    return markdown(titles, lines, texts=2) + "\n\n" + "; ".join(machines) + "."
+    return markdown(titles, lines, texts=2) + "\n\n" + "; ".join(dict.fromkeys(machines)) + "."
 
 
 def plain_mask(row: dict[str, Any]) -> str:
     kind, window = row.get("kind", "dense" if row["window"] is None else "dma"), row["window"]
     dense = "dense causal" if row["is_causal"] else "dense"
+    certain = f", {row['local']} of them local and {row['sink']} sinks" if row.get("local") else ""
     return {
         "dense": dense,
-        "dma": f"window {window:,}{'' if row['is_causal'] else ' of all'}" if window else "",
+        "dma": f"window {window:,}{'' if row['is_causal'] else ' of all'}{certain}" if window else "",
         "blocks": f"block mask, {row.get('density', 1):.0%} visible",
         "sliding": f"sliding window {window:,}" if window else "",
         "streaming": f"{row.get('sink')} sinks and {window:,} local keys" if window else "",
@@ -158,7 +185,7 @@ def short_peer(row: dict[str, Any]) -> str:
 
 
 def faster(times: dict[str, float], part: str) -> str:
-    return plain_ratio(times["peer_" + part] / times[part])
+    return ratio(times["peer_" + part] / times[part])
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -169,22 +196,26 @@ def rewritten(text: str, results: Path) -> str:
     """
 
     def fill(found: re.Match[str]) -> str:
-        name = found[1]
-        if name in SHORT_TABLES:
-            return f"<!-- bench:{name} -->\n{short_table(name, results)}\n<!-- /bench:{name} -->"
-        if name in quality_report.TABLES:
-            return f"<!-- bench:{name} -->\n{quality_report.table(name, results)}\n<!-- /bench:{name} -->"
-        if name in page_tables.TABLES:
-            return f"<!-- bench:{name} -->\n{page_tables.table(name, results)}\n<!-- /bench:{name} -->"
-        paths = sorted(results.glob(f"*/{name}.json"))
-        if name == "serve" and paths:
-            return f"<!-- bench:serve -->\n{serve_report.table(results)}\n<!-- /bench:serve -->"
-        if not paths:
-            raise BadResultError(f"no results for bench:{name}: expected {results}/*/{name}.json, which `make bench` writes")
-        tables = "\n\n".join(markdown_table(json.loads(path.read_text())) for path in paths)
-        return f"<!-- bench:{name} -->\n{tables}\n<!-- /bench:{name} -->"
+        return f"<!-- bench:{found[1]} -->\n{table_of(found[1], results)}\n<!-- /bench:{found[1]} -->"
 
     return re.sub(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", fill, text, flags=re.DOTALL)
+
+
+def table_of(name: str, results: Path) -> str:
+    """Raises BadResultError: there are no results of that name."""
+    if name == "models":
+        return front_page.table(results)
+    if name in SHORT_TABLES:
+        return short_table(name, results)
+    for source in (quality_report, page_tables):
+        if name in source.TABLES:
+            return source.table(name, results)
+    paths = sorted(results.glob(f"*/{name}.json"))
+    if name == "serve" and paths:
+        return serve_report.table(results)
+    if not paths:
+        raise BadResultError(f"no results for bench:{name}: expected {results}/*/{name}.json, which `make bench` writes")
+    return "\n\n".join(markdown_table(json.loads(path.read_text())) for path in paths)
 
 
 # Reports ----------------------------------------------------------------------------------------------------------------------------
@@ -275,15 +306,30 @@ def about(result: Result) -> str:
 
 def everything(result: Result) -> str:
     """Markdown: a line for each measurement, in microseconds where they are short."""
-    titles = ["case", "who", "what", "samples", "median", "mean", "std", "p95", "p99", "tokens/s", "TFLOP/s", "% of matmul", "MB"]
+    titles = [
+        "group",
+        "case",
+        "who",
+        "what",
+        "samples",
+        "median",
+        "mean",
+        "std",
+        "p95",
+        "p99",
+        "tokens/s",
+        "TFLOP/s",
+        "% of matmul",
+        "MB",
+    ]
     lines = []
     for found in measurements(result):
         of, facts = summary(found.samples), found.facts
         rates = [number(facts.get(name)) for name in ("tokens_per_second", "tflops", "percent_of_ceiling")]
         memory = f"{facts['peak_bytes'] / 2**20:,.1f}" if "peak_bytes" in facts else "-"
         times = [duration(of[name]) for name in ("p50", "mean", "std", "p95", "p99")]
-        lines.append([found.case, short(found.who), found.what, str(of["n"]), *times, *rates, memory])
-    return "\n\n".join([markdown(titles, lines, texts=3), *not_measured(result)])
+        lines.append([found.group or "-", found.case, short(found.who), found.what, str(of["n"]), *times, *rates, memory])
+    return "\n\n".join([markdown(titles, lines, texts=4), *not_measured(result)])
 
 
 def not_measured(result: Result) -> list[str]:
