@@ -98,7 +98,7 @@ def by_key(found: list[Measurement]) -> dict[tuple[str, ...], Measurement]:
 
 
 def named(key: tuple[str, ...]) -> str:
-    return ", ".join(filter(None, key))
+    return ", ".join(part for part in key if part.strip())
 
 
 def text(old: Result, new: Result, least: float, with_peers: bool = False, allow_missing: bool = False) -> tuple[str, bool]:
