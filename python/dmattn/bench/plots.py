@@ -335,7 +335,7 @@ def draw_roofline(results: list[Result], path: Path) -> None:
 
 
 def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
-    """Of the task and budget with the most runs, the variants with the most seeds, by name; of a seed the latest run.
+    """Of the task and budget with the most runs, the models of NAMES and the variants with the most seeds; of a seed the latest run.
 
     Raises:
         NothingToDrawError: there are no runs of the task.
@@ -350,7 +350,7 @@ def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
     if not by_budget:
         raise NothingToDrawError
     names = max(by_budget.values(), key=lambda found: sum(map(len, found.values())))
-    most = sorted(names, key=lambda name: -len(names[name]))[:MOST_CURVES]
+    most = sorted(names, key=lambda name: (name not in NAMES, -len(names[name])))[:MOST_CURVES]
     repeated = [name for name in most if len(names[name]) > 1]
     return {name: list(names[name].values()) for name in sorted(repeated or most)}
 

@@ -169,7 +169,7 @@ def short_table(name: str, results: Path) -> str:
 def plain_mask(row: dict[str, Any]) -> str:
     kind, window = row.get("kind", "dense" if row["window"] is None else "dma"), row["window"]
     dense = "dense causal" if row["is_causal"] else "dense"
-    certain = f", of it {row['local']} local, {row['sink']} sinks" if row.get("local") else ""
+    certain = f" ({row['local']} local, {row['sink']} sinks)" if row.get("local") else ""
     return {
         "dense": dense,
         "dma": f"window {window:,}{'' if row['is_causal'] else ' of all'}{certain}" if window else "",
