@@ -88,9 +88,8 @@ def report(shape: Shape, seconds: float) -> str:
     """
     result = measured(shape, seconds)
     rows = [row for row in (result.ours, result.dense, result.sliding) if row is not None]
-    machine = (
-        torch.cuda.get_device_name() if shape.device == "cuda" else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    )
+    cpu = f"{platform.machine()} CPU, threads: {torch.get_num_threads()}"
+    machine = torch.cuda.get_device_name() if shape.device == "cuda" else cpu
     parts = [
         text.title(result.shape, machine),
         text.table(rows),

@@ -13,7 +13,6 @@ import torch
 from dmattn.shape.text import size
 from dmattn.shape.times import (
     BACKENDS,
-    MATH_BYTES,
     Candidate,
     Inputs,
     OutOfTimeError,
