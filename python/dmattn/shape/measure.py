@@ -25,6 +25,7 @@ from dmattn.shape.times import (
 )
 
 LONGEST_PROBE = {"cuda": 8192, "cpu": 1024}  # tokens of the short calls that predict long ones
+LEAST_COMPILE_SECONDS = 5.0
 PROBE_SECONDS = 1.0  # for their rounds: the first calls of a process are slow
 
 
@@ -112,11 +113,14 @@ def dense_candidates(inputs: Inputs, notes: list[str]) -> list[tuple[Candidate, 
 
 def sliding_candidate(inputs: Inputs, seconds: float, notes: list[str]) -> list[tuple[Candidate, int | None]]:
     """FlexAttention, if it compiles in time."""
+    if seconds < LEAST_COMPILE_SECONDS:
+        notes.append("FlexAttention was skipped: no time was left to compile it.")
+        return []
     try:
         with at_most(seconds):
             return [ready(inputs.sliding(), inputs.grad_out)]
     except OutOfTimeError:
-        notes.append(f"FlexAttention was skipped: compiling it took longer than {seconds:.0f} s.")
+        notes.append(f"FlexAttention was skipped: it did not compile in the {seconds:.0f} s that were left.")
     except Exception as error:  # whatever a compiler and its tools raise
         notes.append(f"FlexAttention was skipped: {first_line(error)}")
     return []
@@ -143,12 +147,12 @@ def measured(asked: Shape, seconds: float) -> Result:
         notes.append(f"Measured with {part}, because the whole would not fit into {seconds:g} s; compare rows, not times.")
     inputs = Inputs(shape)
     candidates = [ready(inputs.dynamic_mask(), inputs.grad_out)]
-    if dense > seconds / 8:
+    if dense > seconds / 4:
         notes.append(f"SDPA was skipped: a training step would take about {dense:.0f} s.")
     else:
         candidates += dense_candidates(inputs, notes)
     backends = len(candidates) - 1
-    candidates += sliding_candidate(inputs, max(1.0, seconds * 0.7 - (time.perf_counter() - begin)), notes)
+    candidates += sliding_candidate(inputs, begin + seconds * 0.7 - time.perf_counter(), notes)
     rows, count = rounds(candidates, inputs.grad_out, begin + seconds)
     sliding = rows[1 + backends] if len(rows) > 1 + backends else None
     return Result(shape, rows[0], best(rows[1 : 1 + backends], notes), sliding, count, notes)

@@ -203,7 +203,7 @@ def sliding_mask(shape: Shape) -> flex_attention.BlockMask:
     queries, keys = first[:, None], first[None, :]
     last = FLEX_BLOCK - 1
     some = (keys <= queries) & (queries - (keys + last) < window)
-    full = (keys + last <= queries) & (queries + last - keys < window)
+    full = (keys + last <= queries) & (queries + last - keys < window) & (queries + last < shape.length)
     return flex_attention.BlockMask.from_kv_blocks(
         *block_lists(some & ~full),
         *block_lists(full),
