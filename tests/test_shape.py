@@ -97,7 +97,8 @@ def test_too_little_memory_is_found_before_it_is_taken(capsys, monkeypatch):
     ("error", "sentence"),
     [
         (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "out of memory: expected a smaller --batch or --length, got: CUDA out of memory."),
-        (RuntimeError("no kernel\nmore"), "torch cannot run this shape: no kernel"),
+        (RuntimeError("no kernel\nmore"), "cannot run this shape: no kernel"),
+        (ValueError("T: too long"), "cannot run this shape: T: too long"),
     ],
 )  # fmt: skip
 def test_errors_of_torch_get_one_sentence(capsys, monkeypatch, error, sentence):
@@ -281,7 +282,7 @@ def test_what_was_cut_and_skipped_is_said(capsys, monkeypatch):
     assert (
         "Measured with batch 1 of 2 and 2 of 4 heads, because the whole would not fit into 1 s; compare rows, not times." in out
     )
-    assert "SDPA was skipped: a training step would take about 100 s." in out
+    assert "SDPA was skipped: a training step would take about 100 s; --seconds 400 leaves time for it." in out
     assert out.endswith("Dense attention was not measured, so these numbers do not say which is faster for this shape.\n")
 
 

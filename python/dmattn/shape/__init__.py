@@ -103,13 +103,16 @@ def run(given: argparse.Namespace) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's reasons for each backend that it does not take
-            print(report(checked(given), given.seconds))
+            shape = checked(given)
+            if sys.stderr.isatty():
+                print(f"Measuring for at most about {given.seconds:g} s ...", file=sys.stderr)
+            print(report(shape, given.seconds))
     except ShapeError as error:
         reason = str(error)
     except torch.OutOfMemoryError as error:
         reason = f"out of memory: expected a smaller --batch or --length, got: {first_line(error)}"
-    except RuntimeError as error:
-        reason = f"torch cannot run this shape: {first_line(error)}"
+    except (RuntimeError, ValueError) as error:
+        reason = f"cannot run this shape: {first_line(error)}"
     else:
         return 0
     print(f"python -m dmattn shape: {reason}", file=sys.stderr)

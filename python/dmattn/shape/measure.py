@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dmattn.shape.text import size
+from dmattn.shape.text import duration, size
 from dmattn.shape.times import (
     BACKENDS,
     Candidate,
@@ -65,6 +65,7 @@ def check_memory(shape: Shape) -> None:
 def free_bytes(device: str) -> int | None:
     """Of the GPU, or of the machine where it says so."""
     if device == "cuda":
+        torch.cuda.empty_cache()  # what the short calls left
         return int(torch.cuda.mem_get_info()[0])
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
@@ -147,8 +148,11 @@ def measured(asked: Shape, seconds: float) -> Result:
         notes.append(f"Measured with {part}, because the whole would not fit into {seconds:g} s; compare rows, not times.")
     inputs = Inputs(shape)
     candidates = [ready(inputs.dynamic_mask(), inputs.grad_out)]
-    if dense > seconds / 4:
-        notes.append(f"SDPA was skipped: a training step would take about {dense:.0f} s.")
+    needed = 4 * dense * len(BACKENDS[shape.device])  # two warm-ups, a round, and as much again for the others
+    if needed > seconds:
+        notes.append(
+            f"SDPA was skipped: a training step would take about {duration(dense)}; --seconds {needed:.0f} leaves time for it."
+        )
     else:
         candidates += dense_candidates(inputs, notes)
     backends = len(candidates) - 1

@@ -12,7 +12,10 @@ MEMORY = {
     "cuda": "peak allocated in a training step beyond its inputs",
     "cpu": "computed sizes of the output, of what is saved for backward, and of the gradients",
 }
-CLOCK = {"cuda": "CUDA events, a cold L2 cache and an idle GPU before each call", "cpu": "wall clock"}
+CLOCK = {
+    "cuda": "CUDA events, a cold L2 cache and an idle GPU before each call, so launching counts (not so in a CUDA graph)",
+    "cpu": "wall clock",
+}
 
 
 def duration(seconds: float | None) -> str:
