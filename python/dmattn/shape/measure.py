@@ -140,7 +140,7 @@ def measured(asked: Shape, seconds: float) -> Result:
     ours, dense = cost(shape)
     if ours > seconds / 4:
         raise ShapeError(
-            f"--length: expected a step of dmattn that fits --seconds {seconds:g} several times, got about {ours:.0f} s"
+            f"--length: expected a step of dmattn that fits --seconds {seconds:g} several times, got about {duration(ours)}"
         )
     check_memory(shape)
     if shape != asked:

@@ -78,7 +78,9 @@ def compared(factor: float) -> str:
     """A ratio of their time to ours in words."""
     if 1 / ALIKE <= factor <= ALIKE:
         return "as fast"
-    return f"{factor:.2g}x faster" if factor > 1 else f"{1 / factor:.2g}x slower"
+    larger = max(factor, 1 / factor)
+    number = f"{larger:.2g}" if larger < 10 else f"{larger:.0f}"
+    return f"{number}x {'faster' if factor > 1 else 'slower'}"
 
 
 def verdict(training: float | None, decoding: float | None) -> str:

@@ -84,6 +84,7 @@ class Candidate:
         inputs: the tensors whose gradients backward computes; () where it has no backward.
         decode: attends one token of each sequence to the cache.
         cache: bytes of the keys and values that decode keeps.
+        backend: of torch's attention. It is chosen around a call, because choosing takes longer than some calls.
     """
 
     name: str
@@ -91,6 +92,10 @@ class Candidate:
     inputs: tuple[Tensor, ...]
     decode: Callable[[], Tensor] | None = None
     cache: int | None = None
+    backend: SDPBackend | None = None
+
+    def chosen(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.backend is None else sdpa_kernel(self.backend)
 
 
 class ShapeError(Exception):
@@ -169,14 +174,12 @@ class Inputs:
         token, key, value = self.shape.draw(self.shape.heads, 1), self.key.detach(), self.value.detach()
 
         def attend() -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
 
         def decode() -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(token, key, value, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(token, key, value, enable_gqa=grouped)
 
-        return Candidate(name, attend, inputs, decode, key.nbytes + value.nbytes)
+        return Candidate(name, attend, inputs, decode, key.nbytes + value.nbytes, backend)
 
     def sliding(self) -> Candidate:
         """FlexAttention, compiled, with a sliding window of as many keys: it selects none. On a CPU it has no backward."""
@@ -239,10 +242,6 @@ def timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
     return result, first.elapsed_time(last) / 1e3
 
 
-def backward(candidate: Candidate, out: Tensor, grad_out: Tensor) -> Callable[[], Tensor]:
-    return lambda: torch.autograd.grad(out, candidate.inputs, grad_out)[0]
-
-
 def warm_up(candidate: Candidate, grad_out: Tensor) -> int | None:
     """Runs everything once and returns the bytes of a training step beyond its inputs, None without a backward.
 
@@ -282,14 +281,26 @@ def ready(candidate: Candidate, grad_out: Tensor) -> tuple[Candidate, int | None
     Raises:
         RuntimeError: it refuses the shape, or memory is short.
     """
-    memory = warm_up(candidate, grad_out)
-    if candidate.decode is not None:
+    with candidate.chosen():
+        memory = warm_up(candidate, grad_out)
         try:
             with torch.no_grad():
-                candidate.decode()
+                _ = candidate.decode and candidate.decode()
         except RuntimeError:
             candidate = dataclasses.replace(candidate, decode=None)
     return candidate, memory
+
+
+def turn(candidate: Candidate, grad_out: Tensor, taken: dict[str, list[float]]) -> None:
+    """Times forward, backward and decode once, as far as they exist."""
+    device = grad_out.device.type
+    out, seconds = timed(candidate.attend, device)
+    taken["forward"].append(seconds)
+    if candidate.inputs:
+        taken["backward"].append(timed(lambda: torch.autograd.grad(out, candidate.inputs, grad_out)[0], device)[1])
+    if candidate.decode is not None:
+        with torch.no_grad():
+            taken["decode"].append(timed(candidate.decode, device)[1])
 
 
 def rounds(
@@ -299,20 +310,13 @@ def rounds(
     summary: Callable[[list[float]], float] = statistics.median,
 ) -> tuple[list[Row], int]:
     """Medians over rounds in which everybody takes a turn, at least one, until the clock would pass ``until``; and how many rounds."""
-    device = grad_out.device.type
     samples: list[dict[str, list[float]]] = [{"forward": [], "backward": [], "decode": []} for _ in candidates]
     count, longest = 0, 0.0
     while count == 0 or (count < MOST_ROUNDS and time.perf_counter() + longest < until):
         begin = time.perf_counter()
         for (candidate, _), taken in zip(candidates, samples, strict=True):
-            out, seconds = timed(candidate.attend, device)
-            taken["forward"].append(seconds)
-            if candidate.inputs:
-                taken["backward"].append(timed(backward(candidate, out, grad_out), device)[1])
-            del out
-            if candidate.decode is not None:
-                with torch.no_grad():
-                    taken["decode"].append(timed(candidate.decode, device)[1])
+            with candidate.chosen():
+                turn(candidate, grad_out, taken)
         count, longest = count + 1, max(longest, time.perf_counter() - begin)
     rows = []
     for (candidate, memory), taken in zip(candidates, samples, strict=True):
