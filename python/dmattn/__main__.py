@@ -1,4 +1,5 @@
-"""``python -m dmattn``: what this installation is and what this machine can use; ``python -m dmattn library``: the ops library's path."""
+"""``python -m dmattn``: what this installation is and what this machine can use; ``library``: the ops library's path; ``shape``: is a dynamic
+mask faster for one shape?"""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import argparse
 import importlib
 import os
 import platform
+import sys
 
 import torch
 
 import dmattn
-from dmattn import profiling
+from dmattn import profiling, shape
 
 
 def report() -> str:
@@ -57,12 +59,37 @@ def cuda_state() -> str:
     return ", ".join(names) + ("" if has_cuda_kernels() else "; not usable: this build has no CUDA kernels")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m dmattn", description="What this installation of dmattn is.")
-    what = "report: what was built, and what this machine can use (default); library: the path of the ops library"
-    parser.add_argument("what", nargs="?", choices=("report", "library"), default="report", help=what)
-    print(dmattn.library_path() if parser.parse_args().what == "library" else report())
+def print_report(_: argparse.Namespace) -> int:
+    print(report())
+    return 0
+
+
+def print_library(_: argparse.Namespace) -> int:
+    print(dmattn.library_path())
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """One subparser for each subcommand; ``run`` takes the arguments and returns the exit status."""
+    whole = argparse.ArgumentParser(prog="python -m dmattn", description="What this installation of dmattn is and does.")
+    whole.set_defaults(run=print_report)
+    commands = whole.add_subparsers(metavar="report | library | shape")
+    what = "what was built, and what this machine can use (default)"
+    commands.add_parser("report", help=what, description=what).set_defaults(run=print_report)
+    what = "the path of the ops library"
+    commands.add_parser("library", help=what, description=what).set_defaults(run=print_library)
+    what = "is a dynamic mask faster than dense attention for one shape, on this machine?"
+    of_shape = commands.add_parser("shape", help=what, description=what)
+    shape.add_arguments(of_shape)
+    of_shape.set_defaults(run=shape.run)
+    return whole
+
+
+def main() -> int:
+    given = parser().parse_args()
+    status: int = given.run(given)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
