@@ -73,6 +73,21 @@ def test_workflows_and_settings_name_groups_that_exist():
     assert {"build", "test", "wheel"} <= named
 
 
+def test_torch_is_the_one_dependency():
+    """What a run of dmattn needs beyond it is an extra, and each extra is what a page or an error tells users to install."""
+    assert [re.match(r"[\w-]+", need)[0] for need in PROJECT["project"]["dependencies"]] == ["torch"]
+    assert PROJECT["project"]["optional-dependencies"]["plan"] == ["nanobind-backend>=1.0"]
+
+
+def test_nothing_says_to_install_dmattn_from_an_index():
+    """No release is published: a wheel or a checkout is what there is to install."""
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.py", "*.yml"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.splitlines() if ROOT / name != Path(__file__)]
+    found = [path.name for path in paths if re.search(r"pip install[^`\n]* ['\"]?dmattn\b", path.read_text())]
+    assert len(paths) > 100
+    assert not found
+
+
 def test_the_matrix_begins_at_the_oldest_python_and_torch():
     matrix = yaml.safe_load((HIDDEN / "workflows/tests.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]["include"]
     pythons = [row["python"] for row in matrix]
