@@ -15,7 +15,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 CPP = [path for path in (ROOT / "cpp").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
 TORCH = Path(torch.__file__).parent
-HEADERS = [TORCH / "include/torch/csrc" / name for name in ("inductor/aoti_torch/c/shim.h", "stable/c/shim.h", "stable/library.h")]
+HEADERS = [
+    TORCH / "include/torch/csrc" / name for name in ("inductor/aoti_torch/c/shim.h", "stable/c/shim.h", "stable/library.h")
+]
 LIBRARY, ERROR = "TorchLibraryHandle", "AOTITorchError"
 # What each returns, and what it takes.
 EXPECTED = {
