@@ -114,6 +114,8 @@ BAD_FILES = {
     "compare one.json nan.json": "nan.json: c: expected samples of forward, all numbers > 0, got [nan]",
     "compare no-samples.json one.json": "no-samples.json: c: expected samples of forward, all numbers > 0, got []",
     "compare machine.json one.json": "machine.json: expected an object as machine, got 'x'",
+    "compare one.json one.json one.json": "compare: expected one result or two, got 3",
+    "compare one.json": "compare: expected benchmarks/results/one.json, the committed result that one.json is compared with, got none",
     "report zero.json": "zero.json: expected a result of",
     "report one.json --output text.txt": "--output: expected a folder, got text.txt",
     "report one.json --check": "--check: expected no results beside it",
@@ -286,6 +288,30 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     with pytest.raises(records.BadResultError, match="no measurement in common"):
         compare.compared(old, {"rows": [{**row, "heads": 3} for row in old["rows"]]}, 0.05)
     assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
+
+
+def test_one_result_alone_is_compared_with_the_committed_one(tmp_path, monkeypatch, capsys):
+    """That of the same machine and name, in the checkout; elsewhere there is nothing to compare with."""
+    for folder in ("benchmarks/results/a-machine", "python/dmattn", "times"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "python/dmattn/_version.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def written(place, seconds, machine="a-machine"):
+        row = {"case": "c", "samples": {"forward": [seconds, seconds, seconds]}}
+        Path(place).write_text(json.dumps({"machine": {"name": machine}, "rows": [row]}))
+        return place
+
+    written("benchmarks/results/a-machine/cuda.json", 1.0)
+    assert __main__.main(["compare", written("times/cuda.json", 1.04)]) == 0
+    assert __main__.main(["compare", written("times/cuda.json", 1.2)]) == 1
+    assert "c: dmattn, forward: 1000 ms -> 1200 ms (+20.0%" in capsys.readouterr().out
+    assert __main__.main(["compare", "times/cuda.json", "--least", "0.3"]) == 0
+    expected = "compare: expected benchmarks/results/{}/{}, the committed result that {} is compared with, got none"
+    assert_refused(f"compare {written('times/cpu.json', 1.0)}", expected.format("a-machine", "cpu.json", "cpu.json"), capsys)
+    assert_refused(f"compare {written('times/cuda.json', 1.0, 'b')}", expected.format("b", "cuda.json", "cuda.json"), capsys)
+    monkeypatch.setattr(__main__, "checkout", lambda: None)
+    assert_refused("compare times/cuda.json", "one alone is compared with a committed one, which needs a checkout", capsys)
 
 
 def test_too_few_samples_give_no_verdict():

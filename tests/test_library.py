@@ -127,8 +127,30 @@ def test_build_facts_do_not_need_the_python_module(monkeypatch):
     assert "unknown" not in without
 
 
+WITHOUT_THE_BACKEND = "import sys; sys.modules['nanobind_backend'] = None\n"
+
+
+def test_everything_but_the_python_module_works_without_its_backend(run_python):
+    """dmattn._C alone needs nanobind-backend, which an installation of dmattn does not bring; the report says how to get it."""
+    program = (
+        f"{WITHOUT_THE_BACKEND}import torch, dmattn\n{ATTEND}"
+        "out = dmattn.dynamic_mask_attention(q, q, q, torch.zeros(1, 1, 5), 2)\n"
+        "torch.testing.assert_close(dmattn.attention(q, q, q, dmattn.IntervalMask.sliding_window(5, 1, 0)), out)\n"
+        "compiled = torch.compile(dmattn.attention, fullgraph=True, backend='eager')\n"
+        "torch.testing.assert_close(compiled(q, q, q), dmattn.attention(q, q, q))\n"
+        "from dmattn import __main__ as command\nprint(command.report())"
+    )
+    finished = run_python("-W", "ignore", "-c", program)
+    assert finished.returncode == 0, finished.stderr
+    state = "dmattn._C does not load (it needs nanobind-backend: pip install nanobind-backend); no op needs it"
+    assert line(finished.stdout, "python module") == state
+    refused = run_python("-c", f"{WITHOUT_THE_BACKEND}import dmattn._C")
+    assert refused.returncode != 0
+    assert "nanobind" in refused.stderr
+
+
 def test_the_python_module_says_the_same_as_the_library():
-    module = pytest.importorskip("dmattn._C")
+    module = pytest.importorskip("dmattn._C", exc_type=ImportError)
     assert dict(module.build_info()) == dmattn.build_info()
 
 

@@ -4,7 +4,7 @@ mask faster for one shape?"""
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import platform
 import sys
@@ -43,11 +43,13 @@ def has_cuda_kernels() -> bool:
 
 
 def module_state() -> str:
-    """Whether ``dmattn._C`` loads, which needs the package nanobind-backend."""
+    """Whether ``dmattn._C`` loads, which needs nanobind-backend, a package that dmattn does not require."""
     try:
         importlib.import_module("dmattn._C")
     except ImportError as error:
-        return f"dmattn._C does not load ({error}); no op needs it"
+        is_missing = importlib.util.find_spec("nanobind_backend") is None
+        reason = "it needs nanobind-backend: pip install nanobind-backend" if is_missing else error
+        return f"dmattn._C does not load ({reason}); no op needs it"
     return "dmattn._C"
 
 

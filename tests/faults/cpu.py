@@ -255,7 +255,7 @@ FAULTS = [
             "without causality pairs that causality would leave are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
     in_file("cuda/key_ways.h", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
             "pairs of queries before the call's first one are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
-    in_file("cuda/key_ways.h", "share >= least && counts.keys >= 512", "share >= least",
+    in_file("cuda/key_ways.h", "counts.keys >= 512 && share >= least_share", "share >= least_share",
             "short calls take all keys instead of looking at spans", WAYS),
     in_file("cuda/key_ways.h", "(is_at_once ? 1024 : 512)", "512",
             "few tiles of 1,024 keys are listed", WAYS),

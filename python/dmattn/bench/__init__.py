@@ -17,5 +17,5 @@ import importlib.util
 
 if importlib.util.find_spec("hypothesis") is None:
     raise ImportError(
-        "dmattn.bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install 'dmattn[bench]'"
+        "dmattn.bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install hypothesis"
     )

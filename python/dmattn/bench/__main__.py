@@ -88,8 +88,13 @@ def parser() -> argparse.ArgumentParser:
         "compare",
         help="list what became slower beyond noise from one result to another, and what is missing there; 1 if anything is",
     )
-    two.add_argument("old", type=Path)
-    two.add_argument("new", type=Path)
+    two.add_argument(
+        "results",
+        type=Path,
+        nargs="+",
+        metavar="RESULT",
+        help="the old and the new one; one alone is compared with the committed result of its machine and file name",
+    )
     two.add_argument("--least", type=not_negative, default=0.05, help="part of a time that is no change (default %(default)g)")
     two.add_argument("--with-peers", action="store_true", help="compare the peers' times as well")
     two.add_argument(
@@ -273,10 +278,33 @@ def checked(options: argparse.Namespace) -> suite.Options:
 
 
 def compare_two(options: argparse.Namespace) -> int:
-    old, new = read(options.old), read(options.new)
+    old, new = map(read, pair_to_compare(options.results))
     words, has_failed = compare.text(old, new, options.least, options.with_peers, options.allow_missing)
     print(words)
     return int(has_failed)
+
+
+def pair_to_compare(given: list[Path]) -> tuple[Path, Path]:
+    """The old and the new result. The old one of one alone is the committed result of the same machine and name.
+
+    Raises:
+        BadCallError: there are more than two, or there is no such committed result.
+    """
+    if len(given) > 2:
+        raise BadCallError(f"compare: expected one result or two, got {len(given)}")
+    if len(given) == 2:
+        return given[0], given[1]
+    root = checkout()
+    if root is None:
+        raise BadCallError(
+            "compare: expected two results; one alone is compared with a committed one, which needs a checkout of dmattn"
+        )
+    place = Path(report.RESULTS) / read(given[0]).get("machine", {}).get("name", "") / given[0].name
+    if not (root / place).is_file():
+        raise BadCallError(
+            f"compare: expected {place}, the committed result that {given[0].name} is compared with, got none; give two"
+        )
+    return root / place, given[0]
 
 
 def make_report(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Plots of results, with matplotlib (``dmattn[bench]``): speed and memory over length, time over density, decoding, a roofline, learning."""
+"""Plots of results, with matplotlib: speed and memory over length, time over density, decoding, a roofline, learning."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def pages(root: Path, check: bool) -> list[str]:
 def need_matplotlib() -> None:
     """Raises BadResultError where there is none: before anything is written."""
     if not plots.is_possible():
-        raise BadResultError("report: plots need matplotlib, which is not installed (pip install 'dmattn[bench]')")
+        raise BadResultError("report: plots need matplotlib, which is not installed (pip install matplotlib)")
 
 
 def draw_committed(root: Path, folder: Path) -> list[str]:
