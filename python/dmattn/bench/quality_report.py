@@ -89,8 +89,13 @@ def table(name: str, results: Path) -> str:
 
 
 def measured_on(runs: list[Run]) -> str:
-    """Each machine, torch and day once, and all commits."""
-    about = "; ".join(sorted({f"{run['machine']['gpu']}, torch {run['torch']}, {run['date'][:10]}" for run in runs}))
+    """Each machine and torch once, with the days of its runs, and all commits."""
+    days: dict[str, set[str]] = {}
+    for run in runs:
+        days.setdefault(f"{run['machine']['gpu']}, torch {run['torch']}", set()).add(run["date"][:10])
+    about = "; ".join(
+        f"{machine}, {min(found)}" + (f" to {max(found)}" if len(found) > 1 else "") for machine, found in sorted(days.items())
+    )
     commits = ", ".join(sorted({run["commit"] for run in runs if run["commit"]}))
     return about + (f"; commit {commits}." if commits else ".")
 
