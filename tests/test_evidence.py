@@ -139,6 +139,7 @@ def results(checkout, name="suite"):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_all_parts_of_both_families(checkout):
     done, ran = evidence(checkout, FAMILIES="")  # those that the device runs
     assert done.returncode == 0, done.stdout + done.stderr
