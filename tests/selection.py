@@ -1,7 +1,7 @@
 """Which tests run: ``--quick``, the marker ``gpu``, and DMATTN_SHARD=1/4, which runs the first of four parts of those selected.
 
-``--quick`` is what ``make test`` runs: every test function that is not marked ``slow``, with at most a few of its cases. So a new test is
-part of it, and many cases of one test do not make it long.
+``--quick`` is what ``make test`` runs: every test function that is not marked ``slow`` or ``long``, with at most a few of its cases. So a
+new test is part of it, and many cases of one test do not make it long.
 
 A test that takes the fixture ``device`` runs on a GPU when there is one, and carries the marker then. Another that needs a GPU is marked
 by hand. Forgetting that cannot pass unseen: without the marker it is not skipped where there is no GPU, and fails there.
@@ -17,14 +17,16 @@ from collections.abc import Generator, Iterable, Sequence
 import pytest
 from devices import DEVICE
 
-QUICK_CASES = 2  # of a test function, with --quick
+# With --quick: cases of a test function, and markers of those that do not run.
+QUICK_CASES = 2
+NOT_QUICK = {"slow", "long"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help=f"at most {QUICK_CASES} cases of each test function, fewer random examples, and no test marked slow (make test)",
+        help=f"at most {QUICK_CASES} cases of each test function, fewer random examples, and no test marked slow or long (make test)",
     )
 
 
@@ -46,10 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick_set(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """At most QUICK_CASES of each test function that is not marked slow: cases that run before those that are skipped here."""
+    """At most QUICK_CASES of each test function without a marker of NOT_QUICK: cases that run before those that are skipped here."""
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not any(item.get_closest_marker(name) for name in NOT_QUICK):
             functions[item.nodeid.partition("[")[0]].append(item)
     return [case for cases in functions.values() for case in sorted(cases, key=quick_order)[:QUICK_CASES]]
 

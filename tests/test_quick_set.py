@@ -17,7 +17,7 @@ import selection
 
 TESTS = Path(__file__).parent
 SCHEMA = TESTS.parent / "cpp" / "schema.cpp"
-LEFT_OUT = {"slow", "gpu"}  # markers of tests that the quick set does not run, here or on a machine without a GPU
+LEFT_OUT = selection.NOT_QUICK | {"gpu"}  # markers of tests that do not run, in the quick set or on a machine without a GPU
 MODULES = [
     "dmattn", "dmattn.masks", "dmattn.nn", "dmattn.distributed", "dmattn.testing", "dmattn.compat", "dmattn.compat.block_sparse_attn",
     "dmattn.compat.flash_attn", "dmattn.compat.flash_dmattn", "dmattn.compat.flashmask", "dmattn.compat.triton_flashattn",
@@ -127,9 +127,10 @@ class Item:
 
 def test_the_quick_set_has_some_cases_of_every_function():
     cases = [Item(f"a.py::many[{i}]", *["skip"] * (i % 2)) for i in range(20)]
-    others = [Item("a.py::one"), Item("b.py::many"), Item("a.py::minutes", "slow"), Item("a.py::gpu[0]", "skip")]
-    chosen = selection.quick_set([*cases, *others])
-    assert {item.nodeid for item in others} - {item.nodeid for item in chosen} == {"a.py::minutes"}
+    others = [Item("a.py::one"), Item("b.py::many"), Item("a.py::gpu[0]", "skip")]
+    left_out = [Item("a.py::minutes", "slow"), Item("a.py::programs", "long")]
+    chosen = selection.quick_set([*cases, *others, *left_out])
+    assert {*others} == {item for item in {*others, *left_out} if item in chosen}
     of_many = [item for item in chosen if item.nodeid.startswith("a.py::many")]
     assert len(of_many) == selection.QUICK_CASES
     assert not any(item.marks for item in of_many)

@@ -385,7 +385,7 @@ def test_nested_vmap(name, device):
         assert_same_bits(compiled(x), torch.vmap(torch.vmap(run))(x))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_without_recompiles(device):
     torch._dynamo.reset()
 
