@@ -14,6 +14,8 @@ MATRIX_ARGS ?=
 CUDA ?= AUTO
 # Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
 FAMILY ?= sm90 sm80
+# Processes that run tests, of a thread each.
+TEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 10 ? n : 10)))
 
 ifneq ($(shell command -v ccache 2>/dev/null),)
@@ -22,16 +24,19 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format docs wheel matrix hub bench asan coverage faults build clean
+.PHONY: help demo test test-all gpu lint format docs wheel matrix hub bench asan coverage faults build clean
 
 help:  ## say what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own; DEMO_ARGS=--short)
-	$(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
+demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own; DEMO_ARGS=--long)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
-test: $(VENV)/test.ready build  ## build and run the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/test.ready build  ## build, and run a quick set: at most two cases of every test, without those that take long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/test.ready build  ## build, and run the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 gpu: $(VENV)/test.ready build  ## the tests marked gpu, side by side; FAMILY=sm80 runs one family of kernels
 	for family in $(FAMILY); do \

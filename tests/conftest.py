@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from devices import DEVICE
-from selection import pytest_collection_modifyitems  # noqa: F401  (a hook)
+from selection import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 _slow_is_fine = [
     hypothesis.HealthCheck.too_slow,
@@ -27,7 +27,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "nightly", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
 )
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    default = "quick" if config.getoption("--quick") else "ci"
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
 
 
 @pytest.fixture(scope="session")

@@ -56,8 +56,14 @@ def test_mask_and_bias_broadcast(shape, causal):
 def test_dtypes_and_names(dtype):
     mask, bias = bernoulli((2, 2, 70, 90), 1), tensor((2, 2, 70, 90), 2, dtype)
     case = case_of(70, 90, dtype, visible=mask, bias=bias, is_causal=True, scale=0.3)
-    for name in ("flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func", "flash_sparse_attn_func"):
-        function = getattr(flash_dmattn, name)
+    for function in (
+        flash_dmattn.flash_dmattn_func,
+        flash_dmattn.triton_dmattn_func,
+        flash_dmattn.flex_dmattn_func,
+        flash_dmattn.flash_sparse_attn_func,
+        flash_dmattn.triton_sparse_attn_func,
+        flash_dmattn.flex_sparse_attn_func,
+    ):
         q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
         out = function(q, k, v, attn_mask=mask, attn_bias=bias, scale=0.3, is_causal=True)
         assert_close_to_reference(case, {"out": out.transpose(1, 2)})

@@ -107,7 +107,7 @@ def checkout(tmp_path):
     for name in ("evidence.sh", "evidence.py", "selection.py"):
         shutil.copy(TESTS / name, tests)
     (tests / "devices.py").write_text('DEVICE = "cuda"\n')
-    (tests / "conftest.py").write_text("from selection import pytest_collection_modifyitems\n")
+    (tests / "conftest.py").write_text("from selection import pytest_addoption, pytest_collection_modifyitems\n")
     (tests / "test_sanitized.py").write_text(WRITES_ITS_NAME)
     (tests / "test_fuzz.py").write_text(FUZZ)
     for name, text in STAND_INS.items():
@@ -139,6 +139,7 @@ def results(checkout, name="suite"):
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_all_parts_of_both_families(checkout):
     done, ran = evidence(checkout, FAMILIES="")  # those that the device runs
     assert done.returncode == 0, done.stdout + done.stderr

@@ -73,6 +73,7 @@ def test_the_tree_is_as_the_hub_wants_it(out, variant):
     assert not any(path.startswith(("testing", "integrations", "__main__", "_C")) for path in about["digest"]["files"])
 
 
+@pytest.mark.long
 def test_two_versions_load_beside_an_installed_dmattn(run_python, variant, newer):
     """The first as older loaders do it, who look for the package one level down."""
     assert metadata_of(variant)["id"] != metadata_of(newer)["id"]

@@ -585,6 +585,7 @@ def test_a_window_for_one_call(options):
     assert not torch.equal(layer(hidden), wide(hidden))
 
 
+@pytest.mark.long
 def test_windows_and_lengths_change_without_recompiling():
     layer = layer_of(**RECOMMENDED, noise=0.5)
     torch._dynamo.reset()
@@ -620,6 +621,7 @@ def test_compiled_gradients_of_values_are_added_where_they_lie():
     assert [node.target for node in of_value.users] == [torch.ops.aten.transpose.int]
 
 
+@pytest.mark.long
 def test_a_second_window_compiles_once_more_and_a_third_no_more():
     """With torch.compile as it comes, without dynamic=True."""
     counter = torch._dynamo.testing.CompileCounter()

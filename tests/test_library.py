@@ -59,6 +59,7 @@ def test_importing_with_the_ops_of_another_copy_is_an_error(run_python, other_co
     )
 
 
+@pytest.mark.long
 def test_importing_again_after_a_purge_of_sys_modules(run_python):
     """Fakes, gradients, FLOP formulas, pytrees and refusals are those of the last import."""
     program = (
@@ -84,6 +85,7 @@ class Attends(torch.nn.Module):
         return dmattn.dynamic_mask_attention(query, key, value, scores, 4)
 
 
+@pytest.mark.long
 def test_an_exported_program_runs_with_the_library_alone(run_python, tmp_path):
     example = (*(tensor((1, 2, 12, 8), i) for i in range(3)), tensor((1, 2, 12), 3))
     torch.export.save(torch.export.export(Attends(), example), tmp_path / "program.pt2")
@@ -181,6 +183,7 @@ def test_the_path_is_absolute_and_a_file():
 # Importing --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_importing_takes_little_beside_torch(run_python):
     """Processor time, because a busy machine makes anything wait."""
     program = "import time, torch; began = time.process_time(); import dmattn; print(time.process_time() - began)"

@@ -430,6 +430,7 @@ def test_inputs_of_torchs_own_tests(run_python):
     assert int(finished.stdout.split()[-1]) > 50
 
 
+@pytest.mark.long
 def test_compile_and_export(device):
     """One graph for all lengths, with and without masks."""
     torch._dynamo.reset()

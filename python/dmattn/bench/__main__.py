@@ -105,6 +105,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("results", type=Path, nargs="*", help="results (JSON) or training runs (JSONL); none: the committed ones")
     made.add_argument("--output", type=Path, help="folder of a report of results (default bench-report)")
     made.add_argument("--check", action="store_true", help="change no page; 1 when one is not what the committed results say")
+    commands.metavar = f"{{{','.join(commands.choices)}}}"  # what an error calls a command that is missing
     return top
 
 
