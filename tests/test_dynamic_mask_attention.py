@@ -292,24 +292,29 @@ def test_flash_dma_attention_takes_the_module_as_well(causal):
     assert torch.equal(out, dmattn.flash_dma_attention(query, key, value, module.weight, tensor((2,), 5), 6, causal=causal))
 
 
-def rotated_by_complex_numbers(x, theta):
+def rotated_by_complex_numbers(x, theta, first=0):
     """The same embedding by its definition: the pair (d, d + D/2) is a complex number, multiplied by exp(i * position * frequency)."""
     half = x.shape[-1] // 2
     turned = torch.empty_like(x)
-    for position in range(x.shape[2]):
+    for row in range(x.shape[2]):
         for d in range(half):
-            pairs = torch.complex(x[:, :, position, d], x[:, :, position, d + half])
-            angle = torch.tensor(position * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
+            pairs = torch.complex(x[:, :, row, d], x[:, :, row, d + half])
+            angle = torch.tensor((first + row) * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
             pairs = pairs * torch.complex(angle.cos(), angle.sin())
-            turned[:, :, position, d], turned[:, :, position, d + half] = pairs.real, pairs.imag
+            turned[:, :, row, d], turned[:, :, row, d + half] = pairs.real, pairs.imag
     return turned
 
 
 @pytest.mark.parametrize("theta", [10000.0, 7.0])
-def test_rotation_is_its_definition(theta):
+@pytest.mark.parametrize("first", [0, 10**6])
+def test_rotation_is_its_definition(theta, first):
     x = tensor((2, 3, 20, 16), 0, torch.float64)
-    angles_are_float32 = rotate(x.float(), theta).double()
-    torch.testing.assert_close(angles_are_float32.float(), rotated_by_complex_numbers(x, theta).float())
+    expected = rotated_by_complex_numbers(x, theta, first)
+    positions = first + torch.arange(20)[None]
+    torch.testing.assert_close(rotate(x, theta, positions), expected, rtol=0, atol=1e-15 * max(first, 10))
+    # Angles of float32 are rounded twice: as frequencies and as products with them.
+    rounded = (first + 20) * torch.finfo(torch.float32).eps * x.abs().max().item()
+    torch.testing.assert_close(rotate(x.float(), theta, positions), expected.float(), rtol=0, atol=1e-6 + rounded)
 
 
 def test_a_part_of_the_dimensions_rotates_as_if_it_were_all():

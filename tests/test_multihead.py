@@ -107,7 +107,10 @@ def test_layouts(batched, batch_first, averaged, need_weights):
         "attn_mask": pairs("bool 3-D", batched),
         "average_attn_weights": averaged,
     }
-    assert_same(theirs, ours, *given_tensors(batch_first, batched), **options, need_weights=need_weights)
+    given = given_tensors(batch_first, batched)
+    assert_same(theirs, ours, *given, **options, need_weights=need_weights)
+    for result in ours(*given, **options, need_weights=need_weights):
+        assert result is None or result.is_contiguous()  # for code that calls view on it
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -157,8 +157,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             whole: Mask | None = interval if blocks is None else blocks if interval is None else interval & blocks
             weights = None
             out = _on_kernels(q, k, v, whole, key_bias=key_bias, bias=bias, is_causal=alone, dropout_p=dropout)
-        result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        result = result[0] if not is_batched else result if self.batch_first else result.transpose(0, 1)
+        rows = out.transpose(1, 2).flatten(2)
+        result: Tensor = self.out_proj(rows.transpose(0, 1) if batch_dim else rows)  # contiguous, as torch's
+        result = result if is_batched else result[0]
         if not need_weights or weights is None:
             return result, None
         weights = weights.mean(1) if average_attn_weights else weights
@@ -173,7 +174,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         def brought(name: str, given: Tensor, size: int | None) -> Tensor:
             if given.shape[-1] != size:
                 raise ValueError(f"{name}: expected a last dimension of {size}, got {checks.shape_of(given)}")
-            return given[None] if not is_batched else given.transpose(0, batch_dim) if batch_dim else given
+            return given[None] if not is_batched else given.transpose(0, batch_dim)
+
+        def linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """In the order in which the caller's tensor lies in memory, so that attention and its output need no copy."""
+            return F.linear(given.transpose(0, batch_dim), weight, bias).transpose(0, batch_dim)
 
         q = brought("query", query, self.embed_dim)
         k = q if key is query else brought("key", key, self.kdim)
@@ -183,12 +188,12 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"key, value: expected equal lengths, and B={q.shape[0]} like query, got {checks.shape_of(key)} and {checks.shape_of(value)}"
             )
         if packed is not None and k is q and v is q:
-            q, k, v = F.linear(q, packed, biases).chunk(3, dim=-1)
+            q, k, v = linear(q, packed, biases).chunk(3, dim=-1)
             return q, k, v
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if packed is None else packed.chunk(3)
         each: Any = (None, None, None) if biases is None else biases.chunk(3)
-        q, k, v = (F.linear(x, weight, bias) for x, weight, bias in zip((q, k, v), weights, each, strict=True))
+        q, k, v = (linear(x, weight, bias) for x, weight, bias in zip((q, k, v), weights, each, strict=True))
         return q, k, v
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
