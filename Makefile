@@ -10,7 +10,9 @@ PYTEST_ARGS ?=
 FAULT_ARGS ?=
 HUB_ARGS ?=
 MATRIX_ARGS ?=
-# Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
+# Which CUDA kernels are built: AUTO (for the GPUs of this machine, none where there is no GPU), ON (for all architectures) or OFF. What others
+# are given, a wheel and the layout for the hub, has all of them unless told otherwise.
+wheel hub: CUDA ?= ON
 CUDA ?= AUTO
 # Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
 FAMILY ?= sm90 sm80
@@ -60,7 +62,8 @@ docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a 
 	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found, under the oldest system's tag that is true, and audited
+wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all architectures, under the oldest system's tag that is true, and audited (CUDA=OFF: without)
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
 	rm -rf build/wheel
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/wheel -C cmake.define.DMATTN_CUDA=$(CUDA) .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/wheel/*.whl
@@ -89,7 +92,8 @@ coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests
 faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
 	$(BIN)/python tests/planted_faults.py $(FAULT_ARGS)
 
-build: $(VENV)/build.ready  ## compile and install into .venv
+build: $(VENV)/build.ready  ## compile and install into .venv, with CUDA kernels for the GPUs of this machine (CUDA=ON: all architectures)
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
 	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .
 
 clean:  ## remove what was built (not .venv)

@@ -25,6 +25,7 @@ def report() -> str:
         ("stable ABI target", f"torch {info['stable_abi_target']}"),
         ("cpu kernels", info["cpu_levels"]),
         ("cuda kernels", f"CUDA {info['cuda']}: {info['cuda_archs']}" if has_cuda_kernels() else "not built"),
+        ("cuda choice", info["cuda_choice"]),
         ("ops library", dmattn.library_path()),
         ("python module", module_state()),
         ("cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),

@@ -72,7 +72,7 @@ cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionPar
   const Instance<Call>* best = nullptr;
   for (const auto& instance : instances) {
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
-    if (instance.room != Room::kSmall && instance.room != room) continue;
+    if (instance.room != Room::kAny && instance.room != room) continue;
     if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
     // Prefer less padding of the head size, then the shape that uses more shared memory, then the special variant.
     if (best && instance.dim == best->dim && best->room == room && instance.room != room) continue;
@@ -84,7 +84,7 @@ cudaError_t launch(const Instance<Call> (&instances)[kCount], const AttentionPar
 
 template <class Call, size_t kCount>
 void list(std::ostream& text, const char* name, const Instance<Call> (&instances)[kCount]) {
-  constexpr const char *kVariants[] = {"plain", "gathered", "general"}, *kRooms[] = {"large", "small"};
+  constexpr const char *kVariants[] = {"plain", "gathered", "general"}, *kRooms[] = {"large", "small", "any"};
   text << name << ":";
   for (const auto& instance : instances) {
     text << " " << (instance.dtype == DType::kBFloat16 ? "bfloat16" : "float16") << "/" << instance.dim << "/"
@@ -96,7 +96,7 @@ void list(std::ostream& text, const char* name, const Instance<Call> (&instances
 }  // namespace
 
 cudaError_t forward(const ForwardCall& call, cudaStream_t stream) {
-  return launch(kForward, call.p, variant_of(call.p, call.live_keys), Room::kSmall, call, stream);
+  return launch(kForward, call.p, variant_of(call.p, call.live_keys), Room::kAny, call, stream);
 }
 
 cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream) {

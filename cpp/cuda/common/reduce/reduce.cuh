@@ -7,6 +7,8 @@
 // Memory is as fast as it can be where an SM waits for 64 KiB at any time. So a thread asks for kBytesAtOnce before it uses any,
 // without branches: where nothing is left it reads the last place again and leaves that out. Blocks are small, so that some read
 // while others join.
+#pragma once
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -15,11 +17,10 @@
 #include <limits>
 #include <type_traits>
 
-#include "../reduce.h"
-#include "dependent_launch.cuh"
+#include "../../reduce.h"
+#include "../dependent_launch.cuh"
 
-namespace dmattn::cuda {
-namespace {
+namespace dmattn::cuda::reduction {
 
 constexpr unsigned kAllLanes = 0xffffffffU;
 constexpr int kLanes = static_cast<int>(kChunkLanes);
@@ -129,6 +130,10 @@ using Narrow = typename K::In::Type;
 
 template <class K>
 using Wide = typename K::In::Wide;
+
+// What pass two needs of a kind. Types that are alike in that share its kernels.
+template <class K>
+using PassTwo = Kind<Stored<Wide<K>, Wide<K>>, typename K::Join, typename K::Partial, typename K::Out>;
 
 // Loads of kVector elements that a thread of pass one has on their way.
 template <class K, int kVector>
@@ -477,22 +482,22 @@ __global__ void __launch_bounds__(kColumnsBlock) reduce_few_partials(ReduceParam
   }
 }
 
-unsigned blocks_for(int64_t tasks) { return static_cast<unsigned>(tasks < kMostBlocks ? tasks : kMostBlocks); }
+inline unsigned blocks_for(int64_t tasks) { return static_cast<unsigned>(tasks < kMostBlocks ? tasks : kMostBlocks); }
 
 // Whether `bytes` divides the address of the input and, where they are used, these strides.
-bool is_aligned(const ReduceParams& p, int64_t element_bytes, int64_t bytes, int64_t inner_stride, int64_t stride) {
+inline bool is_aligned(const ReduceParams& p, int64_t element_bytes, int64_t bytes, int64_t inner_stride, int64_t stride) {
   const auto divides = [&](int64_t size, int64_t step) { return size == 1 || step * element_bytes % bytes == 0; };
   return reinterpret_cast<uintptr_t>(p.input) % static_cast<uintptr_t>(bytes) == 0 && divides(p.outer, p.outer_stride) &&
          divides(p.inner, inner_stride) && divides(p.count, stride);
 }
 
 // Whether all sequences are whole vectors.
-bool has_vectors(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
+inline bool has_vectors(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
   return p.stride == 1 && p.count % vector == 0 && is_aligned(p, element_bytes, vector * element_bytes, p.inner_stride, 0);
 }
 
 // Whether elements of neighbouring sequences lie one after the other, and vectors of them at addresses that their size divides.
-bool has_vectors_across(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
+inline bool has_vectors_across(const ReduceParams& p, int64_t element_bytes, int64_t vector) {
   return p.inner_stride == 1 && p.inner % vector == 0 && is_aligned(p, element_bytes, vector * element_bytes, 0, p.stride);
 }
 
@@ -541,10 +546,10 @@ cudaError_t launch(const ReduceParams& p, cudaStream_t stream) {
   if (status != cudaSuccess || chunks == 1) return status;
   if (chunks <= kOwnedPartials) {
     const unsigned blocks = blocks_for(ceil_of_quotient(results, kColumnsBlock));
-    return launch_dependent(reduce_few_partials<K>, blocks, kColumnsBlock, 0, stream, p, chunks);
+    return launch_dependent(reduce_few_partials<PassTwo<K>>, blocks, kColumnsBlock, 0, stream, p, chunks);
   }
   const unsigned threads = chunks <= kShortPartials ? 32 : kBlock;
-  return launch_dependent(reduce_partials<K>, blocks_for(results), threads, 0, stream, p, chunks);
+  return launch_dependent(reduce_partials<PassTwo<K>>, blocks_for(results), threads, 0, stream, p, chunks);
 }
 
 using Float64 = Stored<double, double>;
@@ -553,42 +558,4 @@ using Int64 = Stored<int64_t, int64_t>;
 using Int32 = Stored<int32_t, int32_t>;
 using Int16 = Stored<int16_t, int32_t>;
 
-cudaError_t launch_max(const ReduceParams& p, cudaStream_t stream) {
-  switch (p.dtype) {
-    case Element::kFloat64: return launch<Kind<Float64, Max, double, Float64>>(p, stream);
-    case Element::kFloat32: return launch<Kind<Float32, Max, float, Float32>>(p, stream);
-    case Element::kBFloat16: return launch<Kind<StoredBFloat16, Max, float, StoredBFloat16>>(p, stream);
-    case Element::kFloat16: return launch<Kind<StoredFloat16, Max, float, StoredFloat16>>(p, stream);
-    case Element::kInt64: return launch<Kind<Int64, Max, int64_t, Int64>>(p, stream);
-    case Element::kInt32: return launch<Kind<Int32, Max, int32_t, Int32>>(p, stream);
-    case Element::kInt16: return launch<Kind<Int16, Max, int32_t, Int16>>(p, stream);
-    case Element::kInt8: return launch<Kind<StoredInt8, Max, int32_t, StoredInt8>>(p, stream);
-    case Element::kUInt8: return launch<Kind<StoredUInt8, Max, int32_t, StoredUInt8>>(p, stream);
-    case Element::kBool: return launch<Kind<StoredBool, Max, int32_t, StoredBool>>(p, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
-cudaError_t launch_sum(const ReduceParams& p, cudaStream_t stream) {
-  switch (p.dtype) {
-    case Element::kFloat64: return launch<Kind<Float64, Sum, double, Float64>>(p, stream);
-    case Element::kFloat32: return launch<Kind<Float32, Sum, float, Float32>>(p, stream);
-    case Element::kBFloat16: return launch<Kind<StoredBFloat16, Sum, float, StoredBFloat16>>(p, stream);
-    case Element::kFloat16: return launch<Kind<StoredFloat16, Sum, float, StoredFloat16>>(p, stream);
-    case Element::kInt64: return launch<Kind<Int64, Sum, int64_t, Int64>>(p, stream);
-    case Element::kInt32: return launch<Kind<Stored<int32_t, int64_t>, Sum, int64_t, Int64>>(p, stream);
-    case Element::kInt16: return launch<Kind<Int16, Sum, int64_t, Int64>>(p, stream);
-    case Element::kInt8: return launch<Kind<StoredInt8, Sum, int64_t, Int64>>(p, stream);
-    case Element::kUInt8: return launch<Kind<StoredUInt8, Sum, int64_t, Int64>>(p, stream);
-    case Element::kBool: return launch<Kind<StoredBool, Sum, int64_t, Int64>>(p, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
-}  // namespace
-
-cudaError_t launch_reduce(const ReduceParams& p, cudaStream_t stream) {
-  return p.is_max ? launch_max(p, stream) : launch_sum(p, stream);
-}
-
-}  // namespace dmattn::cuda
+}  // namespace dmattn::cuda::reduction
