@@ -48,6 +48,7 @@ TEMPERATURE = 0.6
 SCORED = 16_384  # bytes whose scores are saved for benchmarks
 PEAK_RATE = 3e-3
 SEED = 0
+COMPILED = torch.compile(loss_of, fullgraph=True)  # three models of one shape share its graphs
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -162,7 +163,7 @@ class Learner:
         window: int | None = None, teach: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.size, self.data, self.device, self.window, self.teach = model, size, train_data, device, window, teach
-        self.loss_of = torch.compile(loss_of, fullgraph=True) if size.is_compiled else loss_of  # models of one shape share graphs
+        self.loss_of = COMPILED if size.is_compiled else loss_of
         self.generator = torch.Generator().manual_seed(SEED)
         self.optimizer = torch.optim.AdamW(parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]

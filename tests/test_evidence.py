@@ -307,6 +307,7 @@ def test_one_place_asks_for_a_gpu():
     assert found == {"devices.py", "evidence.py"}
 
 
+@pytest.mark.long
 def test_the_nightly_profile_draws_5000_examples_of_every_op(run_python):
     assert hypothesis.settings.get_profile("nightly").max_examples >= 5000
     program = "import sys; sys.path.insert(0, sys.argv[1]); import test_fuzz; print(*test_fuzz.CHECKS, test_fuzz.SHARDS)"

@@ -248,6 +248,7 @@ def test_training_compiles_in_one_graph():
     assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"local": 3}, RECOMMENDED], ids=["plain", "recommended"])
 def test_windows_that_change_compile_twice(options):
     """Once for the first window and once for all others, and torch's setting is as it was."""
