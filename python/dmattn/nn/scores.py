@@ -226,7 +226,7 @@ def _whole_or_in_parts(*given: Any) -> tuple[Tensor, Tensor]:
     most runs save."""
     scores: Tensor = given[2]
     if scores.device.type != "cpu" or torch.compiler.is_exporting():
-        return _loss_and_gradient(*given, scores.shape[0])
+        return _loss_and_gradient(*given, batch=scores.shape[0])
     if torch.compiler.is_compiling():
         loss, gradient = torch.ops.dmattn_nn.score_loss(*(x.detach() if isinstance(x, Tensor) else x for x in given))
         return loss, gradient
@@ -245,7 +245,7 @@ def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[
         return x if x.shape[1] == 1 else x[:, h * n : (h + 1) * n]
 
     parts = [
-        [_loss_and_gradient(*(part(x, b, h) for x in (drawn, key, scores, *given)), batch) for h in range(heads)]
+        [_loss_and_gradient(*(part(x, b, h) for x in (drawn, key, scores, *given)), batch=batch) for h in range(heads)]
         for b in range(batch)
     ]
     losses = torch.stack([torch.cat([loss for loss, _ in row]) for row in parts])
@@ -267,7 +267,7 @@ def _(drawn: Tensor, key: Tensor, scores: Tensor, *_: object) -> tuple[Tensor, T
 
 def _loss_and_gradient(
     drawn: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, rows: Tensor, is_real: Tensor | None, ends: Tensor | None,
-    certain: Tensor | None, sharp: bool, scale: float, softcap: float, batch: int,
+    certain: Tensor | None, sharp: bool, scale: float, softcap: float, *, batch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of each head, [h], and its gradient by ``scores``, [B, h, S].
 
