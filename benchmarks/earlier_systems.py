@@ -299,13 +299,14 @@ def reduction(op: str, rows: int = 0) -> Callable[[Case, str], Workload]:
     def build(case: Case, device: str) -> Workload:
         given = torch.randn(case.length, generator=torch.Generator(device).manual_seed(0), device=device)
         count = rows if rows and case.length % rows == 0 else 1
-        given, dim = (given.view(count, -1), 1) if rows else (given, 0)
+        given, dim = (given.view(count, -1), 1) if rows else (given, None)
         ours, theirs = getattr(torch.ops.dmattn, f"reduce_{op}"), torch.sum if op == "sum" else torch.amax
-        exact, size = theirs(given.double(), dim), torch.sum(given.double().abs(), dim)
+        dims = tuple(range(given.dim()))[-1:]  # torch.amax takes no None
+        exact, size = theirs(given.double(), dims), torch.sum(given.double().abs(), dims)
         error = (ours(given, dim).double() - exact).abs()
         if not bool((error <= 1e-6 * size).all()):
             raise WrongResultError(f"reduce_{op} of {case.length} elements differs from float64 by {error.max().item():.1e}")
-        peer = Call("torch." + ("sum" if op == "sum" else "amax"), lambda: theirs(given, dim), ())
+        peer = Call("torch." + ("sum" if op == "sum" else "amax"), lambda: theirs(given, dims), ())
         return Workload(Call("dmattn", lambda: ours(given, dim), ()), (peer,), None, given, None, 0, 0, lambda: None)
 
     return build
