@@ -346,9 +346,21 @@ def test_unpad_and_pad_are_inverse():
 # Backends -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_backends_are_names_of_one_function(monkeypatch):
-    for name in (None, "triton", "flex"):
-        assert flash_dmattn.flash_dmattn_func_auto(name) is flash_dmattn.flash_dmattn_func
+def test_triton_and_flex_have_orders_and_defaults_of_their_own():
+    case = case_of(9, 12, size=8)
+    mask, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, TRUTH)
+    given = (*(x.transpose(1, 2) for x in (case.query, case.key, case.value)), mask, bias)
+    causal, full = (flash_dmattn.flash_dmattn_func(*given, 0.3, is_causal) for is_causal in (True, False))
+    assert torch.equal(flash_dmattn.triton_dmattn_func(*given, True, 0.3), causal)
+    assert torch.equal(flash_dmattn.triton_dmattn_func(*given, softmax_scale=0.3), full)
+    assert torch.equal(flash_dmattn.flex_dmattn_func(*given, None, 0.3), causal)
+    assert torch.equal(flash_dmattn.flex_dmattn_func(*given, False, scale=0.3), full)
+    assert len(flash_dmattn.flex_sparse_attn_func(*given, softcap=2.0, return_attn_probs=True)) == 3
+
+
+def test_backends_are_names_of_functions(monkeypatch):
+    for name, function in ((None, "flash"), ("triton", "triton"), ("flex", "flex")):
+        assert flash_dmattn.flash_dmattn_func_auto(name) is getattr(flash_dmattn, f"{function}_dmattn_func")
     for available in (False, True):
         monkeypatch.setattr(flash_dmattn, "_cuda_available", lambda available=available: available)
         assert flash_dmattn.CUDA_AVAILABLE is available

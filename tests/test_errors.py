@@ -695,7 +695,7 @@ TAKEN = {
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
     "rotated_heads": {"None", "an int"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
+} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

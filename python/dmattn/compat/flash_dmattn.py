@@ -101,6 +101,35 @@ def flash_dmattn_func(
     return (out, lse, attention_weights(query, key, attn_mask, **options)) if probabilities else out
 
 
+def triton_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = False,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_dmattn_func` with the order of arguments that the Triton function had. options: its other arguments, by name."""
+    return flash_dmattn_func(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, **options)
+
+
+def flex_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`triton_dmattn_func`, causal unless ``is_causal=False``, as the FlexAttention function was."""
+    is_causal = True if is_causal is None else is_causal
+    return flash_dmattn_func(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, **options)
+
+
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -178,7 +207,7 @@ def get_available_backends() -> list[str]:
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
-    """The attention function of a backend. There is one, whatever the name: it runs on the device of its tensors.
+    """The attention function by a backend's name, whose arguments and defaults it has. All of them run on the device of their tensors.
 
     Args:
         backend: None, "cuda", "triton" or "flex".
@@ -195,7 +224,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         raise ValueError(f"backend: expected None, {', '.join(BACKENDS)}, got {backend!r:.80}")
     if backend == "cuda" and not _cuda_available():
         raise RuntimeError('backend: expected another than "cuda": this installation has no CUDA kernels, or there is no GPU')
-    return flash_dmattn_func
+    return {"triton": triton_dmattn_func, "flex": flex_dmattn_func}.get(backend or "", flash_dmattn_func)
 
 
 def flash_dynamic_mask_attention_forward(
@@ -348,8 +377,9 @@ def _cuda_available() -> bool:
 TRITON_AVAILABLE = True
 FLEX_AVAILABLE = True
 
-triton_dmattn_func = flex_dmattn_func = flash_dmattn_func
-flash_sparse_attn_func = triton_sparse_attn_func = flex_sparse_attn_func = flash_dmattn_func
+flash_sparse_attn_func = flash_dmattn_func
+triton_sparse_attn_func = triton_dmattn_func
+flex_sparse_attn_func = flex_dmattn_func
 flash_sparse_attn_varlen_func = flash_dmattn_varlen_func
 flash_sparse_attn_func_auto = flash_dmattn_func_auto
 flash_sparse_attention_forward = flash_dynamic_mask_attention_forward

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.attention import attention
+from dmattn.fake import REDUCED
 
 EVERYTHING = -1  # as a dimension
 
@@ -53,7 +54,8 @@ def reduce_sum(input: Tensor, dim: int = EVERYTHING) -> Tensor:
         [] or the input's shape without that dimension, in the dtype that ``torch.sum`` returns; the same bits run to run.
 
     Raises:
-        TypeError, ValueError: dim is another number or input is no tensor.
+        TypeError, ValueError: dim is another number, or input no tensor of numbers.
+        RuntimeError: there are no elements.
     """
     return _reduced(torch.ops.dmattn.reduce_sum, input, dim)
 
@@ -65,12 +67,15 @@ def reduce_max(input: Tensor, dim: int = EVERYTHING) -> Tensor:
 
 def triton_reduce_sum(input: Tensor, dim: int | None = None) -> Tensor:
     """As ``torch.ops.dmattn.reduce_sum``: None means all elements, and here -1 does mean the last dimension."""
-    result: Tensor = torch.ops.dmattn.reduce_sum(checks.tensor("input", input), dim)
-    return result
+    tensor = checks.tensor("input", input)
+    if dim == EVERYTHING and tensor.dim() > 0:
+        dim = tensor.dim() - 1
+    return _reduced(torch.ops.dmattn.reduce_sum, tensor, EVERYTHING if dim is None else dim)
 
 
 def _reduced(op: torch._ops.OpOverloadPacket, given: object, dim: object) -> Tensor:
     tensor = checks.tensor("input", given)
+    checks.dtype("input", tensor, REDUCED)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
     if dim != EVERYTHING and not 0 <= dim < tensor.dim():
