@@ -230,7 +230,7 @@ def causal_blocks(case: Case, device: str) -> Workload:
 
 def of_table(case: Case, device: str, table: Tensor) -> Workload:
     inputs = drawn(case, device, with_gradients=True)
-    mask = BlockMask.from_blocks(table, case.block)
+    mask = BlockMask.from_blocks(table, case.block).cut(case.length, case.length)
 
     def visible() -> Tensor:
         return mask.to_bool()[..., : case.length, : case.length]
