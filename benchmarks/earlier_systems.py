@@ -156,7 +156,7 @@ def flash_kernel() -> Iterator[Headline]:
 
 
 def triton_flashattn() -> Iterator[Headline]:
-    """The lengths of its notebook, causal, float16: forward of 100 x 8 heads, backward of 5 x 8, beside SDPA."""
+    """The lengths of its notebook, causal, float16: forward of 100 x 8 heads, backward of 5 x 8; the peer is SDPA."""
     for batch, build in ((100, forward_alone), (5, workload)):
         for length in TRITON_LENGTHS:
             case = shape(length, batch=batch, heads=8, kv_heads=8, dtype="float16", peers=("torch", "cudnn"))
@@ -169,7 +169,7 @@ def shape(length: int, **options: Any) -> Case:
 
 
 def shrunk(headline: Headline) -> Headline:
-    """A few tokens in float32, beside torch's own choice of kernel."""
+    """A few tokens in float32; the peer is torch's own choice of kernel."""
     case = headline.case.resized(min(headline.case.length, TINY))
     kv_heads = min(2, case.kv_heads)
     heads = kv_heads * case.heads // case.kv_heads
@@ -256,7 +256,7 @@ def dense_of(mask: IntervalMask) -> tuple[Tensor, Tensor]:
 
 
 def with_dense_mask(case: Case, device: str) -> Workload:
-    """Our selection and attention beside SDPA with one additive mask of every pair, which is made once and not timed."""
+    """Our selection and attention; the peer is SDPA with one additive mask of every pair, which is made once and not timed."""
     load = workload(case, device)
     query, key, value, scores = load.ours.inputs
     mask = IntervalMask.top_k(scores.detach(), case.window or 1)
@@ -273,7 +273,7 @@ def with_dense_mask(case: Case, device: str) -> Workload:
 
 
 def one_query(case: Case, device: str) -> Workload:
-    """The newest token on all keys, forward alone: selection and attention beside SDPA with a mask [1, 1, 1, S]."""
+    """The newest token on all keys, forward alone: selection and attention; the peer is SDPA with a mask [1, 1, 1, S]."""
     query, key, value = drawn(case, device, with_gradients=False)
     query, window = query[:, :, -1:], case.window or 1
     scores = torch.randn(1, case.kv_heads, case.length, generator=torch.Generator(device).manual_seed(1), device=device)

@@ -210,7 +210,7 @@ BAD = {
     "mask and bias by position": (lambda: flash_dmattn.flash_dmattn_varlen_func(PQ, PK, PV, None, None, ENDS_Q, ENDS_K, 5, 6), TypeError, "max_seqlen_q: expected an int, got Tensor: attn_mask and attn_bias, which stood in front of cu_seqlens_q in versions 1.0.0 to 1.0.6, and all that follows them must be given by name"),
     "a packed mask": (lambda: old(attn_mask=torch.ones(10, 2, 5) > 0), ValueError, "attn_mask: expected [Tq, H|Hkv|1, max_seqlen_k] with Tq=10, H=4, Hkv=2, max_seqlen_k=6, got [10, 2, 5]"),
     "a packed bias": (lambda: old(attn_bias=torch.ones(10, 3, 6)), ValueError, "attn_bias: expected [Tq, H|Hkv|1, max_seqlen_k] with Tq=10, H=4, Hkv=2, max_seqlen_k=6, got [10, 3, 6]"),
-    "a packed mask and pages": (lambda: old(attn_mask=torch.ones(10, 2, 6) > 0, key=CACHE[0], value=CACHE[1], block_table=PAGES), ValueError, "block_table: expected None beside attn_mask and attn_bias, got a table"),
+    "a packed mask and pages": (lambda: old(attn_mask=torch.ones(10, 2, 6) > 0, key=CACHE[0], value=CACHE[1], block_table=PAGES), ValueError, "block_table: expected None with attn_mask or attn_bias, got a table"),
     "too short for its keys": (lambda: old(attn_bias=torch.ones(10, 2, 5), max_seqlen_k=5), ValueError, "max_seqlen_k: expected at least 6, the longest sequence, got 5"),
     "shapes of FlashKernel": (lambda: flashkernel.flash_attention_forward(Q, K, K), ValueError, "K: expected [2, 5, 4, 16] like Q, got [2, 6, 2, 16]"),
     "no dimension": (lambda: flashkernel.reduce_sum(Q, None), TypeError, "dim: expected an int, got NoneType"),

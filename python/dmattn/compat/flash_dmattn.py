@@ -188,7 +188,7 @@ def flash_dmattn_varlen_func(
             repeatable, probabilities, block_table,
         )  # fmt: skip
     if block_table is not None:
-        raise ValueError("block_table: expected None beside attn_mask and attn_bias, got a table")
+        raise ValueError("block_table: expected None with attn_mask or attn_bias, got a table")
     layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0], query)
     ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key.shape[0], query)
