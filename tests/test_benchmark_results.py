@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_calls import BENCHMARKS, SMALL, assert_refused
+from benchmark_calls import BENCHMARKS, SMALL, assert_refused, script
 from dmattn.bench import (
     __main__,
     compare,
+    earlier_report,
     measure,
     page_tables,
     plots,
@@ -555,7 +556,26 @@ STAMP = {
     "uncommitted_changes": False,
     "date": "2026-11-21T15:13:06",
 }
+# Every headline of benchmarks/earlier_systems.py: whole calls take 2 s and those of the peers 10 and 5 s, kernels 1, 9 and 4 s.
+EARLIER = STAMP | {
+    "rows": [
+        {"workload": headline.system, "case": headline.name, **headline.facts,
+         "peer_names": [f"F.scaled_dot_product_attention by {peer}_ATTENTION" for peer in ("FLASH", "CUDNN")],
+         **{times: {f"{peer}{part}": value for part in ("forward", "backward") for peer, value in zip(("", "peer_", "peer2_"), of, strict=True)}
+            for times, of in (("medians", (2, 10, 5)), ("kernel_medians", (1, 9, 4)))}}
+        for headline in script("earlier_systems").headlines()
+    ]
+}  # fmt: skip
 PAGE_TABLES = {  # results, and a line of the table
+    "projected": (
+        EARLIER,
+        "| Flash-DMA: 65,536 @ 0.025, causal, forward | FlashAttention-2 | 8.0x to 13x | 5.0x | 9.0x | kernels alone | cuDNN | 2.5x | 4.0x |",
+    ),
+    "sweep-of-attention": (EARLIER, "| 4,096 |" + " 2.50, 4.00 |" * 9),
+    "sweep-of-reductions": (
+        EARLIER,
+        "| reduce_max, 100,000,000 elements | 2,000,000.0 | 10,000,000.0 | 1,000,000.0 | 9,000,000.0 | 0 | 0 |",
+    ),
     "ranks": (
         {"rows": [STAMP | {"length": 5000, "ours": {"forward_ms": 3.21, "forward_in_a_row_ms": 0.5, "forward_backward_ms": 10},
                            "one_chunk_alone": {"forward_ms": 2.0, "forward_in_a_row_ms": 1.0, "forward_backward_ms": 8.0}}]},
@@ -607,6 +627,65 @@ def test_tables_of_pages_say_what_the_results_say(name, tmp_path):
     assert line in lines
     assert lines[-2] == "A GPU, torch 2.11, commit abc, 2026-11-21."
     assert report.rewritten("\n".join(lines), tmp_path).splitlines() == lines
+
+
+def test_misses_stand_in_the_table_of_projections():
+    lines = earlier_report.projected(EARLIER).splitlines()
+    assert lines[2].startswith(
+        "| Flash-DMA: 1,024 @ 0.2, causal, forward | FlashAttention-2 | 3.3x to 4.0x | 5.0x | 9.0x | yes |"
+    )
+    (p,) = (line for line in lines if "p = 0.05, forward" in line)
+    assert "| 20x | 5.0x | 9.0x | **no**, 0.45 of it |" in p
+    (of_memory,) = (line for line in lines if "reduce_sum, 100,000,000" in line)
+    assert of_memory.endswith("| 87% | 0% | 0% | **no**, 0.00 of it | - | - | - |")
+    (causal,) = (line for line in lines if "N = 512, D = 64, causal" in line)
+    assert causal.endswith("| not causal | 2.0x | - | 1.0x | **no**, 0.50 of it | - | - | - |")
+
+
+def test_a_headline_that_has_no_times_stands_in_the_table():
+    rows = [row for row in EARLIER["rows"] if not row["case"].startswith("197")]
+    wrong = {"workload": "Block-Sparse-Attention", "case": "197 tokens, half of the blocks", "refused": "differs by 1"}
+    (line,) = (line for line in earlier_report.projected({"rows": [*rows, wrong]}).splitlines() if "197" in line)
+    assert line == "| Block-Sparse-Attention: 197 tokens, half of the blocks | - | 2.0x | - | - | differs by 1 | - | - | - |"
+
+
+@pytest.mark.parametrize(
+    ("gains", "words"),
+    [
+        ((2.0, 1.0), "yes"), ((1.991, None), "yes"), ((1.9, 2.0), "kernels alone"), ((None, 2.5), "kernels alone"),
+        ((1.0, 1.5), "**no**, 0.75 of it"), ((1.5, None), "**no**, 0.75 of it"),
+    ],
+)  # fmt: skip
+def test_what_part_of_a_projection_is_reached(gains, words):
+    assert earlier_report.reached(gains, 2.0) == words
+
+
+def test_headlines_of_earlier_systems_are_measured(tmp_path, monkeypatch):
+    """Systems with one case of each kind, on a CPU: a row a line, and the same times as CSV."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
+    module, path = script("earlier_systems"), tmp_path / "machine/earlier.json"
+    kept = {}
+    for headline in module.headlines():
+        kept.setdefault((headline.system, headline.build), headline)
+    monkeypatch.setattr(module, "headlines", lambda: iter(kept.values()))
+    arguments = f"x --tiny --device cpu --repeats 1 --seconds 0.001 --output {path}".split()
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["workload"], row["case"]) for row in rows] == [(each.system, each.name) for each in kept.values()]
+    assert all(row["medians"]["forward"] > 0 and row["medians"]["peer_forward"] > 0 for row in rows)
+    assert sum(line.startswith('{"workload"') for line in path.read_text().splitlines()) == len(rows)
+    with path.with_suffix(".csv").open() as file:
+        assert {line["case"] for line in csv.DictReader(file)} == {row["case"] for row in rows}
+
+
+def test_a_wrong_headline_has_no_times(tmp_path, monkeypatch):
+    module = script("earlier_systems")
+    right = module.dmattn.attention
+    monkeypatch.setattr(module.dmattn, "attention", lambda *given, **options: right(*given, **options) * 1.5)
+    (headline,) = (each for each in module.headlines() if each.name.startswith("197"))
+    with pytest.raises(measure.WrongResultError, match="197 tokens, half of the blocks: differs from the reference by"):
+        module.check(module.shrunk(headline), "cpu")
 
 
 def test_a_result_without_chosen_rows_gives_all_that_were_measured(tmp_path):

@@ -72,6 +72,14 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=name_of)
+def test_named_functions_exist(page):
+    """`file:function`: the file defines it."""
+    for name, function in re.findall(r"`((?:cpp|python)/[\w./]+):(\w+)`", page.read_text()):
+        source = (ROOT / name).read_text()
+        assert re.search(rf"^(?!.*\breturn\b)[^\n/=]*[\w>&*] {function}\(", source, re.MULTILINE), f"{name} defines no {function}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=name_of)
 def test_named_files_exist(page):
     for name in re.findall(r"`((?:cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", page.read_text()):
         assert (ROOT / name).exists(), name

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import dmattn
 import pytest
 import torch
 import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, rotate
-from dmattn.testing import AttentionCase, assert_close_to_reference, assert_matches_reference, strategies, top_k_visible
+from dmattn.testing import (
+    AttentionCase,
+    assert_close_to_reference,
+    assert_matches_reference,
+    per_query_head,
+    strategies,
+    top_k_visible,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -350,6 +355,20 @@ def test_flash_dynamic_mask_attention(device, dtype, softcap, causal):
     assert torch.equal(dmattn.flash_dynamic_mask_attention(query, key, value, keep, bias, softcap, causal), out)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 20, 33), (4, 20, 33), (20, 33), (1, 1, 1, 33)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_without_skipping_the_result_is_the_same(device, dtype, shape, with_bias):
+    query, key, value = (tensor((2, heads, n, 16), i, dtype, device) for i, (heads, n) in enumerate(((4, 20), (2, 33), (2, 33))))
+    keep = tensor(shape, 4, device=device) > -0.5
+    keep[..., :1] = False
+    bias = tensor((1, 4, 1, 33), 5, dtype, device) if with_bias else None
+    visible = keep.expand(*(1,) * (4 - keep.dim()), *keep.shape).expand(-1, -1, 20, -1)
+    case = AttentionCase(query, key, value, visible=visible, bias=None if bias is None else bias.expand(-1, -1, 20, -1))
+    for mask in (keep, keep.to(dtype)):
+        out, lse = dmattn.flash_dynamic_mask_attention(query, key, value, mask, bias, return_lse=True, enable_skip=False)
+        assert_close_to_reference(case, {"out": out, "lse": lse})
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_dma_attention(device, dtype, causal):
     query, key, value = (tensor((2, 40, heads, 16), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
@@ -357,8 +376,11 @@ def test_flash_dma_attention(device, dtype, causal):
     scores = dmattn.key_scores(value.transpose(1, 2), dt_proj, a_coef)
     visible = top_k_visible(scores, 9, causal)
     case = AttentionCase(*(t.transpose(1, 2) for t in (query, key, value)), visible=visible, key_bias=scores, scale=0.2)
-    out, lse, nothing = dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, 0.0, causal, 0.2, True)
-    assert nothing is None
+    out, probs = dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, 0.0, causal, 0.2, True)
     assert out.shape == query.shape
-    assert_close_to_reference(dataclasses.replace(case), {"out": out.transpose(1, 2), "lse": lse})
+    assert_close_to_reference(case, {"out": out.transpose(1, 2)})
+    assert probs.shape == (2, 4, 40, 40)
+    assert torch.equal(probs > 0, per_query_head(visible, 4))
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    assert_close_to_reference(case, {"out": (probs @ per_query_head(case.value, 4).to(probs.dtype)).to(dtype)})
     assert torch.equal(dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, causal=causal, softmax_scale=0.2), out)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import dmattn
+from dmattn.bench import earlier_report
 from dmattn.bench.records import BadResultError, rows_by_case
 from dmattn.bench.tables import duration, markdown, plain_ratio, ratio
 
@@ -207,4 +208,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "reductions": ("reduce.json", reductions),
     "sweep": ("sweep.json", beside_dense),
     "builds": ("builds.json", single_calls),
+    "projected": ("earlier_systems.json", earlier_report.projected),
+    "sweep-of-attention": ("earlier_systems.json", earlier_report.sweep_of_attention),
+    "sweep-of-reductions": ("earlier_systems.json", earlier_report.sweep_of_reductions),
 }

@@ -30,6 +30,7 @@ from dmattn.bench.tables import duration, markdown, number, ratio
 PAGES = (
     "README.md", "docs/learning.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md",
     "docs/distributed.md", "docs/packed.md", "docs/profiling.md", "docs/training.md", "docs/transformers.md", "docs/lab/reached.md",
+    "docs/lab/earlier_systems.md",
 )  # fmt: skip
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
