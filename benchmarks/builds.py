@@ -22,8 +22,8 @@ from typing import Any
 
 import dmattn
 import torch
-from dmattn.bench.measure import by_turns, captured
-from dmattn.bench.records import provenance
+from dmattn_bench.measure import by_turns, captured
+from dmattn_bench.records import provenance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from dmattn.bench.records import Row, provenance
+from dmattn_bench.records import Row, provenance
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import torch
-from dmattn.bench.measure import graphed
-from dmattn.bench.records import provenance
 from dmattn.testing.tolerance import assert_sum_close
+from dmattn_bench.measure import graphed
+from dmattn_bench.records import provenance
 from torch import Tensor
 
 COLD_BYTES = 400 << 20

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import dmattn
 import torch
-from dmattn.bench.measure import captured
-from dmattn.bench.records import provenance
+from dmattn_bench.measure import captured
+from dmattn_bench.records import provenance
 from torch import Tensor
 
 HEAD_DIM = 128

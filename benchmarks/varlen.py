@@ -22,9 +22,9 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn import reference
-from dmattn.bench.measure import by_turns
-from dmattn.bench.records import provenance
 from dmattn.testing import AttentionCase, assert_close_to_reference
+from dmattn_bench.measure import by_turns
+from dmattn_bench.records import provenance
 from torch import Tensor
 
 HEAD_DIM = 128

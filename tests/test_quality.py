@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from dmattn.nn import DynamicMaskAttention
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def quality():
     import quality
 
     return quality
@@ -283,7 +280,7 @@ def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
 
 def test_kept_runs_become_tables(quality, tmp_path):
     """The best first, means and distances over seeds, and one line a mask however often it was run."""
-    from dmattn.bench import quality_report
+    from dmattn_bench import quality_report
 
     def run(variant, seed, bits, **more):
         settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))

@@ -129,7 +129,9 @@ def test_wheels_are_audited(name):
 
 @pytest.mark.parametrize("path", PROSE, ids=name_of)
 def test_files_that_pages_name_exist(path):
-    for name in re.findall(r"`((?:\.ci|cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", path.read_text()):
+    for name in re.findall(
+        r"`((?:\.ci|cpp|python|docs|examples|benchmarks|research|tests|tools|cmake)/[\w./]*)`", path.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 

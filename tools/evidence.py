@@ -1,7 +1,7 @@
-"""Turns what tests/evidence.sh left in a folder of logs into JSON of results beside those of the benchmarks, and says what failed.
+"""Turns what tools/evidence.sh left in a folder of logs into JSON of results beside those of the benchmarks, and says what failed.
 
-python tests/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
-python tests/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
+python tools/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
+python tools/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def facts(logs: Path) -> str:
     """Writes facts.json; returns the families of kernels that the device runs, the fastest first."""
     import dmattn
     import torch
-    from dmattn.bench.records import provenance
+    from dmattn_bench.records import provenance
 
     known = provenance("cuda" if torch.cuda.is_available() else "cpu")
     machine = known["machine"]
@@ -113,7 +113,7 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
     folder = output / known["folder"]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "suite.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {"about": "Runs of tests/evidence.sh.", "runs": []}
+    kept = json.loads(path.read_text()) if path.is_file() else {"about": "Runs of tools/evidence.sh.", "runs": []}
     same = ("commit", "machine", "torch")
     run = next((run for run in kept["runs"] if all(run.get(key) == known["run"][key] for key in same)), None)
     if run is None:

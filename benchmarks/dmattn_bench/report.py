@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench import page_tables, plots, quality_report, serve_report
-from dmattn.bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, read_runs, summary
-from dmattn.bench.tables import duration, markdown, number, plain_ratio, ratio
+from dmattn_bench import page_tables, plots, quality_report, serve_report
+from dmattn_bench.records import BadResultError, Result, first_peer, measurements, peers_of, read, read_runs, summary
+from dmattn_bench.tables import duration, markdown, number, plain_ratio, ratio
 
 PAGES = (
     "README.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md", "docs/distributed.md",
