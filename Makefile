@@ -63,7 +63,7 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc i
 	@ls -1 dist/*.whl
 
 matrix: $(VENV)/pip.ready  ## install the wheel in dist/ beside Python 3.10 to 3.14 and several torches, and test it there (docs/building.md)
-	$(BIN)/python tools/wheel_matrix.py $(MATRIX_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/wheel_matrix.py $(MATRIX_ARGS)
 
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
@@ -82,7 +82,7 @@ coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests
 	$(BIN)/coverage report
 
 faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
-	$(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
 
 build: $(VENV)/build.ready  ## compile and install into .venv
 	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .

@@ -83,6 +83,7 @@ STAND_INS = {
     "modules/torch.py": "class cuda:\n    is_available = staticmethod(lambda: True)\n    get_device_capability = lambda: (9, 0)\n",
     "modules/dmattn/__init__.py": '__version__ = "1"\n',
     "modules/dmattn_bench/__init__.py": "",
+    "modules/dmattn_bench/rows.py": (TESTS.parent / "benchmarks/dmattn_bench/rows.py").read_text(),
     "modules/dmattn_bench/records.py": f"""
 def provenance(device):
     machine = {{"name": "a-gpu", "gpu": "A GPU", "driver": "1"}}

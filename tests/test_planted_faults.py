@@ -98,7 +98,7 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
     says_who = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     (tmp_path / "source/tests/test_3.py").write_text(f"import os, time\ndef test_it():\n    {says_who}\n    time.sleep(100)\n")
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools"), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'benchmarks'}", "PYTHONUNBUFFERED": "1"}
     running = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         until = time.monotonic() + 60

@@ -15,6 +15,8 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
+from dmattn_bench.rows import to_json
+
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", re.M)
 Results = dict[str, Any]
@@ -141,7 +143,7 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
         line = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped in {result['seconds']} s"
     if part == "fuzz":
         wrong += record_fuzz(logs / "fuzz.json", folder / "fuzz.json", family)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(to_json(kept))
     print(f"{part:10} {family}  {line}")
     return wrong
 
@@ -161,7 +163,7 @@ def record_fuzz(made: Path, path: Path, family: str) -> list[str]:
         now = {(run["family"], run["op"]) for run in summary["runs"]}
         summary["runs"] += [run for run in before["runs"] if (run["family"], run["op"]) not in now]
         summary["runs"].sort(key=lambda run: (run["family"], run["op"]))
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+    path.write_text(to_json(summary))
     mine = [run for run in summary["runs"] if run["family"] == family]
     return [f"fuzz {family} {run['op']}: {run['failures']} shards failed" for run in mine if run["failures"]]
 

@@ -32,6 +32,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from dmattn_bench.rows import to_json
 from faults import KINDS, Fault, all_faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -366,7 +367,7 @@ def write_table(path: Path, outcomes: list[Outcome]) -> None:
         "faults": kept,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    path.write_text(to_json(table))
 
 
 def make_bases(options: argparse.Namespace, faults: list[Fault], work: Path) -> dict[int, Base]:

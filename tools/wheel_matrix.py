@@ -30,6 +30,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
+from dmattn_bench.rows import to_json
 from planted_faults import commit_of_sources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +194,7 @@ def record(output: Path, about: Row, rows: list[Row]) -> None:
     both = [row for row in kept if (row["python"], row["asked"]) not in new] + rows
     both.sort(key=lambda row: ([int(part) for part in row["python"].split(".")], row["asked"]))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about | {"rows": both}, indent=1) + "\n")
+    output.write_text(to_json(about | {"rows": both}))
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dmattn_bench.measure import CannotRunError, JobOptions, WrongResultError
 from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
 
@@ -234,7 +235,7 @@ def write(path: Path, rows: list[Row], device: torch.device) -> None:
     facts = provenance(device.type)
     together = sorted(kept + [{**facts, **each} for each in rows], key=lambda each: (each["ranks"], each["length"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": together}, indent=1) + "\n")
+    path.write_text(to_json({"rows": together}))
 
 
 def rows(options: JobOptions) -> list[Row]:

@@ -20,6 +20,7 @@ import dmattn
 import torch
 
 from dmattn_bench import forms
+from dmattn_bench.rows import to_json
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -252,7 +253,7 @@ CSV_FIELDS = ("workload", "case", "who", "what", "n", "mean", "std", "p50", "p95
 def write(result: Result, path: Path) -> None:
     """JSON, and beside it the same as CSV: a line for each measurement, times in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(to_json(result))
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CSV_FIELDS)
         writer.writeheader()

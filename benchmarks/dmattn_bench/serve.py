@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -33,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dmattn_bench.decode import CUDA_BACKENDS, assert_alike, in_pages, random_pages, steps_in_a_graph
 from dmattn_bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
 from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
@@ -341,7 +341,7 @@ def main() -> None:
         name = "serve" + ("" if family == "auto" else f"-{family}") + "-quick" * options.quick
         path = options.output / facts["machine"]["name"] / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        path.write_text(to_json({**facts, "rows": rows}))
         print(path)
 
 

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dmattn_bench.measure import JobOptions, WrongResultError
 from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 VOCABULARY = 512
 CHECKED_LENGTH = 256
@@ -265,7 +266,7 @@ def write(path: Path, found: list[Row]) -> None:
 
     kept = [old for old in json.loads(path.read_text())["rows"] if case(old) not in map(case, found)] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": sorted(kept + found, key=lambda row: case(row)[:3])}, indent=1) + "\n")
+    path.write_text(to_json({"rows": sorted(kept + found, key=lambda row: case(row)[:3])}))
 
 
 def main() -> None:
