@@ -55,7 +55,8 @@ def test_there_are_enough_of_them():
 
 def test_the_list_is_printed():
     program = [sys.executable, str(ROOT / "tools/planted_faults.py"), "--list", "--only", "cpu", "--match", "bfloat16"]
-    finished = subprocess.run(program, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    finished = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "cpu/convert.h: bfloat16 is truncated  [test_rounding.py]" in finished.stdout
 
