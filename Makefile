@@ -58,7 +58,7 @@ format: $(VENV)/lint.ready  ## rewrite sources in the one format
 
 docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a warning is an error
 	$(BIN)/python docs/draw.py
-	$(BIN)/python docs/pictures.py --check
+	PYTHONPATH=benchmarks $(BIN)/python docs/pictures.py --check
 	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
@@ -71,13 +71,13 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all archi
 	@ls -1 dist/*.whl
 
 matrix: $(VENV)/pip.ready  ## install the wheel in dist/ beside Python 3.10 to 3.14 and several torches, and test it there (docs/building.md)
-	$(BIN)/python tests/wheel_matrix.py $(MATRIX_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/wheel_matrix.py $(MATRIX_ARGS)
 
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
 bench: $(VENV)/test.ready build  ## time what the pages show beside its peers (BENCH_ARGS="causal --quick": other workloads)
-	$(BIN)/python -m dmattn.bench run $(BENCH_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python -m dmattn_bench run $(BENCH_ARGS)
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/sanitize.sh
@@ -90,7 +90,7 @@ coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests
 	$(BIN)/coverage report
 
 faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
-	$(BIN)/python tests/planted_faults.py $(FAULT_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
 
 build: $(VENV)/build.ready  ## compile and install into .venv, with CUDA kernels for the GPUs of this machine (CUDA=ON: all architectures)
 	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake

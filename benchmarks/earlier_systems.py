@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -22,10 +21,11 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn import BlockMask, IntervalMask, reference
-from dmattn.bench.cases import Case, Workload, workload
-from dmattn.bench.measure import WrongResultError, gate, times
-from dmattn.bench.peers import SDPA, Call, Problem, missing, peer_call
-from dmattn.bench.records import provenance, write
+from dmattn_bench.cases import Case, Workload, workload
+from dmattn_bench.measure import WrongResultError, gate, times
+from dmattn_bench.peers import SDPA, Call, Problem, missing, peer_call
+from dmattn_bench.records import provenance, write
+from dmattn_bench.rows import to_json
 from torch import Tensor
 
 FLASH_DMA = ((1024, 0.2), (4096, 0.1), (16384, 0.05), (65536, 0.025))
@@ -89,7 +89,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     result = {**provenance(options.device), "repeats": options.repeats, "tiny": options.tiny, "rows": rows}
     write(result, options.output)  # and the CSV
-    write_rows(result, options.output)
+    options.output.write_text(to_json(result))
     if any("medians" not in row for row in rows):
         sys.exit("some cases have no times")
 
@@ -338,7 +338,7 @@ def measured(headline: Headline, options: argparse.Namespace) -> Row:
 
 
 def check(headline: Headline, device: str) -> None:
-    """Compares a short case of the same kind with the reference in float64, by the rule of ``dmattn.bench.measure.gate``."""
+    """Compares a short case of the same kind with the reference in float64, by the rule of ``dmattn_bench.measure.gate``."""
     load = headline.build(headline.case.resized(min(SHORT, headline.case.length)), device)
     query, key, value = load.ours.inputs[:3]
 
@@ -352,13 +352,6 @@ def check(headline: Headline, device: str) -> None:
     error = (load.ours.run().double() - exact).abs().max().item()
     if not error <= allowed:
         raise WrongResultError(f"{headline.name}: differs from the reference by {error:.1e}, allowed {allowed:.1e}")
-
-
-def write_rows(result: Row, path: Path) -> None:
-    """JSON with one row a line."""
-    head = json.dumps({**result, "rows": []}, indent=1).removesuffix("[]\n}")
-    lines = ",\n".join(json.dumps(row) for row in result["rows"])
-    path.write_text(f"{head}[\n{lines}\n]}}\n")
 
 
 if __name__ == "__main__":

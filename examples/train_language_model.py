@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     draw_head(model, held_data[: size.length], size, picture)
 
     print(f"\nIn {options.output}/: loss.png, cost.png, lifetimes.png, model.pt2, weights.pt for examples/serve.py,")
-    print("and scores.pt, by which `python -m dmattn.bench run dynamic-trained` selects keys.")
+    print("and scores.pt, by which `python -m dmattn_bench run dynamic-trained` selects keys.")
     print(f"All in {time.perf_counter() - began:.0f} s.")
 
 

@@ -67,9 +67,10 @@ def device_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a program in a new process with the same dmattn, for what a process decides once. Returns the finished process."""
     package_parent = os.path.dirname(os.path.dirname(dmattn.__file__))
+    benchmarks = os.path.join(os.path.dirname(os.path.dirname(__file__)), "benchmarks")
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([package_parent, benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": path, **environment},
@@ -84,7 +85,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture
 def short_warm_ups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks warm up for no time, and leave as many threads as there were."""
-    from dmattn.bench import measure
+    from dmattn_bench import measure
 
     monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
     threads = torch.get_num_threads()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark_calls import BENCHMARKS, SMALL, assert_refused, script
-from dmattn.bench import (
+from dmattn_bench import (
     __main__,
     compare,
     earlier_report,
@@ -343,8 +343,9 @@ def test_two_results_of_one_build_differ_once_in_a_hundred_times():
 def test_nobody_has_to_read_to_the_end(tmp_path):
     path = tmp_path / "many.json"
     path.write_text(json.dumps({"rows": [{"case": f"case {n}", "samples": {"forward": [1.0]}} for n in range(5000)]}))
-    command = f"{sys.executable} -m dmattn.bench compare {path} {path}; echo $? >&2"
-    done = subprocess.run(["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, env=dict(os.environ))
+    command = f"{sys.executable} -m dmattn_bench compare {path} {path}; echo $? >&2"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, env=environment)
     assert done.stdout == "0 slower beyond noise.\n"
     assert done.stderr == "141\n"
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmark_calls import BENCHMARKS, SMALL, assert_refused
-from dmattn.bench import (
+from dmattn_bench import (
     __main__,
     cases,
     context_parallel,

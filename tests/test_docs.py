@@ -150,6 +150,6 @@ def test_pictures_are_what_the_script_draws(monkeypatch):
 
 
 def test_tables_are_what_the_results_say():
-    from dmattn.bench import report
+    from dmattn_bench import report
 
     assert report.pages(ROOT, check=True) == []

@@ -1,4 +1,4 @@
-"""The tables of faults fit the sources: each can still be planted, and names tests that exist. ``tests/planted_faults.py`` plants them."""
+"""The tables of faults fit the sources: each can still be planted, and names tests that exist. ``tools/planted_faults.py`` plants them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def test_there_are_enough_of_them():
 
 
 def test_the_list_is_printed():
-    program = [sys.executable, str(ROOT / "tests/planted_faults.py"), "--list", "--only", "cpu", "--match", "bfloat16"]
-    finished = subprocess.run(program, capture_output=True, text=True)
+    program = [sys.executable, str(ROOT / "tools/planted_faults.py"), "--list", "--only", "cpu", "--match", "bfloat16"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    finished = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "cpu/convert.h: bfloat16 is truncated  [test_rounding.py]" in finished.stdout
 
@@ -98,7 +99,7 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
     says_who = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     (tmp_path / "source/tests/test_3.py").write_text(f"import os, time\ndef test_it():\n    {says_who}\n    time.sleep(100)\n")
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'benchmarks'}", "PYTHONUNBUFFERED": "1"}
     running = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         until = time.monotonic() + 60

@@ -6,20 +6,17 @@ import argparse
 import dataclasses
 import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from dmattn.nn import DynamicMaskAttention
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def quality():
     import quality
 
     return quality
@@ -293,7 +290,7 @@ def finished(quality, variant, seed, bits, **more):
 
 def test_kept_runs_become_tables(quality, tmp_path):
     """The best first, means and distances over seeds, and one line a mask however often it was run."""
-    from dmattn.bench import quality_report
+    from dmattn_bench import quality_report
 
     run = functools.partial(finished, quality)
     runs = [run("dense+recency", 1, 1.5), run("dense+recency", 2, 1.25), run("taught+local4+recency+mixed", 1, 1.75),
@@ -315,7 +312,7 @@ def test_kept_runs_become_tables(quality, tmp_path):
 
 def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
     """Means of the latest run of each seed with the line's settings; what has no run is said to be not measured."""
-    from dmattn.bench import quality_report, report
+    from dmattn_bench import quality_report, report
 
     run = functools.partial(finished, quality, steps=2000)
     ours, dense, sliding = quality_report.NAMES

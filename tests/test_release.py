@@ -112,7 +112,7 @@ def test_a_workflow_fails_where_times_became_slower():
     jobs = yaml.safe_load((HIDDEN / "workflows/regression.yml").read_text())["jobs"]
     assert jobs["gpu"]["runs-on"] == ["self-hosted", "gpu"]
     for job in jobs.values():
-        compared = [step for step in job["steps"] if "dmattn.bench compare" in step.get("run", "")]
+        compared = [step for step in job["steps"] if "dmattn_bench compare" in step.get("run", "")]
         assert len(compared) == 1
         assert "continue-on-error" not in compared[0]
         assert "||" not in compared[0]["run"]
@@ -165,7 +165,9 @@ def test_wheels_are_audited(name):
 
 @pytest.mark.parametrize("path", PROSE, ids=name_of)
 def test_files_that_pages_name_exist(path):
-    for name in re.findall(r"`((?:\.ci|cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", path.read_text()):
+    for name in re.findall(
+        r"`((?:\.ci|cpp|python|docs|examples|benchmarks|research|tests|tools|cmake)/[\w./]*)`", path.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 

@@ -126,7 +126,7 @@ def test_required_arguments_are_named(run_python):
 
 def test_the_benchmark_package_is_not_imported(run_python):
     finished = run_python(
-        "-c", "import sys, dmattn.shape; print([name for name in sys.modules if name.startswith('dmattn.bench')])"
+        "-c", "import sys, dmattn.shape; print([name for name in sys.modules if name.startswith('dmattn_bench')])"
     )
     assert finished.stdout == "[]\n", finished.stderr
 

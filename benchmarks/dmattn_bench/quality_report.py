@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench.tables import markdown
+from dmattn_bench.tables import markdown
 
 KEPT = "nvidia-h200/quality.jsonl"
 Run = dict[str, Any]

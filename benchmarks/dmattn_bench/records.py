@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import dmattn
 import torch
 
-import dmattn
-from dmattn.bench import forms
+from dmattn_bench import forms
+from dmattn_bench.rows import to_json
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -271,7 +272,7 @@ CSV_FIELDS = ("workload", "group", "case", "who", "what", "n", "mean", "std", "p
 def write(result: Result, path: Path) -> None:
     """JSON, and beside it the same as CSV: a line for each measurement, times in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(to_json(result))
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, CSV_FIELDS)
         writer.writeheader()
@@ -291,14 +292,14 @@ def write(result: Result, path: Path) -> None:
 
 def read(path: Path) -> Result:
     """Raises BadResultError for a file that is not there, is not JSON, or is no result."""
-    result = parsed(path, text_of(path), "JSON that `python -m dmattn.bench run` wrote")
+    result = parsed(path, text_of(path), "JSON that `python -m dmattn_bench run` wrote")
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
-        raise BadResultError(f"{path}: expected a result with rows, which `python -m dmattn.bench run` writes, got other JSON")
+        raise BadResultError(f"{path}: expected a result with rows, which `python -m dmattn_bench run` writes, got other JSON")
     if reason := forms.wrong(result, forms.HEADER):
         raise BadResultError(f"{path}: expected {reason}")
     for number, row in enumerate(result["rows"], 1):
         if reason := forms.wrong_row(row):
-            raise BadResultError(f"{path}: expected a result of `python -m dmattn.bench run`: in row {number} {reason}")
+            raise BadResultError(f"{path}: expected a result of `python -m dmattn_bench run`: in row {number} {reason}")
     for each in measurements(result):
         if not each.samples or not all(map(forms.is_positive, each.samples)):
             got = forms.shortened(list(each.samples[:3]))

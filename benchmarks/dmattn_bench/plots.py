@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench.page_tables import share_of
-from dmattn.bench.quality_report import NAMES, described
-from dmattn.bench.records import Result, Row, first_peer
+from dmattn_bench.page_tables import share_of
+from dmattn_bench.quality_report import NAMES, described
+from dmattn_bench.records import Result, Row, first_peer
 
 BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
 COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")

@@ -1,4 +1,4 @@
-"""The named workloads of ``python -m dmattn.bench run``: lists of cases, and jobs that measure what is not one call of attention."""
+"""The named workloads of ``python -m dmattn_bench run``: lists of cases, and jobs that measure what is not one call of attention."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from dmattn.bench import context_parallel, decode, serve, training_step
-from dmattn.bench.cases import Case, trained_scores
-from dmattn.bench.measure import JobOptions
-from dmattn.bench.peers import missing
-from dmattn.bench.records import Row
+from dmattn_bench import context_parallel, decode, serve, training_step
+from dmattn_bench.cases import Case, trained_scores
+from dmattn_bench.measure import JobOptions
+from dmattn_bench.peers import missing
+from dmattn_bench.records import Row
 
 MASK_PEERS = ("cudnn", "flash", "efficient", "flex", "eager", "torch")
 DENSE_PEERS = ("cudnn", "flash", "efficient", "torch")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench.tables import duration, markdown
+from dmattn_bench.tables import duration, markdown
 
 
 def table(results: Path) -> str:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from dmattn import reference
+from dmattn.testing import tolerance
 from torch import Tensor
 
-from dmattn import reference
-from dmattn.bench.cases import Case, Workload, workload
-from dmattn.bench.peers import Call
-from dmattn.bench.records import prefix_of
-from dmattn.testing import tolerance
+from dmattn_bench.cases import Case, Workload, workload
+from dmattn_bench.peers import Call
+from dmattn_bench.records import prefix_of
 
 L2_FLUSH_BYTES = 256 << 20
 GATE_LENGTH = 200  # not a multiple of any tile
@@ -261,7 +261,7 @@ def extra_memory(case: Case, device: str, threads: int) -> dict[str, int]:
     if device != "cpu":
         load = workload(case, device, with_peers=False)
         return _extra_cuda(load.ours, load.grad_out)
-    command = [sys.executable, "-m", "dmattn.bench.measure", json.dumps(vars(case)), str(threads)]
+    command = [sys.executable, "-m", "dmattn_bench.measure", json.dumps(vars(case)), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "it said nothing").split("\n")[-1]

@@ -1,11 +1,11 @@
 """Plants faults in copies of the sources, one at a time, and says which of them the tests find.
 
-    python tests/planted_faults.py --only python --only cpu         what a machine without a GPU can show
-    python tests/planted_faults.py --only cuda_sm90 --timeout 90    on a GPU; needs nvcc, and no network
-    python tests/planted_faults.py --only cpu --table faults.json --missing     plants what that table does not have as found, and adds to it
-    python tests/planted_faults.py --list
+    python tools/planted_faults.py --only python --only cpu         what a machine without a GPU can show
+    python tools/planted_faults.py --only cuda_sm90 --timeout 90    on a GPU; needs nvcc, and no network
+    python tools/planted_faults.py --only cpu --table faults.json --missing     plants what that table does not have as found, and adds to it
+    python tools/planted_faults.py --list
 
-The faults are data (``tests/faults/``). The sources are built once with CMake; a fault compiles again what includes its file, from a copy
+The faults are data (``tools/faults/``). The sources are built once with CMake; a fault compiles again what includes its file, from a copy
 of the sources, with the commands of that build, and runs the tests that should find it. CUDA is built for one architecture, one dtype
 and the head sizes that faults name, so that a fault costs seconds. Ends with 1 when a fault survives or does not apply any more, and
 when Ctrl-C ends it before the last fault.
@@ -32,6 +32,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from dmattn_bench.rows import to_json
 from faults import KINDS, Fault, all_faults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,7 @@ class Base:
         self.source, self.site = work / "source", work / "site"
         self.build, self.built_source = built or work / "build", self.source
         self.source.mkdir(parents=True, exist_ok=True)
-        for name in ("cpp", "cmake", "python", "tests"):
+        for name in ("cpp", "cmake", "python", "tests", "benchmarks/dmattn_bench"):
             shutil.copytree(ROOT / name, self.source / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("CMakeLists.txt", "pyproject.toml"):
             shutil.copy(ROOT / name, self.source)
@@ -360,13 +361,13 @@ def write_table(path: Path, outcomes: list[Outcome]) -> None:
     kept = [rows[key] for key in (f"{fault.kind} {fault}" for fault in all_faults() if not fault.harmless) if key in rows]
     found = sum(row["outcome"] == "found" for row in kept)
     table = {
-        "about": "Outcomes of tests/planted_faults.py; CUDA faults on a GPU, the others on a CPU.",
+        "about": "Outcomes of tools/planted_faults.py; CUDA faults on a GPU, the others on a CPU.",
         "planted": len(kept),
         "found": found,
         "faults": kept,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    path.write_text(to_json(table))
 
 
 def make_bases(options: argparse.Namespace, faults: list[Fault], work: Path) -> dict[int, Base]:

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import dmattn
 import torch
+from dmattn import reference
 from torch import Tensor
 
-import dmattn
-from dmattn import reference
-from dmattn.bench.peers import BLOCK, Call, PeerError, Problem, peer_call
+from dmattn_bench.peers import BLOCK, Call, PeerError, Problem, peer_call
 
 
 @dataclasses.dataclass(frozen=True)

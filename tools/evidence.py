@@ -1,7 +1,7 @@
-"""Turns what tests/evidence.sh left in a folder of logs into JSON of results beside those of the benchmarks, and says what failed.
+"""Turns what tools/evidence.sh left in a folder of logs into JSON of results beside those of the benchmarks, and says what failed.
 
-python tests/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
-python tests/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
+python tools/evidence.py facts LOGS                      writes what the machine is; prints the families of kernels that it runs
+python tools/evidence.py record LOGS OUTPUT PART FAMILY  adds a part to OUTPUT/MACHINE/suite.json or fuzz.json; ends with 1 if it failed
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
+from dmattn_bench.rows import to_json
+
 ROOT = Path(__file__).resolve().parent.parent
 SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", re.M)
 Results = dict[str, Any]
@@ -24,7 +26,7 @@ def facts(logs: Path) -> str:
     """Writes facts.json; returns the families of kernels that the device runs, the fastest first."""
     import dmattn
     import torch
-    from dmattn.bench.records import provenance
+    from dmattn_bench.records import provenance
 
     known = provenance("cuda" if torch.cuda.is_available() else "cpu")
     machine = known["machine"]
@@ -113,7 +115,7 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
     folder = output / known["folder"]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "suite.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {"about": "Runs of tests/evidence.sh.", "runs": []}
+    kept = json.loads(path.read_text()) if path.is_file() else {"about": "Runs of tools/evidence.sh.", "runs": []}
     same = ("commit", "machine", "torch")
     run = next((run for run in kept["runs"] if all(run.get(key) == known["run"][key] for key in same)), None)
     if run is None:
@@ -141,7 +143,7 @@ def record(logs: Path, output: Path, part: str, family: str) -> list[str]:
         line = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped in {result['seconds']} s"
     if part == "fuzz":
         wrong += record_fuzz(logs / "fuzz.json", folder / "fuzz.json", family)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(to_json(kept))
     print(f"{part:10} {family}  {line}")
     return wrong
 
@@ -161,7 +163,7 @@ def record_fuzz(made: Path, path: Path, family: str) -> list[str]:
         now = {(run["family"], run["op"]) for run in summary["runs"]}
         summary["runs"] += [run for run in before["runs"] if (run["family"], run["op"]) not in now]
         summary["runs"].sort(key=lambda run: (run["family"], run["op"]))
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+    path.write_text(to_json(summary))
     mine = [run for run in summary["runs"] if run["family"] == family]
     return [f"fuzz {family} {run['op']}: {run['failures']} shards failed" for run in mine if run["failures"]]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from dmattn.bench import tables, workloads
-from dmattn.bench.cases import Case, Workload, workload
-from dmattn.bench.measure import (
+from dmattn_bench import tables, workloads
+from dmattn_bench.cases import Case, Workload, workload
+from dmattn_bench.measure import (
     SECONDS_A_CASE,
     CannotRunError,
     JobOptions,
@@ -29,7 +29,7 @@ from dmattn.bench.measure import (
     tflops,
     times,
 )
-from dmattn.bench.records import Result, Row, clocks, first_peer, measurements, provenance, summary
+from dmattn_bench.records import Result, Row, clocks, first_peer, measurements, provenance, summary
 
 # What a case may raise whose sizes do not fit together or do not fit the machine. Any other RuntimeError is a defect.
 CANNOT_RUN = (CannotRunError, ValueError, MemoryError, torch.OutOfMemoryError)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from dmattn.bench.quality_report import KEPT, NAMES, Run, latest, measured_on
-from dmattn.bench.tables import markdown
 from dmattn.cache import BoundedCache
 from dmattn.nn import DynamicMaskAttention
 from dmattn.nn.mixed_cache import MixedCache
+
+from dmattn_bench.quality_report import KEPT, NAMES, Run, latest, measured_on
+from dmattn_bench.tables import markdown
 
 MISSING = "not measured"
 LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512

@@ -1,4 +1,4 @@
-"""Benchmarks that anyone can rerun: ``python -m dmattn.bench``. Nothing here is imported by dmattn itself.
+"""Benchmarks that anyone can rerun: ``python -m dmattn_bench``. Nothing here is imported by dmattn itself.
 
 How it is made, from the bottom up:
 
@@ -17,5 +17,5 @@ import importlib.util
 
 if importlib.util.find_spec("hypothesis") is None:
     raise ImportError(
-        "dmattn.bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install hypothesis"
+        "dmattn_bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install hypothesis"
     )

@@ -1,4 +1,4 @@
-"""``python -m dmattn.bench``: list and run workloads, compare two results, make tables and plots of results.
+"""``python -m dmattn_bench``: list and run workloads, compare two results, make tables and plots of results.
 
 Ends with 1 when a result is wrong, became slower, is missing or is not what a page says, and with 2 for a call that asks for what is not there;
 with 141, as other tools do, when nobody reads what it prints any more.
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-
 from dmattn import checks
-from dmattn.bench import compare, peers, report, suite, workloads
-from dmattn.bench.cases import Case, trained_scores
-from dmattn.bench.measure import SECONDS_A_CASE
-from dmattn.bench.records import BadResultError, checkout, machine, read, write
+
+from dmattn_bench import compare, peers, report, suite, workloads
+from dmattn_bench.cases import Case, trained_scores
+from dmattn_bench.measure import SECONDS_A_CASE
+from dmattn_bench.records import BadResultError, checkout, machine, read, write
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPE = ("batch", "heads", "kv_heads", "head_dim", "dtype")
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python -m dmattn.bench", description="Benchmarks of dmattn beside its peers.")
+    top = Parser(prog="python -m dmattn_bench", description="Benchmarks of dmattn beside its peers.")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="say which workloads and peers there are")
 
@@ -326,7 +326,7 @@ def make_report(options: argparse.Namespace) -> int:
     changed = report.pages(root, options.check)
     for name in changed:
         print(
-            f"{name}: {'differs from benchmarks/results; python -m dmattn.bench report rewrites it' if options.check else 'rewritten'}"
+            f"{name}: {'differs from benchmarks/results; python -m dmattn_bench report rewrites it' if options.check else 'rewritten'}"
         )
     return int(options.check and bool(changed))
 

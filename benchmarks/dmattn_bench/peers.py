@@ -13,13 +13,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import dmattn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
-
-import dmattn
 
 BLOCK = 128
 SDPA = "F.scaled_dot_product_attention"

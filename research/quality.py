@@ -1,9 +1,9 @@
 """Trains small language models that differ in their attention mask alone, and says which of them learn.
 
-    python benchmarks/quality.py run text dynamic+local+sink --seed 1 --set visible=512 --set steps=3000 --output results.jsonl
-    python benchmarks/quality.py jobs jobs.jsonl --limit 570 --output results.jsonl
-    python benchmarks/quality.py table results.jsonl
-    python benchmarks/quality.py keep a.jsonl b.jsonl --output benchmarks/results/nvidia-h200/quality.jsonl
+    python research/quality.py run text dynamic+local+sink --seed 1 --set visible=512 --set steps=3000 --output results.jsonl
+    python research/quality.py jobs jobs.jsonl --limit 570 --output results.jsonl
+    python research/quality.py table results.jsonl
+    python research/quality.py keep a.jsonl b.jsonl --output benchmarks/results/nvidia-h200/quality.jsonl
 
 A job is one line of JSON: {"task": "mqar", "variant": "taught+local", "seeds": [1, 2, 3], "visible": 256}; any setting may stand in it.
 Settings, variants and their parts are in quality_model.py, tasks in quality_tasks.py. Equal seeds see equal batches, whatever the mask.
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dmattn.bench.quality_report import kept
-from dmattn.bench.records import provenance
+from dmattn_bench.quality_report import kept
+from dmattn_bench.records import provenance
 from quality_model import Model, Settings, variant
 from quality_tasks import TASKS, Batch, Task, task_of
 from torch import Tensor

@@ -9,12 +9,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import dmattn
 import torch
 
-import dmattn
-from dmattn.bench import earlier_report
-from dmattn.bench.records import BadResultError, rows_by_case
-from dmattn.bench.tables import duration, markdown, plain_ratio, ratio
+from dmattn_bench import earlier_report
+from dmattn_bench.records import BadResultError, rows_by_case
+from dmattn_bench.tables import duration, markdown, plain_ratio, ratio
 
 MACHINE = "nvidia-h200"
 PREDICTED = (("dma", "32768, window 1024, D=128"), ("dma", "4096, window 410, D=128"))  # groups and cases
@@ -50,7 +50,7 @@ def milliseconds(row: Row, name: str) -> str:
 
 
 def ranks(result: Row) -> str:
-    """Of dmattn.bench.context_parallel: forward, and forward and backward together."""
+    """Of dmattn_bench.context_parallel: forward, and forward and backward together."""
     titles = [
         "tokens",
         "forward, idle",
@@ -103,7 +103,7 @@ def predictions(result: Row) -> str:
 
 
 def training_steps(result: Row) -> str:
-    """Of dmattn.bench.training_step: each length and number of ranks once."""
+    """Of dmattn_bench.training_step: each length and number of ranks once."""
     found: dict[tuple[int, int], dict[str, Row]] = {}
     for row in result["rows"]:
         if not row.get("documents"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dmattn.bench.tables import markdown, plain_ratio
+from dmattn_bench.tables import markdown, plain_ratio
 
 Row = dict[str, Any]
 Found = dict[tuple[str, str], Row]

@@ -1,4 +1,4 @@
-"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python -m dmattn.bench run decode``.
+"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python -m dmattn_bench run decode``.
 
 A graph holds several steps, each over caches of its own, so that together they are larger than the L2 cache: keys come from memory, as in a
 model whose layers follow each other. Times are of one step; bytes are those of the keys and values that a step has to read.
@@ -13,16 +13,16 @@ import statistics
 import sys
 from collections.abc import Callable
 
+import dmattn
 import torch
 import torch.nn.functional as F
+from dmattn import reference
+from dmattn.testing import tolerance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import dmattn
-from dmattn import reference
-from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
-from dmattn.bench.records import Row
-from dmattn.testing import tolerance
+from dmattn_bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
+from dmattn_bench.records import Row
 
 COLD_BYTES = 400 << 20  # of all caches in a graph, where they are not larger by themselves
 MOST_STEPS = 48  # in a graph

@@ -1,8 +1,8 @@
 """Installs one wheel beside every Python and torch that it is for, runs tests there, and writes what came of it as JSON.
 
-    python tests/wheel_matrix.py dist/dmattn-*.whl
-    python tests/wheel_matrix.py dist/dmattn-*.whl --python 3.10 --torch 2.10.0 --all-tests
-    python tests/wheel_matrix.py --list
+    python tools/wheel_matrix.py dist/dmattn-*.whl
+    python tools/wheel_matrix.py dist/dmattn-*.whl --python 3.10 --torch 2.10.0 --all-tests
+    python tools/wheel_matrix.py --list
 
 A Python is python3.N of the PATH or of pyenv, or what NAME=PATH says; one that is not there is recorded as missing. Each pair has a virtual
 environment of its own, removed afterwards. By default it runs QUICK, files that call every op and public function; --all-tests runs the suite,
@@ -30,6 +30,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
 
+from dmattn_bench.rows import to_json
 from planted_faults import commit_of_sources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +194,7 @@ def record(output: Path, about: Row, rows: list[Row]) -> None:
     both = [row for row in kept if (row["python"], row["asked"]) not in new] + rows
     both.sort(key=lambda row: ([int(part) for part in row["python"].split(".")], row["asked"]))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about | {"rows": both}, indent=1) + "\n")
+    output.write_text(to_json(about | {"rows": both}))
 
 
 def main() -> int:
@@ -216,7 +217,7 @@ def main() -> int:
         return 0
     wheels = sorted(ROOT.glob("dist/*.whl"), key=lambda path: path.stat().st_mtime)
     wheel = options.wheel or (wheels[-1] if wheels else parser.error("there is no wheel in dist: make wheel"))
-    about = {"about": "tests/wheel_matrix.py: one wheel beside several Pythons and torches, on a CPU.", "wheel": wheel.name}
+    about = {"about": "tools/wheel_matrix.py: one wheel beside several Pythons and torches, on a CPU.", "wheel": wheel.name}
     about |= {"megabytes": round(wheel.stat().st_size / 1e6, 1), "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()}
     all_good = True
     with tempfile.TemporaryDirectory(dir=options.work) as work:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dmattn.bench import front_page, page_tables, plots, quality_report, serve_report
-from dmattn.bench.records import (
+from dmattn_bench import front_page, page_tables, plots, quality_report, serve_report
+from dmattn_bench.records import (
     BadResultError,
     Result,
     first_peer,
@@ -25,7 +25,7 @@ from dmattn.bench.records import (
     rows_by_case,
     summary,
 )
-from dmattn.bench.tables import duration, markdown, number, ratio
+from dmattn_bench.tables import duration, markdown, number, ratio
 
 PAGES = (
     "README.md", "docs/learning.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md",

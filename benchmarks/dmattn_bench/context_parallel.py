@@ -1,9 +1,9 @@
-"""Times context parallelism beside torch's own, on any number of ranks: ``python -m dmattn.bench run context-parallel``.
+"""Times context parallelism beside torch's own, on any number of ranks: ``python -m dmattn_bench run context-parallel``.
 
 Each rank has a chunk of the sequence. Beside our call stand the same call on one rank's chunk alone, without anything from other ranks, and
 torch's ``context_parallel`` with cuDNN's causal attention, all in one run. Bytes are those that a rank receives, the most of any rank. With
 ``--bytes`` only they are counted: the exchanges run, attention does not. With its own options: ``torchrun --nproc-per-node 2 -m
-dmattn.bench.context_parallel``; ``--output`` keeps the rows of other numbers of ranks in the file.
+dmattn_bench.context_parallel``; ``--output`` keeps the rows of other numbers of ranks in the file.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import dmattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dmattn.distributed import context_parallel_attention, needs, record_traffic
+from dmattn.distributed.chunks import Chunks
+from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_sums_by_another_way
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import dmattn
-from dmattn.bench.measure import CannotRunError, JobOptions, WrongResultError
-from dmattn.bench.records import Row, provenance
-from dmattn.distributed import context_parallel_attention, needs, record_traffic
-from dmattn.distributed.chunks import Chunks
-from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_sums_by_another_way
+from dmattn_bench.measure import CannotRunError, JobOptions, WrongResultError
+from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
 
@@ -234,7 +235,7 @@ def write(path: Path, rows: list[Row], device: torch.device) -> None:
     facts = provenance(device.type)
     together = sorted(kept + [{**facts, **each} for each in rows], key=lambda each: (each["ranks"], each["length"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": together}, indent=1) + "\n")
+    path.write_text(to_json({"rows": together}))
 
 
 def rows(options: JobOptions) -> list[Row]:
@@ -255,7 +256,7 @@ def rows(options: JobOptions) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        command += ["-m", "dmattn.bench.context_parallel", *sizes, "--output", str(output)]
+        command += ["-m", "dmattn_bench.context_parallel", *sizes, "--output", str(output)]
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **hidden})
         if "refused: " in done.stderr:

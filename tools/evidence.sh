@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What CI cannot show, on a machine with a GPU: tests/evidence.sh [-o FOLDER] [PART ...]
+# What CI cannot show, on a machine with a GPU: tools/evidence.sh [-o FOLDER] [PART ...]
 #
 # Parts, all by default, each for every family of kernels that the device runs:
 #   suite        the tests marked gpu
@@ -34,8 +34,9 @@ if [ -n "${WHEEL:-}" ]; then
   "$PYTHON" -m zipfile -e "$WHEEL" "$unpacked" || exit 2
   export WHEEL PYTHONPATH=$unpacked
 fi
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD/benchmarks
 mkdir -p "$output" "$(dirname "$archive")"
-able=$("$PYTHON" tests/evidence.py facts "$logs") || exit 2
+able=$("$PYTHON" tools/evidence.py facts "$logs") || exit 2
 families=${FAMILIES:-$able}
 pytest=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark -W ignore)
 
@@ -89,7 +90,7 @@ failed=0
 for part in $parts; do
   for family in $families; do
     (export DMATTN_FAMILY=$family && "$part" "$family")
-    "$PYTHON" tests/evidence.py record "$logs" "$output" "$part" "$family" || failed=1
+    "$PYTHON" tools/evidence.py record "$logs" "$output" "$part" "$family" || failed=1
     tar czf "$archive" -C "$logs" .
   done
 done

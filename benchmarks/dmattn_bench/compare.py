@@ -9,7 +9,7 @@ import statistics
 
 import torch
 
-from dmattn.bench.records import OURS, BadResultError, Measurement, Result, measurements
+from dmattn_bench.records import OURS, BadResultError, Measurement, Result, measurements
 
 FALSE_ALARMS = 0.01  # how often chance alone may make anything slower in a comparison of two results
 FEWEST_SAMPLES = 3  # on either side; fewer do not say how much they spread

@@ -1,4 +1,4 @@
-"""Faults to plant, as data: what is wrong where, and which tests should find it. ``tests/planted_faults.py`` plants them."""
+"""Faults to plant, as data: what is wrong where, and which tests should find it. ``tools/planted_faults.py`` plants them."""
 
 from __future__ import annotations
 

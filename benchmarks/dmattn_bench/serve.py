@@ -1,11 +1,11 @@
-"""Times generation with a bounded cache, its update included: ``python -m dmattn.bench run serving``.
+"""Times generation with a bounded cache, its update included: ``python -m dmattn_bench run serving``.
 
 A step takes one token of each sequence in and attends. Its time cannot depend on how long the context is, for nothing that a step reads does but
 the numbers in the slots; it is measured after a short and after a long one, which one sequence has taken in token by token, in chunks. The other
 sequences of a batch are copies of it, each in memory of its own. A new key always wins a slot: that is the most a step can have to do.
 
 On CUDA, times are of one step in a graph that holds several of them, each with a cache of its own, so that together they are larger than the L2
-cache, as in a model whose layers follow each other. On a CPU the runs take turns. With its own options: ``python -m dmattn.bench.serve``.
+cache, as in a model whose layers follow each other. On a CPU the runs take turns. With its own options: ``python -m dmattn_bench.serve``.
 
 Beside the steps stand torch's kernels over as many keys without any update, and over all keys of a long context, which is what a growing cache
 costs; then our own kernel over all keys, in one piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -24,15 +23,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import dmattn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import dmattn
-from dmattn.bench.decode import CUDA_BACKENDS, assert_alike, in_pages, random_pages, steps_in_a_graph
-from dmattn.bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
-from dmattn.bench.records import Row, provenance
+from dmattn_bench.decode import CUDA_BACKENDS, assert_alike, in_pages, random_pages, steps_in_a_graph
+from dmattn_bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
+from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 32, 8, 128, 2048
 SHORT, LONG, LONGEST = 4096, 131_072, 1 << 20
@@ -341,7 +341,7 @@ def main() -> None:
         name = "serve" + ("" if family == "auto" else f"-{family}") + "-quick" * options.quick
         path = options.output / facts["machine"]["name"] / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        path.write_text(to_json({**facts, "rows": rows}))
         print(path)
 
 

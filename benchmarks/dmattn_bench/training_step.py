@@ -1,8 +1,8 @@
-"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python -m dmattn.bench run training-step``.
+"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python -m dmattn_bench run training-step``.
 
 Both models are the same but for attention, bfloat16, and compiled layer by layer; each query sees length / 64 keys, but at least 1,024.
 Of long documents, dynamic masks select within each; the peer has no mask for them. With its own options:
-``python -m dmattn.bench.training_step``. Started by ``torchrun -m``, ranks share the sequence: ours with ``dmattn.distributed``, the peer
+``python -m dmattn_bench.training_step``. Started by ``torchrun -m``, ranks share the sequence: ours with ``dmattn.distributed``, the peer
 with torch's ``context_parallel``. ``--output`` keeps the rows of other cases in the file.
 """
 
@@ -18,20 +18,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dmattn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dmattn import reference
+from dmattn.distributed import context_parallel_attention
+from dmattn.nn import DynamicMaskAttention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import dmattn
-from dmattn import reference
-from dmattn.bench.measure import JobOptions, WrongResultError
-from dmattn.bench.records import Row, provenance
-from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention
+from dmattn_bench.measure import JobOptions, WrongResultError
+from dmattn_bench.records import Row, provenance
+from dmattn_bench.rows import to_json
 
 VOCABULARY = 512
 CHECKED_LENGTH = 256
@@ -265,7 +266,7 @@ def write(path: Path, found: list[Row]) -> None:
 
     kept = [old for old in json.loads(path.read_text())["rows"] if case(old) not in map(case, found)] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": sorted(kept + found, key=lambda row: case(row)[:3])}, indent=1) + "\n")
+    path.write_text(to_json({"rows": sorted(kept + found, key=lambda row: case(row)[:3])}))
 
 
 def main() -> None:
