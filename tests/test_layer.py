@@ -634,6 +634,8 @@ def test_the_loss_in_parts_is_the_loss(options, documents, key_bias, monkeypatch
     base = IntervalMask.documents(30, ids=(torch.arange(30) // torch.tensor([[7], [11]])).int()) if documents else None
     bias = None if key_bias is None else tensor((*key_bias, 30), 3)
 
+    torch._dynamo.reset()
+
     def both(loss_of):
         torch.manual_seed(0)
         loss = loss_of(query, key, scores, base=base, key_bias=bias, queries=9, **options)
