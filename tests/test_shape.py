@@ -157,6 +157,7 @@ def test_flex_attention_is_compiled_and_computes_a_sliding_window():
 
 
 def test_a_compiler_that_takes_too_long_is_interrupted(monkeypatch):
+    monkeypatch.setattr(shape_command, "LEAST_COMPILE_SECONDS", 0.01)
     monkeypatch.setattr(Inputs, "sliding", lambda self: time.sleep(60))
     begin = time.perf_counter()
     expected = "FlexAttention was skipped: there was too little time to compile it."

@@ -25,6 +25,7 @@ STEP = ("forward", "backward")
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 TIMES, SIZES = (1000, ("us", "ms", "s")), (1024, ("B", "KiB", "MiB", "GiB"))
 LONGEST_PROBE = {"cuda": 8192, "cpu": 1024}  # tokens of the short calls that predict long ones
+LEAST_COMPILE_SECONDS = 5.0
 ALIKE = 1.05  # ratios of times up to it count as no difference
 
 
@@ -122,15 +123,16 @@ def fit(asked: Shape, seconds: float) -> tuple[Shape, str]:
 
 
 def sliding_candidate(inputs: Inputs, seconds: float) -> Candidate | str:
-    """FlexAttention if it compiles in time, or a sentence that says why not."""
-    signal.signal(
-        signal.SIGALRM, signal.default_int_handler
-    )  # KeyboardInterrupt, which no compiler takes for an error of its own
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    """FlexAttention if it compiles in time, or a sentence that says why not. A KeyboardInterrupt ends a compilation; an Exception might be caught."""
+    too_little = "FlexAttention was skipped: there was too little time to compile it."
+    if seconds < LEAST_COMPILE_SECONDS:
+        return too_little
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return warm_up(inputs.sliding(), inputs.grad_out)
     except KeyboardInterrupt:
-        return "FlexAttention was skipped: there was too little time to compile it."
+        return too_little
     except Exception as error:  # whatever a compiler and its tools raise
         return f"FlexAttention was skipped: {first_line(error)}"
     finally:
