@@ -35,8 +35,6 @@ def row(name: str, forward: float, backward: float, decode: float = 0.0, memory:
     return Candidate(name, lambda: torch.ones(1), memory=int(memory), cache=int(cache), samples=samples)
 
 
-# Arguments -----------------------------------------------------------------------------------------------------------------------
-
 KEYS = "--window: expected --window + --local + --sink-keys from 1 to --length = 200, got"
 
 
@@ -96,9 +94,6 @@ def test_errors_of_torch_get_one_sentence(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "python -m dmattn shape: no memory\n")
 
 
-# What is measured ----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_table_has_every_column_of_dmattn_and_of_torch(capsys, monkeypatch):
     """In one second there is no time to compile FlexAttention."""
     monkeypatch.setattr(shape_command, "fit", lambda asked, seconds: (asked, ""))  # however busy this machine is
@@ -153,9 +148,6 @@ def test_flex_attention_is_compiled_and_computes_a_sliding_window():
     tolerance.assert_same_in_another_order(found.attend(), expected, torch.float32)
 
 
-# Time ----------------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_compiler_that_takes_too_long_is_interrupted(monkeypatch):
     monkeypatch.setattr(shape_command, "LEAST_COMPILE_SECONDS", 0.01)
     monkeypatch.setattr(Inputs, "sliding", lambda self: time.sleep(60))
@@ -170,9 +162,8 @@ def test_rounds_end_when_the_next_would_pass_the_time(monkeypatch):
     clock = iter(range(1000))  # each look at the clock is a second later
     monkeypatch.setattr(shape_times.time, "perf_counter", lambda: next(clock))
     candidate = Candidate("one", lambda: torch.ones(1))
-    assert (
-        shape_times.time_rounds([candidate], torch.ones(1), 16.0) == 3
-    )  # a round takes 3 seconds and a fourth would begin at 14
+    # A round takes 3 seconds and a fourth would begin at 14.
+    assert shape_times.time_rounds([candidate], torch.ones(1), 16.0) == 3
     assert candidate.samples == {"forward": [1, 1, 1]}
 
 
@@ -191,9 +182,6 @@ def test_what_does_not_fit_is_cut_skipped_or_refused(monkeypatch):
     assert skipped == "SDPA was skipped: it needs about --seconds 400."
     with pytest.raises(ValueError, match="--length: expected a step that fits --seconds 3 four times, got one of about 1 s"):
         shape_command.fit(asked, 3)
-
-
-# Words ---------------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_quick_start_shows_the_table_and_the_advice_as_they_are_printed():

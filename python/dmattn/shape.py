@@ -123,7 +123,7 @@ def fit(asked: Shape, seconds: float) -> tuple[Shape, str]:
 
 
 def sliding_candidate(inputs: Inputs, seconds: float) -> Candidate | str:
-    """FlexAttention if it compiles in time, or a sentence that says why not. A KeyboardInterrupt ends a compilation; an Exception might be caught."""
+    """FlexAttention if it compiles in time, or a sentence that says why not."""
     too_little = "FlexAttention was skipped: there was too little time to compile it."
     if seconds < LEAST_COMPILE_SECONDS:
         return too_little
@@ -163,7 +163,13 @@ def report(asked: Shape, seconds: float) -> str:
     sliding = [found] if isinstance(found, Candidate) else []
     rounds = time_rounds([ours, *dense, *sliding], inputs.grad_out, begin + seconds)
     rows = [ours, *([best(dense)] if dense else []), *sliding]
-    notes = [legend(shape, rounds), *(note for note in (cut, skipped, found) if note and isinstance(note, str))]
+    clock = "CUDA events, a cold L2 cache, launching included" if shape.device == "cuda" else "wall clock"
+    legend = (
+        f"Times: medians of eager calls ({rounds} rounds), {clock}; dmattn's forward selects its keys by random scores.\n"
+        f"Decode: one token of each sequence; dmattn reads {shape.keys:,} keys, SDPA {shape.length:,}. Cache: what decoding keeps.\n"
+        "Memory: peak of a training step beyond its inputs, measured on a GPU only."
+    )
+    notes = [legend, *(note for note in (cut, skipped, found) if note and isinstance(note, str))]
     return "\n\n".join([title(shape), table(rows), "\n".join(notes), advice(rows)])
 
 
@@ -193,15 +199,6 @@ def table(rows: Sequence[Candidate]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *cells[1:]]) for line, cells in zip(lines, aligned, strict=True))
 
 
-def legend(shape: Shape, count: int) -> str:
-    clock = "CUDA events, a cold L2 cache, launching included" if shape.device == "cuda" else "wall clock"
-    return (
-        f"Times: medians of eager calls ({count} rounds), {clock}; dmattn's forward selects its keys by random scores.\n"
-        f"Decode: one token of each sequence; dmattn reads {shape.keys:,} keys, SDPA {shape.length:,}. Cache: what decoding keeps.\n"
-        "Memory: peak of a training step beyond its inputs, measured on a GPU only."
-    )
-
-
 def compared(ours: float, theirs: float) -> str:
     factor = max(ours / theirs, theirs / ours)
     words = f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
@@ -210,25 +207,18 @@ def compared(ours: float, theirs: float) -> str:
 
 def advice(rows: Sequence[Candidate]) -> str:
     """One sentence that says nothing but what the rows say."""
-    ours, *others = rows
-    said = []
+    (ours, *others), said = rows, []
     for other in others:
         pairs = [
-            ("trains", ours.seconds(*STEP), other.seconds(*STEP)),
-            ("decodes", ours.seconds("decode"), other.seconds("decode")),
+            (verb, ours.seconds(*names), other.seconds(*names)) for verb, names in (("trains", STEP), ("decodes", ("decode",)))
         ]
-        speeds = [f"{verb} {compared(own, theirs)}" for verb, own, theirs in pairs if theirs]
+        speeds = [f"{verb} {compared(own, theirs)}" for verb, own, theirs in pairs if own and theirs]
         said += [f"compared with {other.name}, dmattn {' and '.join(speeds)}"] if speeds else []
     if not said or not others[0].cache:
         return "Dense attention was not measured, so these numbers do not say which is faster for this shape."
-    verdicts = {
-        (1, 0): "Choose dmattn",
-        (0, 1): "Choose dense attention",
-        (1, 1): "Choose by what you do more",
-        (0, 0): "Choose either",
-    }
-    verdict = verdicts["faster" in said[0], "slower" in said[0]]
-    return f"{verdict} for this shape: {'; '.join(said)}."
+    one_way = "dmattn" if "faster" in said[0] else "dense attention" if "slower" in said[0] else "either"
+    choice = "by what you do more" if "faster" in said[0] and "slower" in said[0] else one_way
+    return f"Choose {choice} for this shape: {'; '.join(said)}."
 
 
 def first_line(error: Exception) -> str:
