@@ -28,7 +28,7 @@ function(dmattn_add_cuda target)
   list(TRANSFORM DMATTN_OPS PREPEND cpp/cuda/ OUTPUT_VARIABLE host_sources)
   list(TRANSFORM host_sources APPEND .cpp)
   target_sources(${target} PRIVATE
-    ${host_sources} cpp/cuda/owned_live_keys.cpp
+    ${host_sources} cpp/cuda/find_keys.cpp
     cpp/cuda/common/pack.cu cpp/cuda/common/select/select.cu cpp/cuda/common/merge_parts.cu cpp/cuda/common/cache.cu
     cpp/cuda/common/reduce.cu
     cpp/cuda/common/live_keys.cu cpp/cuda/common/one_list.cu cpp/cuda/common/compact_keys.cu

@@ -4,7 +4,7 @@
 // smaller sibling that runs there.
 #pragma once
 
-#include "../calls.h"
+#include "../variants.h"
 
 namespace dmattn::cuda::sm80 {
 
