@@ -1,4 +1,4 @@
-"""``python -m dmattn``: what this installation is and what this machine can use; ``python -m dmattn library``: the ops library's path."""
+"""``python -m dmattn``: what this installation is and what this machine can use; ``library``: the ops library's path; ``plan``: kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 import torch
 
 import dmattn
-from dmattn import profiling
+from dmattn import plan, profiling
 
 
 def report() -> str:
@@ -59,9 +59,14 @@ def cuda_state() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dmattn", description="What this installation of dmattn is.")
-    what = "report: what was built, and what this machine can use (default); library: the path of the ops library"
-    parser.add_argument("what", nargs="?", choices=("report", "library"), default="report", help=what)
-    print(dmattn.library_path() if parser.parse_args().what == "library" else report())
+    commands = parser.add_subparsers(title="commands", metavar="report | library | plan")
+    parser.set_defaults(run=lambda _: print(report()))
+    commands.add_parser("report", help="what was built, and what this machine can use (default)")
+    library = commands.add_parser("library", help="the path of the ops library")
+    library.set_defaults(run=lambda _: print(dmattn.library_path()))
+    plan.add_parser(commands)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Which kernels a call takes on a GPU, and why: ``python -m dmattn plan``, on any machine.
 
-The decisions are those of ``cpp/cuda/host``, which ``dmattn._C`` shows; attention on a GPU makes the same ones. This page of code puts them
-into words.
+The decisions are those of ``cpp/cuda/host``, which ``dmattn._C`` shows; attention on a GPU makes the same ones. This module puts them into
+words.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Mapping
 from typing import Any
-
-from dmattn import _C
 
 # Compute capability, multiprocessors, and the shared memory that a block may have.
 DEVICES: dict[str, dict[str, int]] = {
@@ -61,13 +60,21 @@ def forward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = Non
 
     Raises:
         RuntimeError: no kernel takes the call; the text says why.
+        ImportError: ``dmattn._C`` does not load.
     """
-    return _C.forward_plan(dict(call), dict(device or {}))
+    planned: dict[str, Any] = _module().forward_plan(dict(call), dict(device or {}))
+    return planned
 
 
 def backward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What attention backward does; arguments and errors as in :func:`forward_plan`. All gradients are wanted."""
-    return _C.backward_plan(dict(call), dict(device or {}))
+    planned: dict[str, Any] = _module().backward_plan(dict(call), dict(device or {}))
+    return planned
+
+
+def _module() -> Any:
+    """``dmattn._C``, which no op needs: it may lack its package nanobind-backend."""
+    return importlib.import_module("dmattn._C")
 
 
 def in_words(name: str, plan: Mapping[str, Any]) -> str:
@@ -77,7 +84,9 @@ def in_words(name: str, plan: Mapping[str, Any]) -> str:
     family = "Hopper's kernels (sm90)" if plan["family"] == "sm90" else "the portable kernels (sm80)"
     lines = [f"{name}: {family}, because {plan['why_family']}."]
     for kernel in plan["kernels"]:
-        lines.append(f"  kernel     {kernel['kernel']}, {kernel['variant']} for heads up to {kernel['size']}: {VARIANTS[kernel['variant']]}")
+        lines.append(
+            f"  kernel     {kernel['kernel']}, {kernel['variant']} for heads up to {kernel['size']}: {VARIANTS[kernel['variant']]}"
+        )
         lines.append(f"  tile       {kernel['rows']} rows by {kernel['keys']} keys")
     lines.append(f"  keys       {SOURCES[plan['keys']]}" + (f", because {plan['why_keys']}" if plan["why_keys"] else ""))
     if plan.get("adds_zero_bias"):

@@ -17,7 +17,7 @@ FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "t
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
-WAYS = "test_key_ways.py::test_the_way_that_is_chosen"
+SOURCES = "test_plan.py::test_the_source_of_keys_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
@@ -250,19 +250,19 @@ FAULTS = [
     in_file("cpu/scratch.h", "(bytes_each + 63) / 64 * 64 + 64", "(bytes_each + 63) / 64 * 64",
             "workers' memory lies side by side",
             harmless="The extra line keeps a vector's prefetch apart; every piece of an Arena lies within bytes_each, so none overlaps."),
-    # How Hopper's kernels come to keys: the host's choice, which dmattn._C shows.
-    in_file("cuda/key_ways.h", "  if (!counts.is_causal) return most / keys;\n", "",
-            "without causality pairs that causality would leave are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
-    in_file("cuda/key_ways.h", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
-            "pairs of queries before the call's first one are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
-    in_file("cuda/key_ways.h", "share >= least && counts.keys >= 512", "share >= least",
-            "short calls take all keys instead of looking at spans", WAYS),
-    in_file("cuda/key_ways.h", "(is_at_once ? 1024 : 512)", "512",
-            "few tiles of 1,024 keys are listed", WAYS),
-    in_file("cuda/key_ways.h", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
-            "few tiles that see most keys are listed", WAYS),
-    in_file("cuda/key_ways.h", "  if (share == 0.0) return KeyWay::kLists;\n", "",
-            "backward takes all keys of masks of which nothing is known", WAYS),
-    in_file("cuda/key_ways.h", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
-            "backward of one long head takes all keys", WAYS),
+    # Where Hopper's kernels take their keys from: the host's choice, which dmattn._C shows.
+    in_file("cuda/host/key_source.cpp", "  if (!counts.is_causal) return most / keys;\n", "",
+            "without causality pairs that causality would leave are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/host/key_source.cpp", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
+            "pairs of queries before the call's first one are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/host/key_source.cpp", "counts.keys >= 512 && share >=", "share >=",
+            "short calls take all keys instead of looking at spans", SOURCES),
+    in_file("cuda/host/key_source.cpp", "(is_at_once ? 1024 : 512)", "512",
+            "few tiles of 1,024 keys are listed", SOURCES),
+    in_file("cuda/host/key_source.cpp", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
+            "few tiles that see most keys are listed", SOURCES),
+    in_file("cuda/host/key_source.cpp", "  if (share == 0.0) return {KeySource::kLists, \"how many keys a query sees is not known\"};\n", "",
+            "backward takes all keys of masks of which nothing is known", SOURCES),
+    in_file("cuda/host/key_source.cpp", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
+            "backward of one long head takes all keys", SOURCES),
 ]  # fmt: skip
