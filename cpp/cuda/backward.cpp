@@ -1,4 +1,6 @@
 // Attention backward on CUDA: executes a plan (host/plan_backward.cpp says what runs when). Nothing here waits for the device.
+#include <algorithm>
+
 #include "../backward_arguments.h"
 #include "calls.h"
 #include "find_keys.h"

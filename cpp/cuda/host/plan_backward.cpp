@@ -203,13 +203,13 @@ const char* refusal_of_sm90(const AttentionParams& p, bool deterministic, const 
 const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, const Target& target, BackwardPlan& plan) {
   AttentionParams p = b.forward;
   plan.adds_zero_bias = needs_bias(p);
-  if (plan.adds_zero_bias) p.bias.data = const_cast<DType*>(&p.dtype);  // any address: it is there
+  if (plan.adds_zero_bias) p.bias.data = &plan;  // any address: there will be one
   const Instance* const in_order = find_backward(target.build, p, false);
   const Instance* const gathered = gathers(p) ? find_backward(target.build, p, true) : in_order;
   if (const char* const refusal = refusal_of_sm90(p, b.deterministic, gathered, in_order)) return refusal;
   const KeyChoice choice = choose_keys(b, p, target, *gathered, *in_order);
   const bool is_gathered = choice.keys == KeySource::kLists, is_fast = !b.deterministic;
-  // With intervals keys in order need no lists, however many keys there are; without, the kernel's numbers end at kMaxLength.
+  // Beyond kMaxLength there are calls whose keys come in order although they have intervals, or a bias, and no others.
   check_length_without_lists(p, p.bias.data || (gathers(p) && !is_gathered));
   plan.family = Family::kSm90;
   plan.instance = is_gathered ? *gathered : *in_order;
