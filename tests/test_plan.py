@@ -368,6 +368,13 @@ def test_tensors_that_tensor_copies_do_not_take():
     assert forward({"has_tensor_maps": False})["family"] == backward({"has_tensor_maps": False})["family"] == "sm80"
 
 
+def test_more_tiles_than_have_numbers_are_refused():
+    call = {"batch": 1 << 16, "heads": 1 << 15, "kv_heads": 1 << 15, "query_length": 1, "key_length": 1}
+    assert forward(**call)["why_family"] == "the call has 2^31 tiles or more"
+    assert backward(**call)["family"] == "sm90", "its sums need so much memory that it runs in parts"
+    assert forward(**{**call, "batch": 1 << 15})["family"] == "sm90"
+
+
 def test_families_that_are_wanted():
     assert forward({"family": "sm80"})["why_family"] == "DMATTN_FAMILY=sm80"
     assert forward({"family": "sm90"})["family"] == "sm90"

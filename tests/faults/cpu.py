@@ -17,7 +17,8 @@ FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "t
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
-SOURCES = "test_plan.py::test_the_source_of_keys_that_is_chosen"
+PLAN = "test_plan.py::"
+SOURCES = PLAN + "test_the_source_of_keys_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
@@ -265,4 +266,17 @@ FAULTS = [
             "backward takes all keys of masks of which nothing is known", SOURCES),
     in_file("cuda/host/key_source.cpp", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
             "backward of one long head takes all keys", SOURCES),
+    # What else the host decides of a call on a GPU.
+    in_file("cuda/host/tensor_maps.cpp", "  if (reinterpret_cast<uintptr_t>(shape.data) % 16 != 0) return false;\n", "",
+            "tensor copies get addresses that the driver refuses", PLAN + "test_tensors_that_tensor_copies_do_not_take"),
+    in_file("cuda/host/workspace.h", "bytes += (size + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;", "bytes += size;",
+            "regions of a workspace begin anywhere", PLAN + "test_a_workspace_is_its_regions"),
+    in_file("cuda/host/plan_backward.cpp", "if (together.kv_heads || group_heads < group) parts.kv_heads = 1;", "if (together.kv_heads) parts.kv_heads = 1;",
+            "heads whose sums have no fixed order run in one launch", PLAN + "test_sums_that_need_much_memory_are_added_up_in_parts"),
+    in_file("cuda/host/plan_backward.cpp", "p.key_length <= kMostOneList && !is_wide(instance);", "p.key_length <= kMostOneList;",
+            "wide heads of one list have no sums", PLAN + "test_one_list_of_a_wide_kernel_has_sums"),
+    in_file("cuda/host/instances.cpp", "instance.dim < width || (best && instance.dim > best->dim)", "instance.dim < width",
+            "a kernel for wider heads is taken where a narrower one would do", PLAN + "test_kernels_of_forward_on_hopper"),
+    in_file("cuda/host/plan_forward.cpp", "if (items >= kEndOfTiles) return false;", "",
+            "more tiles than have numbers are launched", PLAN + "test_more_tiles_than_have_numbers_are_refused"),
 ]  # fmt: skip
