@@ -10,10 +10,14 @@ PYTEST_ARGS ?=
 FAULT_ARGS ?=
 HUB_ARGS ?=
 MATRIX_ARGS ?=
-# Which CUDA kernels are built: AUTO (when nvcc is found), ON or OFF.
+# Which CUDA kernels are built: AUTO (for the GPUs of this machine, none where there is no GPU), ON (for all architectures) or OFF. What others
+# are given, a wheel and the layout for the hub, has all of them unless told otherwise.
+wheel hub: CUDA ?= ON
 CUDA ?= AUTO
 # Which families of them the GPU tests run, one after the other: sm90 needs Hopper; auto is the best for the device.
 FAMILY ?= sm90 sm80
+# Processes that run tests, of a thread each.
+TEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 10 ? n : 10)))
 
 ifneq ($(shell command -v ccache 2>/dev/null),)
@@ -22,16 +26,19 @@ export CMAKE_CUDA_COMPILER_LAUNCHER := ccache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu lint format docs wheel matrix hub bench asan coverage faults build clean
+.PHONY: help demo test test-all gpu lint format docs wheel matrix hub bench asan coverage faults build clean
 
 help:  ## say what there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own; DEMO_ARGS=--short)
-	$(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
+demo: $(VENV)/demo.ready build  ## train a small language model on real text, export it, compare with SDPA (TEXT=path for your own; DEMO_ARGS=--long)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/train_language_model.py $(if $(TEXT),--text "$(TEXT)") $(DEMO_ARGS)
 
-test: $(VENV)/test.ready build  ## build and run the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/test.ready build  ## build, and run a quick set: at most two cases of every test, without those that take long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n $(TEST_WORKERS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/test.ready build  ## build, and run the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 gpu: $(VENV)/test.ready build  ## the tests marked gpu, side by side; FAMILY=sm80 runs one family of kernels
 	for family in $(FAMILY); do \
@@ -51,11 +58,12 @@ format: $(VENV)/lint.ready  ## rewrite sources in the one format
 
 docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a warning is an error
 	$(BIN)/python docs/draw.py
-	$(BIN)/python docs/pictures.py --check
+	PYTHONPATH=benchmarks $(BIN)/python docs/pictures.py --check
 	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
-wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc is found, under the oldest system's tag that is true, and audited
+wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all architectures, under the oldest system's tag that is true, and audited (CUDA=OFF: without)
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
 	rm -rf build/wheel
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps --wheel-dir build/wheel -C cmake.define.DMATTN_CUDA=$(CUDA) .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch.so --wheel-dir dist build/wheel/*.whl
@@ -63,13 +71,13 @@ wheel: $(VENV)/wheel.ready  ## one wheel in dist/, with CUDA kernels when nvcc i
 	@ls -1 dist/*.whl
 
 matrix: $(VENV)/pip.ready  ## install the wheel in dist/ beside Python 3.10 to 3.14 and several torches, and test it there (docs/building.md)
-	$(BIN)/python tests/wheel_matrix.py $(MATRIX_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/wheel_matrix.py $(MATRIX_ARGS)
 
 hub: build  ## lay the build out for the Hugging Face kernels hub in build/hub, and check it (docs/hub.md)
 	$(BIN)/python cmake/hub/layout.py build/hub $(HUB_ARGS)
 
 bench: $(VENV)/test.ready build  ## time what the pages show beside its peers (BENCH_ARGS="causal --quick": other workloads)
-	$(BIN)/python -m dmattn.bench run $(BENCH_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python -m dmattn_bench run $(BENCH_ARGS)
 
 asan: $(VENV)/test.ready  ## the suite on a build of the CPU ops with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/sanitize.sh
@@ -82,9 +90,10 @@ coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests
 	$(BIN)/coverage report
 
 faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
-	$(BIN)/python tests/planted_faults.py $(FAULT_ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
 
-build: $(VENV)/build.ready  ## compile and install into .venv
+build: $(VENV)/build.ready  ## compile and install into .venv, with CUDA kernels for the GPUs of this machine (CUDA=ON: all architectures)
+	@$(BIN)/cmake -DDMATTN_CUDA=$(CUDA) -P cmake/cuda_choice.cmake
 	$(BIN)/pip install -q --no-build-isolation --no-deps --force-reinstall -C cmake.define.DMATTN_CUDA=$(CUDA) .
 
 clean:  ## remove what was built (not .venv)

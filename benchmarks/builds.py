@@ -22,8 +22,9 @@ from typing import Any
 
 import dmattn
 import torch
-from dmattn.bench.measure import by_turns, captured
-from dmattn.bench.records import provenance
+from dmattn_bench.measure import by_turns, captured
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -248,7 +249,7 @@ def main() -> None:
                     for build, rounds in results.items()
                     for case in dict.fromkeys(case for one in rounds for case in one)
                 ]
-                options.output.write_text(json.dumps({**measured, "rows": rows}, indent=1) + "\n")
+                options.output.write_text(to_json({**measured, "rows": rows}))
     print(table(results))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -16,12 +15,13 @@ import time
 from pathlib import Path
 
 import torch
-from dmattn.bench.records import Row, provenance
+from dmattn_bench.records import Row, provenance
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 from dmattn.integrations.transformers import enable_dynamic_mask_attention
+from dmattn_bench.rows import to_json
 from transformers import DogeConfig, DogeForCausalLM
 
 HEAD_DIM = 128
@@ -128,7 +128,7 @@ def main() -> None:
                 )
                 if options.output:  # after each row, since a long run may be cut off
                     options.output.parent.mkdir(parents=True, exist_ok=True)
-                    options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+                    options.output.write_text(to_json({**facts, "rows": rows}))
                 gc.collect()  # models refer to themselves
                 if is_cuda:
                     torch.cuda.empty_cache()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 from pathlib import Path
 
 import torch
-from dmattn.bench.measure import graphed
-from dmattn.bench.records import provenance
 from dmattn.testing.tolerance import assert_sum_close
+from dmattn_bench.measure import graphed
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
 from torch import Tensor
 
 COLD_BYTES = 400 << 20
@@ -74,7 +74,7 @@ def main() -> None:
             "unit": "GB/s of bytes read; copy: read and written",
             "rows": rows,
         }
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(to_json(report))
 
 
 def draw(case: Case, seed: int) -> Tensor:

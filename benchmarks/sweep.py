@@ -8,7 +8,6 @@ included. A ratio is the dense time divided by that of the dynamic mask: above 1
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -17,8 +16,9 @@ from pathlib import Path
 
 import dmattn
 import torch
-from dmattn.bench.measure import captured
-from dmattn.bench.records import provenance
+from dmattn_bench.measure import captured
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
 from torch import Tensor
 
 HEAD_DIM = 128
@@ -150,7 +150,7 @@ def main() -> None:
         result = {**provenance("cuda"), "head_dim": HEAD_DIM, "rows": rows}
         path = options.output / result["machine"]["name"] / "sweep.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(to_json(result))
         print(f"Written: {path}")
     sys.exit(0 if is_kept else 1)
 

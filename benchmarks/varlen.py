@@ -12,7 +12,6 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,9 +21,10 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn import reference
-from dmattn.bench.measure import by_turns
-from dmattn.bench.records import provenance
 from dmattn.testing import AttentionCase, assert_close_to_reference
+from dmattn_bench.measure import by_turns
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
 from torch import Tensor
 
 HEAD_DIM = 128
@@ -175,7 +175,7 @@ def main() -> None:
         print("  ".join(f"{name} {x:.3f}" if isinstance(x, float) else f"{name} {x}" for name, x in row.items()), flush=True)
     if options.output:
         facts = {**provenance(device), "dense_pairs_a_second": rates}
-        options.output.write_text(json.dumps({**facts, "longest": longest, "rows": rows}, indent=1) + "\n")
+        options.output.write_text(to_json({**facts, "longest": longest, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,39 +1,44 @@
-# Decides DMATTN_WITH_CUDA and defines dmattn_add_cuda(target), which adds the CUDA rooms to the ops library.
+# Decides DMATTN_WITH_CUDA and defines dmattn_add_cuda(target), which adds the CUDA kernels to the ops library.
 include(CheckLanguage)
+include(cuda_choice)  # DMATTN_CUDA_ARCH_LIST and DMATTN_CUDA_CHOICE
 set(DMATTN_WITH_CUDA OFF)
 set(DMATTN_CUDA_VERSION "")
-set(DMATTN_CUDA_ARCH_LIST "")
-if(NOT DMATTN_CUDA MATCHES "^(AUTO|ON|OFF)$")
-  message(FATAL_ERROR "DMATTN_CUDA: expected AUTO, ON or OFF, got ${DMATTN_CUDA}")
-endif()
-if(NOT DMATTN_CUDA STREQUAL "OFF")
-  set(CMAKE_CUDA_ARCHITECTURES ${DMATTN_CUDA_ARCHS})
+if(DMATTN_CUDA_ARCH_LIST)
+  set(CMAKE_CUDA_ARCHITECTURES ${DMATTN_CUDA_ARCH_LIST})
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
     set(DMATTN_WITH_CUDA ON)
     set(DMATTN_CUDA_VERSION ${CMAKE_CUDA_COMPILER_VERSION})
-    set(DMATTN_CUDA_ARCH_LIST ${CMAKE_CUDA_ARCHITECTURES})
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   elseif(DMATTN_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "DMATTN_CUDA=ON, but no CUDA compiler was found; set CUDACXX or use DMATTN_CUDA=AUTO.")
+    message(FATAL_ERROR "DMATTN_CUDA=ON, but no CUDA compiler was found. Set CUDACXX to the path of nvcc, or build without CUDA code: \
+DMATTN_CUDA=OFF, with make CUDA=OFF.")
+  else()
+    set(DMATTN_CUDA_CHOICE "DMATTN_CUDA=AUTO found no nvcc for the GPU (${DMATTN_CUDA_ARCH_LIST}) of the machine that built; set CUDACXX")
+    set(DMATTN_CUDA_ARCH_LIST "")
   endif()
 endif()
-message(STATUS "dmattn: CUDA ${DMATTN_WITH_CUDA} ${DMATTN_CUDA_VERSION} ${DMATTN_CUDA_ARCH_LIST}")
+if(DMATTN_WITH_CUDA)
+  message(STATUS "dmattn: CUDA ${DMATTN_CUDA_VERSION} for ${DMATTN_CUDA_ARCH_LIST} (${DMATTN_CUDA_CHOICE})")
+else()
+  message(STATUS "dmattn: no CUDA code: ${DMATTN_CUDA_CHOICE}")
+endif()
 
 function(dmattn_add_cuda target)
   include(instances)
   dmattn_sm80_instances(instance_sources instance_include)
   list(TRANSFORM DMATTN_OPS PREPEND cpp/cuda/ OUTPUT_VARIABLE host_sources)
   list(TRANSFORM host_sources APPEND .cpp)
+  # Those that take longest come first, so that none of them is left for the end.
   target_sources(${target} PRIVATE
-    ${host_sources} cpp/cuda/find_keys.cpp
-    cpp/cuda/common/pack.cu cpp/cuda/common/select/select.cu cpp/cuda/common/merge_parts.cu cpp/cuda/common/cache.cu
-    cpp/cuda/common/reduce.cu
-    cpp/cuda/common/live_keys.cu cpp/cuda/common/one_list.cu cpp/cuda/common/compact_keys.cu
-    cpp/cuda/common/key_ranges.cu cpp/cuda/common/tile_order.cu cpp/cuda/common/gradient_sums.cu
-    cpp/cuda/sm80/dispatch.cu ${instance_sources})
+    cpp/cuda/common/reduce/sum.cu cpp/cuda/common/reduce/max.cu cpp/cuda/common/select/select.cu cpp/cuda/common/select/short.cu
+    ${instance_sources}
+    cpp/cuda/common/pack.cu cpp/cuda/common/live_keys.cu cpp/cuda/common/gradient_sums.cu cpp/cuda/common/cache.cu
+    cpp/cuda/common/merge_parts.cu cpp/cuda/common/one_list.cu cpp/cuda/common/compact_keys.cu cpp/cuda/common/key_ranges.cu
+    cpp/cuda/common/tile_order.cu cpp/cuda/sm80/dispatch.cu
+    ${host_sources} cpp/cuda/find_keys.cpp)
   target_include_directories(${target} PRIVATE cpp/cuda ${instance_include})
   set(cuda_targets ${target})
   # Hopper's instructions assemble for 90a alone.

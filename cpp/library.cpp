@@ -27,8 +27,8 @@ char namespace_slot[96] = "dmattn-ops-namespace=dmattn";
 // Lines "name=value": what this library was built with.
 DMATTN_EXPORT const char* dmattn_build_facts() {
   return "version=" DMATTN_VERSION "\nbuilt_with_torch=" DMATTN_TORCH_BUILD_VERSION
-         "\nstable_abi_target=2.10\ncuda=" DMATTN_CUDA_VERSION "\ncuda_archs=" DMATTN_CUDA_ARCHS "\ncpu_levels=" DMATTN_CPU_LEVELS
-         "\ncompiler=" DMATTN_COMPILER "\n";
+         "\nstable_abi_target=2.10\ncuda=" DMATTN_CUDA_VERSION "\ncuda_archs=" DMATTN_CUDA_ARCHS
+         "\ncuda_choice=" DMATTN_CUDA_CHOICE "\ncpu_levels=" DMATTN_CPU_LEVELS "\ncompiler=" DMATTN_COMPILER "\n";
 }
 
 // The file whose ops this process uses: this one, or another that was loaded before it.

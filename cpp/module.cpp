@@ -191,6 +191,7 @@ NB_MODULE(_C, m) {
         info["stable_abi_target"] = "2.10";
         info["cuda"] = DMATTN_CUDA_VERSION;
         info["cuda_archs"] = DMATTN_CUDA_ARCHS;
+        info["cuda_choice"] = DMATTN_CUDA_CHOICE;
         info["cpu_levels"] = DMATTN_CPU_LEVELS;
         info["compiler"] = DMATTN_COMPILER;
         return info;

@@ -30,8 +30,6 @@
 
 // A fragment, because a second copy of this library must not claim the namespace again.
 DMATTN_OPS(m) {
-  if (!dmattn::is_first_copy()) return;
-
   m.def(
       "select(Tensor scores, Tensor? segment_end, SymInt window, bool is_causal, SymInt local=0, SymInt sink=0) "
       "-> Tensor");

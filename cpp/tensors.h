@@ -68,6 +68,20 @@ inline PerHead to_per_head(const char* name, Tensor& tensor, const Tensor& like,
   return view;
 }
 
+// The number that torch's C functions have for a type that new tensors can have.
+inline int32_t dtype_code(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return aoti_torch_dtype_float64();
+    case ScalarType::Float: return aoti_torch_dtype_float32();
+    case ScalarType::BFloat16: return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half: return aoti_torch_dtype_float16();
+    case ScalarType::Long: return aoti_torch_dtype_int64();
+    case ScalarType::Int: return aoti_torch_dtype_int32();
+    case ScalarType::Byte: return aoti_torch_dtype_uint8();
+    default: fail("no tensor of dtype ", dtype_name(type), " is made here");
+  }
+}
+
 // A new tensor on the device of `like`. In one call of torch, because an op takes an eager call a microsecond or two.
 template <class Sizes>
 inline Tensor empty_strided_on(const Tensor& like, const Sizes& sizes, const std::array<int64_t, 4>& strides, ScalarType type) {
@@ -75,8 +89,7 @@ inline Tensor empty_strided_on(const Tensor& like, const Sizes& sizes, const std
   const int64_t* const first = sizes.size() > 0 ? &*sizes.begin() : strides.data();
   AtenTensorHandle handle = nullptr;
   const auto device = like.device();
-  const int32_t status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), first, strides.data(),
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+  const int32_t status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), first, strides.data(), dtype_code(type),
                                                   static_cast<int32_t>(device.type()), device.index(), &handle);
   if (status != 0) {
     std::ostringstream shape;

@@ -22,8 +22,8 @@ import torch
 
 matplotlib.use("Agg")
 from dmattn import BlockMask, IntervalMask
-from dmattn.bench.plots import STYLE, save
-from dmattn.bench.report import draw_committed
+from dmattn_bench.plots import STYLE, save
+from dmattn_bench.report import draw_committed
 from matplotlib import pyplot
 from torch.nn.attention.flex_attention import create_block_mask
 

@@ -2,7 +2,7 @@
 
 With a real model the first step is ``from_pretrained``; the others stay as they are.
 
-pip install dmattn transformers
+pip install . transformers        # in a checkout of dmattn
 python examples/convert_and_fine_tune.py
 """
 

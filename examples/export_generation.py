@@ -15,7 +15,6 @@ from model import ByteModel
 from torch import Tensor, nn
 
 PROMPTS = (b"The statement ", b"If the object ")  # of one length
-ANSWERED = 100
 
 
 class Step(nn.Module):
@@ -32,7 +31,7 @@ class Step(nn.Module):
 
 
 @torch.no_grad()
-def export(model: ByteModel, folder: Path) -> None:
+def export(model: ByteModel, folder: Path, answered: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     prompts = torch.tensor([list(prompt) for prompt in PROMPTS])
     step = Step(model, len(prompts))
@@ -41,7 +40,7 @@ def export(model: ByteModel, folder: Path) -> None:
     torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "step.pt2"))
     # What is expected is computed with all tokens at once, without a cache.
     text = prompts
-    for _ in range(ANSWERED):
+    for _ in range(answered):
         logits = model(text)[:, -1]
         text = torch.cat([text, logits.argmax(-1, keepdim=True)], 1)
     torch.save([prompts, text[:, prompts.shape[1] :], logits], folder / "prompts.pt")
@@ -53,8 +52,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where the files go")
     parser.add_argument("--weights", type=Path, help="weights.pt of the demo; default: an untrained model")
+    parser.add_argument("--bytes", type=int, default=100, help="bytes of an expected answer (default 100)")
+    parser.add_argument("--quick", dest="bytes", action="store_const", const=8, help="--bytes 8: does it run")
     options = parser.parse_args()
     torch.manual_seed(0)
-    export(
-        (ByteModel(1, 64, 4, 2, 48, 16) if options.weights is None else ByteModel.load(options.weights)).eval(), options.folder
-    )
+    model = ByteModel(1, 64, 4, 2, 48, 16) if options.weights is None else ByteModel.load(options.weights)
+    export(model.eval(), options.folder, options.bytes)

@@ -1,9 +1,9 @@
 """Generates with a converted Llama and a bounded cache: memory and time a token over the context, beside the full cache. Half a minute.
 
-The weights are random: what a step costs does not depend on them. The plot needs matplotlib (``pip install dmattn[plot]``); without it there are
+The weights are random: what a step costs does not depend on them. The plot needs matplotlib; without it there are
 the numbers alone.
 
-pip install dmattn transformers
+pip install . transformers        # in a checkout of dmattn
 python examples/generate_with_bounded_cache.py --output cost.png
 """
 

@@ -130,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="sequences in a batch (default 4)")
     parser.add_argument("--chunk", type=int, default=16, help="bytes of a prompt that a call reads at most (default 16)")
     parser.add_argument("--bytes", type=int, default=120, help="bytes of an answer (default 120)")
+    parser.add_argument("--quick", dest="bytes", action="store_const", const=8, help="--bytes 8: does it run")
     parser.add_argument("--show", type=int, default=4, help="answers that are printed (default 4)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action="store_true", help="compare every answer with that of its prompt alone")

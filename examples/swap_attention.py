@@ -3,7 +3,7 @@
 The model is a Mistral with random weights and a sliding window. SDPA computes all pairs of tokens and hides most of them; dmattn computes
 those in the window alone.
 
-pip install dmattn transformers
+pip install . transformers        # in a checkout of dmattn
 python examples/swap_attention.py
 """
 

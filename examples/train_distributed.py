@@ -87,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a text file of your own (default: the topics of Python's help)")
     parser.add_argument("--cp", type=int, help="ranks that share a sequence (default: all)")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=2, help="--steps 2: does it run")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step, of all ranks together")
     parser.add_argument("--length", type=int, default=1024, help="bytes of a sequence")
     parser.add_argument("--layers", type=int, default=2)

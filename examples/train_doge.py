@@ -1,6 +1,6 @@
 """Trains a tiny Doge of transformers with dmattn's selection on the text of Python's help, and compares it with eager attention. One minute.
 
-pip install dmattn transformers
+pip install . transformers        # in a checkout of dmattn
 python examples/train_doge.py
 """
 

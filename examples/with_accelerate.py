@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--count", type=int, default=128, help="sequences in an epoch")
+    parser.add_argument("--quick", dest="count", action="store_const", const=32, help="--count 32: does it run")
     given = parser.parse_args(arguments)
 
     accelerator = Accelerator(gradient_accumulation_steps=2)

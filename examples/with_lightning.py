@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     """Trains and loads the checkpoint. Returns the first and the last loss."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=5, help="--steps 5: does it run")
     given = parser.parse_args(arguments)
 
     lightning.seed_everything(0, verbose=False)

@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
     """Fine-tunes, saves the adapter, loads it into a new base model and merges it. Returns the first and the last loss."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--quick", dest="steps", action="store_const", const=5, help="--steps 5: does it run")
     given = parser.parse_args(arguments)
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "dt_proj"]  # dt_proj scores the keys

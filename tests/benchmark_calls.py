@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
-from dmattn.bench import __main__
+from dmattn_bench import __main__
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = ["--device", "cpu", "--lengths", "96", "--repeats", "2", "--seconds", "0.01", "--no-memory", "--threads", "1"]
 
 
+def script(name):
+    """A benchmark of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def assert_refused(call, sentence, capsys):
-    """``python -m dmattn.bench`` with these words says one sentence and makes no results."""
+    """``python -m dmattn_bench`` with these words says one sentence and makes no results."""
     assert __main__.main(call.split()) == 2
     said = capsys.readouterr().err
     assert sentence in said

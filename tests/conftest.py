@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from devices import DEVICE
-from selection import pytest_collection_modifyitems  # noqa: F401  (a hook)
+from selection import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 _slow_is_fine = [
     hypothesis.HealthCheck.too_slow,
@@ -27,7 +27,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "nightly", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
 )
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    default = "quick" if config.getoption("--quick") else "ci"
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", default))
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +67,10 @@ def device_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a program in a new process with the same dmattn, for what a process decides once. Returns the finished process."""
     package_parent = os.path.dirname(os.path.dirname(dmattn.__file__))
+    benchmarks = os.path.join(os.path.dirname(os.path.dirname(__file__)), "benchmarks")
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([package_parent, benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": path, **environment},
@@ -79,7 +85,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 @pytest.fixture
 def short_warm_ups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Benchmarks warm up for no time, and leave as many threads as there were."""
-    from dmattn.bench import measure
+    from dmattn_bench import measure
 
     monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
     threads = torch.get_num_threads()

@@ -11,7 +11,7 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask, checks
-from dmattn.distributed import agreement, context_parallel_attention, exchange, record_traffic
+from dmattn.distributed import Traffic, agreement, context_parallel_attention, exchange, record_traffic
 from dmattn.testing.strategies import random_tensor
 from dmattn.testing.tolerance import (
     assert_same_by_another_way,
@@ -31,6 +31,7 @@ def attend(
     with record_traffic() as traffic:
         out, lse = context_parallel_attention(**leaves, **options, group=group, return_lse=True)
         gradients = torch.autograd.grad((out, lse), list(leaves.values()), (grad_out.to(out.dtype), grad_lse.to(lse.dtype)))
+    assert isinstance(traffic, Traffic)
     results = {"out": out.detach(), "lse": lse.detach()}
     results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return results, vars(traffic)

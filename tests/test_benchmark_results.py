@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_calls import BENCHMARKS, SMALL, assert_refused
-from dmattn.bench import (
+from benchmark_calls import BENCHMARKS, SMALL, assert_refused, script
+from dmattn_bench import (
     __main__,
     compare,
+    earlier_report,
     measure,
     page_tables,
     plots,
@@ -95,7 +96,7 @@ def test_rows_of_scripts_are_measurements_too():
     }
     pack = {"case": "4 documents", "forward_ms": 5.0, "backward_ms": 6.0, "torch_forward_ms": 7.0}
     ranks = {"length": 64, "ranks": 2, "ours": {"forward_ms": 8.0}, "torch_context_parallel_cudnn": {"error": "none here"}}
-    found = {each.key[1:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
+    found = {each.key[2:]: each.samples[0] for each in records.measurements({"rows": [sweep, pack, ranks]})}
     assert found == {
         ("256 tokens, 4 heads, window 16", "", "dmattn", "forward kernels"): 1.0,
         ("256 tokens, 4 heads, window 16", "", "dmattn", "backward kernels"): 2.0,
@@ -114,6 +115,8 @@ BAD_FILES = {
     "compare one.json nan.json": "nan.json: c: expected samples of forward, all numbers > 0, got [nan]",
     "compare no-samples.json one.json": "no-samples.json: c: expected samples of forward, all numbers > 0, got []",
     "compare machine.json one.json": "machine.json: expected an object as machine, got 'x'",
+    "compare one.json one.json one.json": "compare: expected one result or two, got 3",
+    "compare one.json": "compare: expected benchmarks/results/one.json, the committed result that one.json is compared with, got none",
     "report zero.json": "zero.json: expected a result of",
     "report one.json --output text.txt": "--output: expected a folder, got text.txt",
     "report one.json --check": "--check: expected no results beside it",
@@ -288,6 +291,30 @@ def test_what_became_slower_is_found(ran, tmp_path, capsys):
     assert "2 slower" in compare.text(old, new, 0.05, with_peers=True)[0]
 
 
+def test_one_result_alone_is_compared_with_the_committed_one(tmp_path, monkeypatch, capsys):
+    """That of the same machine and name, in the checkout; elsewhere there is nothing to compare with."""
+    for folder in ("benchmarks/results/a-machine", "python/dmattn", "times"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "python/dmattn/_version.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def written(place, seconds, machine="a-machine"):
+        row = {"case": "c", "samples": {"forward": [seconds, seconds, seconds]}}
+        Path(place).write_text(json.dumps({"machine": {"name": machine}, "rows": [row]}))
+        return place
+
+    written("benchmarks/results/a-machine/cuda.json", 1.0)
+    assert __main__.main(["compare", written("times/cuda.json", 1.04)]) == 0
+    assert __main__.main(["compare", written("times/cuda.json", 1.2)]) == 1
+    assert "c: dmattn, forward: 1000 ms -> 1200 ms (+20.0%" in capsys.readouterr().out
+    assert __main__.main(["compare", "times/cuda.json", "--least", "0.3"]) == 0
+    expected = "compare: expected benchmarks/results/{}/{}, the committed result that {} is compared with, got none"
+    assert_refused(f"compare {written('times/cpu.json', 1.0)}", expected.format("a-machine", "cpu.json", "cpu.json"), capsys)
+    assert_refused(f"compare {written('times/cuda.json', 1.0, 'b')}", expected.format("b", "cuda.json", "cuda.json"), capsys)
+    monkeypatch.setattr(__main__, "checkout", lambda: None)
+    assert_refused("compare times/cuda.json", "one alone is compared with a committed one, which needs a checkout", capsys)
+
+
 def test_too_few_samples_give_no_verdict():
     def result(*samples):
         return {"rows": [{"case": "c", "samples": {"forward": list(samples)}}]}
@@ -316,8 +343,9 @@ def test_two_results_of_one_build_differ_once_in_a_hundred_times():
 def test_nobody_has_to_read_to_the_end(tmp_path):
     path = tmp_path / "many.json"
     path.write_text(json.dumps({"rows": [{"case": f"case {n}", "samples": {"forward": [1.0]}} for n in range(5000)]}))
-    command = f"{sys.executable} -m dmattn.bench compare {path} {path}; echo $? >&2"
-    done = subprocess.run(["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, env=dict(os.environ))
+    command = f"{sys.executable} -m dmattn_bench compare {path} {path}; echo $? >&2"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(["bash", "-c", f"({command}) | head -1"], capture_output=True, text=True, env=environment)
     assert done.stdout == "0 slower beyond noise.\n"
     assert done.stderr == "141\n"
 
@@ -479,18 +507,47 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
         "peer2_backward": 9.0,
     }
     row = {
+        "group": "a group",
         "case": "a case", "kind": "streaming", "length": 65536, "window": 1024, "sink": 64, "heads": 16, "head_dim": 128, "is_causal": True,
         "dtype": "bfloat16", "medians": times, "kernel_medians": {**times, "forward": 0.001}, "peer_names": ["flex_attention, compiled", "x"],
     }  # fmt: skip
-    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row]}
+    other = row | {"group": "another group", "medians": dict.fromkeys(times, 1.0)}
+    result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row, other]}
     (tmp_path / "all.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": ("a case",)}})
+    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": (("a group", "a case"),)}})
     lines = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path).splitlines()
     assert (
         lines[3]
-        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.6x, 2.00 ms | 17x | 0.94x, 500 ms | 0.94x |"
+        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.60x, 2.00 ms | 17.2x | 0.94x, 500 ms | 0.94x |"
     )
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
+    (tmp_path / "all.json").write_text(json.dumps(result | {"rows": [row, other, row]}))
+    with pytest.raises(
+        records.BadResultError,
+        match=r"all\.json: expected one row for each group and case, got two of group 'a group', case 'a case'",
+    ):
+        report.short_table("mine", tmp_path)
+
+
+def test_a_comparison_refuses_two_measurements_of_one_name():
+    row = {"group": "a", "case": "c", "samples": {"forward": [1.0, 1.0, 1.0]}}
+    unlike = {"rows": [row, row | {"group": "b", "samples": {"forward": [2.0, 2.0, 2.0]}}]}
+    slower, faster, missing, few = compare.compared(unlike, unlike, 0.05)
+    assert [slower, faster, missing, few] == [[], [], [], []]
+    with pytest.raises(
+        records.BadResultError, match="expected one measurement of each name in a result, got two of a, c, dmattn, forward"
+    ):
+        compare.compared({"rows": [row, row]}, unlike, 0.05)
+
+
+def test_the_plain_windows_of_the_pages_are_not_those_with_local_keys():
+    """Groups of the committed results have cases of the same name; the README quotes both kinds."""
+    found = records.rows_by_case(json.loads((BENCHMARKS / "results" / report.GPU).read_text()), report.GPU)
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    for group, case in (("dma", "32768, window 1024, D=128"), ("dma-local", "32768, window 1024 with 4 + 256, D=128")):
+        times = found[group, case]["medians"]
+        for part in ("forward", "backward"):
+            assert f"{times['peer_' + part] / times[part]:.2f}x, " in text
 
 
 STAMP = {
@@ -500,7 +557,26 @@ STAMP = {
     "uncommitted_changes": False,
     "date": "2026-11-21T15:13:06",
 }
+# Every headline of benchmarks/earlier_systems.py: whole calls take 2 s and those of the peers 10 and 5 s, kernels 1, 9 and 4 s.
+EARLIER = STAMP | {
+    "rows": [
+        {"workload": headline.system, "case": headline.name, **headline.facts,
+         "peer_names": [f"F.scaled_dot_product_attention by {peer}_ATTENTION" for peer in ("FLASH", "CUDNN")],
+         **{times: {f"{peer}{part}": value for part in ("forward", "backward") for peer, value in zip(("", "peer_", "peer2_"), of, strict=True)}
+            for times, of in (("medians", (2, 10, 5)), ("kernel_medians", (1, 9, 4)))}}
+        for headline in script("earlier_systems").headlines()
+    ]
+}  # fmt: skip
 PAGE_TABLES = {  # results, and a line of the table
+    "projected": (
+        EARLIER,
+        "| Flash-DMA: 65,536 @ 0.025, causal, forward | FlashAttention-2 | 8.0x to 13x | 5.0x | 9.0x | kernels alone | cuDNN | 2.5x | 4.0x |",
+    ),
+    "sweep-of-attention": (EARLIER, "| 4,096 |" + " 2.50, 4.00 |" * 9),
+    "sweep-of-reductions": (
+        EARLIER,
+        "| reduce_max, 100,000,000 elements | 2,000,000.0 | 10,000,000.0 | 1,000,000.0 | 9,000,000.0 | 0 | 0 |",
+    ),
     "ranks": (
         {"rows": [STAMP | {"length": 5000, "ours": {"forward_ms": 3.21, "forward_in_a_row_ms": 0.5, "forward_backward_ms": 10},
                            "one_chunk_alone": {"forward_ms": 2.0, "forward_in_a_row_ms": 1.0, "forward_backward_ms": 8.0}}]},
@@ -512,10 +588,10 @@ PAGE_TABLES = {  # results, and a line of the table
         "| 2 documents: 1.5 million tokens | 2.00 ms | 1.23x | 9.00 ms | 3.00 ms | 2.00x | 8.00 ms |",
     ),
     "predictions": (
-        STAMP | {"rows": [{"case": case, "length": length, "window": window, "head_dim": 128, "medians": {"forward": 2, "peer_forward": 1},
-                           "kernel_medians": {"forward": 1, "peer_forward": 25}}
-                          for case, length, window in zip(page_tables.PREDICTED, (1024, 256), (1024, 256), strict=True)]},
-        "| 1,024 tokens, window 1,024 | 1.0x | 25x | 0.50x |",
+        STAMP | {"rows": [{"group": group, "case": case, "length": length, "window": window, "head_dim": 128,
+                           "medians": {"forward": 2, "peer_forward": 1}, "kernel_medians": {"forward": 1, "peer_forward": 25}}
+                          for (group, case), length, window in zip(page_tables.PREDICTED, (1024, 256), (1024, 256), strict=True)]},
+        "| 1,024 tokens, window 1,024 | 1.00x | 25.0x | 0.50x |",
     ),
     "training-steps": (
         {"rows": [STAMP | {"name": name, "length": 4096, "ranks": 2, "window": 64, "samples": [1.0], "tokens_per_second": rate,
@@ -552,6 +628,65 @@ def test_tables_of_pages_say_what_the_results_say(name, tmp_path):
     assert line in lines
     assert lines[-2] == "A GPU, torch 2.11, commit abc, 2026-11-21."
     assert report.rewritten("\n".join(lines), tmp_path).splitlines() == lines
+
+
+def test_misses_stand_in_the_table_of_projections():
+    lines = earlier_report.projected(EARLIER).splitlines()
+    assert lines[2].startswith(
+        "| Flash-DMA: 1,024 @ 0.2, causal, forward | FlashAttention-2 | 3.3x to 4.0x | 5.0x | 9.0x | yes |"
+    )
+    (p,) = (line for line in lines if "p = 0.05, forward" in line)
+    assert "| 20x | 5.0x | 9.0x | **no**, 0.45 of it |" in p
+    (of_memory,) = (line for line in lines if "reduce_sum, 100,000,000" in line)
+    assert of_memory.endswith("| 87% | 0% | 0% | **no**, 0.00 of it | - | - | - |")
+    (causal,) = (line for line in lines if "N = 512, D = 64, causal" in line)
+    assert causal.endswith("| not causal | 2.0x | - | 1.0x | **no**, 0.50 of it | - | - | - |")
+
+
+def test_a_headline_that_has_no_times_stands_in_the_table():
+    rows = [row for row in EARLIER["rows"] if not row["case"].startswith("197")]
+    wrong = {"workload": "Block-Sparse-Attention", "case": "197 tokens, half of the blocks", "refused": "differs by 1"}
+    (line,) = (line for line in earlier_report.projected({"rows": [*rows, wrong]}).splitlines() if "197" in line)
+    assert line == "| Block-Sparse-Attention: 197 tokens, half of the blocks | - | 2.0x | - | - | differs by 1 | - | - | - |"
+
+
+@pytest.mark.parametrize(
+    ("gains", "words"),
+    [
+        ((2.0, 1.0), "yes"), ((1.991, None), "yes"), ((1.9, 2.0), "kernels alone"), ((None, 2.5), "kernels alone"),
+        ((1.0, 1.5), "**no**, 0.75 of it"), ((1.5, None), "**no**, 0.75 of it"),
+    ],
+)  # fmt: skip
+def test_what_part_of_a_projection_is_reached(gains, words):
+    assert earlier_report.reached(gains, 2.0) == words
+
+
+def test_headlines_of_earlier_systems_are_measured(tmp_path, monkeypatch):
+    """Systems with one case of each kind, on a CPU: a row a line, and the same times as CSV."""
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0.0)
+    module, path = script("earlier_systems"), tmp_path / "machine/earlier.json"
+    kept = {}
+    for headline in module.headlines():
+        kept.setdefault((headline.system, headline.build), headline)
+    monkeypatch.setattr(module, "headlines", lambda: iter(kept.values()))
+    arguments = f"x --tiny --device cpu --repeats 1 --seconds 0.001 --output {path}".split()
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["workload"], row["case"]) for row in rows] == [(each.system, each.name) for each in kept.values()]
+    assert all(row["medians"]["forward"] > 0 and row["medians"]["peer_forward"] > 0 for row in rows)
+    assert sum(line.lstrip().startswith('{"workload"') for line in path.read_text().splitlines()) == len(rows)
+    with path.with_suffix(".csv").open() as file:
+        assert {line["case"] for line in csv.DictReader(file)} == {row["case"] for row in rows}
+
+
+def test_a_wrong_headline_has_no_times(tmp_path, monkeypatch):
+    module = script("earlier_systems")
+    right = module.dmattn.attention
+    monkeypatch.setattr(module.dmattn, "attention", lambda *given, **options: right(*given, **options) * 1.5)
+    (headline,) = (each for each in module.headlines() if each.name.startswith("197"))
+    with pytest.raises(measure.WrongResultError, match="197 tokens, half of the blocks: differs from the reference by"):
+        module.check(module.shrunk(headline), "cpu")
 
 
 def test_a_result_without_chosen_rows_gives_all_that_were_measured(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmark_calls import BENCHMARKS, SMALL, assert_refused
-from dmattn.bench import (
+from dmattn_bench import (
     __main__,
     cases,
     context_parallel,
@@ -306,6 +306,7 @@ BAD_RUNS = {
     "run pages --lengths 64": "--lengths: expected none with pages, which has cases of its own",
     "run causal decode --peers eager": "--peers: expected none with decode, which has cases of its own",
     "run causal --quicker": "unrecognized arguments: --quicker",
+    "--quick": "the following arguments are required: {list,run,compare,report}",
 }
 
 

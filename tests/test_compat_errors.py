@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from dmattn.compat import block_sparse_attn, flash_attn, flash_dmattn, flashmask, triton_flashattn
+from dmattn.compat import block_sparse_attn, flash_attn, flash_dmattn, flashkernel, flashmask, triton_flashattn
 from test_errors import STRANGE
 
 Q, K, V = torch.randn(2, 5, 4, 16), torch.randn(2, 6, 2, 16), torch.randn(2, 6, 2, 8)
@@ -46,10 +47,12 @@ ARGUMENTS = {
                                      "is_causal": None, "softcap": None, "deterministic": None, "return_attn_probs": None, "scale": None},
     flash_dmattn.flash_dmattn_varlen_func: {"query": PQ, "key": PK, "value": PV, "cu_seqlens_q": ENDS_Q, "cu_seqlens_k": ENDS_K,
                                             "max_seqlen_q": 5, "max_seqlen_k": 6, "softmax_scale": None, "is_causal": None, "softcap": None,
-                                            "deterministic": None, "return_attn_probs": None, "block_table": None},
+                                            "deterministic": None, "return_attn_probs": None, "block_table": None, "attn_mask": None,
+                                            "attn_bias": None},
     flash_dmattn.flash_dynamic_mask_attention_forward: {"module": None, "query": Q.transpose(1, 2), "key": K.transpose(1, 2),
                                                         "value": V.transpose(1, 2), "attention_mask": None, "attention_bias": BIAS,
-                                                        "scaling": None, "window_size": None, "softcap": None, "is_causal": None,
+                                                        "scaling": None, "window_size": None, "softcap": None, "keep_window_size": None,
+                                                        "is_causal": None,
                                                         "dropout": 0.0, "s_aux": None, "deterministic": None},
     flash_dmattn.create_mask: {"attention_bias": BIAS, "attention_mask": None, "batch_size": 2, "query_len": 5, "key_len": 6,
                                "window_size": 3, "min_dtype": -1e9, "block_size": None, "type": "topk"},
@@ -62,6 +65,8 @@ ARGUMENTS = {
                                     "window_size": None, "return_softmax_lse": False, "return_seed_offset": False,
                                     "fixed_seed_offset": None, "rng_name": "", "training": True, "softmax_scale": None, "block_mask": None},
     flashmask.interval_masks: {"startend_row_indices": ROWS, "query_length": 5, "causal": False},
+    flashkernel.flash_attention_forward: {"Q": Q.transpose(1, 2), "K": Q.transpose(1, 2), "V": Q.transpose(1, 2), "scale": None,
+                                          "is_causal": False},
     triton_flashattn.flash_attention: {"q": Q, "k": Q, "v": Q, "scale": None},
     triton_flashattn._attn_bwd_prep[()]: {"O": FLAT, "DO": FLAT, "Delta": FLAT[:, 0].contiguous(), "Z": 2, "H": 3, "N": 4, "HEAD_DIM": 8},
 }  # fmt: skip
@@ -76,7 +81,7 @@ TAKEN = {
                      "rotary_sin", "attention_bias", "s_aux", "backend"), NONE),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_seqlen_q_", "max_seqlen_k_", "num_splits", "batch_size", "query_length"), WHOLE),
     "softcap": NONE | NUMBER, "cache_seqlens": WHOLE, "block_size": NONE | WHOLE,
-    "window_size": NONE | WHOLE, "min_dtype": NUMBER, "module": set(STRANGE), "query_len": WHOLE, "key_len": WHOLE,
+    "window_size": NONE | WHOLE, "keep_window_size": NONE | WHOLE, "min_dtype": NUMBER, "module": set(STRANGE), "query_len": WHOLE, "key_len": WHOLE,
 }  # fmt: skip
 # Where an argument is refused that is taken elsewhere, or another way round.
 EXCEPT = {
@@ -142,6 +147,10 @@ def model(**changes):
     return flash_dmattn.flash_dynamic_mask_attention_forward(**arguments)
 
 
+def old(**changes):
+    return flash_dmattn.flash_dmattn_varlen_func(**ARGUMENTS[flash_dmattn.flash_dmattn_varlen_func] | changes)
+
+
 def packed(**changes):
     return flash_attn.flash_attn_varlen_func(**PACKED | changes)
 
@@ -191,7 +200,25 @@ BAD = {
     "a gradient": (lambda: new(q=Q.clone().requires_grad_()), RuntimeError, "flash_attn_with_kvcache has no gradient"),
     "two scales": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, softmax_scale=1.0, scale=1.0), TypeError, "softmax_scale, scale: expected one of them at most"),
     "mask": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, torch.ones(2, 3, 5, 6) > 0), ValueError, "attn_mask: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with B=2, H=4, Hkv=2, Sq=5, Sk=6, got [2, 3, 5, 6]"),
-    "window without scores": (lambda: model(window_size=3, attention_bias=None), ValueError, "attention_bias: expected scores of keys beside window_size, got None"),
+    "window without scores": (lambda: model(window_size=3, attention_bias=None), ValueError, "attention_bias: expected scores, of which a window of 3 keys is selected, got None"),
+    "a module's window without scores": (lambda: model(module=SimpleNamespace(keep_window_size=3), attention_bias=None), ValueError, "attention_bias: expected scores, of which a window of 3 keys is selected, got None"),
+    "a module's window": (lambda: model(module=SimpleNamespace(keep_window_size=0)), ValueError, "module.keep_window_size: expected a positive int, got 0"),
+    "two windows": (lambda: model(window_size=3, keep_window_size=3), TypeError, "window_size, keep_window_size: expected one of them at most, got both"),
+    "an additive mask": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, torch.full((1, 1, 5, 6), -1e9)), ValueError, "attn_mask: expected 1.0 (keep) and 0.0 (hide), or bool, got other values"),
+    "a mask of another dtype": (lambda: flash_dmattn.flash_dmattn_func(Q, K, V, torch.ones(1, 1, 5, 6).half()), TypeError, "attn_mask: expected dtype bool, float32, got float16"),
+    "an additive mask of a model": (lambda: model(attention_mask=torch.full((1, 1, 5, 6), -1e9)), ValueError, "attention_mask: expected 1.0 (keep) and 0.0 (hide), or bool, got other values"),
+    "mask and bias by position": (lambda: flash_dmattn.flash_dmattn_varlen_func(PQ, PK, PV, None, None, ENDS_Q, ENDS_K, 5, 6), TypeError, "max_seqlen_q: expected an int, got Tensor: attn_mask and attn_bias, which stood in front of cu_seqlens_q in versions 1.0.0 to 1.0.6, and all that follows them must be given by name"),
+    "a packed mask": (lambda: old(attn_mask=torch.ones(10, 2, 5) > 0), ValueError, "attn_mask: expected [Tq, H|Hkv|1, max_seqlen_k] with Tq=10, H=4, Hkv=2, max_seqlen_k=6, got [10, 2, 5]"),
+    "a packed bias": (lambda: old(attn_bias=torch.ones(10, 3, 6)), ValueError, "attn_bias: expected [Tq, H|Hkv|1, max_seqlen_k] with Tq=10, H=4, Hkv=2, max_seqlen_k=6, got [10, 3, 6]"),
+    "a packed mask and pages": (lambda: old(attn_mask=torch.ones(10, 2, 6) > 0, key=CACHE[0], value=CACHE[1], block_table=PAGES), ValueError, "block_table: expected None with attn_mask or attn_bias, got a table"),
+    "too short for its keys": (lambda: old(attn_bias=torch.ones(10, 2, 5), max_seqlen_k=5), ValueError, "max_seqlen_k: expected at least 6, the longest sequence, got 5"),
+    "shapes of FlashKernel": (lambda: flashkernel.flash_attention_forward(Q, K, K), ValueError, "K: expected [2, 5, 4, 16] like Q, got [2, 6, 2, 16]"),
+    "no dimension": (lambda: flashkernel.reduce_sum(Q, None), TypeError, "dim: expected an int, got NoneType"),
+    "a flag for a dimension": (lambda: flashkernel.reduce_max(Q, True), TypeError, "dim: expected an int, got bool"),
+    "a list": (lambda: flashkernel.reduce_sum([1.0]), TypeError, "input: expected a torch.Tensor, got list"),
+    "complex numbers": (lambda: flashkernel.triton_reduce_sum(Q + 1j), TypeError, "input: expected dtype float64, float32,"),
+    "the last dimension": (lambda: flashkernel.reduce_sum(Q, -2), ValueError, "dim: expected -1 (all elements) or 0 <= dim < 4, got -2"),
+    "a dimension that is not there": (lambda: flashkernel.reduce_max(Q, 4), ValueError, "dim: expected -1 (all elements) or 0 <= dim < 4, got 4"),
     "key of a model": (lambda: model(key=K.transpose(1, 2)[..., :8]), ValueError, "key: expected [B, Hkv, Sk, D] with B=2, D=16, got [2, 2, 6, 8]"),
     "value of a model": (lambda: model(value=V.transpose(1, 2)[:, :, :4]), ValueError, "value: expected [B, Hkv, Sk, Dv] = [2, 2, 6, 'Dv'], got [2, 2, 4, 8]"),
     "weights": (lambda: model(output_attentions=True), ValueError, "output_attentions: expected False, got True"),

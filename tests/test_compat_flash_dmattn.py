@@ -56,8 +56,14 @@ def test_mask_and_bias_broadcast(shape, causal):
 def test_dtypes_and_names(dtype):
     mask, bias = bernoulli((2, 2, 70, 90), 1), tensor((2, 2, 70, 90), 2, dtype)
     case = case_of(70, 90, dtype, visible=mask, bias=bias, is_causal=True, scale=0.3)
-    for name in ("flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func", "flash_sparse_attn_func"):
-        function = getattr(flash_dmattn, name)
+    for function in (
+        flash_dmattn.flash_dmattn_func,
+        flash_dmattn.triton_dmattn_func,
+        flash_dmattn.flex_dmattn_func,
+        flash_dmattn.flash_sparse_attn_func,
+        flash_dmattn.triton_sparse_attn_func,
+        flash_dmattn.flex_sparse_attn_func,
+    ):
         q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
         out = function(q, k, v, attn_mask=mask, attn_bias=bias, scale=0.3, is_causal=True)
         assert_close_to_reference(case, {"out": out.transpose(1, 2)})
@@ -97,6 +103,83 @@ def test_varlen_is_each_sequence_alone(causal):
     torch.testing.assert_close(out, torch.cat([each[0][0] for each in alone]))
     torch.testing.assert_close(lse, torch.cat([each[1][0] for each in alone], dim=1))
     assert none is None
+
+
+# Versions 1.0.0 to 1.2.0 ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [TRUTH, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func"])
+def test_a_mask_may_have_the_dtype_of_the_query(name, dtype):
+    case = case_of(9, 12, dtype)
+    keep, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, dtype)
+    q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
+    function = getattr(flash_dmattn, name)
+    out = function(q, k, v, keep.to(dtype), bias, is_causal=True)
+    assert torch.equal(out, function(q, k, v, keep, bias, is_causal=True))
+    assert_close_to_reference(dataclasses.replace(case, visible=keep, bias=bias, is_causal=True), {"out": out.transpose(1, 2)})
+
+
+def test_a_model_may_have_a_mask_in_the_dtype_of_the_query():
+    case = case_of(9, 12)
+    keep, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, TRUTH)
+    given = (None, case.query, case.key, case.value)
+    out, _ = flash_dmattn.flash_dynamic_mask_attention_forward(*given, keep.to(TRUTH), bias, window_size=3)
+    expected, _ = flash_dmattn.flash_dynamic_mask_attention_forward(*given, keep, bias, window_size=3)
+    assert torch.equal(out, expected)
+    assert not torch.equal(out, flash_dmattn.flash_dynamic_mask_attention_forward(*given, None, bias, window_size=3)[0])
+
+
+@pytest.mark.parametrize("where", ["window_size", "keep_window_size", "module"])
+@pytest.mark.parametrize("window", [1, 4, 11, 12, 20])
+def test_a_window_from_the_module_or_by_its_earlier_name(where, window):
+    scores = tensor((2, 2, 12), 1, TRUTH)
+    case = case_of(9, 12, visible=top_k_visible(scores, window)[:, :, 3:], key_bias=scores, is_causal=True)
+    held = {"keep_window_size": window} if where == "module" else {}
+    named = {} if where == "module" else {where: window}
+    out, _ = flash_dmattn.flash_dynamic_mask_attention_forward(
+        SimpleNamespace(is_causal=True, **held), case.query, case.key, case.value, None, scores, **named
+    )
+    assert_close_to_reference(case, {"out": out.transpose(1, 2)})
+
+
+def test_an_argument_comes_before_the_modules_window():
+    case, scores = case_of(12, 12), tensor((2, 2, 12), 1, TRUTH)
+    module, tensors = SimpleNamespace(is_causal=True, keep_window_size=2), (case.query, case.key, case.value, None, scores)
+    forward = flash_dmattn.flash_dynamic_mask_attention_forward
+    expected, _ = forward(SimpleNamespace(is_causal=True), *tensors, window_size=5)
+    for name in ("window_size", "keep_window_size"):
+        assert torch.equal(forward(module, *tensors, **{name: 5})[0], expected)
+    assert not torch.equal(forward(module, *tensors)[0], expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("given", ["mask", "bias", "both"])
+def test_varlen_takes_mask_and_bias_of_earlier_versions(given, heads):
+    """[Tq, heads, longest]: the last dimension counts the keys of the query's own sequence."""
+    lengths_q, lengths_k = [3, 7, 0, 1], [5, 2, 4, 1]
+    q, k, v = (tensor((sum(n), h, 16), h, TRUTH) for n, h in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2)))
+    keep = bernoulli((sum(lengths_q), heads, 5), 3) if given != "bias" else None
+    bias = tensor((sum(lengths_q), heads, 5), 4, TRUTH).requires_grad_() if given != "mask" else None
+    ends = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*ends, 7, 5), strict=True))
+    out, lse, none = flash_dmattn.flash_dmattn_varlen_func(
+        q, k, v, attn_mask=None if keep is None else keep.to(TRUTH), attn_bias=bias, is_causal=True, scale=0.3, softcap=2.0,
+        return_attn_probs=True, **named,
+    )  # fmt: skip
+    assert none is None
+    parts = zip(*(x.split(n) for x, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))), strict=True)
+    alone = []
+    for number, (part, first, keys) in enumerate(zip(parts, ends[0], lengths_k, strict=False)):
+        rows = slice(int(first), int(first) + lengths_q[number])
+        own = (None if x is None else x[rows, :, :keys].transpose(0, 1)[None] for x in (keep, bias))
+        alone.append(flash_dmattn.flash_dmattn_func(*(x[None] for x in part), *own, 0.3, True, 2.0, return_attn_probs=True))
+    expected = torch.cat([each[0][0] for each in alone])
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, torch.cat([each[1][0] for each in alone], dim=1))
+    if bias is not None:
+        got, wanted = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, expected))
+        torch.testing.assert_close(got, wanted)
 
 
 # Selections as masks ------------------------------------------------------------------------------------------------------------------
@@ -269,9 +352,21 @@ def test_unpad_and_pad_are_inverse():
 # Backends -----------------------------------------------------------------------------------------------------------------------------
 
 
-def test_backends_are_names_of_one_function(monkeypatch):
-    for name in (None, "triton", "flex"):
-        assert flash_dmattn.flash_dmattn_func_auto(name) is flash_dmattn.flash_dmattn_func
+def test_triton_and_flex_have_orders_and_defaults_of_their_own():
+    case = case_of(9, 12, size=8)
+    mask, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, TRUTH)
+    given = (*(x.transpose(1, 2) for x in (case.query, case.key, case.value)), mask, bias)
+    causal, full = (flash_dmattn.flash_dmattn_func(*given, 0.3, is_causal) for is_causal in (True, False))
+    assert torch.equal(flash_dmattn.triton_dmattn_func(*given, True, 0.3), causal)
+    assert torch.equal(flash_dmattn.triton_dmattn_func(*given, softmax_scale=0.3), full)
+    assert torch.equal(flash_dmattn.flex_dmattn_func(*given, None, 0.3), causal)
+    assert torch.equal(flash_dmattn.flex_dmattn_func(*given, False, scale=0.3), full)
+    assert len(flash_dmattn.flex_sparse_attn_func(*given, softcap=2.0, return_attn_probs=True)) == 3
+
+
+def test_backends_are_names_of_functions(monkeypatch):
+    for name, function in ((None, "flash"), ("triton", "triton"), ("flex", "flex")):
+        assert flash_dmattn.flash_dmattn_func_auto(name) is getattr(flash_dmattn, f"{function}_dmattn_func")
     for available in (False, True):
         monkeypatch.setattr(flash_dmattn, "_cuda_available", lambda available=available: available)
         assert flash_dmattn.CUDA_AVAILABLE is available

@@ -72,6 +72,37 @@ def test_packed_sequences_and_pages(device, dtype):
     assert_close_to_reference(case, run(case, lambda *a, **o: fn(*a, paged=True, **o)))
 
 
+def test_masks_and_biases_of_earlier_versions(device, dtype):
+    """Masks are 1.0 and 0.0 in the query's dtype; those of packs count the keys of the query's own sequence."""
+    tokens, longest = sum(LENGTHS_Q), max(LENGTHS_K)
+    keep = (tensor((tokens, 2, longest), 3, device=device) > -0.5).to(dtype)
+    bias = tensor((tokens, 2, longest), 4, dtype, device)
+    seen = torch.zeros(1, 2, tokens, sum(LENGTHS_K), dtype=torch.bool, device=device)
+    wide = torch.zeros(1, 2, tokens, sum(LENGTHS_K), dtype=dtype, device=device)
+    row = key = 0
+    for m, n in zip(LENGTHS_Q, LENGTHS_K, strict=True):
+        place = (0, slice(None), slice(row, row + m), slice(key, key + n))
+        seen[place] = keep[row : row + m, :, :n].transpose(0, 1).bool()
+        wide[place] = bias[row : row + m, :, :n].transpose(0, 1)
+        row, key = row + m, key + n
+    case = case_of(tokens, sum(LENGTHS_K), device, dtype, batch=1, visible=seen, bias=wide)
+    ends = ends_of(LENGTHS_Q, device), ends_of(LENGTHS_K, device)
+
+    def fn(q, k, v, _, **__):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, lse, _ = flash_dmattn.flash_dmattn_varlen_func(
+            q, k, v, *ends, 150, 100, attn_mask=keep, attn_bias=bias, return_attn_probs=True
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    results = run(AttentionCase(case.query, case.key, case.value), fn)
+    assert_close_to_reference(case, results)
+    whole = case_of(70, 90, device, dtype, visible=(tensor((2, 4, 70, 90), 5, device=device) > 0))
+    q, k, v = (x.transpose(1, 2) for x in (whole.query, whole.key, whole.value))
+    out = flash_dmattn.flash_dmattn_func(q, k, v, whole.visible.to(dtype))
+    assert_close_to_reference(whole, {"out": out.transpose(1, 2)})
+
+
 def test_a_cache_in_rows_and_pages(device, dtype):
     case = case_of(3, 96, device, dtype)
     lengths = torch.tensor([80, 20], dtype=torch.int32, device=device)

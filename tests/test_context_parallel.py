@@ -674,11 +674,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def started(world, script, *arguments):
-    """A program of the checkout, or a module of dmattn, on so many ranks."""
+    """A program of the checkout, or a module of its benchmarks, on so many ranks."""
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    what = ["-m", script] if script.startswith("dmattn.") else [str(ROOT / script)]
+    what = ["-m", script] if script.startswith("dmattn_bench.") else [str(ROOT / script)]
     command = [sys.executable, *(starter if world > 1 else []), *what, *map(str, arguments)]
-    return Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=PIPE, stderr=STDOUT)
+    path = os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=PIPE, stderr=STDOUT)
 
 
 def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
@@ -718,7 +719,7 @@ def test_the_benchmark_runs_on_two_ranks(tmp_path):
         "1",
         "--output",
     ]
-    with started(2, "dmattn.bench.context_parallel", *sizes, output) as process:
+    with started(2, "dmattn_bench.context_parallel", *sizes, output) as process:
         printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed.decode()
     (row,) = json.loads(output.read_text())["rows"]

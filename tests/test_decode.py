@@ -432,6 +432,7 @@ def test_no_gradient(device, dtype):
         assert_equal(case.call(), expected)
 
 
+@pytest.mark.long
 def test_compile_serves_all_lengths(device, dtype):
     torch._dynamo.reset()
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import dmattn
 import pytest
 import torch
 import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, rotate
-from dmattn.testing import AttentionCase, assert_close_to_reference, assert_matches_reference, strategies, top_k_visible
+from dmattn.testing import (
+    AttentionCase,
+    assert_close_to_reference,
+    assert_matches_reference,
+    per_query_head,
+    strategies,
+    top_k_visible,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -292,24 +297,32 @@ def test_flash_dma_attention_takes_the_module_as_well(causal):
     assert torch.equal(out, dmattn.flash_dma_attention(query, key, value, module.weight, tensor((2,), 5), 6, causal=causal))
 
 
-def rotated_by_complex_numbers(x, theta):
+def rotated_by_complex_numbers(x, theta, first=0):
     """The same embedding by its definition: the pair (d, d + D/2) is a complex number, multiplied by exp(i * position * frequency)."""
     half = x.shape[-1] // 2
     turned = torch.empty_like(x)
-    for position in range(x.shape[2]):
+    for row in range(x.shape[2]):
         for d in range(half):
-            pairs = torch.complex(x[:, :, position, d], x[:, :, position, d + half])
-            angle = torch.tensor(position * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
+            pairs = torch.complex(x[:, :, row, d], x[:, :, row, d + half])
+            angle = torch.tensor((first + row) * theta ** (-2 * d / x.shape[-1]), dtype=x.dtype)
             pairs = pairs * torch.complex(angle.cos(), angle.sin())
-            turned[:, :, position, d], turned[:, :, position, d + half] = pairs.real, pairs.imag
+            turned[:, :, row, d], turned[:, :, row, d + half] = pairs.real, pairs.imag
     return turned
 
 
 @pytest.mark.parametrize("theta", [10000.0, 7.0])
 def test_rotation_is_its_definition(theta):
     x = tensor((2, 3, 20, 16), 0, torch.float64)
-    angles_are_float32 = rotate(x.float(), theta).double()
-    torch.testing.assert_close(angles_are_float32.float(), rotated_by_complex_numbers(x, theta).float())
+    torch.testing.assert_close(rotate(x, theta), rotated_by_complex_numbers(x, theta))
+    torch.testing.assert_close(rotate(x.float(), theta), rotated_by_complex_numbers(x, theta).float())
+
+
+@pytest.mark.parametrize("theta", [10000.0, 7.0])
+def test_float64_rotates_far_away(theta):
+    """Angles of float32, the nearest to a position of a million and its fractions, would be off by a twentieth."""
+    x, first = tensor((2, 3, 20, 16), 0, torch.float64), 10**6
+    positions = first + torch.arange(20)[None]
+    torch.testing.assert_close(rotate(x, theta, positions).float(), rotated_by_complex_numbers(x, theta, first).float())
 
 
 def test_a_part_of_the_dimensions_rotates_as_if_it_were_all():
@@ -342,6 +355,20 @@ def test_flash_dynamic_mask_attention(device, dtype, softcap, causal):
     assert torch.equal(dmattn.flash_dynamic_mask_attention(query, key, value, keep, bias, softcap, causal), out)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 20, 33), (4, 20, 33), (20, 33), (1, 1, 1, 33)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_without_skipping_the_result_is_the_same(device, dtype, shape, with_bias):
+    query, key, value = (tensor((2, heads, n, 16), i, dtype, device) for i, (heads, n) in enumerate(((4, 20), (2, 33), (2, 33))))
+    keep = tensor(shape, 4, device=device) > -0.5
+    keep[..., :1] = False
+    bias = tensor((1, 4, 1, 33), 5, dtype, device) if with_bias else None
+    visible = keep.expand(*(1,) * (4 - keep.dim()), *keep.shape).expand(-1, -1, 20, -1)
+    case = AttentionCase(query, key, value, visible=visible, bias=None if bias is None else bias.expand(-1, -1, 20, -1))
+    for mask in (keep, keep.to(dtype)):
+        out, lse = dmattn.flash_dynamic_mask_attention(query, key, value, mask, bias, return_lse=True, enable_skip=False)
+        assert_close_to_reference(case, {"out": out, "lse": lse})
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_dma_attention(device, dtype, causal):
     query, key, value = (tensor((2, 40, heads, 16), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
@@ -349,8 +376,11 @@ def test_flash_dma_attention(device, dtype, causal):
     scores = dmattn.key_scores(value.transpose(1, 2), dt_proj, a_coef)
     visible = top_k_visible(scores, 9, causal)
     case = AttentionCase(*(t.transpose(1, 2) for t in (query, key, value)), visible=visible, key_bias=scores, scale=0.2)
-    out, lse, nothing = dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, 0.0, causal, 0.2, True)
-    assert nothing is None
+    out, probs = dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, 0.0, causal, 0.2, True)
     assert out.shape == query.shape
-    assert_close_to_reference(dataclasses.replace(case), {"out": out.transpose(1, 2), "lse": lse})
+    assert_close_to_reference(case, {"out": out.transpose(1, 2)})
+    assert probs.shape == (2, 4, 40, 40)
+    assert torch.equal(probs > 0, per_query_head(visible, 4))
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    assert_close_to_reference(case, {"out": (probs @ per_query_head(case.value, 4).to(probs.dtype)).to(dtype)})
     assert torch.equal(dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, causal=causal, softmax_scale=0.2), out)

@@ -374,7 +374,8 @@ PUBLIC = {
     "key_scores of a function": (lambda: dmattn.key_scores(V, torch.sin, rows(2)), TypeError, "dt_proj: expected a torch.Tensor or a torch.nn.Module, got builtin_function_or_method"),
     "key_scores of a module with a bias beside": (lambda: dmattn.key_scores(V, torch.nn.Linear(16, 2), rows(2), rows(2)), TypeError, "dt_proj_bias: expected None with a module, which has its own bias, got Tensor"),
     "key_scores of a module of other width": (lambda: dmattn.key_scores(V, torch.nn.Linear(16, 3), rows(2)), ValueError, "dt_proj: expected a module that returns [B, Sk, Hkv] = [2, 12, 2], got [2, 12, 3]"),
-    "flash mask of floats": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, torch.ones(10, 12)), TypeError, "attn_mask: expected dtype bool, got float32"),
+    "flash mask of floats": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, torch.ones(10, 12).double()), TypeError, "attn_mask: expected dtype bool, float32, got float64"),
+    "flash additive mask": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, torch.full((10, 12), -torch.inf)), ValueError, "attn_mask: expected 1.0 (keep) and 0.0 (hide), or bool, got other values; what is added to logits is a bias"),
     "flash q a list": (lambda: dmattn.flash_dynamic_mask_attention([1.0], K, V), TypeError, "q: expected a torch.Tensor, got list"),
     # decoding
     "decode 17 queries": (lambda: decode(rows(2, 4, 17, 16)), ValueError, "query: expected 1 to 16 queries a sequence, got T=17"),
@@ -670,7 +671,7 @@ ARGUMENTS = {
                               "sinks": None, "scale": None, "softcap": 0.0, "return_lse": False},
     dmattn.key_scores: {"value": V, "dt_proj": rows(2, 16), "A": rows(2), "dt_proj_bias": None},
     dmattn.flash_dynamic_mask_attention: {"q": Q, "k": K, "v": V, "attn_mask": None, "bias": None, "softcap": None, "causal": False,
-                                          "return_lse": False},
+                                          "return_lse": False, "enable_skip": True},
     dmattn.flash_dma_attention: {"query": Q.transpose(1, 2), "key": K.transpose(1, 2), "value": V.transpose(1, 2), "dt_proj": rows(2, 16),
                                  "a_coef": rows(2), "keep_window_size": 3, "dropout_p": 0.0, "causal": False, "softmax_scale": None,
                                  "return_attn_probs": False},
@@ -694,7 +695,7 @@ TAKEN = {
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
     "rotated_heads": {"None", "an int"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs")}  # fmt: skip
+} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

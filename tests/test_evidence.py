@@ -1,4 +1,4 @@
-"""What chooses and records tests for a GPU machine works without one: the marker ``gpu``, shards, and ``tests/evidence.sh`` beside tools that
+"""What chooses and records tests for a GPU machine works without one: the marker ``gpu``, shards, and ``tools/evidence.sh`` beside tools that
 only seem to be there.
 """
 
@@ -82,8 +82,9 @@ def test_fuzz():
 STAND_INS = {
     "modules/torch.py": "class cuda:\n    is_available = staticmethod(lambda: True)\n    get_device_capability = lambda: (9, 0)\n",
     "modules/dmattn/__init__.py": '__version__ = "1"\n',
-    "modules/dmattn/bench/__init__.py": "",
-    "modules/dmattn/bench/records.py": f"""
+    "modules/dmattn_bench/__init__.py": "",
+    "modules/dmattn_bench/rows.py": (TESTS.parent / "benchmarks/dmattn_bench/rows.py").read_text(),
+    "modules/dmattn_bench/records.py": f"""
 def provenance(device):
     machine = {{"name": "a-gpu", "gpu": "A GPU", "driver": "1"}}
     date = "2026-01-01T00:00:00+00:00"
@@ -104,10 +105,12 @@ def checkout(tmp_path):
     """A folder like the repository whose tests take no time, on a machine that seems to have a GPU."""
     tests = tmp_path / "checkout/tests"
     tests.mkdir(parents=True)
-    for name in ("evidence.sh", "evidence.py", "selection.py"):
-        shutil.copy(TESTS / name, tests)
+    shutil.copy(TESTS / "selection.py", tests)
+    (tests.parent / "tools").mkdir()
+    for name in ("evidence.sh", "evidence.py"):
+        shutil.copy(TESTS.parent / "tools" / name, tests.parent / "tools")
     (tests / "devices.py").write_text('DEVICE = "cuda"\n')
-    (tests / "conftest.py").write_text("from selection import pytest_collection_modifyitems\n")
+    (tests / "conftest.py").write_text("from selection import pytest_addoption, pytest_collection_modifyitems\n")
     (tests / "test_sanitized.py").write_text(WRITES_ITS_NAME)
     (tests / "test_fuzz.py").write_text(FUZZ)
     for name, text in STAND_INS.items():
@@ -124,7 +127,7 @@ def evidence(checkout, *arguments, **environment):
     """Runs evidence.sh; returns the finished process and which test ran how often under which family and tool."""
     log = checkout / "ran"
     log.write_text("")
-    program = ["bash", str(checkout / "tests/evidence.sh"), "-o", str(checkout / "out"), *arguments]
+    program = ["bash", str(checkout / "tools/evidence.sh"), "-o", str(checkout / "out"), *arguments]
     given = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("DMATTN_", "PYTEST_"))},
         "PATH": f"{checkout.parent / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "STUB_PYTHON": sys.executable,
@@ -139,6 +142,7 @@ def results(checkout, name="suite"):
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_all_parts_of_both_families(checkout):
     done, ran = evidence(checkout, FAMILIES="")  # those that the device runs
     assert done.returncode == 0, done.stdout + done.stderr
@@ -303,9 +307,10 @@ def test_one_place_asks_for_a_gpu():
     """A test that asked by itself could run on a GPU without the marker."""
     asks = re.compile(r"cuda\.is_available\(\)|cuda\.is_initialized\(\)|skipif\([^)]*cuda(?!\.device_count)")
     found = {path.name for path in TESTS.rglob("*.py") if path != Path(__file__) and asks.search(path.read_text())}
-    assert found == {"devices.py", "evidence.py"}
+    assert found == {"devices.py"}
 
 
+@pytest.mark.long
 def test_the_nightly_profile_draws_5000_examples_of_every_op(run_python):
     assert hypothesis.settings.get_profile("nightly").max_examples >= 5000
     program = "import sys; sys.path.insert(0, sys.argv[1]); import test_fuzz; print(*test_fuzz.CHECKS, test_fuzz.SHARDS)"

@@ -30,6 +30,7 @@ import test_reduce
 import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import AttentionCase, poisoned_memory, run, strategies
+from dmattn_bench.rows import to_json
 from hypothesis import strategies as st
 
 ALWAYS, FOREVER = -(2**31), 2**31 - 1
@@ -550,7 +551,7 @@ def merge_logs(path):
         )
     with contextlib.suppress(KeyError):
         summary["commit"] = os.environ["DMATTN_COMMIT"]
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+    path.write_text(to_json(summary))
     return summary
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, WindowSchedule, score_loss
+from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies, top_k_visible
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -585,6 +586,7 @@ def test_a_window_for_one_call(options):
     assert not torch.equal(layer(hidden), wide(hidden))
 
 
+@pytest.mark.long
 def test_windows_and_lengths_change_without_recompiling():
     layer = layer_of(**RECOMMENDED, noise=0.5)
     torch._dynamo.reset()
@@ -600,6 +602,51 @@ def test_windows_and_lengths_change_without_recompiling():
         for length, window in ((90, 33), (70, 12), (130, 9)):
             for ours, eager in zip(step(compiled, length, window), step(layer, length, window), strict=True):
                 torch.testing.assert_close(ours, eager)
+
+
+def test_the_compiled_layer_is_small():
+    """What torch.compile has to lower decides how long the first call takes: the loss is one node on a CPU."""
+    graphs = []
+
+    def counted(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    layer = DynamicMaskAttention.recommended(64, 8, 32)
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=counted))
+    out, loss = compiled(tensor((2, 128, 64), 0), with_score_loss=True)
+    (out.sum() + loss).backward()
+    forward, backward = graphs
+    assert forward.count("dmattn_nn.score_loss.default") == 1
+    assert not [name for name in forward if "softmax" in name]
+    assert len(forward) <= 180
+    assert len(backward) <= 120
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"sharp": True, "last": 0.5}, {"local": 3, "sink": 2}, {"first_head": 1}]
+)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("key_bias", [None, (1, 1), (2, 2), (1, 4)])
+def test_the_loss_in_parts_is_the_loss(options, documents, key_bias, monkeypatch):
+    """A CPU computes it for one sequence and key head after the other, in compiled code by an op."""
+    query, key, scores = tensor((2, 4, 30, 8), 0), tensor((2, 2, 30, 8), 1), tensor((2, 2, 30), 2).requires_grad_()
+    base = IntervalMask.documents(30, ids=(torch.arange(30) // torch.tensor([[7], [11]])).int()) if documents else None
+    bias = None if key_bias is None else tensor((*key_bias, 30), 3)
+
+    torch._dynamo.reset()
+
+    def both(loss_of):
+        torch.manual_seed(0)
+        loss = loss_of(query, key, scores, base=base, key_bias=bias, queries=9, **options)
+        return loss, *torch.autograd.grad(loss.sum(), scores)
+
+    in_parts, by_the_op = both(score_loss), both(torch.compile(score_loss, fullgraph=True, backend="aot_eager"))
+    whole = scores_module._loss_and_gradient
+    monkeypatch.setattr(scores_module, "_in_parts", lambda *given: whole(*given, batch=given[2].shape[0]))
+    expected = both(score_loss)
+    torch.testing.assert_close(in_parts, expected)
+    torch.testing.assert_close(by_the_op, expected)
 
 
 def test_compiled_gradients_of_values_are_added_where_they_lie():
@@ -620,6 +667,7 @@ def test_compiled_gradients_of_values_are_added_where_they_lie():
     assert [node.target for node in of_value.users] == [torch.ops.aten.transpose.int]
 
 
+@pytest.mark.long
 def test_a_second_window_compiles_once_more_and_a_third_no_more():
     """With torch.compile as it comes, without dynamic=True."""
     counter = torch._dynamo.testing.CompileCounter()

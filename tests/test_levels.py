@@ -67,6 +67,7 @@ def levels() -> list[str]:
     return re.split(r"[;, ]+", dmattn.build_info()["cpu_levels"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", NEEDS)
 def test_level(run_python, level):
     if level not in levels():
@@ -102,6 +103,7 @@ def test_a_level_the_processor_lacks_is_an_error_that_says_why(run_python):
     assert f"DMATTN_CPU_LEVEL={lacking[0]}, but this processor does not support it" in finished.stderr
 
 
+@pytest.mark.long
 def test_levels_agree_on_who_is_dropped(run_python):
     """Dropout is the same on every level, bit for bit: a row of weights shows who was kept."""
     program = """

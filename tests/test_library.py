@@ -59,6 +59,7 @@ def test_importing_with_the_ops_of_another_copy_is_an_error(run_python, other_co
     )
 
 
+@pytest.mark.long
 def test_importing_again_after_a_purge_of_sys_modules(run_python):
     """Fakes, gradients, FLOP formulas, pytrees and refusals are those of the last import."""
     program = (
@@ -84,6 +85,7 @@ class Attends(torch.nn.Module):
         return dmattn.dynamic_mask_attention(query, key, value, scores, 4)
 
 
+@pytest.mark.long
 def test_an_exported_program_runs_with_the_library_alone(run_python, tmp_path):
     example = (*(tensor((1, 2, 12, 8), i) for i in range(3)), tensor((1, 2, 12), 3))
     torch.export.save(torch.export.export(Attends(), example), tmp_path / "program.pt2")
@@ -127,8 +129,30 @@ def test_build_facts_do_not_need_the_python_module(monkeypatch):
     assert "unknown" not in without
 
 
+WITHOUT_THE_BACKEND = "import sys; sys.modules['nanobind_backend'] = None\n"
+
+
+def test_everything_but_the_python_module_works_without_its_backend(run_python):
+    """dmattn._C alone needs nanobind-backend, which an installation of dmattn does not bring; the report says how to get it."""
+    program = (
+        f"{WITHOUT_THE_BACKEND}import torch, dmattn\n{ATTEND}"
+        "out = dmattn.dynamic_mask_attention(q, q, q, torch.zeros(1, 1, 5), 2)\n"
+        "torch.testing.assert_close(dmattn.attention(q, q, q, dmattn.IntervalMask.sliding_window(5, 1, 0)), out)\n"
+        "compiled = torch.compile(dmattn.attention, fullgraph=True, backend='eager')\n"
+        "torch.testing.assert_close(compiled(q, q, q), dmattn.attention(q, q, q))\n"
+        "from dmattn import __main__ as command\nprint(command.report())"
+    )
+    finished = run_python("-W", "ignore", "-c", program)
+    assert finished.returncode == 0, finished.stderr
+    state = "dmattn._C does not load (it needs nanobind-backend: pip install nanobind-backend); no op needs it"
+    assert line(finished.stdout, "python module") == state
+    refused = run_python("-c", f"{WITHOUT_THE_BACKEND}import dmattn._C")
+    assert refused.returncode != 0
+    assert "nanobind" in refused.stderr
+
+
 def test_the_python_module_says_the_same_as_the_library():
-    module = pytest.importorskip("dmattn._C")
+    module = pytest.importorskip("dmattn._C", exc_type=ImportError)
     assert dict(module.build_info()) == dmattn.build_info()
 
 
@@ -159,6 +183,7 @@ def test_the_path_is_absolute_and_a_file():
 # Importing --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_importing_takes_little_beside_torch(run_python):
     """Processor time, because a busy machine makes anything wait."""
     program = "import time, torch; began = time.process_time(); import dmattn; print(time.process_time() - began)"

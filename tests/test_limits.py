@@ -9,6 +9,8 @@ import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask
+from dmattn.compat.flash_attn import flash_attn_func
+from dmattn.compat.flash_dmattn import flash_dmattn_func
 from dmattn.testing import strategies
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,6 +243,78 @@ def test_tracing_is_not():
 class Attends(torch.nn.Module):
     def forward(self, query):
         return calls_attention(query)
+
+
+class Calls(torch.nn.Module):
+    """A module and how it is called, so that its parameters are parameters of what is traced."""
+
+    def __init__(self, call, module=None):
+        super().__init__()
+        self.call, self.module = call, module
+
+    def forward(self, *given):
+        return self.call(*given) if self.module is None else self.call(self.module, *given)
+
+
+def traced_calls():
+    """name: (a call, how to make its arguments of so many tokens)."""
+    sdpa, multihead = dmattn.scaled_dot_product_attention, dmattn.nn.MultiheadAttention
+    hidden = torch.arange(9) > torch.tensor([[8], [5]])
+    lengths = torch.tensor([9, 6])
+
+    def rows(tokens):
+        return (tensor((2, tokens, 12), 0),)
+
+    def heads(tokens):  # of a size that is padded
+        return tuple(tensor((2, 4, tokens, 12), i) for i in range(3))
+
+    def flash(tokens):
+        return tuple(tensor((2, tokens, 4, 16), i) for i in range(3))
+
+    def attends(**options):
+        return lambda module, x: module(x, x, x, need_weights=False, **options)[0]
+
+    layer = dmattn.nn.DynamicMaskAttention.recommended(12, 2, 4, head_dim=8)
+    return {
+        "MultiheadAttention": (Calls(attends(), multihead(12, 1, batch_first=True)), rows),
+        "with a window": (Calls(attends(), multihead(12, 1, batch_first=True, window=3)), rows),
+        "causal": (Calls(attends(is_causal=True), multihead(12, 1, batch_first=True)), rows),
+        "with weights": (Calls(lambda m, x: m(x, x, x), multihead(12, 1, batch_first=True, window=3)), rows),
+        "with padding": (Calls(attends(key_padding_mask=hidden), multihead(12, 1, batch_first=True)), rows),
+        "recommended": (Calls(lambda m, x: m(x), layer), rows),
+        "of padded": (Calls(lambda m, x: m(x, IntervalMask.padding(9, lengths)), layer), rows),
+        "sdpa": (Calls(sdpa), heads),
+        "causal sdpa": (Calls(lambda q, k, v: sdpa(q[:, :, :-3], k, v, is_causal=True)), heads),
+        "flash-attn": (Calls(lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=(3, 0))), flash),
+        "flash-dmattn": (Calls(lambda q, k, v: flash_dmattn_func(q, k, v, is_causal=True)), flash),
+        "masks": (Calls(lambda q, k, v: dmattn.attention(q, k, v, IntervalMask.streaming(k.shape[2], 1, 2))), flash),
+    }
+
+
+@TRACING
+@pytest.mark.parametrize("name", traced_calls())
+def test_traced_programs_compute_the_same(name):
+    call, given = traced_calls()[name]
+    given = given(9)
+    traced, expected = torch.jit.trace(call, given)(*given), call(*given)
+    both = ((traced, expected),) if isinstance(expected, torch.Tensor) else zip(traced, expected, strict=True)
+    assert all(torch.equal(one, other) for one, other in both)
+
+
+@TRACING
+@pytest.mark.parametrize(
+    "name", ["MultiheadAttention", "with a window", "causal", "recommended", "sdpa", "causal sdpa", "flash-attn"]
+)
+def test_traced_programs_take_other_lengths(name):
+    call, given = traced_calls()[name]
+    traced, longer = torch.jit.trace(call, given(9)), given(14)
+    torch.testing.assert_close(traced(*longer), call(*longer))
+
+
+def test_tensors_are_no_sizes_but_while_tracing():
+    for size in (torch.tensor(9), torch.tensor(9.0)):
+        with pytest.raises(TypeError, match="Sk: expected an int >= 0, got Tensor"):
+            IntervalMask.causal(size)
 
 
 @TRACING

@@ -107,7 +107,10 @@ def test_layouts(batched, batch_first, averaged, need_weights):
         "attn_mask": pairs("bool 3-D", batched),
         "average_attn_weights": averaged,
     }
-    assert_same(theirs, ours, *given_tensors(batch_first, batched), **options, need_weights=need_weights)
+    given = given_tensors(batch_first, batched)
+    assert_same(theirs, ours, *given, **options, need_weights=need_weights)
+    for result in ours(*given, **options, need_weights=need_weights):
+        assert result is None or result.is_contiguous()  # for code that calls view on it
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -213,6 +216,66 @@ def test_the_hint_of_causality_takes_the_place_of_the_mask(need_weights):
     expected = theirs(x, x, x, attn_mask=causal, is_causal=True, **options)
     torch.testing.assert_close(ours(x, x, x, attn_mask=causal, is_causal=True, **options), expected)
     torch.testing.assert_close(ours(x, x, x, is_causal=True, **options), expected)
+
+
+LATER = torch.ones(L, L, dtype=torch.bool).triu(1)
+NEVER = -torch.inf
+CAUSAL = {
+    "bools": LATER,
+    "bools of each head": LATER.expand(B * H, L, L),
+    "floats": torch.zeros(L, L, dtype=WIDE).masked_fill(LATER, NEVER),
+    "the lowest float": torch.zeros(L, L).masked_fill(LATER, torch.finfo(torch.float32).min),
+    "a large number": torch.zeros(B * H, L, L, dtype=torch.float16).masked_fill(LATER, -1e4),
+}
+NOT_CAUSAL = {
+    "nothing hidden": torch.zeros(L, L, dtype=torch.bool),
+    "True for visible": ~LATER,
+    "a window, too": LATER | LATER.T.roll(-1, 1),
+    "one head": torch.stack([*LATER.expand(B * H - 1, L, L), LATER.clone().fill_diagonal_(True)]),
+    "another length": torch.ones(L, S, dtype=torch.bool).triu(1),
+    "small numbers": torch.zeros(L, L, dtype=WIDE).masked_fill(LATER, -5.0),
+    "a bias": torch.full((L, L), 0.5, dtype=WIDE).masked_fill(LATER, NEVER),
+    "NaN": torch.zeros(L, L, dtype=WIDE).masked_fill(LATER, NEVER).fill_diagonal_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
+def test_every_form_of_the_causal_mask_may_be_given_with_the_hint(mask, need_weights):
+    _, ours = pair_of(batch_first=True)
+    x = given_tensors(batch_first=True)[0]
+    expected, got = (ours(x, x, x, attn_mask=m, is_causal=True, need_weights=need_weights) for m in (None, mask))
+    assert torch.equal(got[0], expected[0])
+
+
+@pytest.mark.parametrize("mask", NOT_CAUSAL.values(), ids=NOT_CAUSAL)
+def test_a_wrong_hint_is_refused_where_the_mask_can_be_read(mask):
+    _, ours = pair_of(batch_first=True)
+    x = given_tensors(batch_first=True)[0]
+    sentence = r"attn_mask: expected the causal mask \[5, 5\] with is_causal=True, .* got another \[.*\]: leave is_causal out"
+    for need_weights in (True, False):
+        with pytest.raises(ValueError, match=sentence):
+            ours(x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights)
+
+
+def test_a_hint_is_believed_where_the_mask_cannot_be_read():
+    """Compiled, exported, and on tensors without values: nothing reads it."""
+    _, ours = pair_of(batch_first=True)
+    x, mask = given_tensors(batch_first=True)[0], torch.zeros(L, L, dtype=torch.bool)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = ours
+
+        def forward(self, x, mask):
+            return self.attention(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+
+    step = Step().eval()
+    expected = ours(x, x, x, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(x, mask), expected)
+    torch.testing.assert_close(torch.export.export(step, (x, mask)).module()(x, mask), expected)
+    assert step.to("meta")(x.to("meta"), mask.to("meta")).is_meta
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -370,6 +433,7 @@ def test_inputs_of_torchs_own_tests(run_python):
     assert int(finished.stdout.split()[-1]) > 50
 
 
+@pytest.mark.long
 def test_compile_and_export(device):
     """One graph for all lengths, with and without masks."""
     torch._dynamo.reset()
@@ -428,6 +492,7 @@ BAD = {
     "a mask of other sequences, weights": (lambda: MODULE(X[:1], M[:1], M[:1], mask=IntervalMask.padding(7, torch.tensor([3, 4]))), ValueError, r"mask: expected one for \[B\|1, H\|1\] with B=1, H=4, got one for \[2, 1\]"),
     "a block mask of other heads": (lambda: call(mask=BlockMask.from_bool(torch.ones(1, 3, 5, 7).bool())), ValueError, r"mask: expected one for \[B\|1, H\|1\] with B=3, H=4, got one for \[1, 3\]"),
     "blocks and more keys": (lambda: MultiheadAttention(E, H, add_zero_attn=True, batch_first=True, dtype=WIDE)(X, M, M, mask=BlockMask.from_bool(pairs("bool 2-D"))), ValueError, "mask: expected an IntervalMask with add_bias_kv or add_zero_attn"),
+    "a mask of integers with the hint": (lambda: call(is_causal=True, attn_mask=torch.zeros(L, S, dtype=torch.int32)), TypeError, "attn_mask: expected dtype .*, got int32"),
     "is_causal as a number": (lambda: call(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
     "a window of 0": (lambda: MultiheadAttention(E, H, window=0), ValueError, "window: expected a positive int, got 0"),
     "a window of one side": (lambda: MultiheadAttention(E, H, window=(1,)), ValueError, r"window: expected an int or \(left, right\), got \(1,\)"),

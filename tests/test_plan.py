@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("dmattn._C")
+pytest.importorskip("dmattn._C", exc_type=ImportError)
 
 from dmattn import plan
 

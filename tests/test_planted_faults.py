@@ -1,4 +1,4 @@
-"""The tables of faults fit the sources: each can still be planted, and names tests that exist. ``tests/planted_faults.py`` plants them."""
+"""The tables of faults fit the sources: each can still be planted, and names tests that exist. ``tools/planted_faults.py`` plants them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ def test_there_are_enough_of_them():
 
 
 def test_the_list_is_printed():
-    program = [sys.executable, str(ROOT / "tests/planted_faults.py"), "--list", "--only", "cpu", "--match", "bfloat16"]
-    finished = subprocess.run(program, capture_output=True, text=True)
+    program = [sys.executable, str(ROOT / "tools/planted_faults.py"), "--list", "--only", "cpu", "--match", "bfloat16"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    finished = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "cpu/convert.h: bfloat16 is truncated  [test_rounding.py]" in finished.stdout
 
@@ -98,7 +99,7 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
     says_who = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
     (tmp_path / "source/tests/test_3.py").write_text(f"import os, time\ndef test_it():\n    {says_who}\n    time.sleep(100)\n")
     program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'benchmarks'}", "PYTHONUNBUFFERED": "1"}
     running = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         until = time.monotonic() + 60
@@ -120,11 +121,11 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
 
 
 def test_faults_of_kernels_are_built_for_the_size_they_name():
-    instances = [f"CMakeFiles/x.dir/sm90_{name}.cu.o" for name in (
-        "forward_kBFloat16_64_kDense", "forward_kFloat16_64_kDense", "forward_kBFloat16_256_kDense", "backward_wide_kBFloat16_256_kPlain"
+    instances = [f"CMakeFiles/x.dir/generated/{name}.cu.o" for name in (
+        "sm80_key_major_64", "sm90_forward_64_kDense", "sm80_decode_256", "sm90_forward_256_kDense", "sm90_backward_wide_256_kPlain"
     )]  # fmt: skip
-    common = "CMakeFiles/x.dir/cpp/cuda/common/reduce.cu.o"
-    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [instances[0], common]
+    common = "CMakeFiles/x.dir/cpp/cuda/common/reduce/sum.cu.o"
+    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [*instances[:2], common]
     assert [name for name in (*instances, common) if planted_faults.is_tested(name, 256)] == [*instances[2:], common]
     wide = [fault for fault in FAULTS if fault.file.endswith("backward_wide.cuh")]
     assert wide

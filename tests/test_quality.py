@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from dmattn.nn import DynamicMaskAttention
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
 
 
 @pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def quality():
     import quality
 
     return quality
@@ -281,17 +279,20 @@ def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
     assert "mqar, 128 tokens, 16 visible, 2 st" in capsys.readouterr().out
 
 
+def finished(quality, variant, seed, bits, **more):
+    """A run as `quality.py` writes it."""
+    settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))
+    whole = dict.fromkeys(("parameters", "steps", "seconds", "tokens_per_second", "cuda", "torch", "uncommitted_changes"), 0)
+    curve = [{"step": 1, "seconds": 2.0, "held_bits": bits, "train_bits": 9.0, "coverage": [[1.0]]}]
+    return {**whole, "name": variant, "complete": True, "settings": settings, "machine": {"gpu": "none"}, "commit": "abc",
+            "date": "2020-01-01", "curve": curve, "memory_bytes": 3}  # fmt: skip
+
+
 def test_kept_runs_become_tables(quality, tmp_path):
     """The best first, means and distances over seeds, and one line a mask however often it was run."""
-    from dmattn.bench import quality_report
+    from dmattn_bench import quality_report
 
-    def run(variant, seed, bits, **more):
-        settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))
-        whole = dict.fromkeys(("parameters", "steps", "seconds", "tokens_per_second", "cuda", "torch", "uncommitted_changes"), 0)
-        curve = [{"step": 1, "seconds": 2.0, "held_bits": bits, "train_bits": 9.0, "coverage": [[1.0]]}]
-        return {**whole, "name": variant, "complete": True, "settings": settings, "machine": {"gpu": "none"}, "commit": "abc",
-                "date": "2020-01-01", "curve": curve, "memory_bytes": 3}  # fmt: skip
-
+    run = functools.partial(finished, quality)
     runs = [run("dense+recency", 1, 1.5), run("dense+recency", 2, 1.25), run("taught+local4+recency+mixed", 1, 1.75),
             run("dense", 1, 7.0, seconds=3.0), run("sliding", 1, 1.0), run("sliding", 1, 1.125)]  # fmt: skip
     kept = [quality_report.kept(one) for one in runs]
@@ -307,6 +308,28 @@ def test_kept_runs_become_tables(quality, tmp_path):
     assert "| 1.125 | 0 | 1 |" in lines[1]  # the later of two runs with one seed
     assert "| all | 1.375 ± 0.125 | 0 | 2 |" in lines[2]
     assert "7.000" in quality_report.table("quality-seconds", tmp_path)
+
+
+def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
+    """Means of the latest run of each seed with the line's settings; what has no run is said to be not measured."""
+    from dmattn_bench import quality_report, report
+
+    run = functools.partial(finished, quality, steps=2000)
+    ours, dense, sliding = quality_report.NAMES
+    runs = [run(ours, 1, 9.0), run(ours, 1, 1.0), run(ours, 2, 2.0), run(dense, 1, 1.25), run("dense", 1, 5.0), run(sliding, 1, 7.0, visible=64),
+            run(sliding, 1, 8.0) | {"complete": False}, run(sliding, 1, 1.75, seconds=50) | {"tokens_per_second": 1234.5}]  # fmt: skip
+    (tmp_path / "nvidia-h200").mkdir()
+    (tmp_path / quality_report.KEPT).write_text("".join(json.dumps(quality_report.kept(one)) + "\n" for one in runs))
+    lines = report.table_of("models", tmp_path).splitlines()
+    assert lines[0] == "| 8,192 tokens, 512 visible | recommended | dense+ | sliding+ |"
+    assert lines[2:5] == [
+        "| bits a byte, 2,000 steps | 1.500 ± 0.500 | 1.250 | not measured |",
+        "| bits a byte, 50 seconds | not measured | not measured | 1.750 |",
+        "| tokens a second in training | not measured | not measured | 1,234 |",
+    ]
+    kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
+    assert lines[5].startswith("| decode memory after 8,192 tokens | ")
+    assert f"| {kept_whole / 1e6:.1f} MB |" in lines[5]
 
 
 @pytest.mark.parametrize("given", [{"steps": "many"}, {"stepz": 3}, {"variant": "dens"}, {"task": "novel"}, {"bias": "none"}])

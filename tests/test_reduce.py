@@ -385,6 +385,7 @@ def test_nested_vmap(name, device):
         assert_same_bits(compiled(x), torch.vmap(torch.vmap(run))(x))
 
 
+@pytest.mark.long
 def test_compiled_without_recompiles(device):
     torch._dynamo.reset()
 

@@ -245,6 +245,7 @@ def compiled_functions(device):
     return [everything, top_k_inside, documents_inside, block_inside, local_inside]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(5), ids=["everything", "top_k", "documents", "block", "local"])
 def test_compile_forward_and_backward_without_recompiling(device, dtype, number):
     fn = compiled_functions(device)[number]
@@ -304,6 +305,7 @@ def assert_same_state(ours, theirs):
         assert torch.equal(ours[f"cache.{name}"], theirs[f"cache.{name}"]), name
 
 
+@pytest.mark.long
 def test_compile_a_cache_without_recompiling(device, dtype):
     """A chunk is compiled once for all its lengths, a step once; the cache's tensors are written where they are."""
     eager, module = Generates(dtype, device), Generates(dtype, device)

@@ -43,7 +43,7 @@ def test_workflows_have_limits_and_few_rights(path):
 
 
 def test_there_is_a_workflow_for_each_purpose():
-    assert [path.stem for path in WORKFLOWS] == ["docs", "gpu", "lint", "tests", "wheels"]
+    assert [path.stem for path in WORKFLOWS] == ["docs", "gpu", "lint", "newest", "regression", "tests", "wheels"]
     assert "workflow_dispatch" in yaml.safe_load((HIDDEN / "workflows/gpu.yml").read_text())[True]
 
 
@@ -73,6 +73,21 @@ def test_workflows_and_settings_name_groups_that_exist():
     assert {"build", "test", "wheel"} <= named
 
 
+def test_torch_is_the_one_dependency():
+    """What a run of dmattn needs beyond it is an extra, and each extra is what a page or an error tells users to install."""
+    assert [re.match(r"[\w-]+", need)[0] for need in PROJECT["project"]["dependencies"]] == ["torch"]
+    assert PROJECT["project"]["optional-dependencies"]["plan"] == ["nanobind-backend>=1.0"]
+
+
+def test_nothing_says_to_install_dmattn_from_an_index():
+    """No release is published: a wheel or a checkout is what there is to install."""
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.py", "*.yml"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.splitlines() if ROOT / name != Path(__file__)]
+    found = [path.name for path in paths if re.search(r"pip install (?:[\w.<>=-]+ +)*['\"]?dmattn\b", path.read_text())]
+    assert len(paths) > 100
+    assert not found
+
+
 def test_the_matrix_begins_at_the_oldest_python_and_torch():
     matrix = yaml.safe_load((HIDDEN / "workflows/tests.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]["include"]
     pythons = [row["python"] for row in matrix]
@@ -90,6 +105,27 @@ def test_issue_templates_ask_for_something(path):
     assert len({field["id"] for field in fields}) == len(fields)
     assert any(field["validations"]["required"] for field in fields)
     assert all(field["attributes"]["label"] for field in fields)
+
+
+def test_a_workflow_fails_where_times_became_slower():
+    """On a GPU against the committed result, on a CPU against the base of the change; both by the exit status of ``bench compare``."""
+    jobs = yaml.safe_load((HIDDEN / "workflows/regression.yml").read_text())["jobs"]
+    assert jobs["gpu"]["runs-on"] == ["self-hosted", "gpu"]
+    for job in jobs.values():
+        compared = [step for step in job["steps"] if "dmattn_bench compare" in step.get("run", "")]
+        assert len(compared) == 1
+        assert "continue-on-error" not in compared[0]
+        assert "||" not in compared[0]["run"]
+        measured = " ".join(step["run"] for step in job["steps"] if "make bench" in step.get("run", ""))
+        for path in re.findall(r"build/times\S*(?=/\*/)", compared[0]["run"]):
+            assert f"--output {path}" in measured
+
+
+def test_a_workflow_compiles_against_the_newest_torch():
+    text = (HIDDEN / "workflows/newest.yml").read_text()
+    assert "schedule" in yaml.safe_load(text)[True]
+    assert "tests/test_torch_headers.py" in text
+    assert "cmake --build" in text
 
 
 def test_the_citation_says_what_the_project_is():
@@ -129,7 +165,9 @@ def test_wheels_are_audited(name):
 
 @pytest.mark.parametrize("path", PROSE, ids=name_of)
 def test_files_that_pages_name_exist(path):
-    for name in re.findall(r"`((?:\.ci|cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", path.read_text()):
+    for name in re.findall(
+        r"`((?:\.ci|cpp|python|docs|examples|benchmarks|research|tests|tools|cmake)/[\w./]*)`", path.read_text()
+    ):
         assert (ROOT / name).exists(), name
 
 

@@ -1,4 +1,4 @@
-"""What ``tests/evidence.sh sanitizers`` runs under compute-sanitizer: every kind of CUDA kernel, each on an input as small as shows it.
+"""What ``tools/evidence.sh sanitizers`` runs under compute-sanitizer: every kind of CUDA kernel, each on an input as small as shows it.
 
 The reference runs on the CPU, so that the GPU runs little but the kernels in question.
 """

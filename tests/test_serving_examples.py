@@ -108,13 +108,26 @@ def test_the_check_of_the_server_sees_a_row_that_was_not_reset(serve, monkeypatc
         serve("--prompts", "4", "--rows", "2", "--bytes", "4", "--check")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch.export
+def test_the_demo_trains_exports_compares_and_draws(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_language_model as program
+
+    with torch.random.fork_rng(devices=[]):
+        program.main(["--quick", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.count(": the same logits, largest difference") == 2
+    assert all(f"\n{number}. " in printed for number in range(1, 9))
+    made = {"loss.png", "cost.png", "lifetimes.png", "model.pt2", "weights.pt", "scores.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == made
+
+
 def test_models_that_take_turns_train_for_the_same_time(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import train_language_model as program
-    from model import ByteModel, loss_of
+    from model import ByteModel
 
-    monkeypatch.setattr(program, "COMPILED", loss_of)
-    size = program.SHORT._replace(layers=1, width=32, heads=2, window=8, local=4, length=32, batch=2, steps=7)
+    size = program.QUICK._replace(layers=1, width=32, heads=2, window=8, local=4, length=32, batch=2, steps=7)
     data = torch.arange(4000).remainder(50).to(torch.uint8)
     learners = [
         program.Learner(ByteModel(1, 32, 2, 2, 8, 4), size, data, data, torch.device("cpu"), window=window, teach=window is None)

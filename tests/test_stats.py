@@ -190,6 +190,13 @@ def test_bad_arguments(arguments, options, error, message):
         dmattn.stats(*arguments, **options)
 
 
+def test_tiles_are_full_partial_or_skipped():
+    found = dmattn.stats((1, 2, 300, 16), dmattn.IntervalMask.sliding_window(300, left=99), is_causal=True)
+    assert isinstance(found, dmattn.Stats)
+    assert torch.equal(found.full_tiles + found.partial_tiles + found.skipped_tiles, torch.full((1, 2), found.tiles))
+    assert bool((found.partial_tiles > 0).all())
+
+
 @settings(max_examples=5)
 @given(seed=strategies.seeds())
 def test_a_mask_on_the_device_of_the_tests(seed, device):

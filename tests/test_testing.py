@@ -15,6 +15,7 @@ import torch
 from dmattn.testing import (
     FEATURES,
     AttentionCase,
+    DrawnMask,
     assert_close_to_reference,
     assert_function_matches,
     assert_matches_reference,
@@ -24,6 +25,7 @@ from dmattn.testing import (
     features_of,
     masks,
     poisoned_memory,
+    reference_attention,
     run,
     run_reference,
     shapes,
@@ -240,6 +242,15 @@ def test_the_reference_meets_its_own_rule(case):
     assert_close_to_reference(case, run_reference(case))
 
 
+def test_the_reference_is_torchs_attention():
+    query, key, value = (strategies.random_tensor((2, 3, 40, 16), i, torch.float64) for i in range(3))
+    out, lse = reference_attention(query, key, value, is_causal=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    logits = (query @ key.mT / 4).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf)
+    tolerance.assert_same_in_another_order(out, expected, torch.float64)
+    tolerance.assert_same_in_another_order(lse, logits.logsumexp(-1), torch.float64)
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc's malloc")
 @pytest.mark.parametrize("length", [1, 100, 10_000, 300_000])
 def test_poisoned_memory_reaches_what_a_stable_abi_library_allocates(length):
@@ -289,7 +300,8 @@ def test_shapes_reach(reached):
 @pytest.mark.parametrize("kind", strategies.MASK_KINDS)
 def test_masks_reach(kind):
     shape = strategies.Shape(2, 4, 2, 20, 30, 8, 8)
-    find(masks(shape), lambda drawn: kind in drawn.kinds, settings=settings(max_examples=2000, database=None))
+    found = find(masks(shape), lambda drawn: kind in drawn.kinds, settings=settings(max_examples=2000, database=None))
+    assert isinstance(found, DrawnMask)
 
 
 def test_a_case_prints_in_one_line():

@@ -602,6 +602,7 @@ def test_training_compiles_in_one_graph(name, backend):
     assert_close([logits, *(x for x in gradients if x is not None)], expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
 def test_decoding_from_a_static_cache_compiles_in_one_graph(name):
     model, prompt = built(name), tokens(2, 8)

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 from dmattn import IntervalMask  # noqa: E402
-from dmattn.integrations.transformers import convert, load_converted, score_loss_of, set_window  # noqa: E402
+from dmattn.integrations.transformers import bounded_cache, convert, load_converted, score_loss_of, set_window  # noqa: E402
 from dmattn.nn import WindowSchedule  # noqa: E402
 from transformers.models.doge.modeling_doge import DogeAttention  # noqa: E402
 
@@ -248,6 +248,7 @@ def test_training_compiles_in_one_graph():
     assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"local": 3}, RECOMMENDED], ids=["plain", "recommended"])
 def test_windows_that_change_compile_twice(options):
     """Once for the first window and once for all others, and torch's setting is as it was."""
@@ -261,6 +262,39 @@ def test_windows_that_change_compile_twice(options):
             assert_close(compiled(input_ids=tokens, use_cache=False).logits, model(input_ids=tokens, use_cache=False).logits)
     assert counter.frame_count == 2
     assert not torch._dynamo.config.allow_unspec_int_on_nn_module
+
+
+def with_lora(model):
+    return pytest.importorskip("peft").get_peft_model(
+        model, pytest.importorskip("peft").LoraConfig(target_modules=["q_proj", "dt_proj"], r=2, init_lora_weights=False)
+    )
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [compiled, with_lora, lambda model: compiled(with_lora(model)), lambda model: with_lora(compiled(model))],
+    ids=["compiled", "LoRA", "compiled LoRA", "LoRA of compiled"],
+)
+def test_wrapped_models(wrap):
+    """set_window, score_loss_of and bounded_cache reach the model in what torch.compile and peft make of it."""
+    model, inputs = convert(built(), 9, **RECOMMENDED, score_queries=8), distinct()
+    wrapped = wrap(model).train()
+    torch._dynamo.reset()
+    assert set_window(wrapped, 4) is wrapped
+    assert model.config.dynamic_mask["window"] == 4 == model.model.layers[0].self_attn.window
+    wrapped(input_ids=inputs, use_cache=False)
+    score_loss_of(wrapped).backward()
+    wrapped.eval()
+    with torch.no_grad():
+        out = wrapped(input_ids=inputs, past_key_values=bounded_cache(wrapped), use_cache=True).logits
+        assert_close(out, wrapped(input_ids=inputs, use_cache=False).logits)
+    for refused in (torch.compile(torch.nn.Linear(2, 2)), "model"):
+        with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got (OptimizedModule|str)"):
+            set_window(refused, 4)
 
 
 def test_the_window_follows_a_schedule():

@@ -1,8 +1,9 @@
-"""The examples of other libraries run and learn, each where its library is installed."""
+"""The examples of other libraries run and learn, each where its library is installed; every example has a quick form."""
 
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,23 @@ def test_it_runs_and_learns(example, monkeypatch):
     with torch.random.fork_rng(devices=[]):
         first, last = runpy.run_path(str(EXAMPLES / f"{example}.py"))["main"]([])
     assert last < 0.9 * first
+
+
+def programs() -> list[str]:
+    return sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", programs())
+def test_a_small_run_is_asked_for_by_quick(example, monkeypatch, capsys):
+    path = EXAMPLES / f"{example}.py"
+    for library in ("transformers" if "transformers" in path.read_text() else "torch", EXAMPLES_OF.get(example) or "torch"):
+        pytest.importorskip(library)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(path), run_name="__main__")
+    assert "--quick" in capsys.readouterr().out
 
 
 def test_every_example_of_a_library_is_here():

@@ -345,6 +345,7 @@ def test_more_than_a_million_tokens():
 # torch around it ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_compile_without_recompiling(device, dtype):
     """One graph for any number of tokens and documents, forward and backward; also where queries and keys differ."""
     torch._dynamo.reset()

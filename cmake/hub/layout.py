@@ -28,8 +28,8 @@ import tomllib
 HERE = Path(__file__).parent
 PACKAGE = Path(dmattn.__file__).parent
 # What a kernel may not import or does not need: it gets the standard library, torch and its own files.
-LEFT_OUT = {"__main__.py", "_C.pyi", "bench", "integrations", "testing", "__pycache__"}
-OTHER_NAMESPACES = ("_distributed",)  # of ops beside torch.ops.dmattn, what follows in their names
+LEFT_OUT = {"__main__.py", "_C.pyi", "integrations", "shape", "testing", "__pycache__"}
+OTHER_NAMESPACES = ("_distributed", "_nn")  # of ops beside torch.ops.dmattn, what follows in their names
 MARK = b"dmattn-ops-namespace="  # in the ops library, before the namespace of its ops; cpp/library.cpp
 SLOT_BYTES = 96  # of the mark, the namespace and the zeros behind it
 # The newest symbol versions that manylinux_2_28 has.

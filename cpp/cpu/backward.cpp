@@ -28,7 +28,4 @@ BackwardResults backward_op(BackwardArguments given) {
 }  // namespace
 }  // namespace dmattn::cpu
 
-DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cpu::backward_op>));
-}
+DMATTN_KERNELS(CPU, m) { m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cpu::backward_op>)); }

@@ -283,7 +283,6 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 }  // namespace dmattn::cpu
 
 DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cpu::update_op));
   m.impl("cache_step", TORCH_BOX(&dmattn::cpu::step_op));
   m.impl("cache_join", TORCH_BOX(&dmattn::cpu::join_op));

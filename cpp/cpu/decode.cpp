@@ -28,7 +28,4 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
 }  // namespace
 }  // namespace dmattn::cpu
 
-DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("decode", TORCH_BOX(&dmattn::cpu::decode_op));
-}
+DMATTN_KERNELS(CPU, m) { m.impl("decode", TORCH_BOX(&dmattn::cpu::decode_op)); }

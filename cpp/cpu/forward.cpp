@@ -19,7 +19,4 @@ ForwardResults forward_op(AttentionArguments given) {
 }  // namespace
 }  // namespace dmattn::cpu
 
-DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cpu::forward_op>));
-}
+DMATTN_KERNELS(CPU, m) { m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cpu::forward_op>)); }

@@ -112,7 +112,6 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
 }  // namespace dmattn::cpu
 
 DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("pack_tiles", TORCH_BOX(&dmattn::cpu::pack_tiles_op));
   m.impl("pack_bits", TORCH_BOX(&dmattn::cpu::pack_bits_op));
 }

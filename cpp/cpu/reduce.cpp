@@ -38,7 +38,6 @@ Tensor reduce_op(const Tensor& input, std::optional<int64_t> dim, bool keepdim) 
 }  // namespace dmattn::cpu
 
 DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("reduce_sum", TORCH_BOX(&dmattn::cpu::reduce_op<false>));
   m.impl("reduce_max", TORCH_BOX(&dmattn::cpu::reduce_op<true>));
 }

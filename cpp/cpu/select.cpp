@@ -128,7 +128,4 @@ Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_
 }  // namespace
 }  // namespace dmattn::cpu
 
-DMATTN_KERNELS(CPU, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("select", TORCH_BOX(&dmattn::cpu::select_op));
-}
+DMATTN_KERNELS(CPU, m) { m.impl("select", TORCH_BOX(&dmattn::cpu::select_op)); }

@@ -218,7 +218,4 @@ BackwardResults backward_op(BackwardArguments given) {
 }  // namespace
 }  // namespace dmattn::cuda
 
-DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cuda::backward_op>));
-}
+DMATTN_KERNELS(CUDA, m) { m.impl("backward", TORCH_BOX(&dmattn::unpack_backward<dmattn::cuda::backward_op>)); }

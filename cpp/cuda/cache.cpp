@@ -100,7 +100,6 @@ void rewind_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor&
 }  // namespace dmattn::cuda
 
 DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("cache_update", TORCH_BOX(&dmattn::cuda::update_op));
   m.impl("cache_step", TORCH_BOX(&dmattn::cuda::step_op));
   m.impl("cache_join", TORCH_BOX(&dmattn::cuda::join_op));

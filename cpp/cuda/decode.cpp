@@ -86,7 +86,4 @@ std::tuple<Tensor, Tensor> decode_op(const Tensor& query, const Tensor& key, con
 }  // namespace
 }  // namespace dmattn::cuda
 
-DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("decode", TORCH_BOX(&dmattn::cuda::decode_op));
-}
+DMATTN_KERNELS(CUDA, m) { m.impl("decode", TORCH_BOX(&dmattn::cuda::decode_op)); }

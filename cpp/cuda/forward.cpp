@@ -45,7 +45,4 @@ ForwardResults forward_op(AttentionArguments given) {
 }  // namespace
 }  // namespace dmattn::cuda
 
-DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>));
-}
+DMATTN_KERNELS(CUDA, m) { m.impl("forward", TORCH_BOX(&dmattn::unpack_forward<dmattn::cuda::forward_op>)); }

@@ -30,7 +30,6 @@ Tensor pack_bits_op(const Tensor& mask, const Tensor& tiles, int64_t query_lengt
 }  // namespace dmattn::cuda
 
 DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("pack_tiles", TORCH_BOX(&dmattn::cuda::pack_tiles_op));
   m.impl("pack_bits", TORCH_BOX(&dmattn::cuda::pack_bits_op));
 }

@@ -19,7 +19,6 @@ Tensor reduce_op(const Tensor& input, std::optional<int64_t> dim, bool keepdim) 
 }  // namespace dmattn::cuda
 
 DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
   m.impl("reduce_sum", TORCH_BOX(&dmattn::cuda::reduce_op<false>));
   m.impl("reduce_max", TORCH_BOX(&dmattn::cuda::reduce_op<true>));
 }

@@ -19,7 +19,4 @@ Tensor select_op(const Tensor& scores, std::optional<Tensor> segment_end, int64_
 }  // namespace
 }  // namespace dmattn::cuda
 
-DMATTN_KERNELS(CUDA, m) {
-  if (!dmattn::is_first_copy()) return;
-  m.impl("select", TORCH_BOX(&dmattn::cuda::select_op));
-}
+DMATTN_KERNELS(CUDA, m) { m.impl("select", TORCH_BOX(&dmattn::cuda::select_op)); }

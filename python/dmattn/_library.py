@@ -70,7 +70,8 @@ def renewed(name: str) -> torch.library.Library:
 
 
 def build_info() -> dict[str, str]:
-    """What the ops library was built with: version, built_with_torch, stable_abi_target, cuda, cuda_archs, cpu_levels, compiler."""
+    """What the ops library was built with: version, built_with_torch, stable_abi_target, cuda, cuda_archs, cuda_choice,
+    cpu_levels, compiler."""
     lines = _text_from("dmattn_build_facts").splitlines()
     return dict(line.split("=", 1) for line in lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -68,8 +69,20 @@ def per_sequence(
     return given
 
 
+def is_int(value: object) -> TypeGuard[int]:
+    """An int, or what a tracer puts in place of a size: a SymInt, or under torch.jit.trace a tensor."""
+    if isinstance(value, int | torch.SymInt):
+        return not isinstance(value, bool)
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and is_traced_number(value)
+
+
+def is_traced_number(value: object) -> TypeGuard[float]:
+    """Under torch.jit.trace sizes are int64 tensors without dimensions, and what is computed of them is a tensor, too."""
+    return isinstance(value, Tensor) and value.dim() == 0 and torch._C._get_tracing_state() is not None
+
+
 def positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+    if not is_int(value):
         raise TypeError(f"{name}: expected a positive int, got {type_of(value)}")
     if value <= 0:
         raise ValueError(f"{name}: expected a positive int, got {value}")
@@ -78,7 +91,7 @@ def positive_int(name: str, value: object) -> None:
 
 
 def natural_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+    if not is_int(value):
         raise TypeError(f"{name}: expected an int >= 0, got {type_of(value)}")
     if value < 0:
         raise ValueError(f"{name}: expected an int >= 0, got {value}")
@@ -125,7 +138,7 @@ def flags(is_causal: object, deterministic: object, return_lse: object) -> None:
 
 
 def length(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+    if not is_int(value):
         raise TypeError(f"{name}: expected an int >= 0, got {type_of(value)}")
     if value < 0 or value > MAX_LENGTH:
         raise ValueError(f"{name}: expected 0 <= {name} <= {MAX_LENGTH}, got {value}")
@@ -133,7 +146,7 @@ def length(name: str, value: object) -> None:
 
 def number(name: str, value: object, low: float = -math.inf, high: float = math.inf, *, open_high: bool = False) -> float:
     """A finite real number in [low, high], or in [low, high) when the upper end is open."""
-    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+    if not (is_int(value) or isinstance(value, float | torch.SymFloat) or is_traced_number(value)):
         raise TypeError(f"{name}: expected a number, got {type_of(value)}")
     if isinstance(value, int | float):
         inside = (

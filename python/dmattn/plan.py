@@ -159,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=tuple(DEVICES), default="sm90")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the plans of forward and backward, or why a kernel does not take the call."""
     device = {**DEVICES[arguments.device], "family": arguments.family}
     for name, plan in (("forward", forward_plan), ("backward", backward_plan)):
@@ -167,3 +167,4 @@ def run(arguments: argparse.Namespace) -> None:
             print(in_words(name, plan(described(arguments), device)))
         except RuntimeError as error:
             print(f"{name}: refused: {error}")
+    return 0

@@ -34,7 +34,7 @@ const Instance* find_instance(const Build& build, Kernel kernel, const Attention
   const Instance* best = nullptr;
   for (const Instance& instance : build.of(kernel)) {
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
-    if (instance.room != sm80::Room::kSmall && instance.room != room) continue;
+    if (instance.room != sm80::Room::kAny && instance.room != room) continue;
     if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
     if (best && instance.dim == best->dim && best->room == room && instance.room != room) continue;
     if (best && instance.dim == best->dim && best->room == instance.room && best->variant == variant) continue;
@@ -81,7 +81,7 @@ const char* name_of(DType dtype) {
 std::string name_of(const Instance& instance) {
   std::ostringstream text;
   text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/" << name_of(instance.variant);
-  if (instance.room == sm80::Room::kLarge) text << "/large";
+  if (instance.room != sm80::Room::kAny) text << (instance.room == sm80::Room::kLarge ? "/large" : "/small");
   return text.str();
 }
 

@@ -16,7 +16,7 @@ struct Instance {
   DType dtype = DType::kBFloat16;
   int dim = 0;  // the largest head size that it takes
   Variant variant = Variant::kPlain;
-  sm80::Room room = sm80::Room::kSmall;  // shared memory that it needs; of Hopper's always kSmall
+  sm80::Room room = sm80::Room::kAny;  // shared memory that it needs; of Hopper's always kAny
 };
 
 struct InstanceList {
@@ -40,7 +40,7 @@ Build configured_build(bool has_sm90);
 // The instance of the smallest head size that is large enough; of those the one that may use `room`, and of those the one of the
 // variant rather than the general one. Null: there is none.
 const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
-                              sm80::Room room = sm80::Room::kSmall);
+                              sm80::Room room = sm80::Room::kAny);
 
 // For errors and for people.
 const char* name_of(Kernel kernel);

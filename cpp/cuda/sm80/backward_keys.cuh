@@ -373,7 +373,10 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kKeyMajorShape<kDim, kRoom>.warps * 32,
     kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
-  if constexpr (!has_room(kRoom)) return;
+  if constexpr (!is_chosen(kRoom)) {
+    __trap();
+    return;
+  }
   using Layout = KeyMajorLayout<kDim, kRoom>;
   constexpr BackwardShape kShape = Layout::kShape;
   constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM;
@@ -567,7 +570,7 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
   constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
   constexpr int kBytes = sizeof(KeyMajorShared<kDim, kVariant, kRoom>);
-  static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
+  static_assert(kBytes <= (kRoom == Room::kLarge ? 163 : 99) * 1024);
   const auto kernel = key_major_kernel<T, kDim, kVariant, kRoom>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);

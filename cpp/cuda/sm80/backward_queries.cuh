@@ -31,7 +31,10 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 __global__ __launch_bounds__(
     kQueryMajorShape<kDim, kRoom>.warps * 32,
     kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void query_major_kernel(const __grid_constant__ BackwardCall call) {
-  if constexpr (!has_room(kRoom)) return;
+  if constexpr (!is_chosen(kRoom)) {
+    __trap();
+    return;
+  }
   constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
@@ -226,7 +229,7 @@ template <class T, int kDim, Variant kVariant, Room kRoom>
 cudaError_t launch_query_major(const BackwardCall& call, cudaStream_t stream) {
   constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
   constexpr int kBytes = sizeof(QueryMajorShared<kDim, kRoom>);
-  static_assert(kBytes <= (kRoom == Room::kSmall ? 99 : 163) * 1024);
+  static_assert(kBytes <= (kRoom == Room::kLarge ? 163 : 99) * 1024);
   const auto kernel = query_major_kernel<T, kDim, kVariant, kRoom>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);

@@ -11,13 +11,15 @@
 
 namespace dmattn::cuda::sm80 {
 
-// On an architecture with less shared memory than a kernel needs, the kernel is compiled to nothing. The host does not choose it.
-constexpr bool has_room(Room room) {
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-  return room == Room::kSmall;
-#else
-  return room == Room::kSmall || room == Room::kLarge;
+// Does the host choose this room on GPUs of this architecture? If not, the kernel is compiled to a trap. Code for 8.0 also runs
+// on 8.6 and 8.9, and as PTX on later GPUs, so it has every room.
+constexpr bool is_chosen(Room room) {
+#ifdef __CUDA_ARCH__
+  constexpr int kArchitecture = __CUDA_ARCH__;
+  if (kArchitecture == 860 || kArchitecture == 890 || kArchitecture / 100 == 12) return room != Room::kLarge;
+  if (kArchitecture == 900 || kArchitecture / 100 == 10) return room != Room::kSmall;
 #endif
+  return room == Room::kLarge || room == Room::kSmall || room == Room::kAny;
 }
 
 // Is this a row that sees nothing, and whose query or grad_out is not finite? Not even a weight of 0 may be multiplied with

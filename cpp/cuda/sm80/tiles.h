@@ -1,7 +1,7 @@
 // The tile table of the sm80 family, one row per kernel and head size: it changes speed, never results.
 //
-// GPUs other than A100, H100 and B200 offer a block no more than 99 KB of shared memory. So a row that needs more has a
-// smaller sibling that runs there.
+// A100, H100 and B200 offer a block 163 KB of shared memory or more, other GPUs 99 KB. So a row that needs more has a smaller
+// sibling that runs there.
 #pragma once
 
 #include "../variants.h"
@@ -55,7 +55,9 @@ struct BackwardShape {
   int queries, keys, warps, warp_rows, early_stages, late_stages, blocks_per_sm;
 };
 
-enum class Room : int32_t { kLarge, kSmall };  // shared memory: 160 KB and more (sm80, sm90, sm100), 99 KB
+// Shared memory of a backward kernel. kLarge: up to 163 KB. kSmall: up to 99 KB, for GPUs without the kLarge one. kAny: up to 99
+// KB, on all GPUs, because there is no kLarge one.
+enum class Room : int32_t { kLarge, kSmall, kAny };
 
 struct BackwardRow {
   int dim;
@@ -87,7 +89,7 @@ inline constexpr BackwardRow kKeyMajorRows[] = {
 template <int kCount>
 constexpr BackwardShape find_backward_shape(const BackwardRow (&rows)[kCount], int dim, Room room) {
   for (const BackwardRow& row : rows) {
-    if (row.dim == dim && row.room == room) return row.shape;
+    if (row.dim == dim && (row.room == Room::kLarge) == (room == Room::kLarge)) return row.shape;
   }
   return {};  // no kernel compiles with it
 }

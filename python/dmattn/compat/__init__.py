@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dmattn.compat import block_sparse_attn, flash_attn, flash_dmattn, flashmask, triton_flashattn
+from dmattn.compat import block_sparse_attn, flash_attn, flash_dmattn, flashkernel, flashmask, triton_flashattn
 from dmattn.compat.early import flash_dma_attention, flash_dynamic_mask_attention
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "flash_dma_attention",
     "flash_dmattn",
     "flash_dynamic_mask_attention",
+    "flashkernel",
     "flashmask",
     "triton_flashattn",
 ]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.compat import layouts
+from dmattn.masks.heads import repeat_heads
 
 LAYOUT = "[B|1, H|Hkv|1, Sq|1, Sk]"
 
@@ -154,6 +156,60 @@ def of_padding(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
         expected = f"[B, Sk] = {[batch, keys]} or [B, Sq] = {[batch, queries]}"
         raise ValueError(f"attention_mask: expected {expected}, got {checks.shape_of(mask)}")
     return torch.nn.functional.pad(mask != 0, (keys - mask.shape[1], 0), value=True)
+
+
+def keep_of(name: str, given: object, query: Tensor, pairs: int) -> Tensor:
+    """A mask as bool, True = keep. It may have the query's dtype, as flash-dmattn had it in 1.0.0 to 1.0.6: 1.0 = keep, 0.0 = hide.
+
+    An additive mask (0 and -inf) says the opposite. It is refused where values are known, on the CPU; on a GPU all but 1.0 hides.
+    pairs: how many values a mask may have, B * H * Sq * Sk.
+    """
+    mask = checks.tensor(name, given)
+    checks.dtype(name, mask, (torch.bool, query.dtype))
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.numel() > pairs:
+        raise ValueError(f"{name}: expected one value for each head, query and key at most, {pairs}, got {checks.shape_of(mask)}")
+    keep = mask == 1
+    if checks.values_are_known(mask) and not bool((keep | (mask == 0)).all()):
+        raise ValueError(
+            f"{name}: expected 1.0 (keep) and 0.0 (hide), or bool, got other values; what is added to logits is a bias"
+        )
+    return keep
+
+
+def packed_bias(
+    mask: Tensor | None, bias: Tensor | None, query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor, longest: int
+) -> Tensor:
+    """[H|Hkv|1, Tq, Tk] of mask and bias [Tq, H|Hkv|1, longest], whose last dimension counts the keys of the query's own sequence."""
+    for name, given in (("attn_mask", mask), ("attn_bias", bias)):
+        if given is None:
+            continue
+        checks.same_device(name, checks.tensor(name, given), query)
+        heads = (1, query.shape[1], key.shape[1])
+        if given.dim() != 3 or given.shape[0] != query.shape[0] or given.shape[1] not in heads or given.shape[2] != longest:
+            sizes = f"Tq={query.shape[0]}, H={heads[1]}, Hkv={heads[2]}, max_seqlen_k={longest}"
+            raise ValueError(f"{name}: expected [Tq, H|Hkv|1, max_seqlen_k] with {sizes}, got {checks.shape_of(given)}")
+    if ends_k.shape != ends_q.shape:
+        raise ValueError(f"cu_seqlens_k: expected shape {list(ends_q.shape)} like cu_seqlens_q, got {checks.shape_of(ends_k)}")
+    if checks.values_are_known(ends_k) and ends_k.shape[0] > 1 and int(ends_k.diff().max()) > longest:
+        raise ValueError(f"max_seqlen_k: expected at least {int(ends_k.diff().max())}, the longest sequence, got {longest}")
+    if bias is None:
+        bias = query.new_zeros((1, 1, 1))
+    checks.dtype("attn_bias", bias, checks.DTYPES["cpu"])
+    if mask is not None:
+        more = max(mask.shape[1], bias.shape[1])
+        keep, bias = (
+            repeat_heads(x.transpose(0, 1)[None], more)[0] for x in (keep_of("attn_mask", mask, query, mask.numel()), bias)
+        )
+        bias = torch.where(keep, bias, -torch.inf)
+    else:
+        bias = bias.transpose(0, 1)
+    if longest == 0:
+        return bias.new_zeros((1, query.shape[0], key.shape[0]))
+    first = ends_k[layouts.document_of(ends_q, query.shape[0])]
+    number = torch.arange(key.shape[0], device=query.device) - first[:, None]  # of each key within the query's sequence
+    return bias.gather(2, number.clamp(0, longest - 1).long().expand(bias.shape[0], -1, -1))
 
 
 def _best(bias: Tensor, window_size: int) -> Tensor:

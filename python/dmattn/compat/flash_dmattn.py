@@ -13,10 +13,21 @@ from dmattn import checks
 from dmattn._library import build_info
 from dmattn.attention import attention
 from dmattn.compat import flash_attn, layouts
-from dmattn.compat.dense_masks import block_smooth, create_mask, of_padding, relu_mask, topk_indices, topk_mask
+from dmattn.compat.dense_masks import (
+    block_smooth,
+    create_mask,
+    keep_of,
+    of_padding,
+    packed_bias,
+    relu_mask,
+    topk_indices,
+    topk_mask,
+)
 from dmattn.compat.padding import pad_input, unpad_input
 from dmattn.masks import BlockMask, IntervalMask, Mask
 from dmattn.masks.heads import repeat_heads
+from dmattn.sizes import padded
+from dmattn.varlen import varlen_attention
 from dmattn.weights import attention_weights
 
 NAMES = ("query", "key", "value")
@@ -53,7 +64,7 @@ def flash_dmattn_func(
         query: [B, Sq, H, D].
         key: [B, Sk, Hkv, D] with H % Hkv == 0.
         value: [B, Sk, Hkv, Dv].
-        attn_mask: bool [B|1, H|Hkv|1, Sq|1, Sk|1], True = keep.
+        attn_mask: bool [B|1, H|Hkv|1, Sq|1, Sk|1], True = keep; or, as in versions 1.0.0 to 1.0.6, in query's dtype, 1.0 = keep, 0.0 = hide.
         attn_bias: floating point, as attn_mask, differentiable.
         softmax_scale: default D ** -0.5; scale is its name up to version 1.2.0.
         is_causal: bottom-right aligned.
@@ -71,7 +82,7 @@ def flash_dmattn_func(
     softmax_scale = _one_scale(softmax_scale, scale)
     causal, probabilities = layouts.of_flag("is_causal", is_causal), layouts.of_flag("return_attn_probs", return_attn_probs)
     if attn_mask is not None:
-        checks.dtype("attn_mask", checks.tensor("attn_mask", attn_mask), (torch.bool,))
+        attn_mask = keep_of("attn_mask", attn_mask, query, _pairs(query, key))
     if attn_bias is not None:
         checks.dtype("attn_bias", checks.tensor("attn_bias", attn_bias), checks.DTYPES["cpu"])
     _broadcasts("attn_mask", attn_mask, query, key)
@@ -90,6 +101,35 @@ def flash_dmattn_func(
     return (out, lse, attention_weights(query, key, attn_mask, **options)) if probabilities else out
 
 
+def triton_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = False,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_dmattn_func` with the order of arguments that the Triton function had. options: its other arguments, by name."""
+    return flash_dmattn_func(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, **options)
+
+
+def flex_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    softmax_scale: float | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`triton_dmattn_func`, causal unless ``is_causal=False``, as the FlexAttention function was."""
+    is_causal = True if is_causal is None else is_causal
+    return flash_dmattn_func(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, **options)
+
+
 def flash_dmattn_varlen_func(
     query: Tensor,
     key: Tensor,
@@ -105,9 +145,14 @@ def flash_dmattn_varlen_func(
     return_attn_probs: bool | None = None,
     block_table: Tensor | None = None,
     *,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
     scale: float | None = None,
 ) -> flash_attn.Results:
-    """Attention over packed sequences, by flash-dmattn's name; it has no mask and no bias. See :func:`flash_attn_varlen_func`.
+    """Attention over packed sequences, by flash-dmattn's name. See :func:`flash_attn_varlen_func`.
+
+    Versions 1.0.0 to 1.0.6 had attn_mask and attn_bias in front of cu_seqlens_q. Here they are keywords, and calls by position are refused.
+    They take memory for every pair of packed tokens, those of different sequences too.
 
     Args:
         query: [Tq, H, D].
@@ -116,6 +161,9 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table: as in :func:`flash_attn_varlen_func`.
         softmax_scale, is_causal, softcap, deterministic, scale: as in :func:`flash_dmattn_func`.
         return_attn_probs: also return lse.
+        attn_mask: [Tq, H|Hkv|1, max_seqlen_k], bool or in query's dtype, as in :func:`flash_dmattn_func`: which keys of its own sequence a
+            query sees. Not with block_table.
+        attn_bias: floating point, as attn_mask, differentiable.
 
     Returns:
         out [Tq, H, Dv], or (out, lse [H, Tq], None).
@@ -123,14 +171,34 @@ def flash_dmattn_varlen_func(
     Raises:
         TypeError, ValueError: names the argument, what was expected and what came.
     """
+    third: object = max_seqlen_q
+    if isinstance(third, Tensor):
+        raise TypeError(
+            "max_seqlen_q: expected an int, got Tensor: attn_mask and attn_bias, which stood in front of cu_seqlens_q in versions 1.0.0 to "
+            "1.0.6, and all that follows them must be given by name"
+        )
     form = layouts.PACKED if block_table is None else layouts.PAGED
     query, key, value = layouts.checked(NAMES, query, key, value, form)
     flags = {"is_causal": is_causal, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     causal, repeatable, probabilities = (layouts.of_flag(name, flag) for name, flag in flags.items())
-    return flash_attn.varlen(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, _one_scale(softmax_scale, scale), causal,
-        (-1, -1), layouts.of_softcap(softcap), None, repeatable, probabilities, block_table,
+    scale, softcap = _one_scale(softmax_scale, scale), layouts.of_softcap(softcap)
+    if attn_mask is None and attn_bias is None:
+        return flash_attn.varlen(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, scale, causal, (-1, -1), softcap, None,
+            repeatable, probabilities, block_table,
+        )  # fmt: skip
+    if block_table is not None:
+        raise ValueError("block_table: expected None with attn_mask or attn_bias, got a table")
+    layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0], query)
+    ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key.shape[0], query)
+    bias = packed_bias(attn_mask, attn_bias, query, key, ends_q, ends_k, max_seqlen_k)
+    out, lse = varlen_attention(
+        padded(query), padded(key), padded(value), ends_q, ends_k, is_causal=causal, bias=bias, softcap=softcap, deterministic=repeatable,
+        scale=layouts.of_scale(scale, query.shape[-1]), return_lse=True,
     )  # fmt: skip
+    out = out[..., : value.shape[-1]]
+    return (out, lse, None) if probabilities else out
 
 
 def get_available_backends() -> list[str]:
@@ -139,7 +207,7 @@ def get_available_backends() -> list[str]:
 
 
 def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callable[..., Any]:
-    """The attention function of a backend. There is one, whatever the name: it runs on the device of its tensors.
+    """The attention function by a backend's name, whose arguments and defaults it has. All of them run on the device of their tensors.
 
     Args:
         backend: None, "cuda", "triton" or "flex".
@@ -156,7 +224,7 @@ def flash_dmattn_func_auto(backend: str | None = None, **kwargs: Any) -> Callabl
         raise ValueError(f"backend: expected None, {', '.join(BACKENDS)}, got {backend!r:.80}")
     if backend == "cuda" and not _cuda_available():
         raise RuntimeError('backend: expected another than "cuda": this installation has no CUDA kernels, or there is no GPU')
-    return flash_dmattn_func
+    return {"triton": triton_dmattn_func, "flex": flex_dmattn_func}.get(backend or "", flash_dmattn_func)
 
 
 def flash_dynamic_mask_attention_forward(
@@ -170,6 +238,7 @@ def flash_dynamic_mask_attention_forward(
     window_size: int | None = None,
     softcap: float | None = None,
     *,
+    keep_window_size: int | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
@@ -183,15 +252,18 @@ def flash_dynamic_mask_attention_forward(
     every pair, it is a dense mask.
 
     Args:
-        module: the layer; its ``is_causal`` (default True) counts where is_causal is None.
+        module: the layer; its ``is_causal`` (default True) counts where is_causal is None, and its ``keep_window_size``, if it has one, where
+            no window is given, as in versions 1.0.1 to 1.2.0.
         query: [B, H, Sq, D].
         key: [B, Hkv, Sk, D].
         value: [B, Hkv, Sk, Dv].
-        attention_mask: None; bool [B, Sk] or [B, Sq] (padding); or bool [B|1, H|Hkv|1, Sq|1, Sk], True = keep.
+        attention_mask: None; bool [B, Sk] or [B, Sq] (padding); or [B|1, H|Hkv|1, Sq|1, Sk], bool or in query's dtype, as in
+            :func:`flash_dmattn_func`.
         attention_bias: None; [B|1, H|Hkv|1, Sk]; or [B|1, H|Hkv|1, Sq|1, Sk], differentiable.
         scaling: default D ** -0.5.
         window_size: number of keys each query sees at most; None, or not less than Sk: all.
-        softcap: as in :func:`flash_dmattn_func`.
+        softcap: as in :func:`flash_dmattn_func`. Versions before 1.2.1 had it in the place of window_size: give it by name.
+        keep_window_size: window_size by its name in versions 1.0.1 to 1.2.0.
         is_causal: bottom-right aligned; a single query sees every key.
         dropout: probability of dropping a weight.
         s_aux: [H], sinks as in :func:`dmattn.attention`.
@@ -219,7 +291,7 @@ def flash_dynamic_mask_attention_forward(
     if mask is not None and mask.dim() == 2:
         mask = of_padding(mask, batch, queries, keys)[:, None, None]
     elif mask is not None:
-        checks.dtype("attention_mask", mask, (torch.bool,))
+        mask = keep_of("attention_mask", mask, query, _pairs(query, key))
     bias: Tensor | None = None if attention_bias is None else checks.tensor("attention_bias", attention_bias)
     if bias is not None:
         checks.dtype("attention_bias", bias, checks.DTYPES["cpu"])
@@ -228,18 +300,29 @@ def flash_dynamic_mask_attention_forward(
     _broadcasts("attention_bias", bias, query, key)
 
     selected: Mask | Tensor | None = mask
-    if window_size is not None:
-        checks.positive_int("window_size", window_size)
+    window = _window(module, window_size, keep_window_size)
+    if window is not None and window < keys:
         if bias is None:
-            raise ValueError("attention_bias: expected scores of keys beside window_size, got None")
-        if window_size < keys:
-            selected = _select(mask, bias, window_size, causal and queries > 1, queries, keys)
+            raise ValueError(f"attention_bias: expected scores, of which a window of {window} keys is selected, got None")
+        selected = _select(mask, bias, window, causal and queries > 1, queries, keys)
     out = attention(
         *layouts.heads_first(query, key, value), selected, bias=bias, is_causal=causal and queries > 1,
         scale=layouts.of_scale(scaling, size, "scaling"), softcap=layouts.of_softcap(softcap), dropout_p=dropout, sinks=s_aux,
         deterministic=layouts.of_flag("deterministic", deterministic),
     )  # fmt: skip
     return out[..., : value.shape[3]].transpose(1, 2), None
+
+
+def _window(module: nn.Module | None, window_size: int | None, keep_window_size: int | None) -> int | None:
+    """The window by its name since 1.2.1, by its earlier name, or as the module has it."""
+    if window_size is not None and keep_window_size is not None:
+        raise TypeError("window_size, keep_window_size: expected one of them at most, got both")
+    held = getattr(module, "keep_window_size", None)
+    names = {"window_size": window_size, "keep_window_size": keep_window_size, "module.keep_window_size": held}
+    name, window = next(((name, given) for name, given in names.items() if given is not None), ("", None))
+    if window is not None:
+        checks.positive_int(name, window)
+    return window
 
 
 def _select(mask: Tensor | None, bias: Tensor, window: int, causal: bool, queries: int, keys: int) -> Mask | Tensor:
@@ -253,6 +336,12 @@ def _select(mask: Tensor | None, bias: Tensor, window: int, causal: bool, querie
     shown = torch.ones((1, 1, queries, keys), dtype=torch.bool, device=bias.device)
     shown = shown.tril(keys - queries) if causal else shown
     return BlockMask.from_bool(topk_mask(bias, shown if mask is None else shown & mask, window, torch.finfo(torch.float64).min))
+
+
+def _pairs(query: Tensor, key: Tensor) -> int:
+    """Of query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
+    batch, queries, heads, _ = query.shape
+    return batch * queries * heads * key.shape[1]
 
 
 def _one_scale(softmax_scale: float | None, scale: float | None) -> float | None:
@@ -288,8 +377,9 @@ def _cuda_available() -> bool:
 TRITON_AVAILABLE = True
 FLEX_AVAILABLE = True
 
-triton_dmattn_func = flex_dmattn_func = flash_dmattn_func
-flash_sparse_attn_func = triton_sparse_attn_func = flex_sparse_attn_func = flash_dmattn_func
+flash_sparse_attn_func = flash_dmattn_func
+triton_sparse_attn_func = triton_dmattn_func
+flex_sparse_attn_func = flex_dmattn_func
 flash_sparse_attn_varlen_func = flash_dmattn_varlen_func
 flash_sparse_attn_func_auto = flash_dmattn_func_auto
 flash_sparse_attention_forward = flash_dynamic_mask_attention_forward

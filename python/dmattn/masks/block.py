@@ -100,6 +100,9 @@ class BlockMask(MaskData):
             table: bool [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], or with leading dimensions left out.
             block_size: int or (bq, bk).
 
+        The table does not say where the sequences end. If they end within a block, each call cuts the mask to them; ``.cut(Sq, Sk)`` does
+        so once.
+
         Raises:
             TypeError: table is not a bool tensor.
             ValueError: it has fewer than 2 or more than 4 dimensions, block_size is not positive, or the blocks go beyond 2^20.

@@ -121,7 +121,7 @@ class MaskData:
     # Pictures ---------------------------------------------------------------------------------------------------------------------
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
-        """Draws the mask of one head with matplotlib (``pip install 'dmattn[plot]'``).
+        """Draws the mask of one head with matplotlib (``pip install matplotlib``).
 
         An interval mask without ``Sq`` is drawn as lifetimes: a bar for each key, from its start to its end. With ``Sq``, and for all
         other masks, the picture says which query sees which key. In a block mask blue is a full tile, orange what a partial tile

@@ -24,7 +24,7 @@ def axes_or_new(ax: Any) -> Any:
     try:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
-        raise ImportError("mask.plot() needs matplotlib; install it with: pip install 'dmattn[plot]'") from error
+        raise ImportError("mask.plot() needs matplotlib; install it with: pip install matplotlib") from error
     return pyplot.subplots(figsize=(5, 5), layout="constrained")[1] if ax is None else ax
 
 

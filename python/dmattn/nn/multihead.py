@@ -17,6 +17,7 @@ from dmattn.sizes import padded
 from dmattn.unsupported import scripting_refused
 
 Projected = tuple[Tensor, Tensor, Tensor]
+NEVER_SEEN = -1e4  # a logit that is lower by this much has weight 0 in every dtype, as with -inf
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -25,7 +26,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     What differs, all of it on purpose:
 
     - A query that sees no key gives 0, where torch gives NaN, and keys that no query sees may hold anything.
-    - ``is_causal=True`` needs no ``attn_mask`` beside it. Where there is one, it is taken as the causal mask that the hint says it is.
+    - ``is_causal=True`` needs no ``attn_mask``. In torch's words "``is_causal`` provides a hint that ``attn_mask`` is the causal mask.
+      Providing incorrect hints can result in incorrect execution"; here a mask that is given with the hint is not read. Where its
+      values can be read at once, on the CPU and not while tracing, a mask that is not the causal one raises ValueError.
     - Wrong shapes raise what torch raises, or ValueError; the rest as in all of dmattn. Nested tensors raise TypeError.
     - torch's ``TransformerEncoderLayer`` calls this module also in eval mode, and not a kernel of its own, which would know of no window:
       ``_qkv_same_embed_dim``, which it asks, is always False. Where this module came into a ``TransformerEncoder`` after that was
@@ -97,7 +100,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: also return the weights, in memory for all pairs.
             attn_mask: [L, S] or [B * H, L, S]: bool, True hides; or floats that are added to the logits.
             average_attn_weights: return the mean of the weights over heads, not all of them.
-            is_causal: query i sees keys j <= i; takes the place of attn_mask.
+            is_causal: query i sees keys j <= i. It takes the place of attn_mask, which then must be that mask: True, or a number of at
+                most -1e4, above the diagonal, and False or 0 elsewhere.
             mask: an :class:`IntervalMask`, :class:`BlockMask` or both joined, for S keys; True in it means visible.
 
         Returns:
@@ -106,7 +110,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             TypeError: a wrong type or dtype, or a nested tensor.
-            ValueError, AssertionError: a wrong shape.
+            ValueError, AssertionError: a wrong shape; an attn_mask on the CPU that is not causal, with ``is_causal=True``.
         """
         for name, given in (("query", query), ("key", key), ("value", value)):
             if isinstance(given, Tensor) and given.is_nested:
@@ -133,6 +137,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         # Say what is visible, and what is added to the logits.
         hidden, key_bias = self._of_keys(key_padding_mask, is_batched, batch, keys, extra)
+        if is_causal and attn_mask is not None:
+            _check_hint(attn_mask, length, keys)
         attn_mask = None if is_causal else self._of_pairs(attn_mask, batch, length, keys, extra)
         block = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
         bias = attn_mask if block is None else None
@@ -151,8 +157,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             whole: Mask | None = interval if blocks is None else blocks if interval is None else interval & blocks
             weights = None
             out = _on_kernels(q, k, v, whole, key_bias=key_bias, bias=bias, is_causal=alone, dropout_p=dropout)
-        result: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        result = result[0] if not is_batched else result if self.batch_first else result.transpose(0, 1)
+        rows = out.transpose(1, 2).flatten(2)
+        result: Tensor = self.out_proj(rows.transpose(0, 1) if batch_dim else rows)  # contiguous, as torch's
+        result = result if is_batched else result[0]
         if not need_weights or weights is None:
             return result, None
         weights = weights.mean(1) if average_attn_weights else weights
@@ -167,7 +174,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         def brought(name: str, given: Tensor, size: int | None) -> Tensor:
             if given.shape[-1] != size:
                 raise ValueError(f"{name}: expected a last dimension of {size}, got {checks.shape_of(given)}")
-            return given[None] if not is_batched else given.transpose(0, batch_dim) if batch_dim else given
+            return given[None] if not is_batched else given.transpose(0, batch_dim)
+
+        def linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            """In the order in which the caller's tensor lies in memory, so that attention and its output need no copy."""
+            return F.linear(given.transpose(0, batch_dim), weight, bias).transpose(0, batch_dim)
 
         q = brought("query", query, self.embed_dim)
         k = q if key is query else brought("key", key, self.kdim)
@@ -177,12 +188,12 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"key, value: expected equal lengths, and B={q.shape[0]} like query, got {checks.shape_of(key)} and {checks.shape_of(value)}"
             )
         if packed is not None and k is q and v is q:
-            q, k, v = F.linear(q, packed, biases).chunk(3, dim=-1)
+            q, k, v = linear(q, packed, biases).chunk(3, dim=-1)
             return q, k, v
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if packed is None else packed.chunk(3)
         each: Any = (None, None, None) if biases is None else biases.chunk(3)
-        q, k, v = (F.linear(x, weight, bias) for x, weight, bias in zip((q, k, v), weights, each, strict=True))
+        q, k, v = (linear(x, weight, bias) for x, weight, bias in zip((q, k, v), weights, each, strict=True))
         return q, k, v
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> Projected:
@@ -281,6 +292,21 @@ def _mask_tensor(name: str, given: object) -> Tensor:
     mask = checks.tensor(name, given)
     checks.dtype(name, mask, (torch.bool, *checks.DTYPES["cpu"]))
     return mask
+
+
+def _check_hint(given: object, length: int, keys: int) -> None:
+    """Refuses an attn_mask that is not the causal mask which is_causal=True says it is, where its values can be read at once."""
+    mask = _mask_tensor("attn_mask", given)
+    if not checks.values_are_known(mask) or torch._C._is_tracing():
+        return
+    hidden = mask if mask.dtype == torch.bool else mask <= NEVER_SEEN
+    later = torch.ones(length, keys, dtype=torch.bool).triu(1)
+    is_causal = mask.shape[-2:] == later.shape and torch.equal(hidden, later.expand_as(hidden))
+    if not (is_causal and (mask.dtype == torch.bool or not mask.masked_fill(hidden, 0.0).any())):
+        raise ValueError(
+            f"attn_mask: expected the causal mask {[length, keys]} with is_causal=True, which hides the keys j > i of query i and no "
+            f"others, got another {checks.shape_of(mask)}: leave is_causal out, and every mask is read"
+        )
 
 
 def _check_heads(mask: Mask, batch: int, heads: int) -> None:

@@ -15,6 +15,9 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
     positions: [B|1, S], by default 0, 1, ... in every sequence. factor: the part of the dimensions, the first ones, that turn, as if
     D were ``D * factor``, rounded down to an even number; the others stay as they are.
 
+    Angles are computed in float64 for float64 and in float32 for all other dtypes, as in transformers' models. There they are off by
+    up to ``position * 2 ** -23`` radians, a tenth at position 10^6.
+
     Raises:
         TypeError: x or positions is no tensor, or x is not of a floating-point dtype.
         ValueError: x is not of such a shape, or positions do not fit it.
@@ -40,8 +43,9 @@ def turning_pairs(size: int, factor: float) -> int:
 def rotation_table(positions: Tensor, size: int, theta: float, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines by which :func:`turned` rotates heads of ``size`` dimensions to positions [B|1, S]: two tensors [B|1, S, 1, half]."""
     half = turning_pairs(size, factor)
-    frequency = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
-    angle = positions[:, :, None, None].to(torch.float32) * frequency
+    wide = torch.promote_types(dtype, torch.float32)
+    frequency = theta ** (-torch.arange(half, device=positions.device, dtype=wide) / half)
+    angle = positions[:, :, None, None].to(wide) * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 

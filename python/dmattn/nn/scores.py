@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
+from dmattn._library import renewed
 from dmattn.attention import attention
-from dmattn.call import Options, autocast, options_of
+from dmattn.call import autocast, options_of
 from dmattn.masks import FOREVER, IntervalMask
 from dmattn.masks.interval import segment_ends
 from dmattn.sharding import any_sharded, beside, refuse
@@ -177,8 +179,8 @@ def _taught(
         drawn = torch.where(of_query_heads[..., None], drawn, 0.0)
     dense = None
     if value is not None:
-        keys = torch.arange(key.shape[2], device=key.device)[None, None]
-        seen = IntervalMask(_place(rows, keys), _place(rows, torch.full_like(keys, FOREVER) if ends is None else ends))
+        start = _place(rows, torch.arange(key.shape[2], device=key.device)[None, None])
+        seen = IntervalMask(start, torch.full_like(start, FOREVER) if ends is None else _place(rows, ends))
         dense = attention(
             drawn, key, values, seen, key_bias=key_bias, scale=options.scale, softcap=options.softcap, query_offset=0
         )
@@ -187,11 +189,12 @@ def _taught(
         return given if given is None or given.shape[1] == 1 else given[:, first_head * given.shape[1] // heads :]
 
     with torch.no_grad():
-        certain = IntervalMask.top_k(scores, 0, base=base, local=local, sink=sink).end if local or sink else None
-        loss, gradient = _loss_and_gradient(
+        certain = _certain(scores, base, local, sink) if local or sink else None
+        given = (
             drawn[:, first_head * group :], key[:, first_head:], of_heads, from_first(key_bias), rows, from_first(is_real),
-            from_first(ends), from_first(certain), sharp, options,
+            from_first(ends), from_first(certain), sharp, options.scale, options.softcap,
         )  # fmt: skip
+        loss, gradient = _whole_or_in_parts(*given)
     return dense, _with_gradient(loss, of_heads, gradient), rows
 
 
@@ -207,21 +210,72 @@ def _drawn(length: int, queries: int, last: float, device: torch.device) -> Tens
 
 
 def _place(rows: Tensor, positions: Tensor) -> Tensor:
-    """How many of the sorted ``rows`` stand before each position, int32."""
-    return torch.searchsorted(rows, positions.to(rows.dtype).contiguous()).to(torch.int32)
+    """How many of ``rows`` stand before each position, int32."""
+    return (rows < positions[..., None]).sum(-1, dtype=torch.int32)
+
+
+def _certain(scores: Tensor, base: IntervalMask | None, local: int, sink: int) -> Tensor:
+    """The end of each key's interval where scores decide nothing, int32 [B|1, Hkv|1, S]."""
+    if base is None:
+        return IntervalMask.streaming(scores.shape[2], sink, local, device=scores.device).end
+    return IntervalMask.top_k(scores, 0, base=base, local=local, sink=sink).end
+
+
+def _whole_or_in_parts(*given: Any) -> tuple[Tensor, Tensor]:
+    """:func:`_loss_and_gradient`, on a CPU in parts, for which compiled code calls an op: to compile what is in it takes a CPU longer than
+    most runs save."""
+    scores: Tensor = given[2]
+    if scores.device.type != "cpu" or torch.compiler.is_exporting():
+        return _loss_and_gradient(*given, batch=scores.shape[0])
+    if torch.compiler.is_compiling():
+        loss, gradient = torch.ops.dmattn_nn.score_loss(*(x.detach() if isinstance(x, Tensor) else x for x in given))
+        return loss, gradient
+    return _in_parts(*given)
+
+
+def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """:func:`_loss_and_gradient` of one sequence and key head after the other, whose weights stay in the CPU's cache."""
+    batch, heads = scores.shape[:2]
+
+    def part(x: Any, b: int, h: int) -> Any:
+        """Of [B|1, n * h|1, ...]; ``rows`` and options belong to all."""
+        if not isinstance(x, Tensor) or x.dim() == 1:
+            return x
+        x, n = x if x.shape[0] == 1 else x[b : b + 1], x.shape[1] // heads
+        return x if x.shape[1] == 1 else x[:, h * n : (h + 1) * n]
+
+    parts = [
+        [_loss_and_gradient(*(part(x, b, h) for x in (drawn, key, scores, *given)), batch=batch) for h in range(heads)]
+        for b in range(batch)
+    ]
+    losses = torch.stack([torch.cat([loss for loss, _ in row]) for row in parts])
+    return losses.sum(0), torch.cat([torch.cat([gradient for _, gradient in row], 1) for row in parts])
+
+
+library = renewed("dmattn_nn")
+library.define(
+    "score_loss(Tensor drawn, Tensor key, Tensor scores, Tensor? key_bias, Tensor rows, Tensor? is_real, Tensor? ends, Tensor? certain, "
+    "bool sharp, float scale, float softcap) -> (Tensor, Tensor)"
+)
+library.impl("score_loss", _in_parts, "CPU")
+
+
+@partial(torch.library.register_fake, "dmattn_nn::score_loss", lib=library)
+def _(drawn: Tensor, key: Tensor, scores: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape[1]), scores.new_empty(scores.shape)
 
 
 def _loss_and_gradient(
     drawn: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, rows: Tensor, is_real: Tensor | None, ends: Tensor | None,
-    certain: Tensor | None, sharp: bool, options: Options,
+    certain: Tensor | None, sharp: bool, scale: float, softcap: float, *, batch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The loss of each head, [h], and its gradient by ``scores``, [B, h, S].
 
     drawn [B, H, R, D] are the queries at ``rows`` [R], ``is_real`` [B|1, h|1, R] those that teach (None: all); key [B, h, S, D].
     ``ends`` [B|1, h|1, S] says where visibility of keys ends and
-    ``certain`` up to which position they are visible without being selected; None: nowhere.
+    ``certain`` up to which position they are visible without being selected; None: nowhere. ``batch`` sequences share the mean.
     """
-    batch, heads, length = scores.shape
+    heads, length = scores.shape[1:]
     seen = (torch.arange(length, device=rows.device) <= rows[:, None])[None, None]  # [B|1, h|1, R, S]
     if ends is not None:
         seen = seen & (rows[:, None] < ends[:, :, None])
@@ -231,9 +285,9 @@ def _loss_and_gradient(
 
     # What these queries pay to each key when they see all.
     logits = drawn.unflatten(1, (heads, -1)) @ key[:, :, None].transpose(3, 4)  # [B, h, H / h, R, S]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.scale
-    if options.softcap:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     if key_bias is not None:
         logits = logits + key_bias.unflatten(1, (heads if key_bias.shape[1] > 1 else 1, -1))[..., None, :]
     logits = torch.where(seen[:, :, None], logits, -math.inf)

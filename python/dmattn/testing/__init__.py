@@ -1,4 +1,4 @@
-"""Property tests for attention: hypothesis strategies, the reference, and one tolerance rule. Needs hypothesis (``dmattn[testing]``).
+"""Property tests for attention: hypothesis strategies, the reference, and one tolerance rule. Needs hypothesis.
 
 >>> from hypothesis import given
 >>> from dmattn.testing import assert_matches_reference, attention_cases

@@ -7,26 +7,9 @@
 #include "../dependent_launch.cuh"
 #include "../kernel_limits.cuh"
 #include "keys.cuh"
-#include "short.cuh"
+#include "short.h"
 
 namespace dmattn::cuda::selection {
-
-constexpr int kMostCounted = 4096;         // keys of a head
-constexpr int64_t kMostCountBlocks = 256;  // of all heads; with 512 sorting was faster on an H200
-constexpr int kCountThreads = 256;
-
-// A key has a thread for each part of the others.
-constexpr int count_parts(int64_t keys) { return keys <= 1024 ? 4 : keys <= 2048 ? 8 : 16; }
-
-// Blocks for the keys of a head.
-inline int64_t count_blocks(const SelectParams& p) {
-  const int block_keys = kCountThreads / count_parts(p.length);
-  return (p.length + block_keys - 1) / block_keys;
-}
-
-inline bool is_counted(const SelectParams& p) {
-  return is_short(p) && p.is_causal && p.length <= kMostCounted && p.batch * p.heads * count_blocks(p) <= kMostCountBlocks;
-}
 
 // scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each kCountThreads / kParts keys of a head, kKeys >= n > window > 0.
 template <int kKeys>

@@ -82,6 +82,9 @@ __device__ inline uint64_t ordered_code(double score) {
   return bits >> 63 ? ~bits : bits | uint64_t{1} << 63;
 }
 
+// The low bits of a narrow code that follow from its highest one; not those of code 0, whose other bits no score has.
+__device__ inline int silent_bits(DType dtype) { return dtype == DType::kBFloat16 ? 16 : dtype == DType::kFloat16 ? 13 : 0; }
+
 // What the bits of a score of 32 or 16 bits are worth.
 __device__ inline float score_of_bits(DType dtype, uint32_t bits) {
   if (dtype == DType::kFloat16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));

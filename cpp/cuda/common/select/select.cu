@@ -25,10 +25,9 @@
 #include "../dependent_launch.cuh"
 #include "../kernel_limits.cuh"
 #include "best.cuh"
-#include "counts.cuh"
 #include "groups.cuh"
 #include "keys.cuh"
-#include "short.cuh"
+#include "short.h"
 #include "sort.cuh"
 
 namespace dmattn::cuda {
@@ -370,8 +369,7 @@ cudaError_t launch_select(const SelectParams& p, void* workspace, cudaStream_t s
   Work work;
   lay_out(p, static_cast<char*>(workspace), work);
   const auto simple_grid = static_cast<unsigned>(keys < (int64_t{1} << 30) ? (keys + 255) / 256 : 1 << 22);
-  if (is_counted(p) && !keeps_all_or_none(p)) return launch_select_by_counts(p, work.window, stream);
-  if (is_short(p) && !keeps_all_or_none(p)) return launch_select_short(p, work.window, stream);
+  if (is_short(p) && !keeps_all_or_none(p)) return launch_short(p, work.window, stream);
   if (has_one_set(p) && !keeps_all_or_none(p)) {
     const auto blocks = static_cast<unsigned>(has_dependent_launch() ? best_blocks(p) : 1);
     return launch_dependent_clusters(keep_best_of_head, blocks, grid_of(batch_heads * blocks), kBestThreads, 0, stream, p,

@@ -9,18 +9,9 @@
 #include "../kernel_limits.cuh"
 #include "../sort_numbers.cuh"
 #include "keys.cuh"
-#include "sort.cuh"
+#include "short.h"
 
 namespace dmattn::cuda::selection {
-
-constexpr int kMostShort = 4096;     // keys of a head
-constexpr int kMostShortSet = 1024;  // the same, where one set of keys serves all queries: more are not worth a sort (best.cuh)
-
-// Neither documents nor float64 scores: their sort keys are wide.
-inline bool is_short(const SelectParams& p) {
-  const int64_t most = p.is_causal ? kMostShort : kMostShortSet;
-  return p.segment_end.data == nullptr && p.dtype != DType::kFloat64 && p.length <= most;
-}
 
 // scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each batch and head, kThreads * kEach >= n > window > 0.
 template <int kThreads>

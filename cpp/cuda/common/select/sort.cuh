@@ -78,9 +78,6 @@ struct Preferred {
   __device__ bool operator()(const Key& a, const Key& b) const { return a < b; }
 };
 
-// The low bits of a narrow code that follow from its highest one; not those of code 0, whose other bits no score has.
-__device__ inline int silent_bits(DType dtype) { return dtype == DType::kBFloat16 ? 16 : dtype == DType::kFloat16 ? 13 : 0; }
-
 // scores [B, Hkv, n] -> keys [heads, n], sorted within tiles, or, where a tile is all there is, order and counts. A block for
 // each tile; for causal selection it also writes the `end` that most keys have.
 template <class Key, bool kLast>

@@ -7,7 +7,8 @@ generate with a cache of fixed size. Needs ``transformers`` 5.17 or newer.
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from dmattn.integrations.transformers.attention import attention_forward
@@ -44,11 +45,11 @@ def register(name: str = "dmattn") -> str:
     return name
 
 
-def bounded_cache(model: PreTrainedModel, *, rewind: int = REWIND) -> Cache:
+def bounded_cache(model: nn.Module, *, rewind: int = REWIND) -> Cache:
     """An empty bounded cache for a model with dmattn's selection, to be passed to its calls and to ``generate()`` as ``past_key_values=``.
 
     Args:
-        model: what :func:`enable_dynamic_mask_attention` or :func:`convert` returned.
+        model: what :func:`enable_dynamic_mask_attention` or :func:`convert` returned, or what ``torch.compile`` or peft made of it.
         rewind: how many of the latest tokens ``crop`` can take back, for assisted and prompt-lookup generation.
 
     Returns:

@@ -16,10 +16,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
-from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers
+from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers, unwrapped
 from dmattn.nn.scores import initial_slopes
 
 M = TypeVar("M", bound=PreTrainedModel)
+W = TypeVar("W", bound=nn.Module)  # a model, or what torch.compile or peft made of it
 
 FIELD = "dynamic_mask"
 """The field of a model's config that holds what :func:`convert` was told."""
@@ -141,18 +142,26 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
     return model
 
 
-def set_window(model: M, window: int) -> M:
+def set_window(model: W, window: int) -> W:
     """Gives all converted layers of a model another window, for a schedule such as :class:`dmattn.nn.WindowSchedule`.
+
+    Args:
+        model: what :func:`convert` returned, or what ``torch.compile`` or peft made of it.
+        window: as of :func:`convert`.
+
+    Returns:
+        model.
 
     Raises:
         TypeError, ValueError: as :func:`convert`.
     """
-    for layer in selecting_layers(model):
+    inner = unwrapped(model)
+    for layer in selecting_layers(inner):
         if not isinstance(layer, tuple(CONVERTED.values())):
-            raise ValueError(f"model: expected a model converted by convert(), got {type(model).__name__}")
+            raise ValueError(f"model: expected a model converted by convert(), got {type(inner).__name__}")
         checks.selection(window, layer.local, layer.sink, True)
         layer.window = window
-    _record(model, getattr(model.config, FIELD) | {"window": window})
+    _record(inner, getattr(inner.config, FIELD) | {"window": window})
     return model
 
 
@@ -271,13 +280,17 @@ class LossWithScores:
         return loss + taught
 
 
-def score_loss_of(model: PreTrainedModel) -> Tensor:
+def score_loss_of(model: nn.Module) -> Tensor:
     """What teaches the scores in the last forward pass in training, a mean over layers: for a loss of your own, after ``taught=True``.
+
+    Args:
+        model: what :func:`convert` returned, or what ``torch.compile`` or peft made of it.
 
     Returns:
         A scalar. It can be had once.
 
     Raises:
+        TypeError: no transformers model.
         ValueError: there is none: the model was not converted with taught=True, is in eval mode, or was called with a cache that held
             tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
     """

@@ -247,14 +247,31 @@ def _check_mask(mask: Tensor) -> None:
         )
 
 
-def selecting_layers(model: PreTrainedModel) -> list[SelectingAttention]:
-    """The model's layers with dmattn's selection, in their order.
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model in what ``torch.compile`` and peft make of one, in any order.
+
+    Raises:
+        TypeError: there is none.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if getattr(inner, "_orig_mod", None) is not None:  # torch.compile
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):  # peft
+            inner = inner.get_base_model()
+        else:
+            check_model(model)
+    return inner
+
+
+def selecting_layers(model: nn.Module) -> list[SelectingAttention]:
+    """The layers with dmattn's selection, in their order, of a transformers model; see :func:`unwrapped`.
 
     Raises:
         TypeError: model is no transformers model.
         ValueError: there is no such layer.
     """
-    check_model(model)
+    model = unwrapped(model)
     layers = [module for module in model.modules() if isinstance(module, SelectingAttention)]
     if not layers:
         raise ValueError(
@@ -264,6 +281,6 @@ def selecting_layers(model: PreTrainedModel) -> list[SelectingAttention]:
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError for what is no transformers model."""
+    """Raises TypeError for what is no transformers model itself."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")

@@ -1,0 +1,21 @@
+"""Benchmarks that anyone can rerun: ``python -m dmattn_bench``. Nothing here is imported by dmattn itself.
+
+How it is made, from the bottom up:
+
+- ``cases`` says what one workload computes, ``peers`` who stands beside dmattn, ``measure`` checks results and takes times and memory.
+- ``suite`` measures cases and makes one row of each; ``decode``, ``serve``, ``training_step`` and ``context_parallel`` measure what is not
+  one call of attention, and can be run by themselves.
+- ``workloads`` gives all of them names; ``records`` notes the machine, and writes and reads results.
+- ``compare`` finds what became slower; ``report``, ``plots``, ``serve_report``, ``quality_report`` and ``page_tables`` turn results into
+  pages and pictures, with what ``tables`` writes.
+
+Scripts of the folder ``benchmarks/`` use the same parts for questions of their own; a workload of theirs becomes one of all by a line in
+``workloads``.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("hypothesis") is None:
+    raise ImportError(
+        "dmattn_bench needs hypothesis, on which dmattn.testing with its tolerance rule rests: pip install hypothesis"
+    )

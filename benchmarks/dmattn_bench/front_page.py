@@ -1,0 +1,96 @@
+"""The README's table of three models that differ in attention alone, from the training runs in benchmarks/results/nvidia-h200/quality.jsonl.
+
+``recommended`` is `nn.DynamicMaskAttention.recommended`, ``dense+`` the best dense model and ``sliding+`` the best sliding window. Memory of
+decoding is counted from the caches themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from dmattn.cache import BoundedCache
+from dmattn.nn import DynamicMaskAttention
+from dmattn.nn.mixed_cache import MixedCache
+
+from dmattn_bench.quality_report import KEPT, NAMES, Run, latest, measured_on
+from dmattn_bench.tables import markdown
+
+MISSING = "not measured"
+LAYERS, WIDTH, HEADS, VISIBLE = 6, 512, 8, 512
+SHORT = {"task": "text", "length": 8192, "visible": VISIBLE, "layers": LAYERS, "width": WIDTH}
+LONG = {**SHORT, "length": 32768, "visible": 1024}
+RECALL = {"task": "mqar", "length": 2048, "visible": 256, "pairs": 16, "symbols": 64, "steps": 2500}
+SECRETS = {"task": "passkey", "length": 4096, "visible": 256, "steps": 2500}
+
+
+def bits(runs: list[Run]) -> str:
+    """Mean over seeds, and the largest distance of one from it."""
+    values = [run["curve"][-1]["held_bits"] for run in runs]
+    mean = statistics.fmean(values)
+    return f"{mean:.3f}" + (f" ± {max(abs(value - mean) for value in values):.3f}" if len(values) > 1 else "")
+
+
+def rate(runs: list[Run]) -> str:
+    return f"{statistics.fmean(run['tokens_per_second'] for run in runs):,.0f}"
+
+
+def right(runs: list[Run]) -> str:
+    """The share that each seed got right, the best first."""
+    shares = sorted((run["curve"][-1]["held_accuracy"] for run in runs), reverse=True)
+    return ", ".join(f"{share:.1%}" if share < 0.1 else f"{share:.0%}" for share in shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the table: runs with these settings, and what they came to."""
+
+    title: str
+    settings: dict[str, Any]
+    cell: Callable[[list[Run]], str]
+
+
+LINES = (
+    Line("bits a byte, 2,000 steps", {**SHORT, "steps": 2000, "seconds": 0.0}, bits),
+    Line("bits a byte, 50 seconds", {**SHORT, "seconds": 50.0}, bits),
+    Line("tokens a second in training", {**SHORT, "seconds": 50.0}, rate),
+    Line("32,768 tokens, 1,024 visible: bits a byte, 50 seconds", {**LONG, "seconds": 50.0}, bits),
+    Line("the same: tokens a second in training", {**LONG, "seconds": 50.0}, rate),
+    Line("recall, 16 names in 2,048 tokens, 256 visible", RECALL, right),
+    Line("recall, 4 secrets in 4,096 bytes, 256 visible", SECRETS, right),
+)
+
+
+def table(results: Path) -> str:
+    """Markdown: a line for each measure, a column for each model, and what it was measured on."""
+    found = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
+    runs = [run for run in found if run["complete"] and run["name"] in NAMES]
+    lines, used = [], []
+    for line in LINES:
+        chosen = latest([run for run in runs if line.settings.items() <= run["settings"].items()])
+        of_each = {name: [run for run in chosen if NAMES[run["name"]] == name] for name in NAMES.values()}
+        lines.append([line.title, *(line.cell(found) if found else MISSING for found in of_each.values())])
+        used += chosen
+    lines[3:3] = [decode_memory(length) for length in (8192, 131_072)]
+    return markdown(["8,192 tokens, 512 visible", *NAMES.values()], lines, texts=1) + "\n\n" + measured_on(used)
+
+
+def decode_memory(length: int) -> list[str]:
+    """The line of keys, values and what else the caches of all layers hold after as many tokens of one sequence, bfloat16."""
+    layer = DynamicMaskAttention.recommended(WIDTH, HEADS, VISIBLE).to(torch.bfloat16)
+    local, half, size = layer.local, HEADS // 2, WIDTH // HEADS
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    sliding = MixedCache(*(BoundedCache(1, half, 0, size, local=keys, **options) for keys in (local, 2 * VISIBLE - local)))
+    everything = 2 * HEADS * length * size * 2
+    of_a_layer = [held(layer.new_cache(1)), everything, held(sliding)]
+    return [f"decode memory after {length:,} tokens", *(f"{LAYERS * found / 1e6:,.1f} MB" for found in of_a_layer)]
+
+
+def held(cache: torch.nn.Module) -> int:
+    """Bytes of a cache's tensors."""
+    return sum(buffer.nbytes for buffer in cache.buffers())

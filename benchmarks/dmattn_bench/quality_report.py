@@ -1,0 +1,140 @@
+"""Tables of the page "Does it learn?", from benchmarks/results/nvidia-h200/quality.jsonl, and the form in which runs are kept there."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dmattn_bench.tables import markdown
+
+KEPT = "nvidia-h200/quality.jsonl"
+Run = dict[str, Any]
+TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {  # which settings belong to which table
+    "quality-text": lambda s: s["task"] == "text" and not s["seconds"],
+    "quality-seconds": lambda s: s["task"] == "text" and s["seconds"] > 0,
+    "quality-headers": lambda s: s["task"] == "headers",
+    "quality-series": lambda s: s["task"] == "series",
+    "quality-recall": lambda s: s["task"] == "mqar",
+    "quality-passkey": lambda s: s["task"] == "passkey",
+}
+NAMES = {  # of the three models that are compared everywhere, by the name of their runs
+    "taught+local4+recency+mixed+rows4+peak+explore+last+nearby": "recommended",
+    "dense+recency+barely": "dense+",
+    "sliding+recency+mixed+barely": "sliding+",
+}
+PARTS_OF_THE_CURVE = ("step", "seconds", "held_bits", "held_accuracy", "near_accuracy")
+
+
+def kept(run: Run) -> Run:
+    """A run as it is committed: without what neither a table nor a drawing needs."""
+    curve = [
+        {
+            name: round(point[name], 4)
+            for name in PARTS_OF_THE_CURVE
+            if name in point and (name != "held_bits" or "held_accuracy" not in point)
+        }
+        for point in run["curve"]
+    ]
+    parts = ("name", "complete", "settings", "parameters", "steps", "seconds", "tokens_per_second", "machine", "cuda", "torch", "commit",
+             "uncommitted_changes", "date")  # fmt: skip
+    return {name: run[name] for name in parts} | {"curve": curve}
+
+
+def described(s: dict[str, Any]) -> str:
+    """What tells a run's mask from others, in words."""
+    if s["mask"] != "dynamic":
+        words = [{"dense": "dense", "sliding": "sliding window", "streaming": "sinks and sliding window"}[s["mask"]]]
+    else:
+        taught = s["bias"] == "none"
+        words = ["scores that are taught" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
+        words += [f"{s['local']} local"] if s["local"] else []
+        words += [f"{s['sink']} sinks"] if s["sink"] else []
+    words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    words += ["the others not rotated"] if s.get("rope_plain") else []
+    words += ["recency"] if s["recency"] else []
+    words += [f"{s['flat_heads']} heads without it"] if s.get("flat_heads") else []
+    words += ["selection without it"] if s["recency"] and not s["recency_selects"] else []
+    share = s.get("rope_share", 1.0)
+    words += [] if share == 1 else ["no rotation" if share == 0 else f"{share:.0%} rotated"]
+    words += ["dense at first"] if s["dense_until"] else []
+    words += ["a falling window"] if s["anneal_until"] else []
+    words += ["queries that explore"] if s["explore"] else []
+    words += [f"{s['teach_rows']} queries teach"] if s["teach"] and s["teach_rows"] != 64 else []
+    words += ["half of those that teach are among the last"] if s.get("teach_last") else []
+    words += ["the others in the second half"] if s.get("teach_from") else []
+    words += ["sharp queries teach more"] if s.get("teach_peak") else []
+    words += ["noise"] if s["noise"] else []
+    words += ["scores that look ahead"] if s["lookahead"] else []
+    return ", ".join(words)
+
+
+def called(run: Run) -> str:
+    """What a table calls a run's model: its mask in words, after its name where it is one of NAMES."""
+    name = NAMES.get(run["name"])
+    return (f"**{name}**: " if name else "") + described(run["settings"])
+
+
+def table(name: str, results: Path) -> str:
+    """Markdown: the runs of each budget, the best first, means over seeds."""
+    runs = [json.loads(line) for line in (results / KEPT).read_text().splitlines()]
+    chosen = [run for run in runs if TABLES[name](run["settings"]) and run["complete"]]
+    groups: dict[str, list[Run]] = {}
+    for run in chosen:
+        groups.setdefault(heading(run), []).append(run)
+    tables = [f"{title}:\n\n{rows_of(found)}" for title, found in groups.items()]
+    return "\n\n".join([*tables, measured_on(chosen)])
+
+
+def measured_on(runs: list[Run]) -> str:
+    """Each machine and torch once, with the days of its runs, and all commits."""
+    days: dict[str, set[str]] = {}
+    for run in runs:
+        days.setdefault(f"{run['machine']['gpu']}, torch {run['torch']}", set()).add(run["date"][:10])
+    about = "; ".join(
+        f"{machine}, {min(found)}" + (f" to {max(found)}" if len(found) > 1 else "") for machine, found in sorted(days.items())
+    )
+    commits = ", ".join(sorted({run["commit"] for run in runs if run["commit"]}))
+    return about + (f"; commit {commits}." if commits else ".")
+
+
+def latest(runs: list[Run]) -> list[Run]:
+    """Of the runs of one name and seed the last."""
+    return list({(run["name"], run["settings"]["seed"]): run for run in runs}.values())
+
+
+def heading(run: Run) -> str:
+    s = run["settings"]
+    budget = f"{s['seconds']:.0f} seconds of training" if s["seconds"] else f"{s['steps']:,} steps"
+    size = f"{s['layers']} layers of {s['width']}"
+    asked = "" if s["task"] in ("text", "headers", "series") else f", {s['pairs']} pairs"
+    asked += f" of {s['symbols']} symbols" if s["task"] == "mqar" else ""
+    return f"{s['length']:,} tokens{asked}, {budget}, {size}, learning rate {s['lr']:g}"
+
+
+def rows_of(runs: list[Run]) -> str:
+    recalls = "held_accuracy" in runs[0]["curve"][-1]
+    column = "held_accuracy" if recalls else "held_bits"
+    newest = {(called(run), run["settings"]["visible"], run["settings"]["seed"]): run for run in runs}
+    by_what: dict[tuple[str, int], list[Run]] = {}
+    for (what, visible, _), run in newest.items():
+        by_what.setdefault((what, visible), []).append(run)
+    reached = ["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]
+    lines = []
+
+    def mean(found: list[Run], name: str) -> float:
+        return statistics.fmean(run["curve"][-1][name] for run in found)
+
+    for (what, visible), found in sorted(by_what.items(), key=lambda item: mean(item[1], column), reverse=recalls):
+        seen = "all" if found[0]["settings"]["mask"] == "dense" else f"{visible:,}"
+        if recalls:
+            cells = [f"{mean(found, name):.1%}" for name in ("held_accuracy", "near_accuracy")]
+        else:
+            values = [run["curve"][-1][column] for run in found]
+            spread = f" ± {max(abs(value - statistics.fmean(values)) for value in values):.3f}" if len(values) > 1 else ""
+            tokens = statistics.fmean(run["steps"] * run["settings"]["batch"] * run["settings"]["length"] for run in found) / 1e6
+            cells = [f"{mean(found, column):.3f}{spread}", f"{tokens:.0f}"]
+        lines.append([what, seen, *cells, str(len(found))])
+    return markdown(["mask", "visible", *reached, "seeds"], lines, texts=1)
