@@ -33,7 +33,17 @@ NAMES = {
 def projected(result: Row) -> str:
     """Every headline once; a miss gives the share of the projection that was reached."""
     found = {(row["workload"], row["case"]): row for row in result["rows"]}
-    titles = ["system, case", "baseline", "projected", "whole call", "kernels", "reached", "second baseline", "whole call", "kernels"]
+    titles = [
+        "system, case",
+        "baseline",
+        "projected",
+        "whole call",
+        "kernels",
+        "reached",
+        "second baseline",
+        "whole call",
+        "kernels",
+    ]
     return markdown(titles, [line for make in (dma, dmattn, blocks, flashkernel, triton) for line in make(found)], texts=2)
 
 

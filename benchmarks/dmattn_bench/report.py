@@ -118,7 +118,7 @@ def caption(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return (
         f"{shape}{' unless named' if mixed(rows) else ''}; {hardware}; torch {result['torch']}; "
         f"commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}{family}; {median}, "
-        f"by turns with the peer: {peers}{settled}."
+        f"alternating with the baseline: {peers}{settled}."
     )
 
 
@@ -171,7 +171,13 @@ def plain_mask(row: dict[str, Any]) -> str:
     kind, window = row.get("kind", "dense" if row["window"] is None else "dma"), row["window"]
     dense = "dense causal" if row["is_causal"] else "dense"
     local, sinks = row.get("local", 0), row.get("sink", 0)  # counted in a dynamic mask's window
-    selected = f"{window - local - sinks:,} selected + {local} local + {sinks} sinks" if local else f"window {window:,}" if window else ""
+    selected = (
+        f"{window - local - sinks:,} selected + {local} local + {sinks} sinks"
+        if local
+        else f"window {window:,}"
+        if window
+        else ""
+    )
     return {
         "dense": dense,
         "dma": f"{selected}{'' if row['is_causal'] else ', not causal'}",
