@@ -38,7 +38,7 @@ function(dmattn_add_cuda target)
     cpp/cuda/common/pack.cu cpp/cuda/common/live_keys.cu cpp/cuda/common/gradient_sums.cu cpp/cuda/common/cache.cu
     cpp/cuda/common/merge_parts.cu cpp/cuda/common/one_list.cu cpp/cuda/common/compact_keys.cu cpp/cuda/common/key_ranges.cu
     cpp/cuda/common/tile_order.cu cpp/cuda/sm80/dispatch.cu
-    ${host_sources} cpp/cuda/owned_live_keys.cpp)
+    ${host_sources} cpp/cuda/find_keys.cpp)
   target_include_directories(${target} PRIVATE cpp/cuda ${instance_include})
   set(cuda_targets ${target})
   # Hopper's instructions assemble for 90a alone.

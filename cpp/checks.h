@@ -9,34 +9,16 @@
 #include <cmath>
 #include <initializer_list>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 
+#include "errors.h"
+#include "limits.h"
 #include "params.h"
 
 namespace dmattn {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-inline constexpr int64_t kMaxLength = int64_t{1} << 20;
-inline constexpr int64_t kMaxLengthInOrder = int64_t{1} << 27;  // on a GPU, of keys in order that need no lists
-inline constexpr int64_t kMaxHeadDim = 256;
-inline constexpr int64_t kMaxTile = 4096;   // of a block mask
-inline constexpr double kMaxFactor = 1e30;  // of scale and softcap: products with it stay finite in float32
-
-template <class... Parts>
-[[noreturn]] inline void fail(const Parts&... parts) {
-  std::ostringstream text;
-  text << "dmattn: ";
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
-}
-
-template <class... Parts>
-inline void check(bool condition, const Parts&... parts) {
-  if (!condition) fail(parts...);
-}
 
 inline std::string shape_text(const Tensor& tensor) {
   std::ostringstream text;

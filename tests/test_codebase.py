@@ -102,6 +102,15 @@ def test_no_torch_below_the_plain_data_border():
         assert not wrong, f"{path.relative_to(ROOT)} includes {wrong}"
 
 
+def test_plans_are_made_without_torch_and_cuda():
+    """They are part of every build, and tested without a GPU."""
+    files = tracked("cpp/cuda/host/*")
+    assert ROOT / "cpp/cuda/host/plan.h" in files
+    for path in files:
+        system = {name for name in included(path, set()) if name != "instance_rows.h"}
+        assert not [name for name in system if "/" in name or name.endswith(".h")], f"{path.relative_to(ROOT)} includes {system}"
+
+
 def test_instruction_set_objects_export_their_table_only():
     """A weak symbol compiled for AVX-512 could be the one the linker keeps for everybody."""
     objects = [path for path in ROOT.glob("build/**/dmattn_cpu_*.dir/**/*.o") if "asan" not in str(path)]

@@ -239,7 +239,7 @@ class Planter:
         for library in (LIBRARY, *(name for name in base.commands if name.startswith("_C"))):
             link = base.commands[library].replace(f"-o {library}", f"-o {site / library}")
             words = [os.path.normpath(word) if word.endswith(".o") else word for word in link.split(" ")]
-            if missing.isdisjoint(words):
+            if set(made).isdisjoint(words):
                 continue
             missing -= set(words)
             code, output = await self.shell(" ".join(str(made.get(word, word)) for word in words), base.build)

@@ -28,7 +28,7 @@ import tomllib
 HERE = Path(__file__).parent
 PACKAGE = Path(dmattn.__file__).parent
 # What a kernel may not import or does not need: it gets the standard library, torch and its own files.
-LEFT_OUT = {"__main__.py", "_C.pyi", "integrations", "shape", "testing", "__pycache__"}
+LEFT_OUT = {"__main__.py", "_C.pyi", "integrations", "shape.py", "shape_times.py", "testing", "__pycache__"}
 OTHER_NAMESPACES = ("_distributed", "_nn")  # of ops beside torch.ops.dmattn, what follows in their names
 MARK = b"dmattn-ops-namespace="  # in the ops library, before the namespace of its ops; cpp/library.cpp
 SLOT_BYTES = 96  # of the mark, the namespace and the zeros behind it

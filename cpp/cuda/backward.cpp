@@ -1,17 +1,11 @@
-// Attention backward on CUDA: the host side, which picks the kernels. Nothing here waits for the device.
-//
-// The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live keys are gathered from more
-// than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic call blocks do that
-// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys
-// or a block mask its query-major kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without
-// its adds to global memory.
+// Attention backward on CUDA: executes a plan (host/plan_backward.cpp says what runs when). Nothing here waits for the device.
 #include <algorithm>
 
 #include "../backward_arguments.h"
 #include "calls.h"
-#include "family.h"
+#include "find_keys.h"
 #include "inputs.h"
-#include "owned_live_keys.h"
+#include "target.h"
 
 namespace dmattn::cuda {
 namespace {
@@ -19,74 +13,12 @@ namespace {
 // A gradient of shape [B|1, H|Hkv|1, ...] as a PerHead; null when it is not wanted. batch_stride is 0 where batches share it.
 PerHead grad_per_head(void* data, const Tensor& grad, const AttentionParams& p, int64_t elements) {
   PerHead view;
-  if (!data) return view;
+  if (!data || p.heads == 0) return view;
   view.data = data;
   view.batch_stride = grad.size(0) < p.batch ? 0 : grad.size(1) * elements;
   view.head_stride = grad.size(1) == 1 ? 0 : elements;
   view.head_divisor = p.heads / grad.size(1);
   return view;
-}
-
-// For sums in a fixed order: batches or kv heads that add to the same elements are taken by one block, one after the other.
-void keep_together(BackwardCall& call, const PerHead& grad) {
-  const AttentionParams& p = call.b.forward;
-  if (!grad.data) return;
-  if (grad.batch_stride == 0) call.batches_per_block = p.batch;
-  if (grad.head_divisor > p.heads / p.kv_heads) call.kv_heads_per_block = p.kv_heads;
-}
-
-constexpr int64_t kMostNarrowDim = 128;  // wider heads have a Hopper kernel of their own
-
-int64_t width_of(const AttentionParams& p) { return std::max(p.head_dim, p.value_dim); }
-
-// How many heads of a group may one launch of a deterministic call take? Those that share their intervals and, where keys are
-// gathered or heads wide, their key_bias.
-int64_t heads_in_order(const AttentionParams& p, bool is_gathered) {
-  const int64_t heads = heads_that_share(p, {&p.mask.start, &p.mask.end});
-  const bool needs_key_bias = is_gathered || width_of(p) > kMostNarrowDim;
-  return needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;
-}
-
-bool sm90_needs_bias([[maybe_unused]] const AttentionParams& p) {
-#ifdef DMATTN_WITH_SM90
-  return sm90::backward_needs_bias(p);
-#else
-  return false;
-#endif
-}
-
-bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic) {
-#ifdef DMATTN_WITH_SM90
-  return sm90::has_backward(p, deterministic);
-#else
-  return false;
-#endif
-}
-
-bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic,
-                         [[maybe_unused]] const Device& device) {
-#ifdef DMATTN_WITH_SM90
-  return sm90::backward_walks_in_order(p, deterministic, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
-#else
-  return false;
-#endif
-}
-
-int64_t sm90_heads_at_once([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] const Device& device) {
-#ifdef DMATTN_WITH_SM90
-  return sm90::backward_heads_at_once(p, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
-#else
-  return p.heads / p.kv_heads;
-#endif
-}
-
-cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unused]] int* ticket,
-                          [[maybe_unused]] const Device& device) {
-#ifdef DMATTN_WITH_SM90
-  return sm90::backward(call, ticket, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
-#else
-  return cudaErrorNotSupported;
-#endif
 }
 
 // The part of a call that has some of its batches, or of one batch some query heads: whole groups, or some heads of one.
@@ -125,62 +57,9 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   return part;
 }
 
-// Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
-// all queries, which for few queries costs less than the sums, and a group of heads that share their mask. The kernel of wide
-// heads adds sums.
-bool has_one_visit(const AttentionParams& p) {
-  return heads_that_share(p, {&p.mask.start, &p.mask.end}) == p.heads / p.kv_heads && gathers(p) &&
-         p.query_length <= kMostOneList && p.key_length <= kMostOneList && width_of(p) <= kMostNarrowDim;
-}
-
-// The sums in fp32 that the Hopper kernel adds up in memory. Where they would need more than kMostFloats, the call runs in parts,
-// some batches or kv heads at a time, which use the same memory. Where keys have sums, and those of one kv head's group of heads
-// would need more than kMostGroupFloats, some heads of the group run at a time. A fixed order is one within a launch, so batches
-// or heads whose sums are added to the same elements run one after the other then.
-struct Sums {
-  int64_t head_floats, key_floats;          // of a query head and of a kv head
-  int64_t batches, kv_heads, launch_heads;  // batches and kv heads of a part; query heads of a launch, all of the part or fewer
-
-  // group_heads: how many of a group one launch may take. With fewer than all keys have sums.
-  Sums(const BackwardCall& call, bool sums_keys, int64_t group_heads) {
-    constexpr int64_t kMostFloats = int64_t{1} << 28, kMostGroupFloats = kMostFloats * 4;
-    const AttentionParams& p = call.b.forward;
-    const int64_t group = p.heads / p.kv_heads;
-    head_floats = call.padded_queries * sum_width(p.head_dim);
-    key_floats = sums_keys ? p.key_length * key_sum_width(p) : 0;
-    const int64_t floats = group * head_floats + key_floats;
-    const int64_t batch_parts = std::clamp<int64_t>(ceil_div(p.batch * p.kv_heads * floats, kMostFloats), 1, p.batch);
-    batches = ceil_div(p.batch, batch_parts);
-    const int64_t head_parts = batches > 1 ? 1 : std::clamp<int64_t>(ceil_div(p.kv_heads * floats, kMostFloats), 1, p.kv_heads);
-    kv_heads = ceil_div(p.kv_heads, head_parts);
-    if (call.b.deterministic) {
-      BackwardCall together = call;
-      keep_together(together, call.grad_key_bias);
-      keep_together(together, call.grad_bias);
-      if (together.kv_heads_per_block > 1 || group_heads < group) kv_heads = 1;
-      if (together.batches_per_block > 1 || kv_heads < p.kv_heads || group_heads < group) batches = 1;
-    }
-    launch_heads = group_heads < group ? group_heads : kv_heads * group;
-    const auto fits = [&] {
-      const bool divides =
-          group % launch_heads == 0 && (launch_heads % call.heads_at_once == 0 || call.heads_at_once % launch_heads == 0);
-      return divides && launch_heads * head_floats + key_floats <= kMostGroupFloats;
-    };
-    if (sums_keys && floats > kMostGroupFloats) {
-      while (launch_heads > 1 && !fits()) --launch_heads;
-    }
-  }
-  int64_t query_floats() const { return batches * launch_heads * head_floats; }
-  bool is_one_part(const AttentionParams& p) const { return batches == p.batch && launch_heads == p.heads; }
-};
-
-// Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the call is one
-// part, launch_row_terms has cleared the sums of queries, and the ticket is zero.
-bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor& like, const Device& device) {
+// Sets what the variants with options of Hopper's kernels read.
+void set_options(BackwardCall& call) {
   const AttentionParams& p = call.b.forward;
-  const cudaStream_t stream = device.stream();
-  const bool is_gathered = call.live_keys.index, is_one_part = sums.is_one_part(p);
-  std::optional<Tensor> seen, key_sums;
   call.logit_scale = call.scale;
   if (p.softcap > 0) {
     call.cap_scale = static_cast<float>(p.scale / p.softcap);
@@ -192,172 +71,147 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
     call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));
     call.scale *= call.keep_scale;
   }
-  if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
-    call.seen_words = static_cast<int>(ceil_div(p.key_length, 128) * 4);
-    seen = empty_on(like, {p.batch * p.heads / call.heads_at_once * call.seen_words}, ScalarType::Int);
-    call.seen = static_cast<uint32_t*>(seen->data_ptr());
-    DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
-  }
-  if (sums.key_floats > 0) {
-    key_sums = empty_on(like, {sums.batches * sums.kv_heads * sums.key_floats + key_sum_width(p)}, ScalarType::Float);
-    call.key_sums = static_cast<float*>(key_sums->data_ptr());
-  }
-  const int64_t group = p.heads / p.kv_heads, heads = sums.kv_heads * group;
-  for (int64_t batch = 0; batch < p.batch; batch += sums.batches) {
+}
+
+// Runs the Hopper kernel, some batches and heads at a time, and what turns its sums into gradients. Where the call is one part,
+// launch_row_terms has cleared the sums of queries, and the tile counter is zero.
+void run_sm90(BackwardCall call, const BackwardPlan& plan, int32_t* tile_counter, cudaStream_t stream) {
+  const AttentionParams& p = call.b.forward;
+  const BackwardParts& parts = plan.parts;
+  set_options(call);
+  if (call.seen) DMATTN_CUDA_CHECK(launch_find_seen(call, stream));
+  const int64_t heads = parts.kv_heads * (p.heads / p.kv_heads);
+  for (int64_t batch = 0; batch < p.batch; batch += parts.batches) {
     for (int64_t head = 0; head < p.heads; head += heads) {
       const BackwardCall part =
-          part_of(call, batch, std::min(sums.batches, p.batch - batch), head, std::min(heads, p.heads - head));
+          part_of(call, batch, std::min(parts.batches, p.batch - batch), head, std::min(heads, p.heads - head));
       const AttentionParams& of_part = part.b.forward;
       if (call.key_sums) DMATTN_CUDA_CHECK(launch_clear_key_sums(part, stream));
-      for (int64_t first = 0; first < of_part.heads; first += sums.launch_heads) {
-        const BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(sums.launch_heads, of_part.heads - first));
-        if (!is_one_part) {
-          const int64_t floats = of_part.batch * launch.b.forward.heads * sums.head_floats;
+      for (int64_t first = 0; first < of_part.heads; first += parts.launch_heads) {
+        const BackwardCall launch = part_of(part, 0, of_part.batch, first, std::min(parts.launch_heads, of_part.heads - first));
+        if (!parts.is_one) {
+          const int64_t floats = of_part.batch * launch.b.forward.heads * parts.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
-          DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
+          DMATTN_CUDA_CHECK(cudaMemsetAsync(tile_counter, 0, sizeof(int32_t), stream));
         }
-        const cudaError_t status = sm90_backward(launch, ticket, device);
-        if (status == cudaErrorNotSupported) return false;
-        check_cuda(status, "attention kernel");
+        if constexpr (kHasSm90) check_cuda(sm90::backward(launch, plan, tile_counter, stream), "attention kernel");
         DMATTN_CUDA_CHECK(launch_store_query_sums(launch, stream));
       }
-      if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
+      if (call.live_keys.index || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
     }
   }
-  return true;
 }
 
 // Runs the portable kernels and what turns their sums into gradients.
-void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
-  const AttentionParams& p = call.b.forward;
-  const cudaStream_t stream = device.stream();
-  const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
-  const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
-  if (call.b.deterministic) {
+void run_sm80(const BackwardCall& call, const BackwardPlan& plan, cudaStream_t stream) {
+  if (plan.deterministic) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
-    keep_together(by_keys, call.grad_key_bias);
-    keep_together(by_keys, call.grad_bias);
-    // Heads of a group that see different keys cannot share a gathered tile, nor can a key be in different tiles of heads that
-    // share a block.
-    const bool shares_blocks =
-        by_keys.batches_per_block * by_keys.kv_heads_per_block > 1 && call.live_keys.batches * call.live_keys.heads > 1;
-    if (shares_blocks || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
-    check_launch(sm80::key_major(by_keys, room, stream), p);
-    if (by_keys.live_keys.index) {
-      DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
-    }
-    check_launch(sm80::query_major(by_queries, room, stream), p);
-  } else if (call.live_keys.index || p.mask.tiles.data) {
-    const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);
-    call.key_sums = static_cast<float*>(sums.data_ptr());
+    by_keys.batches_per_block = plan.batches_per_block, by_keys.kv_heads_per_block = plan.kv_heads_per_block;
+    if (!plan.key_major_takes_lists) by_keys.live_keys = {};
+    check_cuda(sm80::key_major(by_keys, plan.key_major, stream), "attention kernel");
+    // Zeros for keys that were not gathered.
+    if (by_keys.live_keys.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));
+    check_cuda(sm80::query_major(by_queries, plan.query_major, stream), "attention kernel");
+  } else if (call.key_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    check_launch(sm80::query_major(call, room, stream), p);
+    check_cuda(sm80::query_major(call, plan.query_major, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
-    const Tensor sums = zeros_on(like, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim)}, ScalarType::Float);
-    call.query_sums = static_cast<float*>(sums.data_ptr());
-    check_launch(sm80::key_major(call, room, stream), p);
+    const size_t bytes = static_cast<size_t>(plan.workspace.query_sums.bytes);
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
+    check_cuda(sm80::key_major(call, plan.key_major, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
   }
+}
+
+// Gives the call its places in the workspace.
+void lay_out(BackwardCall& call, const BackwardPlan::Workspace& workspace, void* memory) {
+  call.query_sums = workspace.query_sums.in<float>(memory);
+  call.key_sums = workspace.key_sums.in<float>(memory);
+  call.lse2 = workspace.lse2.in<float>(memory);
+  call.delta = workspace.delta.in<float>(memory);
+  call.lse = workspace.lse.in<float>(memory);
+  call.lse_rest2 = workspace.lse_rest2.in<float>(memory);
+  call.row_hash = workspace.row_hash.in<uint32_t>(memory);
+  call.turns = workspace.turns.in<int32_t>(memory);
+  call.seen = workspace.seen.in<uint32_t>(memory);
+}
+
+// Clears what is there and has to be zero at the start.
+void clear(const Region& region, void* memory, cudaStream_t stream) {
+  if (region.bytes == 0) return;
+  DMATTN_CUDA_CHECK(cudaMemsetAsync(region.in<char>(memory), 0, static_cast<size_t>(region.bytes), stream));
+}
+
+// A bias [1, 1, 1, Sk] of zeros, whose rows all queries share.
+PerHead bias_of_zeros(float* zeros, const AttentionParams& p) {
+  PerHead bias;
+  bias.data = zeros, bias.head_divisor = p.heads;
+  return bias;
+}
+
+// Copies what has rows that 16-byte copies cannot read, and what tensor copies may refuse where no other kernels take the call.
+void align_rows(CheckedBackward& checked) {
+  BackwardParams& b = checked.params;
+  const AttentionParams& p = b.forward;
+  align_inputs(checked.forward);
+  checked.grad_out = with_aligned_rows(checked.grad_out), checked.out = with_aligned_rows(checked.out);
+  if (std::max(p.query_length, p.key_length) > kMaxLength && repeats_rows(checked.grad_out)) {
+    checked.grad_out = torch::stable::clone(torch::stable::contiguous(checked.grad_out));
+  }
+  const AttentionParams& aligned = checked.forward.params;
+  b.forward.query = aligned.query, b.forward.key = aligned.key, b.forward.value = aligned.value;
+  b.forward.out = view_of(checked.out), b.grad_out = view_of(checked.grad_out);
 }
 
 BackwardResults backward_op(BackwardArguments given) {
   const Device device(given.forward.query);
   const cudaStream_t stream = device.stream();
   CheckedBackward checked = check_backward(std::move(given), false);
-  const Tensor& query = checked.forward.given.query;
+  align_rows(checked);
   BackwardCall call;
   call.b = checked.params;
   AttentionParams& p = call.b.forward;
-  check_cuda_support(p);
-  const Family family = choose_family(device.index());
-  if (p.batch * p.heads * (p.query_length + p.key_length) == 0) {  // nothing to add up, but H = 0 leaves keys with zero gradients
+  call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
+  call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
+  const BackwardPlan plan = plan_backward(call.b, {call.grad_key_bias, call.grad_bias}, target_of(device));
+  if (plan.family == Family::kNone) {  // nothing to add up, but H = 0 leaves keys with zero gradients
     for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value, &checked.grad_bias}) {
       torch::stable::zero_(*grad);
     }
     return checked.results();
   }
+  if (call.b.grad_bias && !plan.stores_bias) torch::stable::zero_(checked.grad_bias);
 
-  // Copy what has rows that 16-byte copies cannot read, and what tensor copies may refuse where no other kernels take the call.
-  align_inputs(checked.forward);
-  checked.grad_out = with_aligned_rows(checked.grad_out), checked.out = with_aligned_rows(checked.out);
-  if (std::max(p.query_length, p.key_length) > kMaxLength && repeats_rows(checked.grad_out)) {
-    checked.grad_out = torch::stable::clone(torch::stable::contiguous(checked.grad_out));
-  }
-  p.query = checked.forward.params.query, p.key = checked.forward.params.key, p.value = checked.forward.params.value;
-  p.out = view_of(checked.out), call.b.grad_out = view_of(checked.grad_out);
-  call.grad_key_bias = grad_per_head(call.b.grad_key_bias, checked.grad_key_bias, p, p.key_length);
-  call.grad_bias = grad_per_head(call.b.grad_bias, checked.grad_bias, p, p.query_length * p.key_length);
-
-  // Find the live keys.
-  std::optional<Tensor> zeros;
-  if (family != Family::kSm80 && sm90_needs_bias(p)) {
-    zeros = zeros_on(query, {p.key_length}, ScalarType::Float);
-    p.bias = {}, p.bias.data = zeros->data_ptr(), p.bias.head_divisor = p.heads;
+  const BackwardPlan::Workspace& workspace = plan.workspace;
+  const OwnedWorkspace memory(checked.forward.given.query, workspace.bytes);
+  lay_out(call, workspace, memory.data());
+  clear(workspace.zero_bias, memory.data(), stream);
+  clear(workspace.flags, memory.data(), stream);
+  clear(workspace.turns, memory.data(), stream);
+  if (plan.adds_zero_bias) {
+    p.bias = bias_of_zeros(workspace.zero_bias.in<float>(memory.data()), p);
     p.bias_row_stride = 0, p.bias_dtype = DType::kFloat32;
   }
-  const bool is_sm90 = family != Family::kSm80 && sm90_has_backward(p, call.b.deterministic);
-  LiveKeysOptions options;
-  options.keeps_live = call.b.deterministic;
-  options.orders = !is_sm90;
-  // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
-  // their segment come behind those that outlive it, so that few tiles meet all its queries; in others that costs more than it
-  // gains.
-  // Sums in a fixed order need lists in key order, and many of them.
-  const bool is_fast = is_sm90 && !call.b.deterministic;
-  if (is_fast && p.query_length >= 8192) options.shortest = 1;
-  options.by_lifetime = is_fast && p.query_length >= 65536;
-  const bool is_in_order = is_sm90 && sm90_walks_in_order(p, call.b.deterministic, device);
-  check_length_without_lists(p, is_in_order);
-  options.is_one = is_fast && !is_in_order && has_one_visit(p);
-  const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
-  call.live_keys = owned.live_keys;
-
-  // Compute the terms of each query.
+  call.live_keys = find_keys(p, plan.lists, workspace.lists.in<int32_t>(memory.data()), stream);
+  int32_t* const flags = workspace.flags.in<int32_t>(memory.data());
+  call.row_flags = flags ? flags : call.live_keys.row_flags;
+  int32_t* const tile_counter = flags ? flags + 1 : call.live_keys.ticket;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
-  call.padded_queries = ceil_div(p.query_length, kQueryPadding) * kQueryPadding;
-  const int64_t terms = p.batch * p.heads * call.padded_queries;
-  const bool is_gathered = call.live_keys.index;
-  const int64_t group = p.heads / p.kv_heads;
-  const int64_t group_heads = is_sm90 && call.b.deterministic ? heads_in_order(p, is_gathered) : group;
-  const int64_t heads_at_once = is_fast && !is_gathered ? sm90_heads_at_once(p, device) : group_heads;
-  call.heads_at_once = static_cast<int>(heads_at_once);
-  const Sums sums(call, heads_at_once < group || (is_gathered && !options.is_one), group_heads);
-  const bool has_hashes = is_sm90 && p.dropout_seed;
-  const int64_t query_floats = is_sm90 ? sums.query_floats() : 0;
-  const int64_t turns = is_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;
-  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2 + turns}, ScalarType::Float);
-  float* const floats = static_cast<float*>(memory.data_ptr());
-  call.lse2 = floats + query_floats;
-  call.delta = call.lse2 + terms;
-  call.lse = call.delta + terms;
-  call.lse_rest2 = call.lse + terms;
-  if (has_hashes) call.row_hash = reinterpret_cast<uint32_t*>(call.lse_rest2 + terms);
-  int32_t* ticket = owned.live_keys.ticket;
-  call.row_flags = owned.live_keys.row_flags;
-  if (!call.row_flags) {
-    call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), ticket = call.row_flags + 1;
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, 2 * sizeof(int32_t), stream));
-  }
-  if (turns > 0) {
-    call.turns = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms) + 2;
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.turns, 0, static_cast<size_t>(turns) * sizeof(int32_t), stream));
-  }
-  if (is_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
-  BackwardCall for_terms = call;
-  if (!is_sm90 || !sums.is_one_part(p)) for_terms.query_sums = nullptr;  // nothing to clear
-  DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
+  call.padded_queries = plan.padded_queries;
+  call.heads_at_once = static_cast<int>(plan.heads_at_once), call.seen_words = static_cast<int>(plan.seen_words);
 
-  // Without a mask and causality Hopper's kernel meets every pair, so it stores every element of a grad_bias that no two share.
-  const bool is_whole = !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
-  const bool writes_bias = call.b.grad_bias && is_sm90 && is_whole && owns_bias_gradient(call);
-  if (call.b.grad_bias && !writes_bias) torch::stable::zero_(checked.grad_bias);
-  if (is_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
-  if (writes_bias) torch::stable::zero_(checked.grad_bias);
-  check_length_without_lists(p, false);
-  call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;
-  run_sm80(call, query, device);
+  const bool is_sm90 = plan.family == Family::kSm90;
+  call.query_sums_in_tiles = is_sm90;
+  BackwardCall for_terms = call;
+  if (!is_sm90 || !plan.parts.is_one) for_terms.query_sums = nullptr;  // nothing to clear
+  DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
+  if (is_sm90) {
+    run_sm90(call, plan, tile_counter, stream);
+  } else {
+    run_sm80(call, plan, stream);
+  }
   return checked.results();
 }
 

@@ -3,6 +3,7 @@
 
 #include "../cache_arguments.h"
 #include "decode.h"
+#include "host/plan.h"
 #include "inputs.h"
 
 namespace dmattn::cuda {
@@ -10,7 +11,7 @@ namespace {
 
 // Rows are copied in pieces of 16 bytes, and a head is a block.
 void check_cuda_cache(const CacheParams& p) {
-  check_cuda_dtype(p.dtype);
+  check_kernel_dtype(p.dtype);
   for (auto [name, data] : {std::pair{"key_cache", p.key}, {"value_cache", p.value}}) {
     check(reinterpret_cast<uintptr_t>(data) % 16 == 0, name, ": expected data aligned to 16 bytes, got another address");
   }

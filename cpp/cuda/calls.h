@@ -2,34 +2,12 @@
 // Plain structs, no torch.
 #pragma once
 
-#include <initializer_list>
-
 #include "live_keys.h"
+#include "variants.h"
 
 namespace dmattn::cuda {
 
 inline constexpr double kLog2OfE = 1.4426950408889634;
-
-// Queries for which BackwardCall::turns has an element: at most half of a chunk, which may be added in two pieces.
-inline constexpr int kTurnQueries = 32;
-
-// What a kernel instance can do at compile time; everything else is a run-time flag.
-enum class Variant : int32_t {
-  kPlain,     // keys in order: full, causal, block masks (and intervals beside them); nothing added to the logits
-  kGathered,  // live keys, gathered from lists; key_bias
-  kGeneral,   // both, and bias, softcap, dropout, any scale
-  kDense,     // all keys, or causal ones, and nothing else; only where a family has more for them than kPlain
-  // Those before with softcap, dropout or both, in backward also with key_bias; only where a family has them.
-  kDenseOptions,
-  kPlainOptions,
-  kGatheredOptions,
-  kPlainBias,  // backward: kPlain with bias, key_bias and dropout
-  kDenseBias,  // forward: kDense with a bias that tensor copies can bring, and dropout; only where a family has it
-  kKeyBias,    // keys in order, intervals or not, with key_bias; no block masks
-  kRange,  // forward: keys in order, from the first to the last that LiveKeys::ranges gives, and intervals; only where a family
-           // has it
-  kCappedBias,  // backward: kPlainBias with softcap
-};
 
 // An exponent in base 2 of this size is right to 2^-12 when it is rounded to float; beyond it logits are subtracted first.
 inline constexpr float kHugeExponent = 4096.0f;
@@ -38,12 +16,6 @@ inline constexpr float kHugeExponent = 4096.0f;
 // query or grad_out is not finite.
 enum RowFlag : int32_t { kHugeRows = 1, kBadRows = 2 };
 
-// The variant that does what the call needs and the least beyond it.
-inline Variant variant_of(const AttentionParams& p, bool is_gathered) {
-  const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
-  if (is_simple && is_gathered) return Variant::kGathered;
-  return is_simple && !p.key_bias.data ? Variant::kPlain : Variant::kGeneral;
-}
 inline Variant variant_of(const AttentionParams& p, const LiveKeys& live_keys) {
   return variant_of(p, live_keys.index != nullptr);
 }
@@ -119,9 +91,8 @@ DMATTN_HOST_DEVICE static inline bool owns_bias_gradient(const BackwardCall& cal
   return call.grad_bias.head_divisor == 1 && call.grad_bias.batch_stride != 0;
 }
 
-// Floats in a row of sums of `dim` elements, and the place of element i. A lane of mma.sync holds two pairs of columns of 16.
-// They are neighbours here, so that the lane adds 16 bytes at once.
-constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }
+// The place of element i in a row of sums. A lane of mma.sync holds two pairs of columns of 16. They are neighbours here, so that
+// the lane adds 16 bytes at once.
 constexpr int64_t sum_place(int64_t i) { return i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2; }
 
 // Floats in a tile of sums, 64 rows by 8 columns, and the place of an element. A tile is what the lanes of Hopper's warpgroup
@@ -130,18 +101,6 @@ inline constexpr int kSumTile = 64 * 8;
 constexpr int tile_place(int row, int column) {
   return row / 16 * 128 + row % 8 * 16 + column / 2 * 4 + row % 16 / 8 * 2 + column % 2;
 }
-
-// How many query heads of a group have the same of all these rows? A row that is not given is the same for all.
-inline int64_t heads_that_share(const AttentionParams& p, std::initializer_list<const PerHead*> rows) {
-  int64_t heads = p.heads / p.kv_heads;
-  for (const PerHead* row : rows) {
-    if (row->data && row->head_divisor < heads) heads = row->head_divisor;
-  }
-  return heads;
-}
-
-// Floats of a row of key_sums.
-constexpr int64_t key_sum_width(const AttentionParams& p) { return sum_width(p.head_dim) + sum_width(p.value_dim); }
 
 // Common kernels.
 cudaError_t launch_compact_keys(const ForwardCall& call, cudaStream_t stream);

@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "cache.h"
-#include "family.h"
 #include "inputs.h"
 #include "step.h"
+#include "target.h"
 
 namespace dmattn::cuda {
 namespace {
@@ -37,9 +37,9 @@ DecodeCall call_of(const DecodeParams& p, int32_t device, bool may_be_cluster) {
 
 void run_decode(CheckedDecode& checked, const Device& device, const CacheParams* cache) {
   const DecodeParams& p = checked.params;
-  check_cuda_dtype(p.dtype);
+  check_kernel_dtype(p.dtype);
   const int64_t all_rows = p.batch * p.heads * p.queries;
-  const bool has_clusters = choose_family(device.index()) != Family::kSm80;  // both families run the same kernels
+  const bool has_clusters = allowed_family(target_of(device)) != WantedFamily::kSm80;  // both families run the same kernels
   if (all_rows == 0) {
     if (cache && p.batch * p.kv_heads > 0) DMATTN_CUDA_CHECK(launch_cache_update(*cache, device.stream()));
     return;
@@ -48,7 +48,7 @@ void run_decode(CheckedDecode& checked, const Device& device, const CacheParams*
   DecodeCall call = call_of(p, device.index(), has_clusters);
   const auto check_decode_launch = [&](cudaError_t status) {
     check(status != cudaErrorNotSupported, "no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
-          "; compiled: ", sm80::compiled());
+          "; compiled: ", sm80::compiled_decode());
     check_cuda(status, "decode kernel");
   };
   // Do everything in one kernel where a block or a cluster has all keys of a sequence.

@@ -1,4 +1,4 @@
-// What attention on CUDA takes: dtypes, tile sizes, and rows that 16-byte copies can read.
+// Rows that 16-byte copies can read.
 //
 // Tensors whose rows are not aligned to 16 bytes are copied. Such tensors are rare: views that start at an odd element, for
 // instance.
@@ -8,20 +8,6 @@
 #include "runtime.h"
 
 namespace dmattn::cuda {
-
-inline void check_cuda_dtype(DType dtype) {
-  check(dtype == DType::kBFloat16 || dtype == DType::kFloat16,
-        "query: expected dtype bfloat16 or float16 on CUDA (float32 and float64 are supported on the CPU only), got ",
-        dtype == DType::kFloat32 ? "float32" : "float64");
-}
-
-inline void check_cuda_support(const AttentionParams& p) {
-  check_cuda_dtype(p.dtype);
-  if (p.mask.tiles.data) {
-    check(p.mask.tile_q % 128 == 0 && p.mask.tile_k % 128 == 0,
-          "bits: expected tile sizes that are multiples of 128 on CUDA, got ", p.mask.tile_q, " x ", p.mask.tile_k);
-  }
-}
 
 // The given tensor where its rows can be read in pieces of 16 bytes, otherwise a copy of it.
 inline Tensor with_aligned_rows(const Tensor& tensor) {

@@ -11,21 +11,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../params.h"
+#include "sizes.h"
 
 namespace dmattn::cuda {
-
-inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers for walks without lists
-inline constexpr int kListBlock = 512;      // entries of a list that the portable walk reads at once
-inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
-
-inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
-inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head
-inline constexpr int kPartKeys = 4096;       // keys of a part: what a block looks at at a time while it finds live keys
-inline constexpr int kPartGroups = 32;       // of a part's live keys, kPartKeys / kPartGroups each; the last have fewer or none
-inline constexpr int kEntriesPerKey = 6;   // int32 entries reserved per key: its place among the live keys, and room in the lists
-inline constexpr int kMostOneList = 4096;  // queries, and keys, of calls whose live keys may be one list: launch_one_list
-inline constexpr int kOneSegment = 24;     // the shift of a single segment whose queries all see the same keys
 
 // The live keys of each mask head, in key order, and those of each segment of its queries, in key order unless by_lifetime says
 // otherwise. The single list that launch_one_list makes has an order of its own and needs no scratch. There are as many
@@ -77,29 +65,6 @@ struct LiveKeys {
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
-
-// The segment that a query is in (with kOneSegment the first, whatever the query), how many segments so many queries are, and the
-// first query of a segment.
-__host__ __device__ constexpr int segment_of(int query, int shift) { return (query / kSegmentQueries) >> shift; }
-__host__ __device__ constexpr int segments_at(int queries, int shift) { return segment_of(queries - 1, shift) + 1; }
-__host__ __device__ constexpr int first_query_of(int segment, int shift) { return (segment * kSegmentQueries) << shift; }
-
-// Does a call gather live keys from lists? With a block mask keys come in order, intervals or not.
-inline bool gathers(const AttentionParams& p) {
-  return (p.mask.start.data || p.mask.end.data) && !p.mask.tiles.data && p.query_length > 0 && p.key_length > 0;
-}
-
-// The number of blocks per mask head that minimises rounds x (parts per block + 1), when `others` blocks run in the same launch.
-// An H200 has kAtOnce multiprocessors: a second round takes as long as the first, and starting a block about as long as a part.
-inline int64_t blocks_per_mask_head(int64_t parts, int64_t mask_heads, int64_t others) {
-  constexpr int64_t kAtOnce = 132;
-  int64_t best = 1, least = INT64_MAX;
-  for (int64_t blocks = 1; blocks <= (parts < kAtOnce ? parts : kAtOnce); ++blocks) {
-    const int64_t rounds = (mask_heads * blocks + others + kAtOnce - 1) / kAtOnce, each = (parts + blocks - 1) / blocks;
-    if (rounds * (1 + each) < least) best = blocks, least = rounds * (1 + each);
-  }
-  return best;
-}
 
 cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // One list for all queries, up to kMostOneList of them and of keys: `shortest` says that they are one segment.

@@ -1,5 +1,5 @@
 """``python -m dmattn``: what this installation is and what this machine can use; ``library``: the ops library's path; ``shape``: is a dynamic
-mask faster for one shape?"""
+mask faster for one shape? ``plan``: which kernels does a call take?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import torch
 
 import dmattn
-from dmattn import profiling, shape
+from dmattn import plan, profiling, shape
 
 
 def report() -> str:
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     """One subparser for each subcommand; ``run`` takes the arguments and returns the exit status."""
     whole = argparse.ArgumentParser(prog="python -m dmattn", description="What this installation of dmattn is and does.")
     whole.set_defaults(run=print_report)
-    commands = whole.add_subparsers(metavar="report | library | shape")
+    commands = whole.add_subparsers(metavar="report | library | shape | plan")
     what = "what was built, and what this machine can use (default)"
     commands.add_parser("report", help=what, description=what).set_defaults(run=print_report)
     what = "the path of the ops library"
@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     of_shape = commands.add_parser("shape", help=what, description=what)
     shape.add_arguments(of_shape)
     of_shape.set_defaults(run=shape.run)
+    plan.add_parser(commands)
     return whole
 
 

@@ -17,7 +17,8 @@ FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "t
 THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
-WAYS = "test_key_ways.py::test_the_way_that_is_chosen"
+PLAN = "test_plan.py::"
+SOURCES = PLAN + "test_the_source_of_keys_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
 FAULTS = [
@@ -250,19 +251,32 @@ FAULTS = [
     in_file("cpu/scratch.h", "(bytes_each + 63) / 64 * 64 + 64", "(bytes_each + 63) / 64 * 64",
             "workers' memory lies side by side",
             harmless="The extra line keeps a vector's prefetch apart; every piece of an Arena lies within bytes_each, so none overlaps."),
-    # How Hopper's kernels come to keys: the host's choice, which dmattn._C shows.
-    in_file("cuda/key_ways.h", "  if (!counts.is_causal) return most / keys;\n", "",
-            "without causality pairs that causality would leave are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
-    in_file("cuda/key_ways.h", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
-            "pairs of queries before the call's first one are counted", "test_key_ways.py::test_only_pairs_that_causality_leaves_count"),
-    in_file("cuda/key_ways.h", "counts.keys >= 512 && share >= least_share", "share >= least_share",
-            "short calls take all keys instead of looking at spans", WAYS),
-    in_file("cuda/key_ways.h", "(is_at_once ? 1024 : 512)", "512",
-            "few tiles of 1,024 keys are listed", WAYS),
-    in_file("cuda/key_ways.h", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
-            "few tiles that see most keys are listed", WAYS),
-    in_file("cuda/key_ways.h", "  if (share == 0.0) return KeyWay::kLists;\n", "",
-            "backward takes all keys of masks of which nothing is known", WAYS),
-    in_file("cuda/key_ways.h", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
-            "backward of one long head takes all keys", WAYS),
+    # Where Hopper's kernels take their keys from: the host's choice, which dmattn._C shows.
+    in_file("cuda/host/key_source.cpp", "  if (!counts.is_causal) return most / keys;\n", "",
+            "without causality pairs that causality would leave are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/host/key_source.cpp", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
+            "pairs of queries before the call's first one are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+    in_file("cuda/host/key_source.cpp", "counts.keys >= 512 && share >=", "share >=",
+            "short calls take all keys instead of looking at spans", SOURCES),
+    in_file("cuda/host/key_source.cpp", "(is_at_once ? 1024 : 512)", "512",
+            "few tiles of 1,024 keys are listed", SOURCES),
+    in_file("cuda/host/key_source.cpp", "is_at_once && share >= 0.45", "is_at_once && share >= 0.95",
+            "few tiles that see most keys are listed", SOURCES),
+    in_file("cuda/host/key_source.cpp", "  if (share == 0.0) return {KeySource::kLists, \"how many keys a query sees is not known\"};\n", "",
+            "backward takes all keys of masks of which nothing is known", SOURCES),
+    in_file("cuda/host/key_source.cpp", "takes_all = counts.tiles > 4 * counts.processors && share >= 0.85;", "takes_all = share >= 0.85;",
+            "backward of one long head takes all keys", SOURCES),
+    # What else the host decides of a call on a GPU.
+    in_file("cuda/host/tensor_maps.cpp", "  if (reinterpret_cast<uintptr_t>(shape.data) % 16 != 0) return false;\n", "",
+            "tensor copies get addresses that the driver refuses", PLAN + "test_tensors_that_tensor_copies_do_not_take"),
+    in_file("cuda/host/workspace.h", "bytes += (size + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;", "bytes += size;",
+            "regions of a workspace begin anywhere", PLAN + "test_a_workspace_is_its_regions"),
+    in_file("cuda/host/plan_backward.cpp", "if (together.kv_heads || group_heads < group) parts.kv_heads = 1;", "if (together.kv_heads) parts.kv_heads = 1;",
+            "heads whose sums have no fixed order run in one launch", PLAN + "test_sums_that_need_much_memory_are_added_up_in_parts"),
+    in_file("cuda/host/plan_backward.cpp", "p.key_length <= kMostOneList && !is_wide(instance);", "p.key_length <= kMostOneList;",
+            "wide heads of one list have no sums", PLAN + "test_one_list_of_a_wide_kernel_has_sums"),
+    in_file("cuda/host/instances.cpp", "instance.dim < width || (best && instance.dim > best->dim)", "instance.dim < width",
+            "a kernel for wider heads is taken where a narrower one would do", PLAN + "test_kernels_of_forward_on_hopper"),
+    in_file("cuda/host/plan_forward.cpp", "if (items >= kEndOfTiles) return false;", "",
+            "more tiles than have numbers are launched", PLAN + "test_more_tiles_than_have_numbers_are_refused"),
 ]  # fmt: skip

@@ -93,7 +93,7 @@ FAULTS = [
             "delta reads out and grad_out as if heads were packed", BACKWARD + "test_strides_of_incoming_gradients " + FORWARD + "test_strides"),
     in_file("common/gradient_sums.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
             "grad_query of a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),
-    in_file("backward.cpp", "if (is_gathered || call.key_sums) DMATTN_CUDA_CHECK", "if (is_gathered) DMATTN_CUDA_CHECK",
+    in_file("backward.cpp", "if (call.live_keys.index || call.key_sums) DMATTN_CUDA_CHECK", "if (call.live_keys.index) DMATTN_CUDA_CHECK",
             "gradients of keys are never written where heads of a group are apart", "test_cuda_gradients.py::test_gradients_of_groups_that_blocks_share_or_not", "cuda/backward.cpp"),
     in_file("common/gradient_sums.cu", "row * tile_q + r + shift + 1 - first_key", "row * tile_q + r + shift - first_key",
             "a key that only its own query sees counts as seen by none", ALONE),
@@ -169,6 +169,6 @@ FAULTS = [
             "groups of lanes are joined with themselves", REDUCE + "test_many_neighbouring_sequences"),
     in_file("backward.cpp", "part_of(part, 0, of_part.batch, first,", "part_of(part, 0, of_part.batch, 0,",
             "of heads that run one after the other the first runs each time", "test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "cuda/backward.cpp"),
-    in_file("backward.cpp", "needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;", "needs_key_bias ? heads : heads;",
-            "heads of a group are taken together whose key_bias differs", "test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "cuda/backward.cpp"),
+    in_file("host/plan_backward.cpp", "needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;", "needs_key_bias ? heads : heads;",
+            "heads of a group are taken together whose key_bias differs", "test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "host/plan_backward.cpp"),
 ]  # fmt: skip

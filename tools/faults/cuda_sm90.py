@@ -9,7 +9,8 @@ from faults import Fault
 def in_file(
     name: str, old: str, new: str, wrong: str, tests: str = "", objects: str = "", *, harmless: str = "", size: int = 64
 ) -> Fault:
-    return Fault("cuda_sm90", f"cpp/cuda/sm90/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
+    folder = "cpp/cuda" if name.startswith("host/") else "cpp/cuda/sm90"
+    return Fault("cuda_sm90", f"{folder}/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
 
 
 FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
@@ -18,7 +19,7 @@ THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD +
 GRADIENTS = "test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE, WIDE_OPTIONS = BACKWARD + "test_wide_heads", BACKWARD + "test_options_of_wide_heads"
-ALL_KEYS = "test_key_ways.py::test_keys_that_are_never_selected_may_hold_anything"
+ALL_KEYS = "test_key_sources.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kDenseBias"
 RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
@@ -49,7 +50,7 @@ FAULTS = [
     in_file("forward_load.cuh", "if (has_bit(bits, row)) store_zeros_16(", "if (row < 0) store_zeros_16(",
             "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
     in_file("walk.cuh", "(min(span[i].last - low_, work_.queries) << shift) / 16;", "(work_.queries << shift) / 16;",
-            "keys in order that the last queries of a tile do not see are not tested", "test_key_ways.py::test_every_window_gives_what_the_reference_gives test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
+            "keys in order that the last queries of a tile do not see are not tested", "test_key_sources.py::test_every_window_gives_what_the_reference_gives test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
     in_file("walk.cuh", "if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;", "",
             "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("walk.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
@@ -123,10 +124,10 @@ FAULTS = [
             "heads of a group have the bias of later groups", COPIED, BIASED),
     in_file("forward_load.cuh", "bias_full.at(n), first_key + column, bias_query,", "bias_full.at(n), first_key, bias_query,",
             "all keys of a chunk have the bias of its first 32", COPIED, BIASED),
-    in_file("dispatch.cu", "Variant::kPlain && p.bias_dtype == p.dtype &&", "Variant::kPlain &&",
-            "a bias in float32 is copied as one of 16 bits", COPIED, "sm90/dispatch.cu"),
-    in_file("dispatch.cu", "ends_at_pieces &&", "true &&",
-            "keys that a tile does not see come beside a bias", FORWARD + "test_a_bad_key_has_no_effect_on_queries_far_before_it", "sm90/dispatch.cu"),
+    in_file("host/plan_forward.cpp", "Variant::kPlain && p.bias_dtype == p.dtype &&", "Variant::kPlain &&",
+            "a bias in float32 is copied as one of 16 bits", COPIED, "host/plan_forward.cpp"),
+    in_file("host/plan_forward.cpp", "ends_at_pieces &&", "true &&",
+            "keys that a tile does not see come beside a bias", FORWARD + "test_a_bad_key_has_no_effect_on_queries_far_before_it", "host/plan_forward.cpp"),
     in_file("backward_scores.cuh", "if (owns_bias_gradient(call)) {", "if (true) {",
             "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kPlainBias"),
     in_file("backward_scores.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
@@ -182,12 +183,12 @@ FAULTS = [
     in_file("backward_load.cuh", "while (reached <= last_key);", "while (reached < 0);",
             "lists add keys in any order", GRADIENTS + "test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs"),
     # Laying out the work.
-    in_file("dispatch.cu", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
-            "heads with a key_bias of their own share one", THRESHOLDS, "sm90/dispatch.cu"),
-    in_file("encode_maps.h", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(strides[i]) * 2;", "steps[i] = sizes[i] == 1 ? 16 : static_cast<cuuint64_t>(i > 1 ? sizes[i - 1] * strides[i - 1] : strides[i]) * 2;",
+    in_file("host/plan_forward.cpp", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
+            "heads with a key_bias of their own share one", THRESHOLDS, "host/plan_forward.cpp"),
+    in_file("encode_maps.h", "static_cast<cuuint64_t>(shape.strides[i]) * 2;", "static_cast<cuuint64_t>(i > 1 ? shape.sizes[i - 1] * shape.strides[i - 1] : shape.strides[i]) * 2;",
             "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/dispatch.cu"),
     in_file("backward_load.cuh", "(item.batch * static_cast<int>(p.heads) + item.head) / call.heads_at_once;", "(item.batch * static_cast<int>(p.heads) + item.kv_head) / call.heads_at_once;",
             "blocks look up which keys the first heads see", GRADIENTS + "test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it", "sm90_backward*kPlain sm90_backward*kPlainBias"),
-    in_file("dispatch.cu", "(needs_exact_tanh(p) || p.scale < kLeastScale);", "needs_exact_tanh(p);",
-            "scores are hidden before they are multiplied by a negative scale", BACKWARD + "test_any_scale", "sm90/dispatch.cu"),
+    in_file("host/plan_backward.cpp", "(needs_exact_tanh(p) || p.scale < kLeastScale);", "needs_exact_tanh(p);",
+            "scores are hidden before they are multiplied by a negative scale", BACKWARD + "test_any_scale", "host/plan_backward.cpp"),
 ]  # fmt: skip

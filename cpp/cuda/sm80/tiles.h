@@ -4,7 +4,7 @@
 // sibling that runs there.
 #pragma once
 
-#include "../calls.h"
+#include "../variants.h"
 
 namespace dmattn::cuda::sm80 {
 

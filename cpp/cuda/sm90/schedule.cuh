@@ -3,6 +3,7 @@
 // Where tiles meet few keys, the short ones of all heads come last, so that the blocks finish together.
 #pragma once
 
+#include "../calls.h"
 #include "tiles.h"
 
 namespace dmattn::cuda::sm90 {

@@ -6,7 +6,8 @@
 
 #include <initializer_list>
 
-#include "../calls.h"
+#include "../sizes.h"
+#include "../variants.h"
 
 namespace dmattn::cuda::sm90 {
 

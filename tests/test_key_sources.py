@@ -1,4 +1,4 @@
-"""How the Hopper kernels come to the keys of a dynamic mask: which way is chosen, and that every way gives the same."""
+"""Dynamic masks whose keys come to Hopper's kernels in different ways: every source of keys gives the same (test_plan.py: which is chosen)."""
 
 from __future__ import annotations
 
@@ -11,76 +11,6 @@ import torch
 from cuda_inputs import assert_same_results
 from devices import DEVICE
 from dmattn.testing import AttentionCase, assert_matches_reference
-
-# The choice ---------------------------------------------------------------------------------------------------------------------------
-
-
-def ways_of(length, window, heads, *, queries=None, is_causal=True):
-    module = pytest.importorskip("dmattn._C", exc_type=ImportError)
-    return module.key_ways(queries or length, length, window, is_causal, heads, heads)
-
-
-@pytest.mark.parametrize(
-    ("length", "heads", "window", "expected"),
-    [
-        # Where nothing is known of the window.
-        (256, 16, 0, ("spans", "lists")),
-        (4096, 16, 0, ("lists", "lists")),
-        (65536, 16, -1, ("lists", "lists")),
-        # A small window.
-        (4096, 16, 256, ("lists", "lists")),
-        (65536, 16, 1024, ("lists", "lists")),
-        # So few tiles that each processor has one at most.
-        (1024, 16, 64, ("spans", "all keys")),
-        (4096, 1, 64, ("lists", "all keys")),
-        (4096, 1, 2048, ("spans", "all keys")),
-        (16384, 1, 8192, ("lists", "lists")),
-        # Half of all keys and more.
-        (1000, 128, 500, ("all keys", "all keys")),
-        (1024, 128, 512, ("all keys", "all keys")),
-        (1024, 16, 768, ("all keys", "all keys")),
-        (512, 16, 256, ("all keys", "all keys")),
-        (4096, 16, 2048, ("lists", "all keys")),
-        (4096, 16, 2600, ("all keys", "all keys")),
-        (4096, 64, 2600, ("spans", "all keys")),
-        (4096, 512, 2048, ("spans", "all keys")),
-        (4096, 16, 3072, ("all keys", "all keys")),
-        (16384, 16, 8192, ("lists", "lists")),
-        (16384, 16, 12288, ("lists", "all keys")),
-        (16384, 4, 12288, ("all keys", "lists")),
-        (16384, 16, 14400, ("all keys", "all keys")),
-        # All keys.
-        (256, 16, 256, ("spans", "all keys")),
-        (512, 16, 512, ("all keys", "all keys")),
-        (4096, 512, 9999, ("all keys", "all keys")),
-        (65536, 16, 65536, ("all keys", "all keys")),
-        (65536, 1, 65536, ("all keys", "lists")),
-    ],
-)
-def test_the_way_that_is_chosen(length, heads, window, expected):
-    assert ways_of(length, window, heads) == expected
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("heads", [1, 16, 512])
-@pytest.mark.parametrize("length", [64, 512, 1000, 4096, 4097, 100_000, 1 << 20])
-def test_a_larger_window_never_goes_back_to_lists(length, heads, is_causal):
-    """The more keys a query sees, the less there is to save."""
-    windows = sorted({max(1, length * share // 40) for share in range(1, 41)})
-    chosen = [ways_of(length, window, heads, is_causal=is_causal) for window in windows]
-    for each in zip(*chosen, strict=True):
-        ranks = [("lists", "spans", "all keys").index(name) for name in each]
-        assert ranks == sorted(ranks)
-    assert chosen[-1] == ways_of(length, length + 7, heads, is_causal=is_causal)
-
-
-def test_only_pairs_that_causality_leaves_count():
-    """The last queries of a long sequence see a small window of it, the first ones all they could see."""
-    assert ways_of(8192, 6000, 64)[1] == "all keys"
-    assert ways_of(8192, 6000, 64, queries=1000)[1] == "lists"
-    assert ways_of(8192, 6000, 64, is_causal=False)[1] == "lists"
-    assert ways_of(8192, 8000, 64, queries=1000)[1] == "all keys"
-
 
 # The results --------------------------------------------------------------------------------------------------------------------------
 

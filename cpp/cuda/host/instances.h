@@ -1,0 +1,58 @@
+// The kernel instances that a build has, as the host knows them: rows of cmake/instances.cmake, without the kernels.
+#pragma once
+
+#include <string>
+
+#include "../sm80/tiles.h"
+#include "../variants.h"
+
+namespace dmattn::cuda {
+
+enum class Kernel : int32_t { kSm80Forward, kSm80QueryMajor, kSm80KeyMajor, kSm90Forward, kSm90Backward, kNone };
+inline constexpr int kKernels = static_cast<int>(Kernel::kNone);
+
+struct Instance {
+  Kernel kernel = Kernel::kNone;
+  DType dtype = DType::kBFloat16;
+  int dim = 0;  // the largest head size that it takes
+  Variant variant = Variant::kPlain;
+  sm80::Room room = sm80::Room::kAny;  // shared memory that it needs; of Hopper's always kAny
+};
+
+struct InstanceList {
+  const Instance* first = nullptr;
+  int64_t count = 0;
+
+  const Instance* begin() const { return first; }
+  const Instance* end() const { return first + count; }
+};
+
+struct Build {
+  bool has_sm90 = false;         // does it have Hopper's kernels at all?
+  InstanceList lists[kKernels];  // by Kernel; Hopper's count only where has_sm90
+
+  const InstanceList& of(Kernel kernel) const { return lists[static_cast<int>(kernel)]; }
+};
+
+// All instances that this build is configured for; without CUDA those that a build with CUDA would have.
+Build configured_build(bool has_sm90);
+
+// The instance of the smallest head size that is large enough; of those the one that may use `room`, and of those the one of the
+// variant rather than the general one. Null: there is none.
+const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
+                              sm80::Room room = sm80::Room::kAny);
+
+// For errors and for people.
+const char* name_of(Kernel kernel);
+const char* name_of(Variant variant);
+const char* name_of(DType dtype);
+std::string name_of(const Instance& instance);
+// Every instance of the portable attention kernels.
+std::string compiled(const Build& build);
+
+// What dispatch compares: the same kernel, not one that could serve in its place.
+inline bool operator==(const Instance& a, const Instance& b) {
+  return a.kernel == b.kernel && a.dtype == b.dtype && a.dim == b.dim && a.variant == b.variant && a.room == b.room;
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,369 @@
+// Plans attention backward.
+//
+// The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live keys are gathered from more
+// than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic call blocks do that
+// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys
+// or a block mask its query-major kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without
+// its adds to global memory.
+#include <cmath>
+
+#include "../../errors.h"
+#include "key_source.h"
+#include "plan_parts.h"
+#include "tensor_maps.h"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kEndOfItems = int64_t{1} << 31;  // so many items have no numbers
+
+sm90::BackwardShape shape_of(const Instance& instance) {
+  return sm90::find_backward_shape(instance.dim, sm90::has_options(instance.variant));
+}
+
+// Wide heads have a kernel of their own, whose two warpgroups have the same keys.
+bool is_wide(const Instance& instance) { return shape_of(instance).keys != sm90::kBackwardKeys; }
+
+const Instance* find_backward(const Build& build, const AttentionParams& given, bool is_gathered) {
+  AttentionParams p = given;
+  p.scale = 1;  // backward takes any, with a bias (needs_bias)
+  Variant variant = variant_of(p, is_gathered);
+  if (p.bias.data) {  // whose kernels walk keys in order
+    variant = p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
+  } else if (!is_gathered && has_only_key_bias(p)) {
+    variant = Variant::kKeyBias;
+  } else if (variant == Variant::kGeneral) {
+    p.key_bias = {};
+    variant = variant_without_options(p, is_gathered);
+    if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
+    if (variant == Variant::kPlain) variant = Variant::kPlainOptions;
+  }
+  return find_instance(build, Kernel::kSm90Backward, p, variant);
+}
+
+// Has the call to get a bias, of zeros, before all else? Only the variants with a bias have an exact tanh, for the largest and
+// the smallest softcaps, and hide scores after they are scaled, so that -inf stays that with scales up to 0.
+bool needs_bias(const AttentionParams& p) {
+  constexpr double kLeastScale = 1e-30;
+  return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
+}
+
+// How many heads of a group share their intervals? Keys in order are walked once for them.
+int64_t heads_that_share_intervals(const AttentionParams& p) { return heads_that_share(p, {&p.mask.start, &p.mask.end}); }
+
+// How many heads of a group may one launch of a deterministic call take? Those that share their intervals and, where keys are
+// gathered or heads wide, their key_bias.
+int64_t heads_in_order(const AttentionParams& p, const Instance& instance, bool is_gathered) {
+  const int64_t heads = heads_that_share_intervals(p);
+  const bool needs_key_bias = is_gathered || is_wide(instance);
+  return needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;
+}
+
+// Can sums have a fixed order where keys are gathered? A block takes the whole list of a segment and the heads of a group
+// together. There have to be so many lists that most of the GPU has work.
+bool has_ordered_lists(const AttentionParams& p, const Instance& gathered) {
+  constexpr int64_t kFewLists = 32;
+  const int64_t lists = segments_at(static_cast<int>(p.query_length), 0) * p.batch * p.kv_heads;
+  return sm90::gathers_keys(gathered.variant) && !is_wide(gathered) && lists >= kFewLists;
+}
+
+// Where the keys of a call come from. gathered, in_order: the instances for lists and for keys in order.
+KeyChoice choose_keys(const BackwardParams& b, const AttentionParams& p, const Target& target, const Instance& gathered,
+                      const Instance& in_order) {
+  if (p.mask.tiles.data) return {KeySource::kBlockTable, "there is a block mask"};
+  if (!gathers(p)) return {KeySource::kAll, "there is no mask, or causality alone"};
+  if (p.bias.data) return {KeySource::kAll, "the kernels with a bias take keys in order"};
+  if (b.deterministic) {
+    if (has_ordered_lists(p, gathered)) return {KeySource::kLists, "there are enough lists to add up in a fixed order"};
+    return {KeySource::kAll, "lists are too few, or of the wrong kernel, to be added up in a fixed order"};
+  }
+  if (heads_that_share_intervals(p) < p.heads / p.kv_heads)
+    return {KeySource::kLists, "heads of a group differ in their intervals"};
+  if (is_wide(in_order)) return {KeySource::kLists, "keys in order were not measured for wide heads"};
+  if (p.mask.is_in_order) return {KeySource::kAll, "the mask says that each query sees neighbouring keys"};
+  const int64_t tiles = tiles_of(p.key_length, sm90::kBackwardKeys) * p.batch * p.kv_heads;
+  return backward_source({p.query_length, p.key_length, p.most_keys, p.mask.is_causal, tiles, target.device.processors});
+}
+
+// Where keys come in order: how many query heads of a group a block takes one after the other. The whole group, whose gradients
+// then stay in registers, or fewer, whose gradients are added up in key_sums: where intervals differ, those that share them, and
+// where there would be so few items that blocks would end at different times.
+int64_t find_heads_at_once(const AttentionParams& p, const Instance& in_order, int processors) {
+  constexpr int64_t kItemsPerProcessor = 3;
+  const int64_t group = p.heads / p.kv_heads, most = heads_that_share_intervals(p);
+  const int64_t tiles = tiles_of(p.key_length, shape_of(in_order).keys) * p.batch * p.kv_heads;
+  for (int64_t parts = group / most; parts < group; ++parts) {
+    if (group % parts == 0 && tiles * parts >= kItemsPerProcessor * processors) return group / parts;
+  }
+  return 1;
+}
+
+// Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
+// all queries, which for few queries costs less than the sums, and a group of heads that share their mask. The kernel of wide
+// heads adds sums.
+bool has_one_visit(const AttentionParams& p, const Instance& instance) {
+  return heads_that_share_intervals(p) == p.heads / p.kv_heads && p.query_length <= kMostOneList &&
+         p.key_length <= kMostOneList && !is_wide(instance);
+}
+
+// For sums in a fixed order: batches or kv heads that add to the same elements are taken by one block, one after the other.
+struct Together {
+  bool batches = false, kv_heads = false;
+
+  Together(const AttentionParams& p, const BiasGradients& gradients) {
+    for (const PerHead* grad : {&gradients.key_bias, &gradients.bias}) {
+      if (!grad->data) continue;
+      batches |= grad->batch_stride == 0 && p.batch > 1;
+      kv_heads |= grad->head_divisor > p.heads / p.kv_heads && p.kv_heads > 1;
+    }
+  }
+};
+
+// group_heads: how many of a group one launch may take. With fewer than all keys have sums. Where sums would need more than
+// kMostFloats, the call runs in parts; where keys have sums, and those of one kv head's group of heads would need more than
+// kMostGroupFloats, some heads of the group run at a time. A fixed order is one within a launch, so batches or heads whose sums
+// are added to the same elements run one after the other then.
+BackwardParts cut_into_parts(const BackwardParams& b, const BiasGradients& gradients, const BackwardPlan& plan, bool sums_keys,
+                             int64_t group_heads) {
+  constexpr int64_t kMostFloats = int64_t{1} << 28, kMostGroupFloats = kMostFloats * 4;
+  const AttentionParams& p = b.forward;
+  const int64_t group = p.heads / p.kv_heads;
+  BackwardParts parts;
+  parts.head_floats = plan.padded_queries * sum_width(p.head_dim);
+  parts.key_floats = sums_keys ? p.key_length * key_sum_width(p) : 0;
+  const int64_t floats = group * parts.head_floats + parts.key_floats;
+  const int64_t batch_parts = std::clamp<int64_t>(tiles_of(p.batch * p.kv_heads * floats, kMostFloats), 1, p.batch);
+  parts.batches = tiles_of(p.batch, batch_parts);
+  const int64_t head_parts =
+      parts.batches > 1 ? 1 : std::clamp<int64_t>(tiles_of(p.kv_heads * floats, kMostFloats), 1, p.kv_heads);
+  parts.kv_heads = tiles_of(p.kv_heads, head_parts);
+  if (b.deterministic) {
+    const Together together(p, gradients);
+    if (together.kv_heads || group_heads < group) parts.kv_heads = 1;
+    if (together.batches || parts.kv_heads < p.kv_heads || group_heads < group) parts.batches = 1;
+  }
+  parts.launch_heads = group_heads < group ? group_heads : parts.kv_heads * group;
+  const auto fits = [&] {
+    const int64_t heads = parts.launch_heads;
+    const bool divides = group % heads == 0 && (heads % plan.heads_at_once == 0 || plan.heads_at_once % heads == 0);
+    return divides && heads * parts.head_floats + parts.key_floats <= kMostGroupFloats;
+  };
+  if (sums_keys && floats > kMostGroupFloats) {
+    while (parts.launch_heads > 1 && !fits()) --parts.launch_heads;
+  }
+  parts.is_one = parts.batches == p.batch && parts.launch_heads == p.heads;
+  return parts;
+}
+
+// Terms of each query, and the counters of a call.
+void place_terms(const AttentionParams& p, BackwardPlan& plan) {
+  BackwardPlan::Workspace& workspace = plan.workspace;
+  const int64_t terms = p.batch * p.heads * plan.padded_queries, bytes = terms * kFloatBytes;
+  for (Region* region : {&workspace.lse2, &workspace.delta, &workspace.lse, &workspace.lse_rest2}) {
+    *region = add_region(workspace.bytes, bytes);
+  }
+  const bool is_sm90 = plan.family == Family::kSm90;
+  if (is_sm90 && p.dropout_seed) workspace.row_hash = add_region(workspace.bytes, bytes);
+  if (!plan.lists.has_lists()) workspace.flags = add_region(workspace.bytes, 2 * sizeof(int32_t));
+  if (is_sm90 && plan.deterministic) workspace.turns = add_region(workspace.bytes, terms / kTurnQueries * sizeof(int32_t));
+  if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
+}
+
+// Can tensor copies bring the tensors of a launch?
+bool has_tensor_copies(const BackwardParams& b, const Target& target, const BackwardPlan& plan) {
+  const AttentionParams& p = b.forward;
+  const int queries = plan.tile.rows, keys = plan.tile.keys;
+  const int64_t batch = plan.parts.batches, heads = plan.parts.launch_heads, kv_heads = tiles_of(heads, p.heads / p.kv_heads);
+  return target.device.has_tensor_maps && is_encodable(map_of_rows(p.query, p.head_dim, p.query_length, heads, batch, queries)) &&
+         is_encodable(map_of_rows(b.grad_out, p.value_dim, p.query_length, heads, batch, queries)) &&
+         is_encodable(map_of_rows(p.key, p.head_dim, p.key_length, kv_heads, batch, keys)) &&
+         is_encodable(map_of_rows(p.value, p.value_dim, p.key_length, kv_heads, batch, keys));
+}
+
+// Why Hopper's kernels, of which these are the instances, do not take the call; null: they do.
+const char* refusal_of_sm90(const AttentionParams& p, bool deterministic, const Instance* first, const Instance* in_order) {
+  constexpr double kMostCapScale = 1e30;  // a product times cap_scale has to be a number
+  if (p.key_length == 0 || p.query_length == 0) return "there are no queries or no keys, so gradients are zero";
+  if (p.softcap != 0 && !(std::abs(p.scale) <= p.softcap * kMostCapScale)) {
+    return "the scale is more than 1e30 times the softcap";
+  }
+  if (!first || !in_order) return "no kernel for Hopper was built for these head sizes";
+  if (!deterministic || !is_wide(*first)) return nullptr;
+  // Two warpgroups have the same keys of a wide tile, and nothing orders what they add to the gradient of key_bias. Two numbers
+  // have the same sum in either order, those of several heads or batches do not.
+  const bool adds_two = p.key_bias.head_divisor == 1 && (p.key_bias.batch_stride != 0 || p.batch == 1);
+  if (p.key_bias.data && !adds_two) return "wide heads share a key_bias, whose gradient has no fixed order there";
+  // To take such keys in order is slower than the portable kernels, which gather.
+  if (gathers(p) && !p.bias.data) return "gathered keys of wide heads have no fixed order";
+  return nullptr;
+}
+
+// Plans Hopper's kernel; the sentence why not where it does not take the call, null where it does.
+const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, const Target& target, BackwardPlan& plan) {
+  AttentionParams p = b.forward;
+  plan.adds_zero_bias = needs_bias(p);
+  if (plan.adds_zero_bias) p.bias.data = &plan;  // any address: there will be one
+  const Instance* const in_order = find_backward(target.build, p, false);
+  const Instance* const gathered = gathers(p) ? find_backward(target.build, p, true) : in_order;
+  if (const char* const refusal = refusal_of_sm90(p, b.deterministic, gathered, in_order)) return refusal;
+  const KeyChoice choice = choose_keys(b, p, target, *gathered, *in_order);
+  const bool is_gathered = choice.keys == KeySource::kLists, is_fast = !b.deterministic;
+  // Beyond kMaxLength there are calls whose keys come in order although they have intervals, or a bias, and no others.
+  check_length_without_lists(p, p.bias.data || (gathers(p) && !is_gathered));
+  plan.family = Family::kSm90;
+  plan.instance = is_gathered ? *gathered : *in_order;
+  plan.keys = choice.keys;
+  plan.tile = {shape_of(plan.instance).queries, shape_of(plan.instance).keys};
+  const int64_t group = p.heads / p.kv_heads;
+  const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
+  plan.heads_at_once = is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
+  KeyListOptions options;
+  options.is_one = is_fast && is_gathered && has_one_visit(p, plan.instance);
+  const bool sums_keys = plan.heads_at_once < group || (is_gathered && !options.is_one);
+  plan.parts = cut_into_parts(b, gradients, plan, sums_keys, group_heads);
+  if (is_gathered) {
+    // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
+    // their segment come behind those that outlive it, so that few tiles meet all its queries; in others that costs more than it
+    // gains. Sums in a fixed order need lists in key order, and many of them.
+    options.keeps_live = b.deterministic;
+    if (is_fast && p.query_length >= 8192) options.shortest = 1;
+    options.by_lifetime = is_fast && p.query_length >= 65536;
+    plan.lists = plan_lists(p, options);
+  }
+  if (!has_tensor_copies(b, target, plan)) return "tensor copies do not take the strides or addresses of the call";
+  BackwardPlan::Workspace& workspace = plan.workspace;
+  workspace.query_sums =
+      add_region(workspace.bytes, plan.parts.batches * plan.parts.launch_heads * plan.parts.head_floats * kFloatBytes);
+  if (sums_keys) {
+    const int64_t floats = plan.parts.batches * plan.parts.kv_heads * plan.parts.key_floats + key_sum_width(p);
+    workspace.key_sums = add_region(workspace.bytes, floats * kFloatBytes);
+  }
+  if (plan.adds_zero_bias) workspace.zero_bias = add_region(workspace.bytes, p.key_length * kFloatBytes);
+  if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
+    plan.seen_words = tiles_of(p.key_length, 128) * 4;
+    workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
+  }
+  place_terms(p, plan);
+  if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads).items == 0)
+    return "a launch has 2^31 tiles or more";
+  // Without a mask and causality the kernel meets every pair, so it stores every element of a grad_bias that no two share.
+  const bool owns_bias = gradients.bias.data && gradients.bias.head_divisor == 1 && gradients.bias.batch_stride != 0;
+  plan.stores_bias = owns_bias && !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
+  plan.why = {"the device has compute capability 9.x, and a kernel for Hopper takes the call", choice.why};
+  return nullptr;
+}
+
+Tile tile_of(sm80::BackwardShape shape) { return {shape.queries, shape.keys}; }
+
+// Has the key-major kernel lists in a deterministic call? Heads of a group that see different keys cannot share a gathered tile,
+// nor can a key be in different tiles of heads that share a block.
+bool key_major_takes_lists(const AttentionParams& p, const BackwardPlan& plan) {
+  const bool shares_blocks = plan.batches_per_block * plan.kv_heads_per_block > 1 && plan.lists.batches * plan.lists.heads > 1;
+  return !shares_blocks && plan.lists.head_divisor % (p.heads / p.kv_heads) == 0;
+}
+
+void plan_key_major(const AttentionParams& p, const Target& target, sm80::Room room, bool is_gathered, BackwardPlan& plan) {
+  const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
+  const bool is_plain =
+      variant_of(p, is_gathered) == Variant::kPlain && !has_mask && plan.batches_per_block * plan.kv_heads_per_block == 1;
+  plan.key_major = find_portable(target, Kernel::kSm80KeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room);
+  plan.key_major_tile = tile_of(sm80::find_backward_shape(sm80::kKeyMajorRows, plan.key_major.dim, plan.key_major.room));
+}
+
+void plan_query_major(const AttentionParams& p, const Target& target, sm80::Room room, bool is_gathered, BackwardPlan& plan) {
+  plan.query_major = find_portable(target, Kernel::kSm80QueryMajor, p, variant_of(p, is_gathered), room);
+  plan.query_major_tile = tile_of(sm80::find_backward_shape(sm80::kQueryMajorRows, plan.query_major.dim, plan.query_major.room));
+}
+
+BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, const Target& target, BackwardPlan plan,
+                       const char* why) {
+  constexpr int64_t kLargeSharedBytes = 163 * 1024;
+  const AttentionParams& p = b.forward;
+  check_length_without_lists(p, false);
+  const sm80::Room room = target.device.shared_bytes >= kLargeSharedBytes ? sm80::Room::kLarge : sm80::Room::kSmall;
+  const bool has_lists = gathers(p), has_blocks = p.mask.tiles.data;
+  plan.family = Family::kSm80;
+  plan.heads_at_once = p.heads / p.kv_heads;
+  plan.why.family = why;
+  BackwardPlan::Workspace& workspace = plan.workspace;
+  if (has_lists) {
+    KeyListOptions options;
+    options.keeps_live = b.deterministic;
+    plan.keys = KeySource::kLists, plan.lists = plan_lists(p, options);
+    plan.why.keys = "the portable kernels take intervals by lists alone";
+  } else if (has_blocks && p.query_length > 0 && p.key_length > 0) {
+    plan.keys = KeySource::kBlockTable, plan.lists = plan_tile_order(p), plan.why.keys = "there is a block mask";
+  } else {
+    plan.why.keys = "there is no mask, or causality alone";
+  }
+  if (b.deterministic) {
+    const Together together(p, gradients);
+    if (together.batches) plan.batches_per_block = p.batch;
+    if (together.kv_heads) plan.kv_heads_per_block = p.kv_heads;
+    plan.key_major_takes_lists = has_lists && key_major_takes_lists(p, plan);
+    plan_key_major(p, target, room, plan.key_major_takes_lists, plan);
+    plan_query_major(p, target, room, has_lists, plan);
+  } else if (has_lists || has_blocks) {
+    plan_query_major(p, target, room, has_lists, plan);
+    workspace.key_sums = add_region(workspace.bytes, (p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p) * kFloatBytes);
+  } else {
+    plan_key_major(p, target, room, false, plan);
+    workspace.query_sums =
+        add_region(workspace.bytes, (p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim) * kFloatBytes);
+  }
+  place_terms(p, plan);
+  return plan;
+}
+
+}  // namespace
+
+BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionParams& p, int64_t batch, int64_t heads) {
+  const int64_t kv_heads = tiles_of(heads, p.heads / p.kv_heads), group = heads / kv_heads;
+  const bool is_gathered = plan.keys == KeySource::kLists, has_key_sums = plan.workspace.key_sums.bytes > 0;
+  BackwardSchedule schedule;
+  schedule.heads = static_cast<int>(std::min<int64_t>(group, is_gathered ? plan.lists.head_divisor : plan.heads_at_once));
+  const int64_t head_groups = batch * heads / schedule.heads;
+  int64_t tiles = tiles_of(p.key_length, plan.tile.keys);
+  if (is_gathered) {
+    // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
+    const int64_t segments = plan.lists.most_lists, few = head_groups * std::min<int64_t>(segments, 4);
+    const int64_t rounds = has_key_sums ? 4 : 8;  // without sums a share costs little more than its tiles
+    const int64_t shares = std::clamp<int64_t>(rounds * plan.processors / few, 8, std::max<int64_t>(tiles, 8));
+    // In a fixed order one block adds all that is added to the queries of a segment.
+    schedule.shares = plan.deterministic ? 1 : static_cast<int>(shares);
+    tiles = segments * schedule.shares;
+  }
+  const int64_t items = tiles * head_groups;
+  if (items >= kEndOfItems) return schedule;
+  schedule.tiles = static_cast<int>(tiles);
+  schedule.items = static_cast<uint32_t>(items), schedule.head_groups = static_cast<uint32_t>(head_groups);
+  // What the keys of a head all meet: its queries, their gradients and their sums.
+  const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * schedule.heads;
+  schedule.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
+  schedule.blocks = static_cast<int>(std::min<int64_t>(items, plan.processors));
+  schedule.static_items = plan.deterministic ? 0 : static_cast<uint32_t>(schedule.blocks);
+  // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
+  // short.
+  constexpr int64_t kLongItem = 32;
+  const bool has_segments = is_gathered && has_key_sums;
+  schedule.draws_late = plan.deterministic || (!has_segments && p.query_length * schedule.heads >= kLongItem * plan.tile.rows);
+  return schedule;
+}
+
+BackwardPlan plan_backward(const BackwardParams& b, const BiasGradients& gradients, const Target& target) {
+  const AttentionParams& p = b.forward;
+  check_kernel_inputs(p);
+  const WantedFamily allowed = allowed_family(target);
+  BackwardPlan plan;
+  plan.why.family = "there are no queries and no keys";
+  if (p.batch * p.heads * (p.query_length + p.key_length) == 0) return plan;
+  plan.deterministic = b.deterministic, plan.processors = target.device.processors;
+  plan.padded_queries = tiles_of(p.query_length, kQueryPadding) * kQueryPadding;
+  if (allowed == WantedFamily::kSm80) return plan_sm80(b, gradients, target, plan, reason_without_hopper(target));
+  BackwardPlan hopper = plan;
+  const char* const refusal = plan_sm90(b, gradients, target, hopper);
+  return refusal ? plan_sm80(b, gradients, target, plan, refusal) : hopper;
+}
+
+}  // namespace dmattn::cuda

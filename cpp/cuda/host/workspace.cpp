@@ -1,0 +1,72 @@
+// How large lists of live keys are, and where their pieces lie.
+#include "workspace.h"
+
+namespace dmattn::cuda {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Finds out how many mask heads there are, and which a head has.
+KeyLists with_mask_heads(const AttentionParams& p, KeyLists::Kind kind) {
+  const PerHead &start = p.mask.start, &end = p.mask.end;
+  KeyLists lists;
+  lists.kind = kind;
+  lists.head_divisor = p.heads;
+  for (const PerHead* row : {&start, &end}) {
+    if (row->data && row->head_divisor < lists.head_divisor) lists.head_divisor = row->head_divisor;
+  }
+  lists.heads = p.heads / lists.head_divisor;
+  lists.batches = start.batch_stride != 0 || end.batch_stride != 0 ? p.batch : 1;
+  return lists;
+}
+
+}  // namespace
+
+KeyLists plan_lists(const AttentionParams& p, const KeyListOptions& options) {
+  KeyLists lists = with_mask_heads(p, options.is_one ? KeyLists::Kind::kOneList : KeyLists::Kind::kLists);
+  lists.keeps_live = options.keeps_live, lists.joins = options.joins, lists.lengthens = options.lengthens;
+  lists.by_lifetime = options.by_lifetime, lists.shortest = options.shortest;
+  while (options.is_one && segments_at(static_cast<int>(p.query_length), lists.shortest) > 1) ++lists.shortest;
+  const int64_t segments = segments_at(static_cast<int>(p.query_length), lists.shortest);
+  // The live keys are themselves the list of a single segment.
+  lists.capacity = segments > 1 ? kEntriesPerKey * p.key_length : p.key_length;
+  lists.most_lists = segments;
+  lists.parts = ceil_div(p.key_length, kPartKeys);
+  const int64_t mask_heads = lists.batches * lists.heads;
+  lists.count_blocks = blocks_per_mask_head(lists.parts, mask_heads, 0);
+  const int64_t all_parts = mask_heads * lists.parts, all_blocks = mask_heads * lists.count_blocks;
+  // The groups come first, of int4, which is aligned to 16 bytes; then span and lists, of int2.
+  const auto add = [&](int64_t elements) { return lists.elements += elements, lists.elements - elements; };
+  add(all_parts * kPartGroups * 4);
+  lists.span = add(mask_heads * lists.capacity * 2);
+  lists.lists = add(mask_heads * lists.most_lists * 2);
+  lists.index = add(mask_heads * lists.capacity);
+  lists.counts = add(all_blocks * 2 * segments);
+  lists.partial = add(all_blocks);
+  lists.live = add(all_parts);
+  lists.count = add(mask_heads);
+  lists.shift = add(mask_heads);
+  lists.ticket = add(2);  // and row_flags
+  return lists;
+}
+
+KeyLists plan_ranges(const AttentionParams& p, int queries) {
+  KeyLists lists = with_mask_heads(p, KeyLists::Kind::kRanges);
+  lists.range_queries = queries;
+  lists.range_count = ceil_div(p.query_length, queries);
+  lists.ticket = 2 * lists.batches * lists.heads * lists.range_count;
+  lists.elements = lists.ticket + 1;
+  return lists;
+}
+
+KeyLists plan_tile_order(const AttentionParams& p) {
+  constexpr int64_t kFewTiles = 512;
+  const int64_t tiles = p.batch * p.heads * ceil_div(p.query_length, kQueryPadding);
+  KeyLists lists;
+  if (tiles <= kFewTiles) return lists;
+  lists.kind = KeyLists::Kind::kTileOrder;
+  lists.elements = tiles;
+  return lists;
+}
+
+}  // namespace dmattn::cuda

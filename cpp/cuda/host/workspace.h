@@ -1,0 +1,62 @@
+// The memory of a call beside its arguments and results: one allocation, cut into regions. And what lists of live keys are made
+// of.
+#pragma once
+
+#include "../sizes.h"
+
+namespace dmattn::cuda {
+
+// A piece of the workspace. bytes == 0: it is not there.
+struct Region {
+  int64_t offset = 0, bytes = 0;
+
+  template <class T>
+  T* in(void* workspace) const {
+    return bytes > 0 ? reinterpret_cast<T*>(static_cast<char*>(workspace) + offset) : nullptr;
+  }
+};
+
+inline constexpr int64_t kRegionAlignment = 256;
+
+// Puts a region behind those before it. `bytes` counts what they all take.
+inline Region add_region(int64_t& bytes, int64_t size) {
+  const Region region{bytes, size};
+  bytes += (size + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
+  return region;
+}
+
+// Lists of live keys, ranges of keys, or an order of query tiles; LiveKeys (live_keys.h) says what the fields mean. Offsets count
+// int32 from the beginning of the region.
+struct KeyLists {
+  enum class Kind : int32_t { kNone, kLists, kOneList, kRanges, kTileOrder } kind = Kind::kNone;
+  int64_t batches = 1, heads = 0, head_divisor = 1;  // mask heads: start and end have so many rows together
+  // kLists, kOneList:
+  bool keeps_live = false, joins = false, by_lifetime = false, lengthens = false;
+  int shortest = 0;
+  int64_t capacity = 0, most_lists = 0, parts = 0, count_blocks = 0;
+  int64_t span = 0, lists = 0, index = 0, counts = 0, partial = 0, live = 0, count = 0, shift = 0, ticket = 0;
+  // kRanges:
+  int range_queries = 0;
+  int64_t range_count = 0;
+
+  int64_t elements = 0;  // int32 entries of all of it
+
+  bool has_lists() const { return kind == Kind::kLists || kind == Kind::kOneList; }
+};
+
+// What a kernel wants of its lists.
+struct KeyListOptions {
+  bool keeps_live = false;   // for kernels that walk keys, not queries
+  bool joins = false;        // for kernels that read one long list as fast as many short ones
+  bool lengthens = false;    // for kernels that do not mind lists a sixteenth longer
+  bool is_one = false;       // one list for all queries, in the order of launch_one_list
+  bool by_lifetime = false;  // for kernels that walk the queries of a tile of keys, on any order of keys
+  int shortest = 0;          // segments have at least 2^shortest * kSegmentQueries queries
+};
+
+KeyLists plan_lists(const AttentionParams& p, const KeyListOptions& options);
+KeyLists plan_ranges(const AttentionParams& p, int queries);
+// The order in which kernels whose blocks have one tile each start them beside a block mask; a few tiles start all at once.
+KeyLists plan_tile_order(const AttentionParams& p);
+
+}  // namespace dmattn::cuda
