@@ -99,7 +99,7 @@ def lifetime() -> Drawing:
     scores = [values.random() for _ in range(count)]
     spans = lifetimes(scores, 4)
     marked = max((key for key in range(count) if spans[key][1] < count), key=lambda key: spans[key][1] - spans[key][0])
-    d.text(x, 32, "Every query sees the 4 best-scored keys before it", 16, bold=True)
+    d.text(x, 32, "Every query sees the 4 best-scored keys up to its own", 16, bold=True)
     for key, score in enumerate(scores):
         d.rect(x + key * cell + 3, y - 12 - 44 * score, cell - 6, 44 * score, ORANGE if key == marked else LINE)
     d.text(x - 10, y - 18, "scores", 12, "end")
@@ -286,7 +286,7 @@ def runs_of(name: str, fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
 
 
 def bits_at(run: Run, key: str, moment: float) -> float:
-    """Held-out bits a byte of a run at a step or second, linear between its evaluations."""
+    """Held-out bits per byte of a run at a step or second, linear between its evaluations."""
     curve = run["curve"]
     after = next(n for n, point in enumerate(curve) if point[key] >= moment)
     if curve[after][key] == moment:
@@ -299,7 +299,7 @@ def panel(
     d: Drawing, x: float, y: float, title: str, across: str, limit: float, bits: tuple[float, float],
     lines: list[tuple[str, str, bool, list[Run]]],
 ) -> None:  # fmt: skip
-    """Held-out bits a byte over steps or seconds: a curve for the mean of each kind of run, and a band from the least to the most.
+    """Held-out bits per byte over steps or seconds: a curve for the mean of each kind of run, and a band from the least to the most.
 
     lines: label, colour, whether dashed, runs. The part of a curve above the panel is left out.
     """
@@ -357,8 +357,8 @@ def learning() -> Drawing:
             timed = runs_of(name, lambda s: s["task"] == "text" and s["seconds"] > 0 and s["length"] == 32768)
             by_seconds.append((label, colour, dashed, timed))
     steps, seconds = "8,192 tokens, 512 visible, equal steps", "32,768 tokens, 1,024 visible, equal time"
-    panel(d, 70, 60, steps, "steps; held-out bits a byte", 2000, (0.7, 1.9), by_steps)
-    panel(d, 490, 60, seconds, "seconds of training; held-out bits a byte", 50, (0.7, 3.1), by_seconds)
+    panel(d, 70, 60, steps, "steps; held-out bits per byte", 2000, (0.7, 1.9), by_steps)
+    panel(d, 490, 60, seconds, "seconds of training; held-out bits per byte", 50, (0.7, 3.1), by_seconds)
     for number, (label, colour, dashed, _) in enumerate(kinds):
         x, y = 70 + number % 2 * 420, 396 + number // 2 * 24
         d.curve([(x, y), (x + 28, y)], colour, dashed)

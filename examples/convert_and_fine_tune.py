@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main(given: list[str] | None = None) -> dict[str, float]:
-    """Returns bits a byte of held-out text by what was computed."""
+    """Returns bits per byte of held-out text by what was computed."""
     options = arguments(__doc__, given, steps=150, tuning=60)
     length = 64 if options.quick else 256
     steps, tuning = (4, 4) if options.quick else (options.steps, options.tuning)
@@ -29,7 +29,7 @@ def main(given: list[str] | None = None) -> dict[str, float]:
 
     def measure(name: str, model: LlamaForCausalLM) -> None:
         bits[name] = bits_per_byte(model, held_data, length)
-        print(f"{name:46} {bits[name]:.3f} bits a byte")
+        print(f"{name:46} {bits[name]:.3f} bits per byte")
 
     print(f"Dense attention, {length} keys:")
     torch.manual_seed(SEED)

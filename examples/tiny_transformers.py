@@ -77,7 +77,7 @@ def train(
 
 @torch.no_grad()
 def bits_per_byte(model: transformers.PreTrainedModel, data: Tensor, length: int, batches: int = 2) -> float:
-    """How many bits a byte of held-out text costs, in stretches of ``length``."""
+    """How many bits per byte of held-out text costs, in stretches of ``length``."""
     losses = []
     for number in range(batches):
         tokens = sample(data, 8, length, torch.Generator().manual_seed(number))

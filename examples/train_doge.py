@@ -15,7 +15,7 @@ from transformers import DogeConfig, DogeForCausalLM
 
 
 def main(given: list[str] | None = None) -> tuple[float, float, float]:
-    """Returns bits a byte before and after training, and those of eager attention with the trained weights."""
+    """Returns bits per byte before and after training, and those of eager attention with the trained weights."""
     options = arguments(__doc__, given, steps=150, window=64)
     length, steps = (64, 4) if options.quick else (256, options.steps)
     window = 16 if options.quick else options.window
@@ -28,7 +28,7 @@ def main(given: list[str] | None = None) -> tuple[float, float, float]:
     before = bits_per_byte(model, held_data, length)
     train(model, train_data, steps, length)
     after = bits_per_byte(model, held_data, length)
-    print(f"bits a byte of held-out text: {before:.2f} before, {after:.2f} after")
+    print(f"bits per byte of held-out text: {before:.2f} before, {after:.2f} after")
 
     # The parameters are those of the model without dmattn, so the trained weights fit both.
     eager.load_state_dict(model.state_dict())

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))  # where dmattn_bench is, if it is not installed
-from dmattn_bench.quality_report import kept  # noqa: E402
-from dmattn_bench.records import provenance  # noqa: E402
-from quality_model import Model, Settings, variant  # noqa: E402
-from quality_tasks import TASKS, Batch, Task, task_of  # noqa: E402
+from dmattn_bench.quality_report import kept
+from dmattn_bench.records import provenance
+from quality_model import Model, Settings, variant
+from quality_tasks import TASKS, Batch, Task, task_of
 
 GRACE = 20  # seconds a run has to stop by itself
 SYNC_EVERY = 10  # steps between two looks at the clock

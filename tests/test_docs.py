@@ -81,7 +81,7 @@ def test_named_functions_exist(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "lab" not in page.parts], ids=name_of)
 def test_named_files_exist(page):
-    for name in re.findall(r"`((?:cpp|python|docs|examples|benchmarks|tests|cmake)/[\w./]*)`", page.read_text()):
+    for name in re.findall(r"`((?:cpp|python|docs|examples|benchmarks|research|tests|tools|cmake)/[\w./]*)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
 

@@ -31,9 +31,19 @@ NAMES = {
 
 
 def projected(result: Row) -> str:
-    """Every headline once; a miss says how much of the projection was reached."""
+    """Every headline once; a miss gives the share of the projection that was reached."""
     found = {(row["workload"], row["case"]): row for row in result["rows"]}
-    titles = ["system, case", "over", "projected", "whole call", "kernels", "reached", "second peer", "whole call", "kernels"]
+    titles = [
+        "system, case",
+        "baseline",
+        "projected",
+        "whole call",
+        "kernels",
+        "reached",
+        "second baseline",
+        "whole call",
+        "kernels",
+    ]
     return markdown(titles, [line for make in (dma, dmattn, blocks, flashkernel, triton) for line in make(found)], texts=2)
 
 
@@ -97,7 +107,7 @@ def triton(found: Found) -> Iterator[list[str]]:
 
 
 def line(system: str, case: str, found: Found, part: str, least: float, most: float | None = None) -> list[str]:
-    """One headline; the first peer is what the projection was over."""
+    """One headline; the first peer is the baseline of the projection."""
     row = found[system, case]
     words = f"{system}: {case}" + (f", {part}" if f"peer_{part}" in row.get("medians", {}) and part not in case else "")
     projection = plain_ratio(least) + (f" to {plain_ratio(most)}" if most else "")
@@ -134,14 +144,14 @@ def shown(gains: Sequence[float | None]) -> list[str]:
 
 
 def reached(gains: Sequence[float | None], least: float) -> str:
-    """Whether the whole call reaches it, or its kernels alone; else what part of it."""
+    """Whether the whole call reaches it, or its kernels alone; else the larger speedup as a share of the projection."""
     call, kernels = (0.0 if gain is None else gain for gain in gains)
     if call >= ROUNDED * least:
         return "yes"
     if kernels >= ROUNDED * least:
         return "kernels alone"
     best = max(call, kernels)
-    return f"**no**, {best / least:.2f} of it"
+    return f"**no**, {best / least:.0%}"
 
 
 # FlashKernel's sweeps -----------------------------------------------------------------------------------------------------------------

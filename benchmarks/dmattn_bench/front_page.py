@@ -48,7 +48,7 @@ def right(runs: list[Run]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the table: runs with these settings, and what they came to."""
+    """A line of the table: the settings of its runs, and how a cell is computed from them."""
 
     title: str
     settings: dict[str, Any]
@@ -56,11 +56,11 @@ class Line:
 
 
 LINES = (
-    Line("bits a byte, 2,000 steps", {**SHORT, "steps": 2000, "seconds": 0.0}, bits),
-    Line("bits a byte, 50 seconds", {**SHORT, "seconds": 50.0}, bits),
-    Line("tokens a second in training", {**SHORT, "seconds": 50.0}, rate),
-    Line("32,768 tokens, 1,024 visible: bits a byte, 50 seconds", {**LONG, "seconds": 50.0}, bits),
-    Line("the same: tokens a second in training", {**LONG, "seconds": 50.0}, rate),
+    Line("bits per byte, 2,000 steps", {**SHORT, "steps": 2000, "seconds": 0.0}, bits),
+    Line("bits per byte, 50 seconds", {**SHORT, "seconds": 50.0}, bits),
+    Line("tokens per second in training", {**SHORT, "seconds": 50.0}, rate),
+    Line("32,768 tokens, 1,024 visible: bits per byte, 50 seconds", {**LONG, "seconds": 50.0}, bits),
+    Line("32,768 tokens, 1,024 visible: tokens per second in training", {**LONG, "seconds": 50.0}, rate),
     Line("recall, 16 names in 2,048 tokens, 256 visible", RECALL, right),
     Line("recall, 4 secrets in 4,096 bytes, 256 visible", SECRETS, right),
 )

@@ -24,7 +24,7 @@ STYLE = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}
 MOST_CURVES = len(COLORS)
 # Settings of runs that are compared.
 BUDGET = ("steps", "seconds", "length", "visible", "lr", "layers", "width", "pairs", "symbols")
-MOST_SPREAD = 1.1  # between tokens a second of the fastest and the slowest seed
+MOST_SPREAD = 1.1  # between tokens per second of the fastest and the slowest seed
 TASKS = {"text": "text", "mqar": "names and their values", "passkey": "secrets in source text"}
 Run = dict[str, Any]
 
@@ -114,7 +114,7 @@ def peer_of(row: Row) -> str:
 
 def draw_speed_over_length(results: list[Result], path: Path) -> None:
     measured = dynamic(results)
-    figure, axes = two_plots(f"Dynamic masks: how much faster than dense causal {peer_of(measured[0])}")
+    figure, axes = two_plots(f"Dynamic masks: speedup over dense causal {peer_of(measured[0])}")
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
         lengths = [row["length"] for row in measured]
         for source, color, words in (("medians", BLUE, "whole eager calls"), ("kernel_medians", ORANGE, "kernels alone")):
@@ -255,7 +255,7 @@ def draw_beside_dense(results: list[Result], path: Path) -> None:
     figure, axes = pyplot().subplots(
         2, len(all_heads), figsize=(8, 5), layout="constrained", sharex=True, sharey=True, squeeze=False
     )
-    figure.suptitle("Dynamic masks: how much faster than our own dense causal attention", fontsize=11)
+    figure.suptitle("Dynamic masks: speedup over our own dense causal attention", fontsize=11)
     for line, name in zip(axes, ("forward", "backward"), strict=True):
         for ax, heads in zip(line, all_heads, strict=True):
             here = [row for row in measured if row["heads"] == heads]
@@ -405,7 +405,7 @@ def draw_learning(runs: list[Run], task: str, path: Path) -> None:
         if not recalls:
             last = [run["curve"][-1][what] for found in chosen.values() for run in found]
             ax.set_ylim(min(last) - 0.03, max(last) + 0.4)
-    axes[0].set_ylabel("right beyond the window" if recalls else "held-out bits a byte")
+    axes[0].set_ylabel("right beyond the window" if recalls else "held-out bits per byte")
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center")
     save(figure, path)
 

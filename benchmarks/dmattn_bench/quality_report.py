@@ -121,7 +121,7 @@ def rows_of(runs: list[Run]) -> str:
     by_what: dict[tuple[str, int], list[Run]] = {}
     for (what, visible, _), run in newest.items():
         by_what.setdefault((what, visible), []).append(run)
-    reached = ["right beyond the window", "right nearby"] if recalls else ["held-out bits a byte", "million tokens"]
+    reached = ["right beyond the window", "right nearby"] if recalls else ["held-out bits per byte", "million tokens"]
     lines = []
 
     def mean(found: list[Run], name: str) -> float:

@@ -118,7 +118,7 @@ def caption(result: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return (
         f"{shape}{' unless named' if mixed(rows) else ''}; {hardware}; torch {result['torch']}; "
         f"commit {result['commit'][:9] or 'unknown'}{changed}, {result['date'][:10]}{family}; {median}, "
-        f"by turns with the peer: {peers}{settled}."
+        f"alternating with the baseline: {peers}{settled}."
     )
 
 
@@ -139,7 +139,7 @@ def markdown_table(result: dict[str, Any]) -> str:
 
 
 def short_table(name: str, results: Path) -> str:
-    """How much faster calls are than the peer, whole and (but in the README) as kernels alone, and how long whole calls take."""
+    """Speedups of whole calls over the baseline, times of whole calls and, except in the README, speedups of the kernels alone."""
     with_kernels = name != "summary"
     titles = ["length and mask", "baseline"]
     for part in ("forward", "backward"):
@@ -170,10 +170,17 @@ def short_table(name: str, results: Path) -> str:
 def plain_mask(row: dict[str, Any]) -> str:
     kind, window = row.get("kind", "dense" if row["window"] is None else "dma"), row["window"]
     dense = "dense causal" if row["is_causal"] else "dense"
-    certain = f" ({row['local']} local, {row['sink']} sinks)" if row.get("local") else ""
+    local, sinks = row.get("local", 0), row.get("sink", 0)  # counted in a dynamic mask's window
+    selected = (
+        f"{window - local - sinks:,} selected + {local} local + {sinks} sinks"
+        if local
+        else f"window {window:,}"
+        if window
+        else ""
+    )
     return {
         "dense": dense,
-        "dma": f"window {window:,}{'' if row['is_causal'] else ' of all'}{certain}" if window else "",
+        "dma": f"{selected}{'' if row['is_causal'] else ', not causal'}",
         "blocks": f"block mask, {row.get('density', 1):.0%} visible",
         "sliding": f"sliding window {window:,}" if window else "",
         "streaming": f"{row.get('sink')} sinks and {window:,} local keys" if window else "",

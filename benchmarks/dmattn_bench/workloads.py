@@ -49,7 +49,7 @@ def _pages_dma() -> list[Case]:
 
 
 def _pages_dma_local() -> list[Case]:
-    """A quarter of the visible keys local, and four sinks, beside plain selection of as many keys."""
+    """A quarter of the visible keys local, and four sinks, vs. plain selection of as many keys."""
     sizes = ((16384, 819), (32768, 1024), (131072, 2048))
     beside: tuple[dict[str, Any], ...] = ({}, {"sink": 4, "local": 256})
     return [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma-local", **more) for n, w in sizes for more in beside]
@@ -223,14 +223,14 @@ def named(trained: str = TRAINED) -> dict[str, Named]:
         Named("vision-vit", "the 197 tokens of ViT-B, a batch of 64", lambda: [_gpu(197, **vit, peers=DENSE_PEERS)]),
         Named("document-attention", "dynamic masks within 16 long documents",
               lambda: [_gpu(n, kind="dma", window=w, documents=16, peers=MASK_PEERS) for n, w in WINDOWS[2:]]),
-        Named("ablation-ratio", "16,384 tokens, the kept share from 1/2 to 1/64, beside our dense kernel", _ratios),
+        Named("ablation-ratio", "16,384 tokens, the kept share from 1/2 to 1/64, vs. our dense kernel", _ratios),
         Named("ablation-block", "block masks of density 0.1 in blocks of 16 to 256", lambda: _blocks((0.1,), (16, 32, 64, 128, 256))),
         Named("ablation-threshold", "where gathered keys and our dense kernel take as long", _thresholds),
-        Named("decode", "one token beside long caches, in one piece and in pages", job=decode.rows),
+        Named("decode", "one token over long caches, in one piece and in pages", job=decode.rows),
         Named("serving", "generation with a bounded cache", job=serve.rows),
         Named("training-step", "training steps of a 12-layer model", job=training_step.rows),
         Named("document-model", "training steps of a 12-layer language model on long documents", job=training_step.document_rows),
-        Named("context-parallel", "one sequence on several ranks, beside torch's context_parallel", job=context_parallel.rows),
+        Named("context-parallel", "one sequence on several ranks, vs. torch's context_parallel", job=context_parallel.rows),
     ]  # fmt: skip
     return {each.name: each for each in found}
 

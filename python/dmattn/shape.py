@@ -19,7 +19,7 @@ from dmattn import checks
 from dmattn._library import build_info
 from dmattn.shape_times import Candidate, Inputs, Shape, time_rounds, warm_up
 
-SECONDS = 40.0
+SECONDS = 45.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STEP = ("forward", "backward")
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
@@ -159,7 +159,7 @@ def report(asked: Shape, seconds: float) -> str:
     cut = f"Measured with {part} to fit {seconds:g} s; compare rows, not times." if shape != asked else ""
     inputs = Inputs(shape)
     ours, dense = warm_up(inputs.dynamic_mask(), inputs.grad_out), [] if skipped else dense_candidates(inputs)
-    found = sliding_candidate(inputs, begin + seconds * 0.7 - time.perf_counter())
+    found = sliding_candidate(inputs, begin + seconds * 0.85 - time.perf_counter())
     sliding = [found] if isinstance(found, Candidate) else []
     rounds = time_rounds([ours, *dense, *sliding], inputs.grad_out, begin + seconds)
     rows = [ours, *([best(dense)] if dense else []), *sliding]

@@ -102,12 +102,30 @@ class Inputs:
     def sliding(self) -> Candidate:
         """FlexAttention, compiled, with a sliding window of as many keys: it selects none. On a CPU it has no backward."""
         window, length, inputs = self.shape.keys, self.shape.length, (self.query, self.key, self.value)
-        create = torch.compile(flex_attention.create_block_mask)  # compiled, it makes no table of all pairs
-        mask = create(lambda b, h, q, k: (k <= q) & (q - k < window), None, None, length, length, device=self.shape.device)
+        mask = sliding_blocks(window, length, self.shape.device)
         compiled: Callable[..., Tensor] = torch.compile(flex_attention.flex_attention, dynamic=False)
         query, key, value = inputs if self.query.is_cuda else (given.detach() for given in inputs)
         attend = functools.partial(compiled, query, key, value, block_mask=mask, enable_gqa=self.grouped)
         return Candidate("FlexAttention", attend, inputs if self.query.is_cuda else ())
+
+
+def sliding_blocks(window: int, length: int, device: str) -> flex_attention.BlockMask:
+    """FlexAttention's mask of the last ``window`` keys, made from a table of blocks instead of one of all pairs."""
+    size = 128
+    first = torch.arange(0, length, size, device=device)  # position of each block's first token
+    query, key = first[:, None], first
+    is_full = (key + size - 1 <= query) & (query + size - 1 - key < window) & (query + size <= length)
+    is_partial = (key <= query) & (query - (key + size - 1) < window) & ~is_full
+    ordered = [
+        (
+            blocks.sum(1, dtype=torch.int32)[None, None],
+            blocks.int().argsort(dim=1, descending=True, stable=True).int()[None, None],
+        )
+        for blocks in (is_partial, is_full)
+    ]
+    return flex_attention.BlockMask.from_kv_blocks(
+        *ordered[0], *ordered[1], size, lambda b, h, q, k: (k <= q) & (q - k < window), seq_lengths=(length, length)
+    )
 
 
 def timed(call: Callable[[], Tensor], device: str) -> tuple[Tensor, float]:
