@@ -267,8 +267,8 @@ class Attention(nn.Module):
         """The interval of each key: it is local first, then competes for a place among `window`; a sink is always there."""
         s = self.settings
         if not s.plain_heads:
-            return dmattn.IntervalMask.top_k(score, window, local=s.local, sink=s.sink)
-        mask = dmattn.IntervalMask.top_k(score[:, s.plain_heads :], window, local=s.local, sink=s.sink)
+            return dmattn.IntervalMask.top_k(score, window, local=s.local, sink_keys=s.sink)
+        mask = dmattn.IntervalMask.top_k(score[:, s.plain_heads :], window, local=s.local, sink_keys=s.sink)
         keys = torch.arange(score.shape[2], device=score.device, dtype=torch.int32)
         plain = torch.where(keys < s.sink, FOREVER, keys + s.plain_local).expand(score.shape[0], s.plain_heads, -1)
         return dmattn.IntervalMask(keys, torch.cat((plain, mask.end.expand(score.shape[0], -1, -1)), 1))

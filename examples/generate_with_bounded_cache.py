@@ -34,7 +34,7 @@ def main(given: list[str] | None = None) -> list[Cost]:
     torch.manual_seed(SEED)
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(options.quick))).eval()
     dense.set_attn_implementation("sdpa")
-    model = convert(transformers.LlamaForCausalLM(dense.config).eval(), window, local=local, sink=4)
+    model = convert(transformers.LlamaForCausalLM(dense.config).eval(), window, local=local, sink_keys=4)
     _, data = text()
     tokens = data.repeat(-(-max(contexts) // len(data)))[None].long()
     caches = {"bounded": bounded_cache(model, rewind=0), "growing": transformers.DynamicCache(config=dense.config)}

@@ -200,7 +200,7 @@ def test_the_layer_is_what_was_measured(quality, name):
     measured, s = Attention(settings), settings
     torch.nn.init.normal_(measured.to_score.weight)
     layer = DynamicMaskAttention(
-        s.width, s.heads, s.window, local=s.local, sink=s.sink, local_heads=s.plain_heads, score="linear", taught=s.bias == "none",
+        s.width, s.heads, s.window, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear", select_only=s.bias == "none",
         score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
         partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip

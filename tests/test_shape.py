@@ -149,7 +149,7 @@ def test_the_table_has_every_column_of_dmattn_and_of_torch(capsys):
         assert len(cells) == 10, line
         assert all(float(number) > 0 for number in cells[::2])
         assert set(cells[1:6:2]) <= {"us", "ms", "s"}
-    assert rows["dmattn"].split()[-2:] == [f"{dmattn.BoundedCache(2, 2, 32, 16, local=8, sink=4).nbytes / 1024:.3g}", "KiB"]
+    assert rows["dmattn"].split()[-2:] == [f"{dmattn.BoundedCache(2, 2, 32, 16, local=8, sink_keys=4).nbytes / 1024:.3g}", "KiB"]
     assert rows["SDPA (flash)"].split()[-2:] == [f"{2 * 2 * 2 * 200 * 16 * 4 / 1024:.3g}", "KiB"]
     assert "FlexAttention was skipped: no time was left to compile it." in lines
     assert "compared with SDPA (flash)" in lines[-1]
@@ -170,7 +170,7 @@ def test_candidates_compute_what_their_names_say():
     torch.manual_seed(1)
     inputs = times.Inputs(SMALL)
     ours, dense = inputs.dynamic_mask(), inputs.dense("flash", SDPBackend.FLASH_ATTENTION)
-    mask = dmattn.IntervalMask.top_k(inputs.scores, 32, local=8, sink=4)
+    mask = dmattn.IntervalMask.top_k(inputs.scores, 32, local=8, sink_keys=4)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, mask, key_bias=inputs.scores, is_causal=True)
     tolerance.assert_same_in_another_order(ours.attend(), expected, torch.float32)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, is_causal=True)

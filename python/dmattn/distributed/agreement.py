@@ -34,7 +34,7 @@ FIELDS = (
     "scores' dtype",
     "window",
     "local",
-    "sink",
+    "sink_keys",
     "scale",
     "softcap",
     "dropout_p",

@@ -34,7 +34,7 @@ library.define(
     "SymInt[] counts, SymInt[] lengths, int rank, str group) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
-    "fetch(Tensor key, Tensor value, Tensor scores, Tensor? key_bias, int window, int local, int sink, SymInt[] lengths, int rank, "
+    "fetch(Tensor key, Tensor value, Tensor scores, Tensor? key_bias, int window, int local, int sink_keys, SymInt[] lengths, int rank, "
     "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(

@@ -149,7 +149,7 @@ class Inputs:
             shape.window,
             shape.head_dim,
             local=shape.local,
-            sink=shape.sink_keys,
+            sink_keys=shape.sink_keys,
             dtype=shape.dtype,
             device=shape.device,
         )
@@ -160,7 +160,7 @@ class Inputs:
         score = torch.randn(key.shape[:3], device=shape.device)
 
         def attend() -> Tensor:
-            return dynamic_mask_attention(*inputs, shape.window, local=shape.local, sink=shape.sink_keys)
+            return dynamic_mask_attention(*inputs, shape.window, local=shape.local, sink_keys=shape.sink_keys)
 
         def decode() -> Tensor:
             out: Tensor = cache.attend(query, key, value, score)
