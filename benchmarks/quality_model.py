@@ -62,7 +62,7 @@ class Settings:
     teach_rows: int = 64
     teach_last: float = 0.0  # part of those queries that are drawn from the last sixteenth of the sequence
     teach_from: float = 0.0  # the others are drawn from behind this part of the sequence
-    teach_peak: bool = False  # whether a query counts as much as the most it pays to one key that competes
+    teach_peak: bool = False  # whether a query counts as much as its largest weight on one key that competes
     explore: bool = False  # whether those queries really attend densely in that step, so that queries and keys learn from it too
     # Training
     steps: int = 3000
@@ -288,7 +288,7 @@ class Attention(nn.Module):
 
         The loss is the cross-entropy, over the keys that have left the local window and are no sinks, between a query's dense attention and
         the softmax of the scores; a query counts as much as it attends to such keys. It is least where a key's score is the logarithm of
-        the attention that later queries pay to it, and the best `window` keys then hold the most attention.
+        the attention mass that later queries give it, and the best `window` keys then hold the most attention.
         """
         s, length = self.settings, score.shape[2]
         late, begin = round(s.teach_rows * s.teach_last), length * s.teach_from
@@ -314,7 +314,7 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def coverage(self, query: Tensor, key: Tensor, bias: Tensor | None, mask: dmattn.IntervalMask) -> Tensor:
-        """Of the attention that 64 queries of the second half would pay if they saw all, the share that the mask shows: [H]."""
+        """Of the attention that 64 queries of the second half would give if they saw all, the share that the mask shows: [H]."""
         length = key.shape[2]
         rows = torch.linspace(length // 2, length - 1, 64, device=key.device).long()
         chances, age = dense_rows(query, key, bias, rows)

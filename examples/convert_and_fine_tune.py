@@ -44,7 +44,7 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     measure("converted, window slides", set_window(model, window).eval())
 
     # First the scores learn from what attends to what, then the window falls.
-    print(f"\nFine-tuning: {window} best keys beside the last {local} and the first {sink_keys}:")
+    print(f"\nFine-tuning: {window} best keys with the last {local} and the first {sink_keys}:")
     schedule = WindowSchedule(window, length, dense_steps=tuning // 3, fall_steps=tuning // 3, multiple=8)
     train(model, train_data, tuning, length, 1e-3, before=lambda step: set_window(model, schedule(step)))
     measure("converted and fine-tuned", set_window(model, window).eval())

@@ -1,4 +1,4 @@
-"""Generates with a converted Llama and a bounded cache: memory and time a token over the context, beside the full cache. Half a minute.
+"""Generates with a converted Llama and a bounded cache: memory and time a token over the context, vs. the full cache. Half a minute.
 
 The weights are random: what a step costs does not depend on them. The plot needs matplotlib; without it there are
 the numbers alone.

@@ -321,7 +321,7 @@ def test_two_ranks_whose_devices_are_not_the_current_ones(device_ranks):
 
 
 def test_chunks_whose_lengths_change_between_calls(ranks):
-    """A rank that says what it said before goes by what the others say now."""
+    """A rank whose call_signature is that of its last call goes by the signatures of the others."""
     for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (25, [0, 5, 25]), (45, [0, 25, 45]), (23, [0, 3, 23])):
         query, key, value, scores = dynamic_case(length)
         whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
@@ -531,11 +531,11 @@ def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypat
 
     def answered(device, other_device, other_message):
         """Of two ranks this one is called with a device, and the other one with another."""
-        said, theirs = (
+        call_signature, theirs = (
             [0, 4, *(int(name == "device type" and on == "meta") for name in agreement.FIELDS[2:])]
             for on in (device, other_device)
         )
-        question = agreement.Question(group, said, torch.device(device))
+        question = agreement.Question(group, call_signature, torch.device(device))
 
         def gathered(everyone, sent, group):
             everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_message])]))

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one case a line, however long)
-"""Bad input: a public call says which argument, what was expected and what came; a direct op call raises RuntimeError and never crashes."""
+"""Bad input: a public call says which argument, what was expected and what it got; a direct op call raises RuntimeError and never crashes."""
 
 from __future__ import annotations
 

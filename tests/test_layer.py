@@ -64,7 +64,7 @@ def test_layer_is_its_formula(options):
     visible = top_k_visible(ranks, 5, **beside)
     if "local_heads" in options:
         visible[:, 0] = top_k_visible(ranks, 0, **beside)[:, 0]
-    bias = recency + torch.zeros_like(scores) if options.get("taught") else scores + recency
+    bias = recency + torch.zeros_like(scores) if options.get("select_only") else scores + recency
     attended, _ = AttentionCase(
         query, key, value, visible=visible, key_bias=bias, softcap=options.get("softcap", 0.0)
     ).call_reference()
@@ -164,12 +164,12 @@ def loss_by_hand(query, key, scores, bias, documents, local, sink_keys, softcap,
                 seen = [j for j in range(p + 1) if first[j] == first[p]]
                 logits = key[b, kv, seen] @ query[b, h, p] * D**-0.5
                 logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) + bias[0, kv, seen]
-                paid = dict(zip(seen, logits.softmax(0), strict=True))
+                mass = dict(zip(seen, logits.softmax(0), strict=True))
                 competing = [j for j in seen if p - j >= local and j - first[j] >= sink_keys]
                 if competing:
-                    foretold = scores[b, kv, competing].log_softmax(0)
-                    weight = max(paid[j] for j in competing) if sharp else 1.0
-                    losses[kv] -= weight * sum(paid[j] * foretold[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
+                    predicted = scores[b, kv, competing].log_softmax(0)
+                    weight = max(mass[j] for j in competing) if sharp else 1.0
+                    losses[kv] -= weight * sum(mass[j] * predicted[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
     return losses
 
 
@@ -271,11 +271,11 @@ def test_keys_whose_place_is_certain_by_their_score_do_not_compete(bad, compiled
     expected = torch.zeros(2)
     logits = query @ key.transpose(2, 3) * 8**-0.5
     for p in range(24):
-        paid = logits[:, :, p, : p + 1].softmax(2)
+        mass = logits[:, :, p, : p + 1].softmax(2)
         competing = among[: p + 1] & (torch.arange(p + 1) <= p - 3)
         if competing.any():
-            foretold = scores.detach()[:, :, : p + 1][:, :, competing].log_softmax(2)
-            expected -= (paid[:, :, competing] * foretold).sum((0, 2)) / (2 * 24)
+            predicted = scores.detach()[:, :, : p + 1][:, :, competing].log_softmax(2)
+            expected -= (mass[:, :, competing] * predicted).sum((0, 2)) / (2 * 24)
     torch.testing.assert_close(loss, expected)
     assert gradient.isfinite().all()
     assert not gradient[:, :, ~among].any()
@@ -631,7 +631,7 @@ def test_compiled_gradients_of_values_are_added_where_they_lie():
 
 @pytest.mark.long
 def test_a_second_window_compiles_once_more_and_a_third_no_more():
-    """With torch.compile as it comes, without dynamic=True."""
+    """With the default of torch.compile, without dynamic=True."""
     counter = torch._dynamo.testing.CompileCounter()
     layer = layer_of(**RECOMMENDED)
     torch._dynamo.reset()

@@ -81,7 +81,7 @@ def attention(
 
     Raises:
         TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what came.
+        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what it got.
     """
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)

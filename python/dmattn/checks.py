@@ -1,4 +1,4 @@
-"""What the public functions check before any op runs; each message says which argument, what was expected and what came.
+"""What the public functions check before any op runs; each message says which argument, what was expected and what it got.
 
 Wrong types and dtypes raise TypeError, wrong shapes and values ValueError. The ops check again in C++ (RuntimeError), because
 ``torch.ops.dmattn.*`` can be called directly.

@@ -228,7 +228,7 @@ FAULTS = [
     in_file("masks/block.py", "block_mask.kv_indices) & block_mask.mask_mod(*index)", "block_mask.kv_indices)",
             "partial blocks of FlexAttention become full", MASKS + "test_from_flex"),
     in_file("masks/heads.py", "given.repeat_interleave(heads // given.shape[1], dim=1)", "given.repeat(1, heads // given.shape[1], *(1,) * (given.dim() - 2))",
-            "query heads are dealt to key heads in turn instead of by groups", "test_silence.py::test_masks_and_biases_of_key_heads_meet_those_of_query_heads"),
+            "query heads are assigned to key heads round-robin instead of by groups", "test_silence.py::test_masks_and_biases_of_key_heads_meet_those_of_query_heads"),
     # The rest.
     in_file("flops.py", "return forward * 5 // 2", "return forward * 2",
             "backward counts as many FLOPs as two forwards", REGISTRATION + "test_flop_counter_counts_visible_work"),
@@ -250,7 +250,7 @@ FAULTS = [
             "local heads select keys", "test_layer.py::test_layer_is_its_formula"),
     in_file("nn/scores.py", "rows[:, None] >= certain[:, :, None]", "rows[:, None] >= 0",
             "the loss of scores counts local keys and sinks", "test_layer.py::test_the_loss_is_its_formula"),
-    in_file("nn/scores.py", "(paid.sum(3, keepdim=True) * foretold.exp() - paid)", "(foretold.exp() - paid)",
+    in_file("nn/scores.py", "(mass.sum(3, keepdim=True) * predicted.exp() - mass)", "(predicted.exp() - mass)",
             "a query's part of the loss counts as one in its gradient", "test_layer.py::test_the_gradient_of_the_loss_is_that_of_its_formula"),
     in_file("nn/scores.py", "return torch.searchsorted(rows, positions", "return torch.searchsorted(rows, 1 + positions",
             "queries that explore do not see themselves", "test_layer.py::test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window"),

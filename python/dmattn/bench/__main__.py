@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python -m dmattn.bench", description="Benchmarks of dmattn beside its peers.")
+    top = Parser(prog="python -m dmattn.bench", description="Benchmarks of dmattn vs. its peers.")
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="say which workloads and peers there are")
 

@@ -1,4 +1,4 @@
-"""One case: what dmattn computes, on which inputs, which peers stand beside it, and what its mask is by definition."""
+"""One case: what dmattn computes, on which inputs, which peers it is compared with, and what its mask is by definition."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _peers(names: tuple[str, ...], problem: Problem, left_out: dict[str, str] | 
 
 
 def _selection(case: Case, scores: Tensor, build: Callable[[], object] | None, grad_out: Tensor) -> Workload:
-    """Selection alone, beside a full sort of the scores, which is less than any selection by sorting does."""
+    """Selection alone, vs. a full sort of the scores, which is less than any selection by sorting does."""
     assert build is not None
 
     def select() -> Tensor:

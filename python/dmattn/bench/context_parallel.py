@@ -1,4 +1,4 @@
-"""Times context parallelism beside torch's own, on any number of ranks: ``python -m dmattn.bench run context-parallel``.
+"""Times context parallelism vs. torch's own, on any number of ranks: ``python -m dmattn.bench run context-parallel``.
 
 Each rank has a chunk of the sequence. Beside our call stand the same call on one rank's chunk alone, without anything from other ranks, and
 torch's ``context_parallel`` with cuDNN's causal attention, all in one run. Bytes are those that a rank receives, the most of any rank. With

@@ -1,4 +1,4 @@
-"""Times decode_attention in CUDA graphs, beside torch's kernels over the same keys: ``python -m dmattn.bench run decode``.
+"""Times decode_attention in CUDA graphs, vs. torch's kernels over the same keys: ``python -m dmattn.bench run decode``.
 
 A graph holds several steps, each over caches of its own, so that together they are larger than the L2 cache: keys come from memory, as in a
 model whose layers follow each other. Times are of one step; bytes are those of the keys and values that a step has to read.

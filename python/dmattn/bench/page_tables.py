@@ -1,5 +1,5 @@
 """Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions,
-dynamic masks beside dense attention, single calls."""
+dynamic masks vs. dense attention, single calls."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def packs(result: Row) -> str:
 
 
 def predictions(result: Row) -> str:
-    """What dmattn.stats predicts of cases of the workload pages, and how many times as fast as their peer they were."""
+    """What dmattn.stats predicts of cases of the workload pages, and their measured speedup over the baseline."""
     found = rows_by_case(result, "results of the workload pages")
     lines = []
     for case in PREDICTED:
@@ -150,7 +150,7 @@ def share_of(row: Row) -> str:
 
 
 def beside_dense(result: Row) -> str:
-    """Of benchmarks/sweep.py: how many times as fast as our dense causal attention."""
+    """Of benchmarks/sweep.py: speedup over our dense causal attention."""
     shares = list(dict.fromkeys(map(share_of, result["rows"])))
     found: dict[tuple[int, int], dict[str, Row]] = {}
     for row in result["rows"]:

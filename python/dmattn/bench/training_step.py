@@ -1,4 +1,4 @@
-"""Times training steps of a 12-layer model, dynamic masks beside cuDNN's causal attention: ``python -m dmattn.bench run training-step``.
+"""Times training steps of a 12-layer model, dynamic masks vs. cuDNN's causal attention: ``python -m dmattn.bench run training-step``.
 
 Both models are the same but for attention, bfloat16, and compiled layer by layer; each query sees length / 64 keys, but at least 1,024.
 Of long documents, dynamic masks select within each; the peer has no mask for them. With its own options:

@@ -49,7 +49,7 @@ def _pages_dma() -> list[Case]:
 
 
 def _pages_dma_local() -> list[Case]:
-    """A quarter of the visible keys local, and four sinks, beside plain selection of as many keys."""
+    """A quarter of the visible keys local, and four sinks, vs. plain selection of as many keys."""
     sizes = ((16384, 819), (32768, 1024), (131072, 2048))
     beside: tuple[dict[str, Any], ...] = ({}, {"sink": 4, "local": 256})
     return [_gpu(n, kind="dma", window=w, peers=("cudnn",), group="dma-local", **more) for n, w in sizes for more in beside]

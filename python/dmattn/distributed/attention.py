@@ -138,16 +138,16 @@ def context_parallel_attention(
             agreement.fail(ranks)
         raise
     has_seed = dropout_seed is not None and options.dropout_seed is not None
-    said = _said(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
+    call_signature = _call_signature(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        out, lse = _between_two(ranks, said, (query, key, value), given, options)
+        out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
         return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
     else:
-        lengths = agreement.agree(ranks, said) if world > 1 else [given.sizes.query_length]
-        said = []
+        lengths = agreement.agree(ranks, call_signature) if world > 1 else [given.sizes.query_length]
+        call_signature = []
     chunks = Chunks(ranks.group_name, rank, lengths)
     if given.mask_length() and not compiling and given.mask_length() != chunks.length():
         raise ValueError(exchange.wrong_mask_length(given.mask_length(), lengths, given.base is not None))
@@ -163,14 +163,14 @@ def context_parallel_attention(
     room = exchange.make_room(carried, counts[rank]) if world > 1 and not compiling else None
 
     # Know the mask of the whole sequence.
-    start, end, said = _whole_mask(given, chunks, said)
+    start, end, call_signature = _whole_mask(given, chunks, call_signature)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
     if world > 1:
-        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, said
+        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, call_signature
         if room is None:  # while compiling: one node of the graph
             key, value, joined_bias, _ = torch.ops.dmattn_distributed.carry(*exchanged)
         else:
@@ -283,7 +283,9 @@ def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
     return grouped.transpose(2, 3)
 
 
-def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, has_seed: bool, compiling: bool) -> list[int]:
+def _call_signature(
+    given: Arguments, tensors: Sequence[Tensor | None], options: object, has_seed: bool, compiling: bool
+) -> list[int]:
     """This call in numbers, see :data:`agreement.FIELDS`."""
     query, _, value, key_bias, scores = tensors
     assert query is not None
@@ -330,22 +332,22 @@ def _with_long_enough_mask(given: Arguments, length: int) -> Arguments:
     return given._replace(mask=None if given.mask is None else IntervalMask(nothing, nothing), base=None)
 
 
-def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
-    """start (None: the key's own position) and end of the whole sequence; ``said`` is empty once ranks have compared it."""
+def _whole_mask(given: Arguments, chunks: Chunks, call_signature: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
+    """start (None: the key's own position) and end of the whole sequence; ``call_signature`` is empty once ranks have compared it."""
     if given.scores is not None:
         scores = given.scores.detach()
         if len(chunks.lengths) > 1:
-            scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, said)
-            said = []
+            scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, call_signature)
+            call_signature = []
         window, local, sink_keys = given.selection
         start, end = select_interval(scores, window, True, given.base, local, sink_keys)
         if start is not None:
             start, end = same_heads(start, end, "base")
             start = start.expand(-1, -1, chunks.length())
-        return start, end, said
+        return start, end, call_signature
     mask = IntervalMask.causal(chunks.length(), device=given.sizes.device) if given.mask is None else given.mask
     start, end = same_heads(mask.start, mask.end, "mask")
-    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), said
+    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), call_signature
 
 
 def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
@@ -377,7 +379,11 @@ def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
 
 
 def _between_two(
-    group: dist.ProcessGroup, said: list[int], tensors: tuple[Tensor, Tensor, Tensor], given: Arguments, options: Options
+    group: dist.ProcessGroup,
+    call_signature: list[int],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    given: Arguments,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attention to keys that scores select, on one of two ranks; see :mod:`.pair`."""
     query, key, value = tensors
@@ -386,7 +392,7 @@ def _between_two(
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
     rank = dist.get_rank(group)
     if torch.compiler.is_compiling():
-        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, said
+        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
         fetch = torch.ops.dmattn_distributed.fetch
         key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *given.selection, *place)
         return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
@@ -396,7 +402,7 @@ def _between_two(
         scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
         return _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
 
-    return pair.exchanged(group, said, rows, pair.Selection(*given.selection), _too_long, attended)
+    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), _too_long, attended)
 
 
 def _over_slots(

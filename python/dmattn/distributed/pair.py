@@ -107,7 +107,7 @@ Result = TypeVar("Result")
 
 def exchanged(
     group: dist.ProcessGroup,
-    said: Sequence[int],
+    call_signature: Sequence[int],
     tensors: Sequence[Tensor],
     selection: Selection,
     refusal: Callable[[Sequence[int]], str | None],
@@ -122,7 +122,7 @@ def exchanged(
         ValueError: ranks differ, or their lengths are refused; on both ranks.
     """
     rank, device = dist.get_rank(group), tensors[0].device
-    question = agreement.Question(group, said, device)
+    question = agreement.Question(group, call_signature, device)
     lengths = question.expected
     result: Result | None = None
     error: Exception | None = None
@@ -299,7 +299,7 @@ def _packet_size(like: Sequence[Tensor], count: int) -> tuple[list[int], int]:
 
 def _fetch_op(
     key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink_keys: int, lengths: Sequence[int],
-    rank: int, group: str, said: Sequence[int],
+    rank: int, group: str, call_signature: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What :func:`_fetch` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
     tensors, selection = _listed(key, value, scores, key_bias), Selection(window, local, sink_keys)
@@ -312,13 +312,13 @@ def _fetch_op(
         positions = empty if begun.positions is None else begun.positions.contiguous()
         return results[1], results[2], results[0], key.new_empty(0) if key_bias is None else results[3], end, positions
 
-    if not said:
+    if not call_signature:
         return _used(begin(tensors, selection, Chunks(group, rank, lengths)), fetched)
 
     def refusal(given: Sequence[int]) -> str | None:
-        return exchange.refusal(said, given, lengths)
+        return exchange.refusal(call_signature, given, lengths)
 
-    return exchanged(exchange.group_named(group), said, tensors, selection, refusal, fetched)
+    return exchanged(exchange.group_named(group), call_signature, tensors, selection, refusal, fetched)
 
 
 def _fetch_back_op(

@@ -27,7 +27,7 @@ class DynamicMaskAttention(nn.Module):
     """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
     learned.
 
-    As it comes this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
+    By default this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
     the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learns far better is
 
     ``DynamicMaskAttention.recommended(E, H, visible)``
@@ -67,7 +67,7 @@ class DynamicMaskAttention(nn.Module):
         softcap: as in :func:`dmattn.attention`.
         device, dtype: of the parameters.
 
-    Head counts in ``forward`` follow the projections' weights, so heads can be dealt out to ranks (tensor parallelism); see :doc:`training`.
+    Head counts in ``forward`` follow the projections' weights, so heads can be distributed to ranks (tensor parallelism); see :doc:`training`.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].
@@ -264,9 +264,11 @@ class DynamicMaskAttention(nn.Module):
     def _check_dealt_out(self, heads: int) -> None:
         if heads != self.num_kv_heads:
             if self.local_heads:
-                raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+                raise ValueError(f"local_heads: expected 0 where key heads are distributed to ranks, got {self.local_heads}")
             if self.rotated_heads is not None:
-                raise ValueError(f"rotated_heads: expected None where key heads are dealt out to ranks, got {self.rotated_heads}")
+                raise ValueError(
+                    f"rotated_heads: expected None where key heads are distributed to ranks, got {self.rotated_heads}"
+                )
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
@@ -292,10 +294,10 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             batch_size, rewind: as of :class:`dmattn.BoundedCache`.
-            num_kv_heads: key heads that this rank holds, where they are dealt out; default all.
+            num_kv_heads: key heads that this rank holds, where they are distributed; default all.
 
         Raises:
-            TypeError, ValueError: as :class:`dmattn.BoundedCache`, a layer without is_causal, or with ``local_heads`` and dealt out heads.
+            TypeError, ValueError: as :class:`dmattn.BoundedCache`, a layer without is_causal, or with ``local_heads`` and distributed heads.
         """
         self._check_cached()
         weight = self.k_proj.weight

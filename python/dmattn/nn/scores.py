@@ -62,12 +62,12 @@ def score_loss(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """How badly scores foretell which keys will be attended to: a loss, one number a key head, for causal self-attention.
+    """How badly scores predict which keys will be attended to: a loss, one number a key head, for causal self-attention.
 
     Selection has no gradient, and a key that nobody selects tells its score nothing. So a few queries, drawn at random, look at all keys.
-    For each of them the loss is the cross-entropy between what it then pays to the keys that compete for the dynamic window (those that
+    For each of them the loss is the cross-entropy between its attention mass on the keys that compete for the dynamic window (those that
     are older than ``local`` and no sinks), and the softmax of their scores. A query counts as much as it attends to such keys. The loss is
-    least where scores are logarithms of the attention that later queries pay; the best of them then hold the most attention.
+    least where scores are logarithms of the attention mass that later queries give; the best of them then hold the most attention.
 
     Only ``scores`` get a gradient, and in forward mode only their tangents count. The gradient is computed together with the loss, so that
     nothing but its [B, Hkv, S] numbers is kept for backward, and it cannot be differentiated again. Memory during the call: ``queries``
@@ -82,7 +82,7 @@ def score_loss(
         base, local, sink_keys: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
         last: this part of them is drawn from the last sixteenth of the sequence, where what is asked about a text stands.
-        sharp: whether a query's part of the loss is multiplied by the largest weight it pays to a key that competes. A query that looks for
+        sharp: whether a query's part of the loss is multiplied by its largest weight on a key that competes. A query that looks for
             one key alone needs that key; one that looks at many is served by others, too.
         first_head: the key heads from this one on have a loss; the work for those before is saved.
         scale, softcap: as in :func:`dmattn.attention`.
@@ -287,7 +287,7 @@ def _loss_and_gradient(
     if certain is not None:
         competing = competing & (rows[:, None] >= certain[:, :, None])
 
-    # What these queries pay to each key when they see all.
+    # The attention mass of these queries on each key when they see all.
     logits = drawn.unflatten(1, (heads, -1)) @ key[:, :, None].transpose(3, 4)  # [B, h, H / h, R, S]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap:
@@ -296,21 +296,21 @@ def _loss_and_gradient(
         logits = logits + key_bias.unflatten(1, (heads if key_bias.shape[1] > 1 else 1, -1))[..., None, :]
     logits = torch.where(seen[:, :, None], logits, -math.inf)
     weights = logits.softmax(4)
-    if key_bias is not None:  # which may hide all keys of a query: it pays nothing
+    if key_bias is not None:  # which may hide all keys of a query: its mass is 0
         weights.masked_fill_(logits.amax(4, keepdim=True) == -math.inf, 0.0)
     weights = weights.mean(2)
     counted = competing if is_real is None else competing & is_real[..., None]
-    paid = torch.where(counted, weights, 0.0)
+    mass = torch.where(counted, weights, 0.0)
     if sharp:
-        paid = paid * paid.amax(3, keepdim=True)
+        mass = mass * mass.amax(3, keepdim=True)
 
-    foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
-    foretold = torch.where(competing, foretold, -1e9)  # finite, and nothing after exp; NaN where no key competes
+    predicted = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
+    predicted = torch.where(competing, predicted, -1e9)  # finite, and nothing after exp; NaN where no key competes
     # A mean whose parts are small before they are added: scores may be as far below the others as their dtype allows.
-    paid = paid / (batch * rows.shape[0])
-    gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2)
+    mass = mass / (batch * rows.shape[0])
+    gradient = (mass.sum(3, keepdim=True) * predicted.exp() - mass).sum(2)
     # Float64 queries beside float32 scores make wider sums.
-    return -(paid * foretold).sum((0, 2, 3)).to(scores.dtype), gradient.to(scores.dtype)
+    return -(mass * predicted).sum((0, 2, 3)).to(scores.dtype), gradient.to(scores.dtype)
 
 
 def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:
