@@ -220,7 +220,7 @@ class Attention(nn.Module):
             out = dmattn.attention(query, key, value, mask, key_bias=bias)
         loss = torch.zeros((), device=x.device)
         if score is not None and self.training and (s.teach or s.explore):
-            out, loss = self.taught(query, key, value, bias, score, out)
+            out, loss = self.explored(query, key, value, bias, score, out)
         if self.watched and mask is not None:
             self.covered = self.coverage(query, key, bias, mask)
         return self.out(out.transpose(1, 2).flatten(2)), loss
@@ -281,7 +281,7 @@ class Attention(nn.Module):
         plain = torch.full_like(number, s.plain_local).expand(1, s.plain_heads, -1)
         return torch.cat((plain, number.expand(1, s.heads - s.plain_heads, -1)), 1)
 
-    def taught(
+    def explored(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What a few queries attend to where they see all: the output with their dense rows, and the loss of the scores.

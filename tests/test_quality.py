@@ -146,7 +146,7 @@ def test_scores_learn_the_attention_of_later_queries(quality):
     score = torch.zeros(1, 2, 128, requires_grad=True)
     optimizer = torch.optim.Adam([score], lr=0.1)
     for _ in range(50):
-        _, loss = attention.taught(query, key, key, None, score, key)
+        _, loss = attention.explored(query, key, key, None, score, key)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -159,7 +159,7 @@ def test_queries_that_explore_attend_to_all(quality):
     settings = quality.settings_of({"task": "mqar", "variant": "taught+local+explore", **SMALL, "teach_rows": 128})
     attention = quality_model.Attention(settings)
     query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()
-    out, _ = attention.taught(query, key, value, None, torch.zeros(1, 2, 128), torch.full_like(query, torch.nan))
+    out, _ = attention.explored(query, key, value, None, torch.zeros(1, 2, 128), torch.full_like(query, torch.nan))
     dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     seen = ~out.isnan()
     assert seen.any(3).sum() >= 2 * 100
