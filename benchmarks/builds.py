@@ -1,4 +1,4 @@
-"""Times several builds of dmattn beside each other: ``python benchmarks/builds.py old=FOLDER new=FOLDER --cases dense grouped``.
+"""Times several builds of dmattn against each other: ``python benchmarks/builds.py old=FOLDER new=FOLDER --cases dense grouped``.
 
 FOLDER holds an installed dmattn (``pip install --target FOLDER``); ``new=FOLDER,DMATTN_FAMILY=sm80`` sets variables for it. Each build runs in
 a process of its own, because a process has one copy of the ops; processes take turns for --rounds rounds. Times are of kernels alone, from

@@ -1,4 +1,4 @@
-"""Times forward and backward of Doge models with dmattn's selection beside transformers' own eager attention: ``python benchmarks/doge.py``.
+"""Times forward and backward of Doge models with dmattn's selection vs. transformers' own eager attention: ``python benchmarks/doge.py``.
 
 Models have the sizes of Doge-320M and random weights, bfloat16, one sequence. Eager attention builds masks of [B, H, S, S]; lengths grow until
 it does not fit. Nothing is timed before the logits of both were compared with those of eager attention in float32. Writes JSON with --output.

@@ -1,4 +1,4 @@
-"""Times reduce_sum and reduce_max in CUDA graphs, beside torch's sum, amax and copy: ``python benchmarks/reduce.py``. JSON with --output.
+"""Times reduce_sum and reduce_max in CUDA graphs, vs. torch's sum, amax and copy: ``python benchmarks/reduce.py``. JSON with --output.
 
 Rates count the bytes that a reduction reads; a copy's the bytes that it reads and writes. Torch's negation is timed as the copy, because in
 a graph ``copy_`` becomes a copy by another engine, which is slower than a kernel. A graph holds runs over several inputs that are larger

@@ -1,4 +1,4 @@
-"""Times dynamic-mask attention beside dense attention of the same shape over length, window and heads: ``python benchmarks/sweep.py``.
+"""Times dynamic-mask attention vs. dense attention of the same shape over length, window and heads: ``python benchmarks/sweep.py``.
 
 Both are dmattn's, causal, D = 128, bfloat16, with random scores, on CUDA. Times are of the kernels alone, from CUDA graphs, selection
 included. A ratio is the dense time divided by that of the dynamic mask: above 1 the mask is faster. Prints every ratio, writes JSON with

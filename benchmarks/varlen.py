@@ -1,4 +1,4 @@
-"""Times packed sequences beside the time that their visible pairs would take in a dense call: ``python benchmarks/varlen.py [--device cuda]``.
+"""Times packed sequences vs. the time that their visible pairs would take in a dense call: ``python benchmarks/varlen.py [--device cuda]``.
 
 The peer is torch's own packed attention (FlashAttention), where this torch has it for the device. The best that can be expected is the time of
 one dense causal call, divided by its pairs and multiplied by those that are visible here. Documents have from 1 to ``--longest`` tokens,

@@ -23,7 +23,7 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     options = arguments(__doc__, given, steps=150, tuning=60)
     length = 64 if options.quick else 256
     steps, tuning = (4, 4) if options.quick else (options.steps, options.tuning)
-    window, local, sink = length // 8, length // 16, 2
+    window, local, sink_keys = length // 8, length // 16, 2
     train_data, held_data = text()
     bits: dict[str, float] = {}
 
@@ -38,13 +38,13 @@ def main(given: list[str] | None = None) -> dict[str, float]:
     measure("dense", dense.eval())
 
     # With a window as long as the text the converted model computes the same. Scores are taught by a loss of their own.
-    settings = {"local": local, "sink": sink, "score": "linear", "taught": True}
+    settings = {"local": local, "sink_keys": sink_keys, "score": "linear", "select_only": True}
     model = convert(copy.deepcopy(dense), length, **settings)
     measure("converted, a window as long as the text", model.eval())
     measure("converted, window slides", set_window(model, window).eval())
 
     # First the scores learn from what attends to what, then the window falls.
-    print(f"\nFine-tuning: {window} best keys beside the last {local} and the first {sink}:")
+    print(f"\nFine-tuning: {window} best keys with the last {local} and the first {sink_keys}:")
     schedule = WindowSchedule(window, length, dense_steps=tuning // 3, fall_steps=tuning // 3, multiple=8)
     train(model, train_data, tuning, length, 1e-3, before=lambda step: set_window(model, schedule(step)))
     measure("converted and fine-tuned", set_window(model, window).eval())

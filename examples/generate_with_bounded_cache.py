@@ -1,4 +1,4 @@
-"""Generates with a converted Llama and a bounded cache: memory and time a token over the context, beside the full cache. Half a minute.
+"""Generates with a converted Llama and a bounded cache: memory and time a token over the context, vs. the full cache. Half a minute.
 
 The weights are random: what a step costs does not depend on them. The plot needs matplotlib; without it there are
 the numbers alone.
@@ -34,7 +34,7 @@ def main(given: list[str] | None = None) -> list[Cost]:
     torch.manual_seed(SEED)
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes(options.quick))).eval()
     dense.set_attn_implementation("sdpa")
-    model = convert(transformers.LlamaForCausalLM(dense.config).eval(), window, local=local, sink=4)
+    model = convert(transformers.LlamaForCausalLM(dense.config).eval(), window, local=local, sink_keys=4)
     _, data = text()
     tokens = data.repeat(-(-max(contexts) // len(data)))[None].long()
     caches = {"bounded": bounded_cache(model, rewind=0), "growing": transformers.DynamicCache(config=dense.config)}

@@ -70,7 +70,7 @@ class Server:
         tokens = torch.tensor([list(part) + [0] * (longest - len(part)) for part in parts], device=self.device)
         lengths = torch.tensor([len(part) for part in parts], dtype=torch.int32, device=self.device)
         logits = self.model.generate(tokens, self.caches, lengths)
-        # The last real number of each row foretells the next byte; of a prompt only where all of it has been read.
+        # The last real number of each row predicts the next byte; of a prompt only where all of it has been read.
         last = (lengths.long() - 1).clamp(min=0)
         best = logits[torch.arange(len(parts), device=self.device), last].argmax(-1).tolist()
         answered = 0

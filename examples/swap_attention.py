@@ -1,4 +1,4 @@
-"""Swaps the attention of a Llama-like model of transformers for dmattn's: the same logits and tokens, and its time beside SDPA's. Half a minute.
+"""Swaps the attention of a Llama-like model of transformers for dmattn's: the same logits and tokens, and its time vs. SDPA's. Half a minute.
 
 The model is a Mistral with random weights and a sliding window. SDPA computes all pairs of tokens and hides most of them; dmattn computes
 those in the window alone.

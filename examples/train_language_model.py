@@ -1,4 +1,4 @@
-"""Trains a small byte-level language model that learns which keys to keep, beside dense and sliding ones, and exports it: ``make demo``."""
+"""Trains a small byte-level language model that learns which keys to keep, vs. dense and sliding ones, and exports it: ``make demo``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class LanguageModel(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.attention = DynamicMaskAttention(WIDTH, 4, window=8, local=8, score="linear", taught=True)
+        self.attention = DynamicMaskAttention(WIDTH, 4, window=8, local=8, score="linear", select_only=True)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[float] = []
 

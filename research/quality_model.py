@@ -62,7 +62,7 @@ class Settings:
     teach_rows: int = 64
     teach_last: float = 0.0  # part of those queries that are drawn from the last sixteenth of the sequence
     teach_from: float = 0.0  # the others are drawn from behind this part of the sequence
-    teach_peak: bool = False  # whether a query counts as much as the most it pays to one key that competes
+    teach_peak: bool = False  # whether a query counts as much as its largest weight on one key that competes
     explore: bool = False  # whether those queries really attend densely in that step, so that queries and keys learn from it too
     # Training
     steps: int = 3000
@@ -220,7 +220,7 @@ class Attention(nn.Module):
             out = dmattn.attention(query, key, value, mask, key_bias=bias)
         loss = torch.zeros((), device=x.device)
         if score is not None and self.training and (s.teach or s.explore):
-            out, loss = self.taught(query, key, value, bias, score, out)
+            out, loss = self.explored(query, key, value, bias, score, out)
         if self.watched and mask is not None:
             self.covered = self.coverage(query, key, bias, mask)
         return self.out(out.transpose(1, 2).flatten(2)), loss
@@ -267,8 +267,8 @@ class Attention(nn.Module):
         """The interval of each key: it is local first, then competes for a place among `window`; a sink is always there."""
         s = self.settings
         if not s.plain_heads:
-            return dmattn.IntervalMask.top_k(score, window, local=s.local, sink=s.sink)
-        mask = dmattn.IntervalMask.top_k(score[:, s.plain_heads :], window, local=s.local, sink=s.sink)
+            return dmattn.IntervalMask.top_k(score, window, local=s.local, sink_keys=s.sink)
+        mask = dmattn.IntervalMask.top_k(score[:, s.plain_heads :], window, local=s.local, sink_keys=s.sink)
         keys = torch.arange(score.shape[2], device=score.device, dtype=torch.int32)
         plain = torch.where(keys < s.sink, FOREVER, keys + s.plain_local).expand(score.shape[0], s.plain_heads, -1)
         return dmattn.IntervalMask(keys, torch.cat((plain, mask.end.expand(score.shape[0], -1, -1)), 1))
@@ -281,14 +281,14 @@ class Attention(nn.Module):
         plain = torch.full_like(number, s.plain_local).expand(1, s.plain_heads, -1)
         return torch.cat((plain, number.expand(1, s.heads - s.plain_heads, -1)), 1)
 
-    def taught(
+    def explored(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, score: Tensor, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What a few queries attend to where they see all: the output with their dense rows, and the loss of the scores.
 
         The loss is the cross-entropy, over the keys that have left the local window and are no sinks, between a query's dense attention and
         the softmax of the scores; a query counts as much as it attends to such keys. It is least where a key's score is the logarithm of
-        the attention that later queries pay to it, and the best `window` keys then hold the most attention.
+        the attention mass that later queries give it, and the best `window` keys then hold the most attention.
         """
         s, length = self.settings, score.shape[2]
         late, begin = round(s.teach_rows * s.teach_last), length * s.teach_from
@@ -314,7 +314,7 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def coverage(self, query: Tensor, key: Tensor, bias: Tensor | None, mask: dmattn.IntervalMask) -> Tensor:
-        """Of the attention that 64 queries of the second half would pay if they saw all, the share that the mask shows: [H]."""
+        """Of the attention that 64 queries of the second half would give if they saw all, the share that the mask shows: [H]."""
         length = key.shape[2]
         rows = torch.linspace(length // 2, length - 1, 64, device=key.device).long()
         chances, age = dense_rows(query, key, bias, rows)

@@ -197,12 +197,12 @@ def backward(problem, grad_out, grad_lse):
 # Selection and packing --------------------------------------------------------------------------------------------------------------
 
 
-def selected(scores, window, is_causal, base=None, local=0, sink=0):
+def selected(scores, window, is_causal, base=None, local=0, sink_keys=0):
     """bool [B, Hkv, Sk, Sk]: the keys that the query at each position sees.
 
     scores: [B, Hkv, Sk]. base: bool [B|1, Hkv|1, Sk, Sk], among which keys the query selects. The best are the largest, among equals the
-    latest; NaN and -inf are none. Beside them a query sees the first `sink` keys that it may see at all and those of its last `local` positions,
-    whatever their scores; these compete with nobody.
+    latest; NaN and -inf are none. Beside them a query sees the first `sink_keys` keys that it may see at all and those of its last `local`
+    positions, whatever their scores; these compete with nobody.
     """
     batch, heads, length = scores.shape
     chosen = np.zeros((batch, heads, length, length), dtype=bool)
@@ -216,7 +216,7 @@ def selected(scores, window, is_causal, base=None, local=0, sink=0):
             always = np.zeros((length, length), dtype=bool)
             for p in range(length):
                 seen = np.flatnonzero(may_see[b, h, p])
-                always[p, seen[:sink]] = True
+                always[p, seen[:sink_keys]] = True
                 always[p, seen[(seen > p - local) & (seen <= p)]] = True
             candidates = (may_see[b, h] & ~always)[:, best_first]
             chosen[b, h][:, best_first] = candidates & (np.cumsum(candidates, axis=1) <= window)

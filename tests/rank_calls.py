@@ -135,7 +135,7 @@ def compare_compiled(group: dist.ProcessGroup, kind: str, lengths: list[list[int
 
     def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: IntervalMask) -> Tensor:
         if kind == "scores":
-            return context_parallel_attention(query, key, value, scores=bias, window=5, local=2, sink=1, group=group)
+            return context_parallel_attention(query, key, value, scores=bias, window=5, local=2, sink_keys=1, group=group)
         if kind == "base":
             return context_parallel_attention(query, key, value, scores=bias, window=5, base=mask, group=group)
         if kind == "mask":

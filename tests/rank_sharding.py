@@ -114,7 +114,7 @@ def results_of(call: Callable[..., Any], leaves: dict[str, Tensor]) -> dict[str,
 
 
 def placed(name: str, leaf: Tensor, mesh: DeviceMesh, layout: tuple[str, ...]) -> DTensor:
-    """A leaf dealt out by batch, by heads or not at all, along each mesh dimension."""
+    """A leaf distributed by batch, by heads or not at all, along each mesh dimension."""
     dims = {"batch": None if name == "sinks" else 0, "heads": 0 if name == "sinks" else 1, "none": None}
     placements = []
     for share in layout:
@@ -163,7 +163,7 @@ def attend(group: dist.ProcessGroup, layouts: list[tuple[str, ...]], names: list
 
 
 def attend_with_few_key_heads(group: dist.ProcessGroup) -> None:
-    """Query heads are dealt out over more ranks than there are key heads; key and value are whole, as DTensors or plain tensors."""
+    """Query heads are distributed over more ranks than there are key heads; key and value are whole, as DTensors or plain tensors."""
     mesh = mesh_of(group)
     for kv_heads in (1, 2, 4):
         for name in ("causal", "top-k", "rows of key heads, bias", "rows of heads, key_bias"):

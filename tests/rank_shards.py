@@ -14,7 +14,7 @@ OPTIONS = {"num_kv_heads": 2, "dtype": torch.float64}
 
 
 def dealt_out(layer, mesh, local=True):
-    """The plan of the page on training: heads are dealt out, and what there is per key head with them. Not local: DTensors run through it."""
+    """The plan of the page on training: heads are distributed, and what there is per key head with them. Not local: DTensors run through it."""
     columns = {"use_local_output": local}
     plan = {name: ColwiseParallel(**columns) for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
     if layer.scores_values:

@@ -206,7 +206,7 @@ def fully_sharded(group: dist.ProcessGroup, compiled: bool) -> None:
 
 @in_bfloat16_on_gpus
 def in_chunks_with_tensor_parallelism(group: dist.ProcessGroup, shape: tuple[int, int]) -> None:
-    """Rows of the mesh deal out heads, columns chunks of the sequence."""
+    """Rows of the mesh distribute heads, columns chunks of the sequence."""
     device = device_of(group)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("cp", "tp"))
     model, batch = model_of(device), batch_of(device)
@@ -249,7 +249,7 @@ def in_chunks_fully_sharded(group: dist.ProcessGroup, shape: tuple[int, int]) ->
 
 
 def saved_and_loaded(group: dist.ProcessGroup, folder: str) -> None:
-    """What heads dealt out to ranks saved, weights sharded by FSDP2 load, and the other way round; and one process loads both."""
+    """What heads distributed to ranks saved, weights sharded by FSDP2 load, and the other way round; and one process loads both."""
     device = device_of(group)
     mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("ranks",))
     model = model_of(device)

@@ -62,7 +62,7 @@ def quick_order(item: pytest.Item) -> tuple[bool, int]:
 
 
 def in_shard(names: Sequence[str], shard: str) -> list[str]:
-    """The names of one shard, K/N: dealt in an order without meaning, so that neighbours, which take equally long, are spread.
+    """The names of one shard, K/N: distributed in an order without meaning, so that neighbours, which take equally long, are spread.
 
     Raises:
         pytest.UsageError: not two whole numbers with 1 <= K <= N.

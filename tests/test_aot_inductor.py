@@ -49,7 +49,7 @@ def test_package_runs_in_python_at_any_length(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_keeps_what_it_has_read(generation: Path) -> None:
-    """Step after step in Python: the bytes that the whole text at once foretells, and again after a new beginning."""
+    """Step after step in Python: the bytes that the whole text at once predicts, and again after a new beginning."""
     model = torch._inductor.aoti_load_package(str(generation / "step.pt2"))
     prompts, expected, expected_logits = torch.load(generation / "prompts.pt")
     for _ in range(2):

@@ -130,7 +130,7 @@ def test_flex_attention_is_given_the_same_mask(kind, monkeypatch):
 
 
 def test_compiled_peers_keep_what_forward_saved(monkeypatch):
-    """Their backward runs many times; compiled as it comes it raises at the second, on a GPU."""
+    """Their backward runs many times; compiled with the defaults it raises at the second, on a GPU."""
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: asked.append(peers.functorch_config.donated_buffer) or function)
     monkeypatch.setattr(peers, "NEEDS_GPU", ())

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 tensor = strategies.random_tensor
 INF = math.inf
 STATE = ("key", "value", "score", "position", "entered", "steps", "kept")
-# window, local, sink
+# window, local, sink_keys
 SIZES = [(5, 0, 0), (5, 3, 0), (5, 3, 2), (0, 3, 2), (1, 1, 1), (100, 3, 2), (4, 0, 2), (0, 0, 3), (3, 40, 4)]
 
 
@@ -40,9 +40,9 @@ class History:
             self.scores[(chosen > number / 8) & (chosen < (number + 1) / 8)] = value
         self.length = length
 
-    def cache(self, window, local, sink, rewind=0, batch=None):
+    def cache(self, window, local, sink_keys, rewind=0, batch=None):
         B, Hkv, _, D = self.key.shape
-        sizes = {"local": local, "sink": sink, "rewind": rewind, "dtype": self.key.dtype, "device": self.key.device}
+        sizes = {"local": local, "sink_keys": sink_keys, "rewind": rewind, "dtype": self.key.dtype, "device": self.key.device}
         return BoundedCache(B if batch is None else batch, Hkv, window, D, self.value.shape[3], **sizes)
 
     def tokens(self, first, last, rows=slice(None)):
@@ -56,7 +56,7 @@ class History:
     def visible(self, cache, ranks=None):
         """bool [B, Hkv, length, length]: which keys each query sees; ranks: what selects, by default the scores."""
         return top_k_visible(
-            self.scores if ranks is None else ranks, cache.sizes.window, local=cache.sizes.local, sink=cache.sizes.sink
+            self.scores if ranks is None else ranks, cache.sizes.window, local=cache.sizes.local, sink_keys=cache.sizes.sink_keys
         )
 
 
@@ -132,17 +132,17 @@ def test_steps_and_chunks_are_the_whole_history(device, exact, sizes, kind):
 @given(data=st.data(), kind=st.sampled_from(strategies.SCORE_KINDS))
 def test_any_cuts_of_any_history(device, exact, data, kind):
     length = data.draw(st.integers(1, 90))
-    window, local, sink = data.draw(strategies.selection_sizes(length, True))
+    window, local, sink_keys = data.draw(strategies.selection_sizes(length, True))
     bad = data.draw(st.sampled_from([(), (-INF,), (math.nan, -INF)]))
     history = History(
         length, exact, device, kind, bad, seed=data.draw(strategies.seeds()), H=3, Hkv=data.draw(st.sampled_from([1, 3]))
     )
     rewind = data.draw(st.integers(0, 12))
-    first, second = (history.cache(window, local, sink, rewind) for _ in range(2))
+    first, second = (history.cache(window, local, sink_keys, rewind) for _ in range(2))
     softcap, scale = data.draw(st.sampled_from([0.0, 3.0])), data.draw(st.sampled_from([None, 0.4]))
     outs = [feed(cache, history, cuts_of(data.draw, length), softcap=softcap, scale=scale) for cache in (first, second)]
     assert_same_state(first, second)
-    if not (math.nan in bad and local + sink > 0):  # a NaN that is seen may spread
+    if not (math.nan in bad and local + sink_keys > 0):  # a NaN that is seen may spread
         case = history.case(history.visible(first), softcap=softcap, scale=scale)
         for out, lse in outs:
             brute_check.assert_right(case, {"out": out, "lse": lse})
@@ -193,17 +193,17 @@ def test_recency_goes_by_each_sequence_s_own_positions(device, exact, side):
 class Lives:
     """Which keys of one key head live, token by token, kept in a sorted list: an oracle that knows nothing of intervals or slots."""
 
-    def __init__(self, window, local, sink):
-        self.window, self.local, self.sink = window, local, sink
+    def __init__(self, window, local, sink_keys):
+        self.window, self.local, self.sink_keys = window, local, sink_keys
         self.best = []  # (score, position), worst first
 
     def after(self, scores, position):
         leaver = position - self.local
-        if leaver >= self.sink and scores[leaver] > -INF:
+        if leaver >= self.sink_keys and scores[leaver] > -INF:
             bisect.insort(self.best, (scores[leaver], leaver))
             del self.best[: max(0, len(self.best) - self.window)]
-        latest = range(max(self.sink, position - self.local + 1), position + 1) if self.local else ()
-        return {*range(min(self.sink, position + 1)), *latest, *(key for _, key in self.best)}
+        latest = range(max(self.sink_keys, position - self.local + 1), position + 1) if self.local else ()
+        return {*range(min(self.sink_keys, position + 1)), *latest, *(key for _, key in self.best)}
 
 
 LONG = 20_000
@@ -279,9 +279,9 @@ def test_20000_tokens_of_each_sequence_in_any_calls(device, exact, seed):
                 first = 0 if side == "right" else tokens - real[b]
                 ours = [x[b : b + 1, :, first : first + kept] for x in (out, lse)]
                 query, key, value, scores = history.tokens(0, at[b] + kept, slice(b, b + 1))
-                window, local, sink = sizes
+                window, local, sink_keys = sizes
                 whole = dmattn.dynamic_mask_attention(
-                    query[:, :, at[b] :], key, value, scores, window, local=local, sink=sink, return_lse=True
+                    query[:, :, at[b] :], key, value, scores, window, local=local, sink_keys=sink_keys, return_lse=True
                 )
                 # A NaN that is seen may spread to queries of its tile on a GPU: its head is left out.
                 assert_alike_on_either_path(*([x[:, [0, 2, 3]] for x in pair] for pair in (ours, whole)), exact)
@@ -444,7 +444,7 @@ def test_steps_in_one_call_are_steps(device, dtype):
 )
 def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, sizes, batch):
     """One op or two, the same bits: batches are cut into blocks in different ways, and some sequences do not take the token."""
-    window, local, sink, _rewind = sizes
+    window, local, sink_keys, _rewind = sizes
     history = History(window + 60, dtype, device, "ties", bad=(-INF,), B=batch, H=8, Hkv=2, D=64, Dv=32)
     one, two = (history.cache(*sizes) for _ in range(2))
     for cache in (one, two):
@@ -453,9 +453,9 @@ def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, siz
     for t in range(window + 40, window + 60):
         query, *new = history.tokens(t, t + 1)
         lengths = (torch.arange(batch, device=device) + t).remainder(3).to(torch.int32)
-        step = (*one._state(), query, *new, lengths, window, local, sink, 0.3, 0.0)
+        step = (*one._state(), query, *new, lengths, window, local, sink_keys, 0.3, 0.0)
         out, lse = ops.cache_step(*step)
-        ops.cache_update(*two._state(), *new, lengths, window, local, sink)
+        ops.cache_update(*two._state(), *new, lengths, window, local, sink_keys)
         seen = [x[:, :, :visible] for x in two._state()[:3]]
         slots = torch.where(lengths > 0, visible, 0).to(torch.int32)
         expected = ops.decode(query, *seen[:2], slots, None, seen[2], None, False, 0.3, 0.0)
@@ -467,11 +467,11 @@ def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, siz
 
 @given(data=st.data(), kind=st.sampled_from(["random", "ties", "increasing"]))
 def test_rewind_is_as_if_the_tokens_had_never_come(device, exact, data, kind):
-    window, local, sink = data.draw(st.sampled_from(SIZES))
+    window, local, sink_keys = data.draw(st.sampled_from(SIZES))
     rewind = data.draw(st.integers(1, 20))
     history = History(80, exact, device, kind, bad=(-INF, math.nan), seed=data.draw(strategies.seeds()))
     wrong = History(80, exact, device, "random", seed=99)  # tokens that are taken back
-    cache, plain = history.cache(window, local, sink, rewind), history.cache(window, local, sink)
+    cache, plain = history.cache(window, local, sink_keys, rewind), history.cache(window, local, sink_keys)
     at = 0
     while at < 80:
         tokens = min(80 - at, data.draw(st.integers(1, 14)))
@@ -678,10 +678,10 @@ def test_a_graph_of_many_caches(how):
 @pytest.mark.parametrize("sizes", [(2048, 0, 0, 16), (300, 100, 7, 40), (0, 64, 4, 0), (5000, 3, 0, 1)], ids=str)
 def test_the_gpu_keeps_what_the_cpu_keeps(sizes):
     """Steps, chunks longer than what a block finds places for at once, and rewinds; bit for bit."""
-    window, local, sink, rewind = sizes
+    window, local, sink_keys, rewind = sizes
     history = History(12_000, torch.bfloat16, "cpu", "ties", bad=(-INF, math.nan), D=16, Dv=8)
-    cpu = history.cache(window, local, sink, rewind)
-    gpu = history.cache(window, local, sink, rewind).cuda()
+    cpu = history.cache(window, local, sink_keys, rewind)
+    gpu = history.cache(window, local, sink_keys, rewind).cuda()
     first = 0
     for tokens, back in ((3, 1), (700, 0), (1, 0), (9500, 5), (1, 1), (1, 0), (40, 30), (1, 0)):
         for cache in (cpu, gpu):

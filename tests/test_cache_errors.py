@@ -14,7 +14,7 @@ from dmattn.testing import tolerance
 from test_cache import STATE, History, assert_same_state
 
 INF = math.inf
-SIZES = {"local": 3, "sink": 2, "rewind": 4}
+SIZES = {"local": 3, "sink_keys": 2, "rewind": 4}
 
 
 def cache_of(window=4, batch=2, heads=2, **options):
@@ -321,10 +321,10 @@ def test_numbers_out_of_range_in_a_state_are_no_wrong_access():
     ],
 )  # fmt: skip
 def test_bad_tokens(changes, error, message):
-    cache = BoundedCache(2, 2, 4, 8, 16, local=3, sink=2)
+    cache = BoundedCache(2, 2, 4, 8, 16, local=3, sink_keys=2)
     with pytest.raises(error, match=message):
         cache.attend(**good(**changes))
-    assert_same_state(cache, BoundedCache(2, 2, 4, 8, 16, local=3, sink=2))
+    assert_same_state(cache, BoundedCache(2, 2, 4, 8, 16, local=3, sink_keys=2))
 
 
 @pytest.mark.parametrize(
@@ -332,13 +332,13 @@ def test_bad_tokens(changes, error, message):
     [
         ((2, 2, 0, 8), {}, ValueError, "window: expected a positive int, got 0"),
         ((2, 2, -1, 8), {"local": 3}, ValueError, "window: expected an int >= 0, got -1"),
-        ((2, 2, 0, 8), {"sink": -1}, ValueError, "sink: expected an int >= 0, got -1"),
+        ((2, 2, 0, 8), {"sink_keys": -1}, ValueError, "sink_keys: expected an int >= 0, got -1"),
         ((0, 2, 4, 8), {}, ValueError, "batch_size: expected a positive int, got 0"),
         ((2, 2.0, 4, 8), {}, TypeError, "num_kv_heads: expected a positive int, got float"),
         ((2, 2, 4, 12), {}, ValueError, "head_dim: expected a multiple of 8 up to 256, got 12"),
         ((2, 2, 4, 8, 264), {}, ValueError, "value_dim: expected a multiple of 8 up to 256, got 264"),
         ((2, 2, 4, 8), {"rewind": -1}, ValueError, "rewind: expected an int >= 0, got -1"),
-        ((2, 2, 2**20, 8), {"rewind": 1}, ValueError, r"window: expected window \+ local \+ sink \+ rewind from 1 to 1048576, got 1048577"),
+        ((2, 2, 2**20, 8), {"rewind": 1}, ValueError, r"window: expected window \+ local \+ sink_keys \+ rewind from 1 to 1048576, got 1048577"),
         ((2, 2, 4, 8), {"dtype": torch.int32}, TypeError, "dtype: expected dtype float64, float32, bfloat16, float16, got int32"),
     ],
 )  # fmt: skip

@@ -14,23 +14,23 @@ tensor = strategies.random_tensor
 INF = math.inf
 
 
-LEARNING = {"local": 3, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}  # the recommended settings
+LEARNING = {"local": 3, "local_heads": 1, "score": "linear", "select_only": True, "recency": 0.25}  # the recommended settings
 LAYERS = [
     {},
-    {"local": 3, "sink": 2},
+    {"local": 3, "sink_keys": 2},
     {"rope_theta": None, "softcap": 2.0},
     {"partial_rotary_factor": 0.25},
     {"recency": 0.3},
     {"score": "linear", "local": 3},
     {"score": torch.nn.Sequential(torch.nn.Linear(32, 2, dtype=torch.float64), torch.nn.Tanh()), "recency": 0.25},
-    {"taught": True},
-    {"taught": True, "local": 3, "sink": 1},
-    {"taught": True, "recency": 0.25},
+    {"select_only": True},
+    {"select_only": True, "local": 3, "sink_keys": 1},
+    {"select_only": True, "recency": 0.25},
     {"local": 3, "local_heads": 1},
-    {"local": 3, "sink": 1, "local_heads": 1, "recency": 0.1},
-    {"local": 3, "sink": 1, "local_heads": 1, "taught": True},
+    {"local": 3, "sink_keys": 1, "local_heads": 1, "recency": 0.1},
+    {"local": 3, "sink_keys": 1, "local_heads": 1, "select_only": True},
     LEARNING,
-    {**LEARNING, "sink": 2, "softcap": 5.0, "rope_theta": None},
+    {**LEARNING, "sink_keys": 2, "softcap": 5.0, "rope_theta": None},
     {**LEARNING, "rotated_heads": 1},
     {"window": 0, "local": 4, "recency": 0.25},
 ]
@@ -134,7 +134,7 @@ def test_the_layer_refuses_what_it_cannot_generate():
     made, hidden = layer(local=3), torch.zeros(2, 5, 32, dtype=torch.float64)
     mixed = layer(**LEARNING)
     for call, error, message in (
-        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"\(heads, sink, local, window\) = \[\(2, 0, 3, 6\)\] like"),
+        (lambda: made(hidden, cache=layer().new_cache(2)), ValueError, r"\(heads, sink_keys, local, window\) = \[\(2, 0, 3, 6\)\] like"),
         (lambda: mixed(hidden, cache=made.new_cache(2)), ValueError, r"\(1, 0, 3, 6\)\] like the layer, got \[\(2, 0, 3, 6\)\]"),
         (lambda: made(hidden, cache=mixed.new_cache(2)), ValueError, r"like the layer, got \[\(1, 0, 3, 0\), \(1, 0, 3, 6\)\]"),
         (lambda: made(hidden, cache=layer(num_kv_heads=4, local=3).new_cache(2)), ValueError, r"like the layer, got \[\(4, 0, 3, 6\)\]"),

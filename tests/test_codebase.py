@@ -393,6 +393,75 @@ assert 0.02 < share < 0.5 and weight < 1e-20 and error <= tolerance.STORAGE_ULPS
     assert set(own_tolerances(source)) == expected
 
 
+# Words ---------------------------------------------------------------------------------------------------------------------------------
+
+# Names and phrases that are nobody's but were ours, and what to write. Ordinary English (a note, a turn, to say) is free.
+PRIVATE_WORDS = {
+    r"\bChunkNote\b": "TileDescriptor",
+    r"\btake_turns\b": "wait_dq_semaphore",
+    r"\btickets?\b": "tile counter",
+    r"\benum class Room\b": "SmemBudget",
+    r"\blet_kernel_after_come\b": "griddepcontrol_launch_dependents",
+    r"\bwait_for_kernel_before\b": "griddepcontrol_wait",
+    r"\bsleep_empty\b": "producer_acquire",
+    r"\b_?read_anew\(": "opaque_reload",
+    r"\bmailbox(es)?\b": "DSMEM exchange",
+    r"\bdealt\b|\bdeals? out\b": "distributed, assigned; for tiles a static schedule",
+    r"\bclass Deal\b|\bDeal\(": "ShardingPlan",
+    r"\bwhat (every rank|all ranks) (has|have) said\b|\b_said\b|\bsaid: (Sequence|list)\[int\]": "metadata, call_signature",
+    r"\bfore(tell|tells|told|telling)\b": "predict",
+    r"\bpaid\b": "attention mass",
+    r"\bpulled back\b|\bPulledBack\b": "vjp",
+    r"\bpushed forward\b|\bPushedForward\b": "jvp",
+    r"\btaught=(True|False|self|taught)\b|\bself\.taught\b|\blayer\.taught\b": "select_only",
+    r"\b(top_k|streaming|\w+_attention|BoundedCache|DynamicMaskAttention|score_loss|convert)\([^()]*\bsink=": "sink_keys",
+    r"\btimes as fast\b": "speedup over the baseline",
+    r"\bwhat was expected and what came\b|\bexpected .{1,40} and what came\b": "expected vs. got",
+    r"\bas it comes\b": "default",
+    r"\bof the plain rate\b": "relative to the unmasked call",
+    r"\brun that was not kept\b": "unrecorded: measure it, or delete the sentence",
+    r"\b[Ff]airest\b": "strongest baseline",
+}
+# C++ and the pages on kernels have words of their own still; the changelog and the lab tell what was.
+OTHER_WORDS = (
+    "CHANGELOG.md",
+    "cpp/",
+    "docs/kernels/",
+    "docs/lab/",
+    "docs/generated/",
+    "tests/faults/",
+    "tools/faults/",
+    "tests/test_codebase.py",
+    "tests/test_renamed.py",
+)
+
+
+def private_words(text: str) -> list[str]:
+    """The words of a text that the field has others for, each with these."""
+    found = ((match.group(0), words) for pattern, words in PRIVATE_WORDS.items() for match in re.finditer(pattern, text))
+    return [f"{was}: write {words}" for was, words in found]
+
+
+def test_words_are_the_fields():
+    wrong = {}
+    for path in tracked("*.py", "*.md", "*.toml", "*.cmake", "*.sh", "*.yml"):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith(OTHER_WORDS):
+            wrong[name] = private_words(path.read_text())
+    assert not {name: found for name, found in wrong.items() if found}
+
+
+def test_private_words_are_found_and_english_is_not():
+    private = (
+        "The scores foretell. self.taught top_k(scores, sink=3) class Deal: Heads are dealt out. 3 times as fast. said: list[int]"
+    )
+    assert len(private_words(private)) == 7
+    assert (
+        private_words("Note that it is your turn to say what came: sinks=3, sink_keys=2, a kitchen sink, as it is said to be")
+        == []
+    )
+
+
 # Functions -----------------------------------------------------------------------------------------------------------------------------
 
 MOST_LINES = 200

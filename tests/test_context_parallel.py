@@ -77,7 +77,7 @@ def problems(draw):
     ends = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
     documents = IntervalMask.documents(length, torch.tensor([0, *ends, length]))
     padding = IntervalMask.padding(length, torch.tensor([draw(st.integers(0, length)) for _ in range(batch)]))
-    window, local, sink = (draw(st.integers(*bounds)) for bounds in ((1, 12), (0, 6), (0, 3)))
+    window, local, sink_keys = (draw(st.integers(*bounds)) for bounds in ((1, 12), (0, 6), (0, 3)))
     options, key_bias, bias_name = {}, None, "key_bias"
     kind = draw(st.sampled_from(["scores", "scores", "causal", "mask"]))
     if kind == "scores":
@@ -85,14 +85,15 @@ def problems(draw):
         key_bias = strategies.make_scores((batch, kv_heads, length), draw(st.sampled_from(["random", "ties", "constant"])), seed,
                                           torch.float64 if dtype == torch.float64 else torch.float32, "cpu")  # fmt: skip
         base = draw(st.sampled_from([None, documents, padding, documents & padding]))
-        options |= {"window": window, "local": local, "sink": sink, "base": base}
-        seen = None if base is None else base.to_bool(length, length)
-        visible = top_k_visible(key_bias, window, base=seen, local=local, sink=sink) if seen is None else _within_documents(
-            key_bias, window, documents if base is not padding else None, padding if base is not documents else None, local, sink)  # fmt: skip
+        options |= {"window": window, "local": local, "sink_keys": sink_keys, "base": base}
+        visible = top_k_visible(key_bias, window, local=local, sink_keys=sink_keys)
+        if base is not None:
+            ends, real = documents if base is not padding else None, padding if base is not documents else None
+            visible = _within_documents(key_bias, window, ends, real, local, sink_keys)
     else:
         mask = None
         if kind == "mask":
-            masks = [IntervalMask.sliding_window(length, window), IntervalMask.streaming(length, sink, local), documents, padding,
+            masks = [IntervalMask.sliding_window(length, window), IntervalMask.streaming(length, sink_keys, local), documents, padding,
                      IntervalMask.prefix(length, window), IntervalMask.sliding_window(length, window) & documents & padding,
                      IntervalMask.top_k(tensor((batch, kv_heads * group, length), seed, torch.float32, "cpu"), window)]  # fmt: skip
             mask = draw(st.sampled_from(masks))
@@ -109,11 +110,11 @@ def problems(draw):
     return case, cuts, options | shared, bias_name
 
 
-def _within_documents(scores, window, documents, padding, local, sink):
+def _within_documents(scores, window, documents, padding, local, sink_keys):
     """What top_k_visible says of documents with padding, whose sinks and local window count positions."""
     mask = documents if padding is None else padding if documents is None else documents & padding
     length = scores.shape[2]
-    return IntervalMask.top_k(scores, window, base=mask, local=local, sink=sink).to_bool(length, length)
+    return IntervalMask.top_k(scores, window, base=mask, local=local, sink_keys=sink_keys).to_bool(length, length)
 
 
 def test_masks_whose_batches_or_heads_stand_in_another_order_have_other_checksums():
@@ -142,9 +143,9 @@ def dynamic_case(length, kv_heads=2, dtype=torch.float64, D=8, seed=0):
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_at_most_window_rows_a_key_head_come_in(ranks, world):
     """The bytes of rows stay the same, however many ranks there are; scores are those of the other ranks."""
-    length, window, local, sink = 240, 9, 4, 2
+    length, window, local, sink_keys = 240, 9, 4, 2
     query, key, value, scores = dynamic_case(length, dtype=torch.float32)
-    for options in ({"window": window}, {"window": window, "local": local, "sink": sink}):
+    for options in ({"window": window}, {"window": window, "local": local, "sink_keys": sink_keys}):
         case = AttentionCase(query, key, value, key_bias=scores, is_causal=True)
         _, traffic = run(ranks, case, even_cuts(length, world), options, "scores")
         groups, row = 2 * 2, (8 + 8) * 4 + 4
@@ -289,7 +290,9 @@ def test_on_one_dimension_of_a_mesh(ranks):
         tolerance.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
 
 
-@pytest.mark.parametrize("options", [{"window": 9}, {"window": 9, "local": 4, "sink": 2}], ids=["best", "local and sink"])
+@pytest.mark.parametrize(
+    "options", [{"window": 9}, {"window": 9, "local": 4, "sink_keys": 2}], ids=["best", "local and sink_keys"]
+)
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float64], ids=["narrow", "wide"])
 def test_few_keys_that_can_be_selected(ranks, options, wide):
     """Fewer than a window are alive where the second chunk begins, so slots stay empty; scores of other dtypes than the query's select."""
@@ -305,7 +308,9 @@ def test_few_keys_that_can_be_selected(ranks, options, wide):
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores and bias"])
-@pytest.mark.parametrize("options", [{"window": 24}, {"window": 24, "local": 8, "sink": 2}], ids=["best", "local and sink"])
+@pytest.mark.parametrize(
+    "options", [{"window": 24}, {"window": 24, "local": 8, "sink_keys": 2}], ids=["best", "local and sink_keys"]
+)
 def test_two_ranks_on_their_devices(device_ranks, options, with_bias):
     """Over gloo on the CPU, over NCCL on two GPUs."""
     device_ranks.run("rank_calls:compare_with_one_process", [(200, 90, options, with_bias)] * 2)
@@ -316,7 +321,7 @@ def test_two_ranks_whose_devices_are_not_the_current_ones(device_ranks):
 
 
 def test_chunks_whose_lengths_change_between_calls(ranks):
-    """A rank that says what it said before goes by what the others say now."""
+    """A rank whose call_signature is that of its last call goes by the signatures of the others."""
     for length, cuts in ((40, [0, 20, 40]), (47, [0, 20, 47]), (25, [0, 5, 25]), (45, [0, 25, 45]), (23, [0, 3, 23])):
         query, key, value, scores = dynamic_case(length)
         whole = {"query": query, "key": key, "value": value, "scores": scores, "window": 7, "local": 2}
@@ -526,11 +531,11 @@ def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypat
 
     def answered(device, other_device, other_message):
         """Of two ranks this one is called with a device, and the other one with another."""
-        said, theirs = (
+        call_signature, theirs = (
             [0, 4, *(int(name == "device type" and on == "meta") for name in agreement.FIELDS[2:])]
             for on in (device, other_device)
         )
-        question = agreement.Question(group, said, torch.device(device))
+        question = agreement.Question(group, call_signature, torch.device(device))
 
         def gathered(everyone, sent, group):
             everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_message])]))
@@ -602,7 +607,7 @@ def test_a_bound_that_is_too_small(ranks):
             "mask: expected an IntervalMask of the whole sequence",
         ),
         ({"scores": None, "base": IntervalMask.causal(16)}, ValueError, "base: expected None without scores"),
-        ({"scores": None, "window": None, "local": 2}, ValueError, "local, sink: expected 0 and 0 without window"),
+        ({"scores": None, "window": None, "local": 2}, ValueError, "local, sink_keys: expected 0 and 0 without window"),
         ({"scores": None}, ValueError, "window: expected None without scores and mask, got"),
         ({"scores": torch.ones(2, 2, 9)}, ValueError, r"scores: expected \[B, Hkv, n\] = \[2, 2, 8\], got \[2, 2, 9\]"),
         ({"window": None}, TypeError, "window: expected a positive int, got NoneType"),

@@ -91,7 +91,7 @@ def test_short_selected_keys(causal, size, lengths, heads):
     draw = functools.partial(torch.randn, generator=generator, device="cuda")
     query, key, value = (draw(2, h, n, size).bfloat16() for h, n in ((heads[0], queries), (heads[1], keys), (heads[1], keys)))
     scores = draw(2, heads[1], keys)
-    mask = dmattn.IntervalMask.top_k(scores, max(1, keys // 4), causal=causal)
+    mask = dmattn.IntervalMask.top_k(scores, max(1, keys // 4), is_causal=causal)
     mask = dmattn.IntervalMask(mask.start, mask.end)  # of which nobody knows how many keys a query sees, so backward lists them
     case = AttentionCase(query, key, value, mask, mask.to_bool(queries, keys), key_bias=scores, is_causal=causal)
     assert_matches_reference(case)

@@ -33,23 +33,23 @@ def test_equals_the_reference(device, dtype, data):
     query, key, value = (tensor(size, i, dtype, device) for i, size in enumerate(sizes))
     scores = data.draw(strategies.scores((shape.B, shape.Hkv, shape.Sk), device=device))
     causal = data.draw(st.booleans())
-    window, local, sink = data.draw(strategies.selection_sizes(shape.Sk, causal))
+    window, local, sink_keys = data.draw(strategies.selection_sizes(shape.Sk, causal))
     base, rows, description = data.draw(strategies.selection_bases(shape, device))
     case = AttentionCase(
-        query, key, value, visible=strategies.selected_rows(scores, window, causal, rows, shape.Sq, local, sink), key_bias=scores,
+        query, key, value, visible=strategies.selected_rows(scores, window, causal, rows, shape.Sq, local, sink_keys), key_bias=scores,
         dropout_p=data.draw(st.sampled_from((0.0, 0.3))), softcap=data.draw(st.sampled_from((0.0, 2.0))),
-        description=f"window {window}, local {local}, sink {sink}, causal {causal}, base {description}",
+        description=f"window {window}, local {local}, sink_keys {sink_keys}, causal {causal}, base {description}",
     )  # fmt: skip
 
     def fn(query, key, value, mask, *, key_bias, bias, is_causal, **options):
         return dmattn.dynamic_mask_attention(
-            query, key, value, key_bias, window, is_causal=causal, base=base, local=local, sink=sink, **options
+            query, key, value, key_bias, window, is_causal=causal, base=base, local=local, sink_keys=sink_keys, **options
         )
 
     assert_matches_reference(case, fn)
 
 
-@pytest.mark.parametrize(("causal", "beside"), [(True, {}), (False, {}), (True, {"local": 7, "sink": 2})])
+@pytest.mark.parametrize(("causal", "beside"), [(True, {}), (False, {}), (True, {"local": 7, "sink_keys": 2})])
 def test_equals_attention_with_a_top_k_mask(device, dtype, causal, beside):
     query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
     scores = tensor((2, 2, 90), 5, device=device)
@@ -76,8 +76,8 @@ def test_nan_scores_hide_their_keys(device, dtype):
 def test_a_window_of_0_is_a_streaming_head(device, dtype):
     query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
     scores = tensor((2, 2, 90), 5, device=device)
-    ours = dmattn.dynamic_mask_attention(query, key, value, scores, 0, local=20, sink=3)
-    streaming = IntervalMask.streaming(90, sink=3, local=20, device=device)
+    ours = dmattn.dynamic_mask_attention(query, key, value, scores, 0, local=20, sink_keys=3)
+    streaming = IntervalMask.streaming(90, sink_keys=3, local=20, device=device)
     assert torch.equal(ours, dmattn.attention(query, key, value, streaming, key_bias=scores, is_causal=True))
 
 
@@ -86,7 +86,7 @@ def test_scores_of_local_keys_and_sinks_take_gradients(device, dtype):
     query, key, value = (tensor((1, 1, 40, 16), i, dtype, device) for i in range(3))
     falling = torch.arange(40.0, 0.0, -1.0, device=device)  # so that plain selection keeps the first key
     scores = falling[None, None].requires_grad_()
-    for beside, seen in (({}, 1), ({"local": 4}, 40), ({"sink": 4}, 5)):
+    for beside, seen in (({}, 1), ({"local": 4}, 40), ({"sink_keys": 4}, 5)):
         out = dmattn.dynamic_mask_attention(query, key, value, scores, 1, **beside)
         (gradient,) = torch.autograd.grad(out[:, :, 1:].float().square().sum(), scores)
         assert not gradient[..., seen:].any(), beside
@@ -154,7 +154,7 @@ def test_fresh_scores_are_one():
         {"rope_theta": None},
         {"partial_rotary_factor": 0.5},
         {"softcap": 3.0},
-        {"local": 3, "sink": 2},
+        {"local": 3, "sink_keys": 2},
     ],
 )
 def test_layer_is_its_formula(options):
@@ -169,7 +169,7 @@ def test_layer_is_its_formula(options):
     if layer.rope_theta is not None:
         q, k = (rotate(x, layer.rope_theta, factor=layer.partial_rotary_factor) for x in (q, k))
     attended, _ = AttentionCase(
-        q, k, v, visible=top_k_visible(scores, 5, local=options.get("local", 0), sink=options.get("sink", 0)), key_bias=scores,
+        q, k, v, visible=top_k_visible(scores, 5, local=options.get("local", 0), sink_keys=options.get("sink_keys", 0)), key_bias=scores,
         softcap=options.get("softcap", 0.0),
     ).call_reference()  # fmt: skip
     expected = layer.o_proj(attended.transpose(1, 2).flatten(2))
@@ -188,12 +188,12 @@ def test_layer_details():
     assert torch.equal(layer.eval()(hidden), layer(hidden))
     assert "window=5" in repr(layer)
     assert "local" not in repr(layer)
-    beside = DynamicMaskAttention(64, 4, window=0, local=6, sink=1)
-    assert "window=0, local=6, sink=1" in repr(beside)
+    beside = DynamicMaskAttention(64, 4, window=0, local=6, sink_keys=1)
+    assert "window=0, local=6, sink_keys=1" in repr(beside)
     assert beside.state_dict().keys() == layer.state_dict().keys()
 
 
-@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2, "local": 3, "sink": 1}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2, "local": 3, "sink_keys": 1}], ids=str)
 def test_layer_keeps_documents_apart(options):
     layer = DynamicMaskAttention(64, 4, **options, rope_theta=None)
     torch.nn.init.normal_(layer.A)

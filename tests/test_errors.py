@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one case a line, however long)
-"""Bad input: a public call says which argument, what was expected and what came; a direct op call raises RuntimeError and never crashes."""
+"""Bad input: a public call says which argument, what was expected and what it got; a direct op call raises RuntimeError and never crashes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ PUBLIC = {
     "negative length": (lambda: IntervalMask.causal(-1), ValueError, "Sk: expected 0 <= Sk <= 1048576, got -1"),
     "length of a float": (lambda: IntervalMask.causal(4.0), TypeError, "Sk: expected an int >= 0, got float"),
     "negative window": (lambda: IntervalMask.sliding_window(5, -1), ValueError, "left: expected 0 <= left <= 1048576, got -1"),
-    "negative sink": (lambda: IntervalMask.streaming(5, -1, 2), ValueError, "sink: expected 0 <= sink <= 1048576, got -1"),
+    "negative sink_keys": (lambda: IntervalMask.streaming(5, -1, 2), ValueError, "sink_keys: expected 0 <= sink_keys <= 1048576, got -1"),
     "no documents": (lambda: IntervalMask.documents(5), ValueError, "cu_seqlens, ids: expected exactly one of them, got none"),
     "documents twice": (lambda: IntervalMask.documents(5, INTS, ids=INTS), ValueError, "cu_seqlens, ids: expected exactly one of them, got both"),
     "cu_seqlens not from 0": (lambda: IntervalMask.documents(5, torch.tensor([1, 5])), ValueError, "cu_seqlens: expected 0 = c[0] <= c[1] <= ... <= c[-1] = Sk = 5, got [1, 5]"),
@@ -186,13 +186,13 @@ PUBLIC = {
     "local -1": (lambda: IntervalMask.top_k(S, 3, local=-1), ValueError, "local: expected an int >= 0, got -1"),
     "local True": (lambda: dma(local=True), TypeError, "local: expected an int >= 0, got bool"),
     "local beyond int64": (lambda: dma(local=2**63), ValueError, "local: expected an int >= 0 up to 2^63 - 1, got"),
-    "sink -2": (lambda: dma(sink=-2), ValueError, "sink: expected an int >= 0, got -2"),
-    "sink 1.0": (lambda: IntervalMask.top_k(S, 3, sink=1.0), TypeError, "sink: expected an int >= 0, got float"),
+    "sink_keys -2": (lambda: dma(sink_keys=-2), ValueError, "sink_keys: expected an int >= 0, got -2"),
+    "sink 1.0": (lambda: IntervalMask.top_k(S, 3, sink_keys=1.0), TypeError, "sink_keys: expected an int >= 0, got float"),
     "window -1 beside a local window": (lambda: dma(window=-1, local=2), ValueError, "window: expected an int >= 0, got -1"),
-    "window None beside sinks": (lambda: dma(window=None, sink=2), TypeError, "window: expected an int >= 0, got NoneType"),
-    "local without causality": (lambda: IntervalMask.top_k(S, 3, False, local=2), ValueError, "local, sink: expected 0 and 0 with causal=False, got 2 and 0"),
-    "sink without causality": (lambda: dma(is_causal=False, sink=1), ValueError, "local, sink: expected 0 and 0 with is_causal=False, got 0 and 1"),
-    "sink over a causal base": (lambda: dma(is_causal=False, sink=1, base=IntervalMask.documents(12, torch.tensor([0, 12]))), ValueError, "local, sink: expected 0 and 0 with is_causal=False, got 0 and 1"),
+    "window None beside sinks": (lambda: dma(window=None, sink_keys=2), TypeError, "window: expected an int >= 0, got NoneType"),
+    "local without causality": (lambda: IntervalMask.top_k(S, 3, False, local=2), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 2 and 0"),
+    "sink_keys without causality": (lambda: dma(is_causal=False, sink_keys=1), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 0 and 1"),
+    "sink_keys over a causal base": (lambda: dma(is_causal=False, sink_keys=1, base=IntervalMask.documents(12, torch.tensor([0, 12]))), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 0 and 1"),
     "scores of rank 2": (lambda: IntervalMask.top_k(S[0], 3), ValueError, "scores: expected 3 dimensions [B, Hkv, Sk], got shape [2, 12]"),
     "scores of integers": (lambda: IntervalMask.top_k(S.int(), 3), TypeError, "scores: expected dtype float64, float32, bfloat16, float16, got int32"),
     "scores a list": (lambda: dma([1.0]), TypeError, "scores: expected a torch.Tensor, got list"),
@@ -236,7 +236,7 @@ PUBLIC = {
     "flash_dma of rank 3": (lambda: dmattn.flash_dma_attention(Q[0], K, V, rows(2, 32), rows(2)), ValueError, "query: expected 4 dimensions [B, S, heads, D], got shape [4, 10, 16]"),
     "layer window": (lambda: DynamicMaskAttention(64, 4, window=0), ValueError, "window: expected a positive int, got 0"),
     "layer local": (lambda: DynamicMaskAttention(64, 4, local=-1), ValueError, "local: expected an int >= 0, got -1"),
-    "layer sink": (lambda: DynamicMaskAttention(64, 4, is_causal=False, sink=2), ValueError, "local, sink: expected 0 and 0 with is_causal=False, got 0 and 2"),
+    "layer sink_keys": (lambda: DynamicMaskAttention(64, 4, is_causal=False, sink_keys=2), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 0 and 2"),
     "layer local heads": (lambda: DynamicMaskAttention(64, 4, local=2, local_heads=4), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 4 with local=2"),
     "layer local heads without local": (lambda: DynamicMaskAttention(64, 4, local_heads=1), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 1 with local=0"),
     "layer score": (lambda: DynamicMaskAttention(64, 4, score="log"), ValueError, "score: expected 'exp', 'linear' or a torch.nn.Module, got 'log'"),
@@ -316,8 +316,8 @@ PUBLIC = {
     "return_lse 1": (lambda: dma(return_lse=1), TypeError, "return_lse: expected a bool, got int"),
     "deterministic None": (lambda: dma(deterministic=None), TypeError, "deterministic: expected a bool, got NoneType"),
     "causal of top_k": (lambda: IntervalMask.top_k(S, 3, None), TypeError, "causal: expected a bool, got NoneType"),
-    "causal of top_k 0": (lambda: IntervalMask.top_k(S, 3, causal=0), TypeError, "causal: expected a bool, got int"),
-    "causal of documents": (lambda: IntervalMask.documents(5, torch.tensor([0, 5]), causal="x"), TypeError, "causal: expected a bool, got str"),
+    "causal of top_k 0": (lambda: IntervalMask.top_k(S, 3, is_causal=0), TypeError, "causal: expected a bool, got int"),
+    "causal of documents": (lambda: IntervalMask.documents(5, torch.tensor([0, 5]), is_causal="x"), TypeError, "causal: expected a bool, got str"),
     "causal of an older name": (lambda: flash_dma(causal=None), TypeError, "causal: expected a bool, got NoneType"),
     "probabilities of an older name": (lambda: flash_dma(return_attn_probs=0), TypeError, "return_attn_probs: expected a bool, got int"),
     "lse of an older name": (lambda: dmattn.flash_dynamic_mask_attention(Q, K, V, return_lse=None), TypeError, "return_lse: expected a bool, got NoneType"),
@@ -661,7 +661,7 @@ ARGUMENTS = {
     dmattn.attention: {"query": Q, "key": K, "value": V, "mask": None, "key_bias": None, "bias": None, "is_causal": False, "scale": None,
                        "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "sinks": None, "query_offset": None, "return_lse": False},
     dmattn.dynamic_mask_attention: {"query": Q, "key": K, "value": V, "scores": S, "window": 3, "is_causal": True, "base": None, "local": 0,
-                                    "sink": 0, "scale": None,
+                                    "sink_keys": 0, "scale": None,
                                     "softcap": 0.0, "dropout_p": 0.0, "dropout_seed": None, "deterministic": False, "sinks": None,
                                     "query_offset": None, "return_lse": False},
     dmattn.attention_weights: {"query": Q, "key": K, "mask": None, "lse": None, "heads": None, "rows": None, "key_bias": None, "bias": None,
@@ -677,10 +677,10 @@ ARGUMENTS = {
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "rotated_heads": None, "is_causal": True, "local": 0, "sink": 0, "local_heads": 0, "score": "exp", "taught": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
+                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "rotated_heads": None, "is_causal": True, "local": 0, "sink_keys": 0, "local_heads": 0, "score": "exp", "select_only": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
                            "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
     LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
-    score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink": 0, "queries": 4,
+    score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink_keys": 0, "queries": 4,
                  "last": 0.0, "sharp": False, "scale": None, "softcap": 0.0},
     WindowSchedule: {"window": 2, "length": 20, "dense_steps": 0, "fall_steps": 0, "multiple": 64},
 }  # fmt: skip
@@ -691,11 +691,11 @@ TAKEN = {
     "query_offset": {"None", "an int", "an int in a tensor"}, "lse": {"None"}, (dmattn.lse_with_sink, "lse"): set(),
     (dmattn.attention_weights, "heads"): {"None", "an int", "an int in a tensor"}, "rows": {"None", "an int", "an int in a tensor"},
     "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, (LAYER, "window"): {"None", "an int"}, "score": {"a module"}, "recency": {"None", "an int", "a float"},
-    "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink": {"an int"}, "keep_window_size": {"an int"},
+    "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink_keys": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
     "rotated_heads": {"None", "an int"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "taught", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
+} | {name: {"a bool"} for name in ("is_causal", "causal", "select_only", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_what_nobody_sees_has_no_effect(device, dtype, bad, kind):
         "padding": IntervalMask.padding(150, 110, device=device),
         "block": BlockMask.from_bool(~hidden.expand(70, 150), 32),
         "bool": ~hidden,
-        "top_k": IntervalMask.top_k(scores, 150, causal=False),
+        "top_k": IntervalMask.top_k(scores, 150, is_causal=False),
         "empty interval": IntervalMask(torch.zeros(150, dtype=torch.int32, device=device), torch.where(hidden, 0, 500).int()),
     }
     everything = BlockMask.from_bool(torch.ones(70, 150, dtype=torch.bool, device=device))  # so keys are met in order

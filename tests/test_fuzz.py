@@ -296,7 +296,7 @@ def check_dynamic(data, device):
     draw, shape = data.draw, data.draw(shapes())
     dtype, seed, is_causal = draw(strategies.dtypes(device)), draw(strategies.seeds()), draw(st.booleans())
     window = draw(st.integers(1, 5) | st.integers(1, shape.Sk + 1) | st.sampled_from((64, 128, 256)))
-    local, sink = draw(beside(shape.Sk)) if is_causal else (0, 0)
+    local, sink_keys = draw(beside(shape.Sk)) if is_causal else (0, 0)
     sizes = ((shape.H, shape.Sq, shape.D), (shape.Hkv, shape.Sk, shape.D), (shape.Hkv, shape.Sk, shape.Dv))
     tensors = [
         strategies.laid_out(
@@ -310,7 +310,7 @@ def check_dynamic(data, device):
     )
     visible = np.zeros((shape.B, shape.Hkv, shape.Sq, shape.Sk), dtype=bool)
     if shape.Sk > 0:
-        chosen = brute_force.selected(brute_check.numbers(scores), window, is_causal, None, local, sink)
+        chosen = brute_force.selected(brute_check.numbers(scores), window, is_causal, None, local, sink_keys)
         position = np.arange(shape.Sk - shape.Sq, shape.Sk)
         # Positions before the first key see nothing, unless one set of keys serves all.
         visible = chosen[:, :, position.clip(0)] & ((position >= 0) | (not is_causal))[:, None]
@@ -322,14 +322,14 @@ def check_dynamic(data, device):
 
     def call(query, key, value, mask, *, key_bias, bias, **options):
         return dmattn.dynamic_mask_attention(
-            query, key, value, key_bias, window, **options | {"is_causal": is_causal}, local=local, sink=sink
+            query, key, value, key_bias, window, **options | {"is_causal": is_causal}, local=local, sink_keys=sink_keys
         )
 
     return brute_check.assert_right(case, run(case, call))
 
 
 def beside(length):
-    """(local, sink), both 0 half of the time."""
+    """(local, sink_keys), both 0 half of the time."""
     return st.just((0, 0)) | st.tuples(st.integers(0, 9) | st.integers(0, length + 2), st.integers(0, 9) | st.just(2**40))
 
 
@@ -362,8 +362,8 @@ def check_select(data, device):
         batch, heads = max(1, batch - 1), max(1, heads - 1)
     scores = make_scores(data, (batch, heads, length), device)
     is_causal = data.draw(st.booleans())
-    local, sink = data.draw(beside(length)) if is_causal else (0, 0)
-    least = 0 if local or sink else 1
+    local, sink_keys = data.draw(beside(length)) if is_causal else (0, 0)
+    least = 0 if local or sink_keys else 1
     window = data.draw(st.integers(least, 9) | st.integers(least, length + 2) | st.just(2**40))
     keys = np.arange(length)
     random = data.draw(generators())
@@ -384,20 +384,20 @@ def check_select(data, device):
         segment_end = np.where((keys < real)[:, None], last, beyond).astype(np.int32)
         segment_end = np.where((segment_end == length) & (random.random() < 0.5), FOREVER, segment_end).astype(np.int32)
         start = first if kind != "padding" else start
-        mask = IntervalMask.documents(length, ids=torch.from_numpy(ids).to(device), causal=False)
+        mask = IntervalMask.documents(length, ids=torch.from_numpy(ids).to(device), is_causal=False)
         if kind != "documents":
             padding = IntervalMask.padding(length, torch.from_numpy(real[:, 0].astype(np.int32)).to(device))
             mask = padding if kind == "padding" else mask & padding
-    expected = brute_force.selected(brute_check.numbers(scores), window, is_causal, base, local, sink)
+    expected = brute_force.selected(brute_check.numbers(scores), window, is_causal, base, local, sink_keys)
     if is_causal:
         start = keys
     if data.draw(st.booleans()):
         segments = None if segment_end is None else torch.from_numpy(segment_end).to(device)
         with poisoned_memory(scores):
-            end = torch.ops.dmattn.select(scores, segments, window, is_causal, local, sink).cpu().numpy()
+            end = torch.ops.dmattn.select(scores, segments, window, is_causal, local, sink_keys).cpu().numpy()
     else:
         with poisoned_memory(scores):
-            made = IntervalMask.top_k(scores, window, is_causal, mask, local=local, sink=sink)
+            made = IntervalMask.top_k(scores, window, is_causal, mask, local=local, sink_keys=sink_keys)
         start, end = made.start.cpu().numpy(), made.end.cpu().numpy()
     assert end.dtype == np.int32
     assert end.shape == (batch, heads, length)

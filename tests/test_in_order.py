@@ -37,7 +37,7 @@ CALLS = {
     "a pack under a mask of documents": (packed(mask=DOCUMENTS), True),
     "a pack under another mask": (packed(mask=SLIDING), False),
     "a pack that selects": (packed(scores=SCORES, window=3), False),
-    "a pack with local keys and sinks": (packed(local=3, sink=1), False),
+    "a pack with local keys and sinks": (packed(local=3, sink_keys=1), False),
     "documents": (masked(DOCUMENTS), True),
     "documents, later queries": (masked(DOCUMENTS, query_offset=1), True),
     "documents and padding": (masked(DOCUMENTS & IntervalMask.padding(24, 20)), True),
@@ -134,7 +134,7 @@ def intervals(kind, heads, queries, keys, device):
     if kind == "documents":
         # Of one token, of none, and such as begin and end beside and at the edges of tiles.
         ends = torch.tensor([0, 1, 1, 64, 127, 128, 129, 300, 384, 511, 576, 1025, 1500, keys], dtype=torch.int32).clamp(max=keys)
-        mask = IntervalMask.documents(keys, ends, causal=False)
+        mask = IntervalMask.documents(keys, ends, is_causal=False)
         mask = IntervalMask.stack([mask, mask & IntervalMask.padding(keys, keys * 5 // 6)])
         start, end = (bound.expand(2, heads, keys) for bound in (mask.start, mask.end))
     elif kind == "any":

@@ -69,7 +69,7 @@ def test_large_windows_without_causality(device, dtype, window):
     lengths = short((600, 800), str(device))
     (query, key, value), scores = problem(lengths, (4, 2), 128, dtype, device)
     count = int(lengths[1] * window)
-    visible = dmattn.IntervalMask.top_k(scores, count, causal=False).to_bool(*lengths)
+    visible = dmattn.IntervalMask.top_k(scores, count, is_causal=False).to_bool(*lengths)
     case = AttentionCase(query, key, value, visible=visible, key_bias=scores)
     assert_matches_reference(case, selecting(count, is_causal=False))
 

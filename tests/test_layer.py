@@ -16,7 +16,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 tensor = strategies.random_tensor
-RECOMMENDED = {"local": 4, "local_heads": 1, "score": "linear", "taught": True, "recency": 0.25}
+RECOMMENDED = {"local": 4, "local_heads": 1, "score": "linear", "select_only": True, "recency": 0.25}
 
 
 def layer_of(dtype=torch.float32, **options):
@@ -36,13 +36,13 @@ def layer_of(dtype=torch.float32, **options):
     "options",
     [
         {"recency": 0.5},
-        {"recency": 0.1, "local": 3, "sink": 2},
+        {"recency": 0.1, "local": 3, "sink_keys": 2},
         {"score": "linear", "local": 3},
         {"score": torch.nn.Linear(64, 2, dtype=torch.float64), "recency": 0.1, "softcap": 3.0},
-        {"taught": True, "recency": 0.1},
-        {"taught": True, "score": "linear", "sink": 1},
+        {"select_only": True, "recency": 0.1},
+        {"select_only": True, "score": "linear", "sink_keys": 1},
         {"local": 4, "local_heads": 1, "recency": 0.1},
-        {**RECOMMENDED, "sink": 2, "rope_theta": None},
+        {**RECOMMENDED, "sink_keys": 2, "rope_theta": None},
         {**RECOMMENDED, "rotated_heads": 1},
     ],
     ids=str,
@@ -61,11 +61,11 @@ def test_layer_is_its_formula(options):
         assert layer.log_slope.exp()[0].item() == pytest.approx(options["recency"])
         recency = layer.log_slope.exp()[:, None] * torch.arange(30)
     ranks = (scores + recency).detach()
-    beside = {name: options.get(name, 0) for name in ("local", "sink")}
+    beside = {name: options.get(name, 0) for name in ("local", "sink_keys")}
     visible = top_k_visible(ranks, 5, **beside)
     if "local_heads" in options:
         visible[:, 0] = top_k_visible(ranks, 0, **beside)[:, 0]
-    bias = recency + torch.zeros_like(scores) if options.get("taught") else scores + recency
+    bias = recency + torch.zeros_like(scores) if options.get("select_only") else scores + recency
     attended, _ = AttentionCase(
         query, key, value, visible=visible, key_bias=bias, softcap=options.get("softcap", 0.0)
     ).call_reference()
@@ -85,12 +85,12 @@ def test_layer_is_its_formula(options):
 def test_the_plain_layer_has_the_parameters_of_the_doge_model():
     names = ["A", *(f"{proj}.weight" for proj in ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"))]
     assert list(DynamicMaskAttention(64, 4, window=5).state_dict()) == names
-    assert list(DynamicMaskAttention(64, 4, window=5, local=2, sink=1, local_heads=1, noise=1.0).state_dict()) == names
+    assert list(DynamicMaskAttention(64, 4, window=5, local=2, sink_keys=1, local_heads=1, noise=1.0).state_dict()) == names
     others = set(DynamicMaskAttention(64, 4, window=5, **RECOMMENDED).state_dict()) ^ set(names)
     assert others == {"A", "dt_proj.weight", "score_proj.weight", "score_proj.bias", "log_slope"}
 
 
-@pytest.mark.parametrize("options", [RECOMMENDED, {"recency": 0.5, "sink": 1}], ids=str)
+@pytest.mark.parametrize("options", [RECOMMENDED, {"recency": 0.5, "sink_keys": 1}], ids=str)
 def test_documents_are_kept_apart(options):
     layer = layer_of(rope_theta=None, **options)
     hidden = tensor((1, 40, 64), 0)
@@ -105,7 +105,7 @@ def test_slopes_fall_geometrically_from_head_to_head():
 
 
 def test_fresh_linear_scores_are_equal_so_that_the_window_slides():
-    layer = DynamicMaskAttention(64, 4, window=6, score="linear", taught=True)
+    layer = DynamicMaskAttention(64, 4, window=6, score="linear", select_only=True)
     scores = layer.scores(tensor((2, 20, 64), 0))
     assert not scores.any()
     assert torch.equal(layer.mask(scores).to_bool(20, 20)[0, 0], IntervalMask.sliding_window(20, 5).to_bool(20, 20)[0, 0])
@@ -140,19 +140,19 @@ def test_taught_scores_learn_from_their_loss_alone_and_send_nothing_further():
 
 
 def test_the_loss_of_a_layer_is_that_of_its_selecting_heads():
-    layer = layer_of(**RECOMMENDED, sink=1, score_queries=40)
+    layer = layer_of(**RECOMMENDED, sink_keys=1, score_queries=40)
     hidden = tensor((2, 40, 64), 0)
     _, loss = layer(hidden, with_score_loss=True)
     query, key, value = layer.projected(hidden)
     ranks, bias = layer.ranked(hidden, value)
-    every_query = score_loss(query, key, ranks, key_bias=bias, local=4, sink=1, queries=40)
+    every_query = score_loss(query, key, ranks, key_bias=bias, local=4, sink_keys=1, queries=40)
     torch.testing.assert_close(loss, every_query[1])
 
 
 # The loss of scores -----------------------------------------------------------------------------------------------------------------
 
 
-def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap, sharp=False):
+def loss_by_hand(query, key, scores, bias, documents, local, sink_keys, softcap, sharp=False):
     """Every query in turn, in float64."""
     B, H, S, D = query.shape
     kv_heads = key.shape[1]
@@ -165,34 +165,42 @@ def loss_by_hand(query, key, scores, bias, documents, local, sink, softcap, shar
                 seen = [j for j in range(p + 1) if first[j] == first[p]]
                 logits = key[b, kv, seen] @ query[b, h, p] * D**-0.5
                 logits = (softcap * torch.tanh(logits / softcap) if softcap else logits) + bias[0, kv, seen]
-                paid = dict(zip(seen, logits.softmax(0), strict=True))
-                competing = [j for j in seen if p - j >= local and j - first[j] >= sink]
+                mass = dict(zip(seen, logits.softmax(0), strict=True))
+                competing = [j for j in seen if p - j >= local and j - first[j] >= sink_keys]
                 if competing:
-                    foretold = scores[b, kv, competing].log_softmax(0)
-                    weight = max(paid[j] for j in competing) if sharp else 1.0
-                    losses[kv] -= weight * sum(paid[j] * foretold[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
+                    predicted = scores[b, kv, competing].log_softmax(0)
+                    weight = max(mass[j] for j in competing) if sharp else 1.0
+                    losses[kv] -= weight * sum(mass[j] * predicted[i] for i, j in enumerate(competing)) / (B * S * H // kv_heads)
     return losses
 
 
-@pytest.mark.parametrize(("local", "sink", "softcap"), [(0, 0, 0.0), (5, 0, 2.0), (0, 2, 0.0), (4, 2, 0.0)])
+@pytest.mark.parametrize(("local", "sink_keys", "softcap"), [(0, 0, 0.0), (5, 0, 2.0), (0, 2, 0.0), (4, 2, 0.0)])
 @pytest.mark.parametrize("documents", [(0,), (0, 7, 20)])
-def test_the_loss_is_its_formula(local, sink, softcap, documents):
+def test_the_loss_is_its_formula(local, sink_keys, softcap, documents):
     query, key, scores, bias = (
         tensor(shape, i, torch.float64) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 2, 24)))
     )
     base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
     # One query of each of 24 parts: all of them.
-    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=local, sink=sink, queries=24, softcap=softcap)
-    torch.testing.assert_close(ours, loss_by_hand(query, key, scores, bias, documents, local, sink, softcap))
+    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=local, sink_keys=sink_keys, queries=24, softcap=softcap)
+    torch.testing.assert_close(ours, loss_by_hand(query, key, scores, bias, documents, local, sink_keys, softcap))
     by_query_head = score_loss(
-        query, key, scores, key_bias=bias.repeat_interleave(2, 1), base=base, local=local, sink=sink, queries=24, softcap=softcap
+        query,
+        key,
+        scores,
+        key_bias=bias.repeat_interleave(2, 1),
+        base=base,
+        local=local,
+        sink_keys=sink_keys,
+        queries=24,
+        softcap=softcap,
     )
     torch.testing.assert_close(by_query_head, ours)
 
 
 def test_the_loss_of_sharp_queries_is_its_formula():
     query, key, scores = (tensor((2, 2, 24, *size), i, torch.float64) for i, size in enumerate(((8,), (8,), ())))
-    ours = score_loss(query, key, scores, local=4, sink=2, queries=24, sharp=True)
+    ours = score_loss(query, key, scores, local=4, sink_keys=2, queries=24, sharp=True)
     torch.testing.assert_close(
         ours, loss_by_hand(query, key, scores, torch.zeros(1, 2, 24, dtype=torch.float64), (0,), 4, 2, 0.0, sharp=True)
     )
@@ -208,7 +216,7 @@ def test_the_gradient_of_the_loss_is_that_of_its_formula(documents, sharp):
     base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
     weights = torch.tensor([2.0, -3.0], dtype=torch.float64)
     scores.requires_grad_()
-    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=4, sink=2, queries=24, sharp=sharp)
+    ours = score_loss(query, key, scores, key_bias=bias, base=base, local=4, sink_keys=2, queries=24, sharp=sharp)
     by_hand = loss_by_hand(query, key, scores, bias, documents, 4, 2, 0.0, sharp)
     gradients = [torch.autograd.grad((weights * loss).sum(), scores)[0] for loss in (ours, by_hand)]
     assert gradients[1].any()
@@ -264,11 +272,11 @@ def test_keys_whose_place_is_certain_by_their_score_do_not_compete(bad, compiled
     expected = torch.zeros(2)
     logits = query @ key.transpose(2, 3) * 8**-0.5
     for p in range(24):
-        paid = logits[:, :, p, : p + 1].softmax(2)
+        mass = logits[:, :, p, : p + 1].softmax(2)
         competing = among[: p + 1] & (torch.arange(p + 1) <= p - 3)
         if competing.any():
-            foretold = scores.detach()[:, :, : p + 1][:, :, competing].log_softmax(2)
-            expected -= (paid[:, :, competing] * foretold).sum((0, 2)) / (2 * 24)
+            predicted = scores.detach()[:, :, : p + 1][:, :, competing].log_softmax(2)
+            expected -= (mass[:, :, competing] * predicted).sum((0, 2)) / (2 * 24)
     torch.testing.assert_close(loss, expected)
     assert gradient.isfinite().all()
     assert not gradient[:, :, ~among].any()
@@ -386,7 +394,7 @@ def test_the_loss_of_some_heads_is_theirs_among_all(first_head):
     query, key, scores, bias = (
         tensor(shape, i) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 4, 24)))
     )
-    given = {"key_bias": bias, "base": IntervalMask.padding(24, torch.tensor([24, 9])), "local": 4, "sink": 1, "queries": 24}
+    given = {"key_bias": bias, "base": IntervalMask.padding(24, torch.tensor([24, 9])), "local": 4, "sink_keys": 1, "queries": 24}
     torch.testing.assert_close(
         score_loss(query, key, scores, first_head=first_head, **given), score_loss(query, key, scores, **given)[first_head:]
     )
@@ -536,7 +544,7 @@ def test_scores_learn_which_keys_later_queries_look_for():
 def test_a_layer_keeps_what_its_queries_look_for():
     """Hidden states of which some are marked: all queries look for them, and the loss makes the scores keep them."""
     torch.manual_seed(0)
-    layer = DynamicMaskAttention(16, 2, window=4, local=8, score="linear", taught=True, rope_theta=None)
+    layer = DynamicMaskAttention(16, 2, window=4, local=8, score="linear", select_only=True, rope_theta=None)
     hidden = torch.randn(4, 96, 16)
     hidden[..., 0] = 0.0
     hidden[:, 3:12:3, 0] = 8.0
@@ -669,7 +677,7 @@ def test_compiled_gradients_of_values_are_added_where_they_lie():
 
 @pytest.mark.long
 def test_a_second_window_compiles_once_more_and_a_third_no_more():
-    """With torch.compile as it comes, without dynamic=True."""
+    """With the default of torch.compile, without dynamic=True."""
     counter = torch._dynamo.testing.CompileCounter()
     layer = layer_of(**RECOMMENDED)
     torch._dynamo.reset()

@@ -70,7 +70,7 @@ def test_one_more_is_refused():
 def test_a_local_window_and_sinks_beyond_32_bits_keep_every_key(device, window):
     scores = torch.full((1, 2, 40), -torch.inf, device=device)
     causal = IntervalMask.causal(40, device=device).to_bool(40, 40).expand(1, 2, 40, 40)
-    for sizes in ({"local": window}, {"sink": window}, {"local": window, "sink": window}):
+    for sizes in ({"local": window}, {"sink_keys": window}, {"local": window, "sink_keys": window}):
         for own in (0, 3, window):
             assert torch.equal(IntervalMask.top_k(scores, own, **sizes).to_bool(40, 40), causal)
 
@@ -89,8 +89,8 @@ def test_sizes_whose_sum_is_beyond_64_bits_keep_every_key(device, sizes):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     query, key, value = (tensor((1, 2, 40, 8), i, dtype, device=device) for i in range(3))
     scores = tensor((1, 2, 40), 3, device=device)
-    window, local, sink = sizes
-    out = dmattn.dynamic_mask_attention(query, key, value, scores, window, local=local, sink=sink)
+    window, local, sink_keys = sizes
+    out = dmattn.dynamic_mask_attention(query, key, value, scores, window, local=local, sink_keys=sink_keys)
     assert torch.equal(out, dmattn.dynamic_mask_attention(query, key, value, scores, 40, local=1 if local else 0))
 
 

@@ -117,7 +117,7 @@ def test_documents_from_ids_and_from_cu_seqlens_agree():
     cu_seqlens = torch.tensor([0, 3, 4, 9, 12], dtype=torch.int32)
     ids = torch.tensor([7, 7, 7, 1, 4, 4, 4, 4, 4, 7, 7, 7])
     for causal in (True, False):
-        a, b = IntervalMask.documents(12, cu_seqlens, causal), IntervalMask.documents(12, ids=ids, causal=causal)
+        a, b = IntervalMask.documents(12, cu_seqlens, causal), IntervalMask.documents(12, ids=ids, is_causal=causal)
         assert torch.equal(a.start, b.start)
         assert torch.equal(a.end, b.end)
 

@@ -395,7 +395,7 @@ def test_loading_changes_no_mask_that_is_in_use(mask):
 
 
 def test_a_state_dict_holds_what_is_not_in_the_tensors():
-    base = IntervalMask.documents(12, torch.tensor([0, 5, 12]), causal=False)
+    base = IntervalMask.documents(12, torch.tensor([0, 5, 12]), is_causal=False)
     holder = MaskBuffer(IntervalMask.sliding_window(12, 3))
     holder.load_state_dict(MaskBuffer(base).state_dict())
     assert holder.mask.segments == "whole"
@@ -477,11 +477,11 @@ INTERVALS = {
     "sliding_window": lambda n: IntervalMask.sliding_window(n, 3),
     "streaming": lambda n: IntervalMask.streaming(n, 2, 5),
     "documents": lambda n: IntervalMask.documents(n, torch.tensor([0, n // 3, n])),
-    "documents, not causal": lambda n: IntervalMask.documents(n, torch.tensor([0, n // 3, n]), causal=False),
+    "documents, not causal": lambda n: IntervalMask.documents(n, torch.tensor([0, n // 3, n]), is_causal=False),
     "prefix": lambda n: IntervalMask.prefix(n, 4),
     "padding": lambda n: IntervalMask.padding(n, n // 2),
     "top_k": lambda n: IntervalMask.top_k(strategies.random_tensor((1, 1, n), 5), 4),
-    "top_k, local": lambda n: IntervalMask.top_k(strategies.random_tensor((1, 1, n), 5), 4, local=3, sink=2),
+    "top_k, local": lambda n: IntervalMask.top_k(strategies.random_tensor((1, 1, n), 5), 4, local=3, sink_keys=2),
     "hand-made": lambda n: IntervalMask(torch.zeros(n, dtype=torch.int32), torch.full((n,), 7, dtype=torch.int32)),
 }
 
@@ -592,7 +592,7 @@ ONE_KEY = {
     "prefix": lambda: IntervalMask.prefix(1, 1),
     "padding": lambda: IntervalMask.padding(1, 0),
     "top_k": lambda: IntervalMask.top_k(torch.zeros(1, 1, 1), 1),
-    "top_k of all": lambda: IntervalMask.top_k(torch.zeros(1, 1, 1), 1, causal=False),
+    "top_k of all": lambda: IntervalMask.top_k(torch.zeros(1, 1, 1), 1, is_causal=False),
     "both": lambda: IntervalMask.causal(1) & IntervalMask.padding(1, 1),
     "with any": lambda: IntervalMask.causal(1) & IntervalMask(torch.zeros(1).int(), torch.ones(1).int()),
 }
@@ -672,7 +672,7 @@ def test_the_intersection_of_two_bases_selects_causally_when_one_is_causal(causa
     q, k, v = queries(2, length, length)
     for base in (a & b, b & a):
         visible = reference.top_k_visible(scores, window, any(causality), together[None, None])
-        assert torch.equal(IntervalMask.top_k(scores, window, causal=False, base=base).to_bool(length, length), visible)
+        assert torch.equal(IntervalMask.top_k(scores, window, is_causal=False, base=base).to_bool(length, length), visible)
         out = dmattn.dynamic_mask_attention(q, k, v, scores, window, is_causal=False, base=base)
         expected = dmattn.attention(q, k, v, visible, key_bias=scores)
         torch.testing.assert_close(out, expected)

@@ -13,10 +13,10 @@ from dmattn.testing import top_k_visible
 from test_cache import History, assert_same_state
 
 
-def made(history, first=1, window=5, local=3, sink=2, rewind=4):
+def made(history, first=1, window=5, local=3, sink_keys=2, rewind=4):
     """A cache of all key heads of a history; so many of them stream."""
     B, Hkv, _, D = history.key.shape
-    options = {"local": local, "sink": sink, "rewind": rewind, "dtype": history.key.dtype, "device": history.key.device}
+    options = {"local": local, "sink_keys": sink_keys, "rewind": rewind, "dtype": history.key.dtype, "device": history.key.device}
     sizes = (D, history.value.shape[3])
     return MixedCache(BoundedCache(B, first, 0, *sizes, **options), BoundedCache(B, Hkv - first, window, *sizes, **options))
 
@@ -42,7 +42,7 @@ def test_all_heads_see_what_one_mask_shows_them(device, exact, first, select_onl
     out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
     never = torch.cat([torch.full_like(ranks[:, :first], -math.inf), ranks[:, first:]], 1)
     bias = recency.expand_as(ranks) if select_only else ranks
-    brute_check.assert_right(history.case(top_k_visible(never, 5, local=3, sink=2), bias), {"out": out, "lse": lse})
+    brute_check.assert_right(history.case(top_k_visible(never, 5, local=3, sink_keys=2), bias), {"out": out, "lse": lse})
     assert torch.equal(cache.length, torch.full_like(cache.length, 40))
     assert cache.nbytes == cache.streaming.nbytes + cache.selecting.nbytes
     assert cache.streaming.key.shape[2] == 5 + 4

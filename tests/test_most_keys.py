@@ -35,9 +35,9 @@ def window(count=6, **beside):
 
 KNOWN = {
     "top_k": (window, 6),
-    "top_k beside others": (lambda: window(local=3, sink=2), 11),
+    "top_k beside others": (lambda: window(local=3, sink_keys=2), 11),
     "top_k of no keys": (lambda: window(0, local=3), 3),
-    "top_k, not causal": (lambda: window(causal=False), 6),
+    "top_k, not causal": (lambda: window(is_causal=False), 6),
     "a window beyond all keys": (lambda: window(1000), 1000),
     "a window beyond all numbers": (lambda: window(BEYOND, local=BEYOND), MOST),
     "top_k in documents": (lambda: window(base=DOCUMENTS), 0),
@@ -49,7 +49,7 @@ KNOWN = {
     "sliding window": (lambda: IntervalMask.sliding_window(SK, 4), 5),
     "sliding window to both sides": (lambda: IntervalMask.sliding_window(SK, 4, 2), 7),
     "streaming": (lambda: IntervalMask.streaming(SK, 2, 5), 7),
-    "chunked": (lambda: IntervalMask.chunked(SK, 4, causal=False), 4),
+    "chunked": (lambda: IntervalMask.chunked(SK, 4, is_causal=False), 4),
     "one chunk": (lambda: IntervalMask.chunked(SK, BEYOND), MOST),
     "documents": (lambda: DOCUMENTS, 0),
     "padding": (lambda: PADDING, 0),
@@ -167,7 +167,7 @@ CALLS = {
         lambda q, k, v: dmattn.dynamic_mask_attention(q, k, v, SCORES, 6, base=IntervalMask.chunked(SK, 4)), 4
     ),
     "a selection in documents": (lambda q, k, v: dmattn.dynamic_mask_attention(q, k, v, SCORES, 6, base=DOCUMENTS), 0),
-    "a selection of all": (lambda q, k, v: dmattn.dynamic_mask_attention(q, k, v, SCORES, BEYOND, sink=9), MOST),
+    "a selection of all": (lambda q, k, v: dmattn.dynamic_mask_attention(q, k, v, SCORES, BEYOND, sink_keys=9), MOST),
 }  # fmt: skip
 
 
@@ -181,8 +181,8 @@ def layers():
     """Layers of every way to attention, with the number of keys that a query sees at most, over all heads."""
     return {
         "plain": (DynamicMaskAttention(64, 4, window=6, num_kv_heads=2), 6),
-        "beside local keys": (DynamicMaskAttention(64, 4, window=6, local=3, sink=2), 11),
-        "taught": (DynamicMaskAttention(64, 4, window=6, score="linear", taught=True), 6),
+        "beside local keys": (DynamicMaskAttention(64, 4, window=6, local=3, sink_keys=2), 11),
+        "taught": (DynamicMaskAttention(64, 4, window=6, score="linear", select_only=True), 6),
         "noise": (DynamicMaskAttention(64, 4, window=6, noise=0.5), 6),
         "heads that differ": (DynamicMaskAttention(64, 4, window=6, local=3, local_heads=2), 9),
         "recommended": (DynamicMaskAttention.recommended(64, 4, visible=8, score_queries=4), 14),
@@ -339,7 +339,7 @@ def test_a_wrong_number_changes_no_result(device, dtype, claimed, kind, key_bias
     start, end = tensor((2, 2, heads[1], keys), 8, device=device).mul(keys / 2).add(keys / 2).int().sort(0).values
     mask = {
         "few": lambda: IntervalMask.top_k(scores, keys // 20),
-        "most": lambda: IntervalMask.top_k(scores, keys * 9 // 10, causal=False),
+        "most": lambda: IntervalMask.top_k(scores, keys * 9 // 10, is_causal=False),
         "sliding": lambda: IntervalMask.sliding_window(keys, keys // 3, 5, device=device),
         "streaming": lambda: IntervalMask.streaming(keys, 9, keys // 8, device=device),
         "any": lambda: IntervalMask(start, end),

@@ -142,7 +142,7 @@ def test_parameters_are_torchs(arguments):
 
 
 def test_signatures_are_torchs():
-    for name, more in (("__init__", ["window"]), ("forward", ["mask"])):
+    for name, more in (("__init__", ["sliding_window"]), ("forward", ["mask"])):
         theirs, ours = (
             inspect.signature(getattr(module, name)).parameters for module in (torch.nn.MultiheadAttention, MultiheadAttention)
         )
@@ -151,14 +151,14 @@ def test_signatures_are_torchs():
 
 
 def test_copies_and_files():
-    ours = MultiheadAttention(E, H, window=3, dtype=WIDE)
+    ours = MultiheadAttention(E, H, sliding_window=3, dtype=WIDE)
     memory = io.BytesIO()
     torch.save(ours, memory)
     memory.seek(0)
     x = given_tensors()[0]
     for other in (copy.deepcopy(ours), torch.load(memory, weights_only=False)):
         torch.testing.assert_close(other(x, x, x), ours(x, x, x))
-        assert "window=(2, 0)" in repr(other)
+        assert "sliding_window=(2, 0)" in repr(other)
 
 
 # Window and masks ---------------------------------------------------------------------------------------------------------------------
@@ -177,12 +177,12 @@ def test_window_causality_and_masks(need_weights, lengths, more):
     Sk = lengths[1]
     interval = IntervalMask(j.int() - 1, j.int() + 2 + torch.arange(B)[:, None, None].int())
     cases = {
-        "3 latest": ({"window": 3}, {}, (j <= p) & (p - j < 3)),
-        "two sides": ({"window": (1, 2)}, {}, (p - j <= 1) & (j - p <= 2)),
+        "3 latest": ({"sliding_window": 3}, {}, (j <= p) & (p - j < 3)),
+        "two sides": ({"sliding_window": (1, 2)}, {}, (p - j <= 1) & (j - p <= 2)),
         "causal": ({}, {"is_causal": True}, j <= torch.arange(lengths[0])[:, None]),
-        "causal, window": ({"window": (2, 2)}, {"is_causal": True}, (j <= torch.arange(lengths[0])[:, None]) & (p - j <= 2) & (j - p <= 2)),
+        "causal, window": ({"sliding_window": (2, 2)}, {"is_causal": True}, (j <= torch.arange(lengths[0])[:, None]) & (p - j <= 2) & (j - p <= 2)),
         "mask": ({}, {"mask": interval}, interval.to_bool(*lengths[:2]).expand(B, H, -1, -1).flatten(0, 1)),
-        "mask, window": ({"window": (1, 9)}, {"mask": interval}, (interval.to_bool(*lengths[:2]) & (p - j <= 1)).expand(B, H, -1, -1).flatten(0, 1)),
+        "mask, window": ({"sliding_window": (1, 9)}, {"mask": interval}, (interval.to_bool(*lengths[:2]) & (p - j <= 1)).expand(B, H, -1, -1).flatten(0, 1)),
     }  # fmt: skip
     theirs, _ = pair_of(**more)
     for name, (made, options, visible) in cases.items():
@@ -351,7 +351,7 @@ def encoders(window=None):
     theirs = torch.nn.TransformerEncoder(layer, 2).eval()
     ours = copy.deepcopy(theirs)
     for module in ours.layers:
-        attention = MultiheadAttention(E, H, batch_first=True, dtype=WIDE, window=window).eval()
+        attention = MultiheadAttention(E, H, batch_first=True, dtype=WIDE, sliding_window=window).eval()
         attention.load_state_dict(module.self_attn.state_dict())
         module.self_attn = attention
     return theirs, ours
@@ -437,7 +437,7 @@ def test_inputs_of_torchs_own_tests(run_python):
 def test_compile_and_export(device):
     """One graph for all lengths, with and without masks."""
     torch._dynamo.reset()
-    module = MultiheadAttention(E, H, batch_first=True, window=(3, 1), device=device)
+    module = MultiheadAttention(E, H, batch_first=True, sliding_window=(3, 1), device=device)
     if device == "cuda":
         module = module.bfloat16()
     dtype = next(module.parameters()).dtype
@@ -494,10 +494,10 @@ BAD = {
     "blocks and more keys": (lambda: MultiheadAttention(E, H, add_zero_attn=True, batch_first=True, dtype=WIDE)(X, M, M, mask=BlockMask.from_bool(pairs("bool 2-D"))), ValueError, "mask: expected an IntervalMask with add_bias_kv or add_zero_attn"),
     "a mask of integers with the hint": (lambda: call(is_causal=True, attn_mask=torch.zeros(L, S, dtype=torch.int32)), TypeError, "attn_mask: expected dtype .*, got int32"),
     "is_causal as a number": (lambda: call(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
-    "a window of 0": (lambda: MultiheadAttention(E, H, window=0), ValueError, "window: expected a positive int, got 0"),
-    "a window of one side": (lambda: MultiheadAttention(E, H, window=(1,)), ValueError, r"window: expected an int or \(left, right\), got \(1,\)"),
-    "a negative side": (lambda: MultiheadAttention(E, H, window=(1, -1)), ValueError, "window: expected 0 <= window <= 1048576, got -1"),
-    "a window of text": (lambda: MultiheadAttention(E, H, window="3"), TypeError, "window: expected a positive int, got str"),
+    "a window of 0": (lambda: MultiheadAttention(E, H, sliding_window=0), ValueError, "sliding_window: expected a positive int, got 0"),
+    "a window of one side": (lambda: MultiheadAttention(E, H, sliding_window=(1,)), ValueError, r"sliding_window: expected an int or \(left, right\), got \(1,\)"),
+    "a negative side": (lambda: MultiheadAttention(E, H, sliding_window=(1, -1)), ValueError, "sliding_window: expected 0 <= sliding_window <= 1048576, got -1"),
+    "a window of text": (lambda: MultiheadAttention(E, H, sliding_window="3"), TypeError, "sliding_window: expected a positive int, got str"),
     "heads that do not divide": (lambda: MultiheadAttention(E, 3), ValueError, "embed_dim: expected a multiple of num_heads=3, got 20"),
     "scripted": (lambda: torch.jit.script(MODULE), NotImplementedError, "torch.jit.script is not supported"),
 }  # fmt: skip

@@ -143,7 +143,7 @@ def test_scores_learn_the_attention_of_later_queries(quality):
     score = torch.zeros(1, 2, 128, requires_grad=True)
     optimizer = torch.optim.Adam([score], lr=0.1)
     for _ in range(50):
-        _, loss = attention.taught(query, key, key, None, score, key)
+        _, loss = attention.explored(query, key, key, None, score, key)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -156,7 +156,7 @@ def test_queries_that_explore_attend_to_all(quality):
     settings = quality.settings_of({"task": "mqar", "variant": "taught+local+explore", **SMALL, "teach_rows": 128})
     attention = quality_model.Attention(settings)
     query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()
-    out, _ = attention.taught(query, key, value, None, torch.zeros(1, 2, 128), torch.full_like(query, torch.nan))
+    out, _ = attention.explored(query, key, value, None, torch.zeros(1, 2, 128), torch.full_like(query, torch.nan))
     dense = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     seen = ~out.isnan()
     assert seen.any(3).sum() >= 2 * 100
@@ -197,7 +197,7 @@ def test_the_layer_is_what_was_measured(quality, name):
     measured, s = Attention(settings), settings
     torch.nn.init.normal_(measured.to_score.weight)
     layer = DynamicMaskAttention(
-        s.width, s.heads, s.window, local=s.local, sink=s.sink, local_heads=s.plain_heads, score="linear", taught=s.bias == "none",
+        s.width, s.heads, s.window, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear", select_only=s.bias == "none",
         score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
         partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip

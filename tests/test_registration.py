@@ -162,8 +162,8 @@ def test_opcheck_decode(arguments):
     ids=str,
 )
 def test_opcheck_cache(sizes, dtype):
-    window, local, sink, rewind = sizes
-    cache = BoundedCache(2, 2, window, 8, 16, local=local, sink=sink, rewind=rewind, dtype=dtype)
+    window, local, sink_keys, rewind = sizes
+    cache = BoundedCache(2, 2, window, 8, 16, local=local, sink_keys=sink_keys, rewind=rewind, dtype=dtype)
     key, value, scores = tensor((2, 2, 12, 8), 0, dtype), tensor((2, 2, 12, 16), 1, dtype), tensor((2, 2, 12), 2)
     cache.attend(tensor((2, 4, 12, 8), 3, dtype), key, value, scores)
     state, count = tuple(getattr(cache, name) for name in CACHE_STATE), torch.tensor([1, 0], dtype=torch.int32)
@@ -229,7 +229,7 @@ def compiled_functions(device):
         return dmattn.dynamic_mask_attention(q, k, v, scores, 8, base=base, return_lse=True)
 
     def local_inside(q, k, v, scores):
-        return dmattn.dynamic_mask_attention(q, k, v, scores, 8, local=6, sink=2, return_lse=True)
+        return dmattn.dynamic_mask_attention(q, k, v, scores, 8, local=6, sink_keys=2, return_lse=True)
 
     def block_inside(q, k, v, scores):
         table = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -269,8 +269,8 @@ def test_compile_forward_and_backward_without_recompiling(device, dtype, number)
 
 
 def test_compiled_sizes_of_a_selection_change_without_recompiling():
-    def fn(query, scores, window, local, sink):
-        return dmattn.dynamic_mask_attention(query, query, query, scores, window, local=local, sink=sink)
+    def fn(query, scores, window, local, sink_keys):
+        return dmattn.dynamic_mask_attention(query, query, query, scores, window, local=local, sink_keys=sink_keys)
 
     query, scores = tensor((1, 2, 40, 16), 0), tensor((1, 2, 40), 1)
     torch._dynamo.reset()
@@ -286,7 +286,7 @@ class Generates(torch.nn.Module):
 
     def __init__(self, dtype=torch.float32, device="cpu"):
         super().__init__()
-        self.cache = BoundedCache(2, 2, 6, 16, 16, local=3, sink=2, rewind=4, dtype=dtype, device=device)
+        self.cache = BoundedCache(2, 2, 6, 16, 16, local=3, sink_keys=2, rewind=4, dtype=dtype, device=device)
 
     def forward(self, query, key, value, scores, lengths=None):
         return self.cache.attend(query, key, value, scores, lengths=lengths)
@@ -355,7 +355,7 @@ class Attends(torch.nn.Module):
 
 class AttendsBeside(torch.nn.Module):
     def forward(self, q, k, v, scores):
-        return dmattn.dynamic_mask_attention(q, k, v, scores, 16, local=12, sink=3)
+        return dmattn.dynamic_mask_attention(q, k, v, scores, 16, local=12, sink_keys=3)
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -468,7 +468,7 @@ def test_flop_counter_counts_visible_work(device, dtype, kind):
         "causal": IntervalMask.causal(50, device=device),
         "window": IntervalMask.sliding_window(50, 4, device=device),
         "block": BlockMask.from_bool(block),
-        "local": IntervalMask.top_k(tensor((2, 2, 50), 1, device=device), 3, local=5, sink=2),
+        "local": IntervalMask.top_k(tensor((2, 2, 50), 1, device=device), 3, local=5, sink_keys=2),
     }
     # Beside the first 2 and the last 5 keys a query sees 3 others, as soon as there are so many: 10 in all.
     pairs = {"dense": 2500, "causal": 1275, "window": 50 * 5 - 10, "block": int(block.sum()), "local": 55 + 40 * 10}[kind] * 2 * 4

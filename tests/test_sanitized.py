@@ -159,9 +159,11 @@ def test_decode(page_size, heads, queries, sizes):
 @pytest.mark.parametrize("sizes", [(300, 20, 4, 7), (40, 0, 0, 0), (0, 30, 2, 3)], ids=str)
 def test_cache(sizes):
     """Steps, a chunk of more tokens than places are found for at once, padding and a rewind, beside the same on the CPU."""
-    window, local, sink, rewind = sizes
+    window, local, sink_keys, rewind = sizes
     cpu, gpu = (
-        dmattn.BoundedCache(2, 2, window, 64, 40, local=local, sink=sink, rewind=rewind, dtype=torch.bfloat16, device=device)
+        dmattn.BoundedCache(
+            2, 2, window, 64, 40, local=local, sink_keys=sink_keys, rewind=rewind, dtype=torch.bfloat16, device=device
+        )
         for device in ("cpu", "cuda")
     )
     for seed, tokens in enumerate((1, 4500, 1, 20, 1)):

@@ -42,7 +42,7 @@ def test_op_equals_brute_force_in_every_dtype(device, data, dtype, kind):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_scores_keep_the_later_key(device, causal):
-    visible = IntervalMask.top_k(torch.zeros(1, 1, 6, device=device), 2, causal=causal).to_bool(6, 6)[0, 0].cpu()
+    visible = IntervalMask.top_k(torch.zeros(1, 1, 6, device=device), 2, is_causal=causal).to_bool(6, 6)[0, 0].cpu()
     latest = torch.tensor([j >= 4 for j in range(6)]).expand(6, 6)
     sliding = IntervalMask.sliding_window(6, 1).to_bool(6, 6)[0, 0]
     assert torch.equal(visible, sliding if causal else latest)
@@ -85,7 +85,7 @@ def test_scores_of_16_bits_are_selected_as_in_float32(device, kind, length, dtyp
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_nan_and_minus_inf_are_never_selected(device, bad, causal):
     scores = torch.tensor([[[bad, 1.0, bad, 0.5, bad]]], device=device)
-    visible = IntervalMask.top_k(scores, 5, causal=causal).to_bool(5, 5)
+    visible = IntervalMask.top_k(scores, 5, is_causal=causal).to_bool(5, 5)
     assert not visible[..., [0, 2, 4]].any()
     assert visible[0, 0, 4].tolist() == [False, True, False, True, False]
 
@@ -190,7 +190,7 @@ def test_documents_of_all_lengths(device, length, window):
 def test_local_window_and_sinks_equal_brute_force(device, data, dtype, kind):
     """The op, over documents with hidden keys in front of them, between them and at their ends."""
     length = data.draw(strategies.lengths(130, min_length=1))
-    window, local, sink = data.draw(strategies.selection_sizes(length, True))
+    window, local, sink_keys = data.draw(strategies.selection_sizes(length, True))
     generator = torch.Generator().manual_seed(data.draw(strategies.seeds()))
     scores = strategies.make_scores((2, 2, length), kind, data.draw(strategies.seeds()), dtype, device)
     scores[torch.rand(2, 2, length, generator=generator) < data.draw(st.sampled_from((0.0, 0.3)))] = torch.nan
@@ -202,33 +202,33 @@ def test_local_window_and_sinks_equal_brute_force(device, data, dtype, kind):
         seen = ((run[:, :, None] == run[:, None, :]) & (ids >= 0)[:, None, :])[:, None]
         documents = IntervalMask.documents(length, ids=ids.to(device)).end
     with poisoned_memory(scores):
-        end = torch.ops.dmattn.select(scores, documents, window, True, local, sink)
-    expected = brute_force.selected(brute_check.numbers(scores), window, True, seen.numpy(), local, sink)
+        end = torch.ops.dmattn.select(scores, documents, window, True, local, sink_keys)
+    expected = brute_force.selected(brute_check.numbers(scores), window, True, seen.numpy(), local, sink_keys)
     assert torch.equal(visible_sets(end).cpu(), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize(
-    ("window", "local", "sink"), [(5, 3, 0), (5, 0, 2), (5, 3, 2), (100, 30, 40), (3, 1000, 2), (0, 3, 2), (600, 9, 4)]
+    ("window", "local", "sink_keys"), [(5, 3, 0), (5, 0, 2), (5, 3, 2), (100, 30, 40), (3, 1000, 2), (0, 3, 2), (600, 9, 4)]
 )
-def test_a_query_sees_as_many_keys_as_it_is_told(device, window, local, sink):
+def test_a_query_sees_as_many_keys_as_it_is_told(device, window, local, sink_keys):
     scores = strategies.make_scores((1, 4, 500), "ties", 3, device=device)
-    end = IntervalMask.top_k(scores, window, local=local, sink=sink).end
-    counts = torch.arange(1, 501, device=device).clamp(max=window + local + sink).expand(1, 4, 500)
+    end = IntervalMask.top_k(scores, window, local=local, sink_keys=sink_keys).end
+    counts = torch.arange(1, 501, device=device).clamp(max=window + local + sink_keys).expand(1, 4, 500)
     assert torch.equal(visible_sets(end).sum(-1), counts)
 
 
 @pytest.mark.parametrize("sizes", [(4, 0), (4, 7), (0, 7), (1, 1), (300, 1), (1, 300), (2**40, 0)])
 def test_a_window_of_0_streams(device, sizes):
-    sink, local = sizes
+    sink_keys, local = sizes
     scores = strategies.make_scores((2, 3, 70), "random", 3, device=device)
-    streaming = IntervalMask.streaming(70, min(sink, 70), local, device=device).to_bool(70, 70).expand(2, 3, 70, 70)
-    assert torch.equal(IntervalMask.top_k(scores, 0, sink=sink, local=local).to_bool(70, 70), streaming)
+    streaming = IntervalMask.streaming(70, min(sink_keys, 70), local, device=device).to_bool(70, 70).expand(2, 3, 70, 70)
+    assert torch.equal(IntervalMask.top_k(scores, 0, sink_keys=sink_keys, local=local).to_bool(70, 70), streaming)
 
 
 def test_sinks_take_no_place_of_the_window(device):
     """Neither while they are sinks alone nor in the local window, and the keys behind the best one are no worse off for its being a sink."""
     scores = torch.tensor([[[9.0, 8.0, 1.0, 5.0, 3.0, 7.0, 2.0, 0.0]]], device=device)
-    visible = IntervalMask.top_k(scores, 2, local=2, sink=1).to_bool(8, 8)[0, 0]
+    visible = IntervalMask.top_k(scores, 2, local=2, sink_keys=1).to_bool(8, 8)[0, 0]
     seen = [row.nonzero().flatten().tolist() for row in visible]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [0, 1, 3, 5, 6], [0, 1, 5, 6, 7]]
 
@@ -236,7 +236,7 @@ def test_sinks_take_no_place_of_the_window(device):
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_local_window_and_sinks_show_what_is_never_selected(device, bad):
     scores = torch.tensor([[[bad, bad, 1.0, bad, 0.5, bad]]], device=device)
-    visible = IntervalMask.top_k(scores, 6, local=2, sink=1).to_bool(6, 6)[0, 0]
+    visible = IntervalMask.top_k(scores, 6, local=2, sink_keys=1).to_bool(6, 6)[0, 0]
     seen = [row.nonzero().flatten().tolist() for row in visible]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 4, 5]]
 
@@ -249,26 +249,26 @@ def test_a_local_window_delays_and_sinks_do_not_compete(device, dtype, kind, len
     scores = strategies.make_scores((2, 2, length), kind, length, dtype, device)
     scores[:, 1, ::3] = torch.nan
     keys, forever = torch.arange(length, device=device), torch.iinfo(torch.int32).max
-    for window, local, sink in ((1, 1, 1), (length // 20 + 1, 100, 5), (length + 1, 7, 1030), (length // 3 + 1, 0, 4)):
+    for window, local, sink_keys in ((1, 1, 1), (length // 20 + 1, 100, 5), (length + 1, 7, 1030), (length // 3 + 1, 0, 4)):
         others = scores.clone()
-        others[:, :, :sink] = -torch.inf
+        others[:, :, :sink_keys] = -torch.inf
         plain = torch.ops.dmattn.select(others, None, window, True).long()
-        expected = torch.where((plain == forever) | (keys < sink), forever, plain + min(local, length))
-        assert torch.equal(torch.ops.dmattn.select(scores, None, window, True, local, sink).long(), expected)
+        expected = torch.where((plain == forever) | (keys < sink_keys), forever, plain + min(local, length))
+        assert torch.equal(torch.ops.dmattn.select(scores, None, window, True, local, sink_keys).long(), expected)
 
 
 @pytest.mark.parametrize("sizes", [(0, 5, 2), (3, 5, 2), (3, 200, 0), (200, 0, 40), (200, 200, 40)])
 @pytest.mark.parametrize("length", [300, 5000, 20000])
 def test_local_window_and_sinks_end_with_their_document(device, length, sizes):
-    window, local, sink = sizes
+    window, local, sink_keys = sizes
     generator = torch.Generator().manual_seed(length + window)
     borders = torch.randperm(length - 1, generator=generator)[: max(length // 150, 2)].sort().values + 1
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), borders, torch.tensor([length])])
     scores = torch.randint(0, 50, (1, 2, length), generator=generator).float()
     base = IntervalMask.documents(length, ends.to(device))
-    mask = IntervalMask.top_k(scores.to(device), window, base=base, local=local, sink=sink)
+    mask = IntervalMask.top_k(scores.to(device), window, base=base, local=local, sink_keys=sink_keys)
     for first, last in itertools.pairwise(ends.tolist()):
-        alone = IntervalMask.top_k(scores[:, :, first:last], window, local=local, sink=sink)
+        alone = IntervalMask.top_k(scores[:, :, first:last], window, local=local, sink_keys=sink_keys)
         assert torch.equal(mask.end[:, :, first:last].cpu(), (alone.end.long() + first).clamp(max=last).int())
 
 
@@ -276,6 +276,6 @@ def test_sinks_are_the_first_keys_of_a_document_that_are_there(device):
     ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, 1, 1], device=device)
     scores = torch.zeros(1, 1, 10, device=device)
     base = IntervalMask.documents(10, ids=ids) & IntervalMask.padding(10, 9, device=device)
-    visible = IntervalMask.top_k(scores, 0, base=base, sink=1, local=1).to_bool(10, 10)[0, 0]
+    visible = IntervalMask.top_k(scores, 0, base=base, sink_keys=1, local=1).to_bool(10, 10)[0, 0]
     seen = [row.nonzero().flatten().tolist() for row in visible]
     assert seen == [[], [], [2], [2, 3], [2, 4], [], [6], [6, 7], [6, 8], [6]]

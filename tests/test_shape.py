@@ -103,7 +103,7 @@ def test_the_table_has_every_column_of_dmattn_and_of_torch(capsys, monkeypatch):
     lines = out.splitlines()
     assert lines[0].startswith("batch 2, 4 heads on 2, head size 16, 200 tokens, 44 keys of each query, float32, ")
     assert lines[2].split() == ["forward", "backward", "decode", "memory", "cache"]
-    cache = {"dmattn": dmattn.BoundedCache(2, 2, 32, 16, local=8, sink=4).nbytes, "SDPA (flash)": 2 * 2 * 2 * 200 * 16 * 4}
+    cache = {"dmattn": dmattn.BoundedCache(2, 2, 32, 16, local=8, sink_keys=4).nbytes, "SDPA (flash)": 2 * 2 * 2 * 200 * 16 * 4}
     for name, line in zip(cache, lines[3:5], strict=True):
         *times, _, memory, count, unit = line.removeprefix(name).split()[:9]
         assert all(float(number) > 0 for number in line.removeprefix(name).split()[:6:2])
@@ -126,7 +126,7 @@ def test_dmattn_and_torch_have_every_number_on_this_device(device, dtype):
 def test_candidates_compute_what_their_names_say():
     inputs = Inputs(SMALL)
     ours, dense = inputs.dynamic_mask(), inputs.dense("flash", SDPBackend.FLASH_ATTENTION)
-    mask = dmattn.IntervalMask.top_k(inputs.scores, 32, local=8, sink=4)
+    mask = dmattn.IntervalMask.top_k(inputs.scores, 32, local=8, sink_keys=4)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, mask, key_bias=inputs.scores, is_causal=True)
     tolerance.assert_same_in_another_order(ours.attend(), expected, torch.float32)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, is_causal=True)

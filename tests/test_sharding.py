@@ -1,4 +1,4 @@
-"""DTensors: whatever way batches and heads are dealt out to ranks, results and gradients are those of whole tensors."""
+"""DTensors: whatever way batches and heads are distributed to ranks, results and gradients are those of whole tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_two_ranks_compute_what_one_does(device_ranks, layout):
 
 @pytest.mark.slow
 def test_a_mesh_of_two_dimensions(device_ranks):
-    """Four ranks deal out batches along one dimension and heads along the other, or either along both."""
+    """Four ranks distribute batches along one dimension and heads along the other, or either along both."""
     if device_ranks.size < 4:
         pytest.skip("four ranks")
     layouts = [("batch", "heads"), ("heads", "batch"), ("none", "heads"), ("batch", "batch")]

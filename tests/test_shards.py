@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (one case a line, however long)
-"""The layer's positions and head counts: packed documents told by positions that restart, and heads that are dealt out to ranks."""
+"""The layer's positions and head counts: packed documents told by positions that restart, and heads that are distributed to ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ tensor = strategies.random_tensor
 SCORES = {
     "scores of values": {},
     "linear scores": {"score": "linear"},
-    "taught, recency, local": {"score": "linear", "taught": True, "recency": 0.25, "local": 3, "sink": 1},
+    "taught, recency, local": {"score": "linear", "taught": True, "recency": 0.25, "local": 3, "sink_keys": 1},
 }
 
 
@@ -114,9 +114,9 @@ def test_what_does_not_fit_a_shard_is_refused():
         ({"score": "linear"}, r"score: expected a module that returns \[B, S, Hkv\] = \[2, 20, 1\], got \[2, 20, 2\]"),
         (
             {"score": "linear", "local": 3, "local_heads": 1},
-            "local_heads: expected 0 where key heads are dealt out to ranks, got 1",
+            "local_heads: expected 0 where key heads are distributed to ranks, got 1",
         ),
-        ({"rotated_heads": 1}, "rotated_heads: expected None where key heads are dealt out to ranks, got 1"),
+        ({"rotated_heads": 1}, "rotated_heads: expected None where key heads are distributed to ranks, got 1"),
         ({}, r"dt_proj: expected a module|A: expected|mat1 and mat2"),
     ):
         part = layer_of(**options)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_a_shard_is_refused():
         with pytest.raises((ValueError, RuntimeError), match=message):
             part(hidden)
     for heads in (1, 9):
-        with pytest.raises(ValueError, match="local_heads: expected 0 where key heads are dealt out to ranks, got 1"):
+        with pytest.raises(ValueError, match="local_heads: expected 0 where key heads are distributed to ranks, got 1"):
             layer_of(score="linear", local=3, local_heads=1).new_cache(2, num_kv_heads=heads)
     with pytest.raises(TypeError, match="num_kv_heads: expected a positive int, got float"):
         layer_of().new_cache(2, num_kv_heads=1.0)

@@ -68,7 +68,7 @@ def test_lengths_beyond_int32_do_not_wrap(extra):
         )
         assert traced(lengths).tolist() == [9, 3]
     ids = torch.tensor([1, 1 + 2**32, 1 + 2**32, 2])
-    assert IntervalMask.documents(4, ids=ids, causal=False).to_bool(4, 4)[0, 0].sum(-1).tolist() == [1, 2, 2, 1]
+    assert IntervalMask.documents(4, ids=ids, is_causal=False).to_bool(4, 4)[0, 0].sum(-1).tolist() == [1, 2, 2, 1]
 
 
 def test_rope_turns_as_published():
@@ -111,7 +111,7 @@ def test_the_largest_length_is_taken(device, dtype):
 @pytest.mark.parametrize("order", [1, -1])
 def test_and_keeps_the_causality_of_either(order):
     """Selection within causal documents and padding: later keys are hidden, whichever of the two is causal."""
-    documents = IntervalMask.documents(12, torch.tensor([0, 5, 12]), causal=True)
+    documents = IntervalMask.documents(12, torch.tensor([0, 5, 12]), is_causal=True)
     padding = IntervalMask.padding(12, 10)
     first, second = (documents, padding)[::order]
     scores = tensor((1, 2, 12), 0)

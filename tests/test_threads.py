@@ -57,7 +57,7 @@ def test_bias_gradients_of_shared_heads_are_not_raced_for(B, H, Hkv, lead, Sq, S
 @pytest.mark.parametrize("Sk", [1024, 1025, 2060])
 @pytest.mark.parametrize("D", [16, 24])
 def test_parts_of_a_head_add_up(count, Sk, D):
-    """With fewer heads than threads, queries are dealt to several workers and their sums of keys added up, 1,024 keys a task."""
+    """With fewer heads than threads, queries are distributed over several workers and their sums of keys added up, 1,024 keys a task."""
     case = make(H=2, Hkv=1, Sq=140, Sk=Sk, D=D, key_bias=tensor((1, 2, Sk), 6), is_causal=True)
     with threads(count):
         assert_close_to_reference(case, run(case))

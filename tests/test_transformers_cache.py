@@ -45,8 +45,8 @@ def built(kind: str) -> torch.nn.Module:
         model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, keep_window_size=5))
         return scattered(enable_dynamic_mask_attention(model.eval()))
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, head_dim=12))  # no multiple of 8
-    options = {"local_heads": 1, "recency": 0.25, "score": "linear", "taught": True} if kind == "as recommended" else {}
-    model = convert(plain, 4, local=3, sink=2, **options)
+    options = {"local_heads": 1, "recency": 0.25, "score": "linear", "select_only": True} if kind == "as recommended" else {}
+    model = convert(plain, 4, local=3, sink_keys=2, **options)
     return scattered(model.eval())
 
 
@@ -339,7 +339,8 @@ def test_what_cannot_be_honoured_is_refused(model):
         bounded_cache(torch.nn.Linear(2, 2))
     wrong = transformers.Cache(layers=[BoundedLayer(9), BoundedLayer(9)])
     with pytest.raises(
-        ValueError, match=r"past_key_values: expected \(window, local, sink, local_heads\) = .* got a cache with \(9, 0, 0, 0\)"
+        ValueError,
+        match=r"past_key_values: expected \(window, local, sink_keys, local_heads\) = .* got a cache with \(9, 0, 0, 0\)",
     ):
         logits_after(model, wrong, tokens)
     offloaded = bounded_cache(model)

@@ -34,7 +34,7 @@ CONFIGS = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
 }
-RECOMMENDED = {"local": 4, "sink": 2, "local_heads": 1, "recency": 0.25, "score": "linear", "taught": True}
+RECOMMENDED = {"local": 4, "sink_keys": 2, "local_heads": 1, "recency": 0.25, "score": "linear", "select_only": True}
 ADDED = {"exp": ["A", "dt_proj.weight"], "linear": ["dt_proj.bias", "dt_proj.weight"]}
 
 
@@ -80,7 +80,12 @@ def logits_of(model, tokens, mask=None) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("llama", {}), ("mistral", {"local": 3, "sink": 2}), ("qwen2", {"score": "linear"}), ("qwen3", RECOMMENDED | {"local": 20})],
+    [
+        ("llama", {}),
+        ("mistral", {"local": 3, "sink_keys": 2}),
+        ("qwen2", {"score": "linear"}),
+        ("qwen3", RECOMMENDED | {"local": 20}),
+    ],
 )
 def test_at_first_short_contexts_give_what_they_gave(name, options):
     model = built(name)
@@ -92,7 +97,7 @@ def test_at_first_short_contexts_give_what_they_gave(name, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 6}, {"window": 4, "local": 2}, RECOMMENDED | {"window": 2, "local": 4, "sink": 0, "local_heads": 0}],
+    [{"window": 6}, {"window": 4, "local": 2}, RECOMMENDED | {"window": 2, "local": 4, "sink_keys": 0, "local_heads": 0}],
     ids=str,
 )
 def test_at_first_the_window_slides(options):
@@ -116,7 +121,7 @@ def test_a_converted_layer_is_that_of_doge():
     assert_close(layer(hidden, positions)[0], expected)
 
 
-@pytest.mark.parametrize("options", [{"local": 3, "sink": 2}, {"local": 3, "local_heads": 1}, RECOMMENDED], ids=str)
+@pytest.mark.parametrize("options", [{"local": 3, "sink_keys": 2}, {"local": 3, "local_heads": 1}, RECOMMENDED], ids=str)
 def test_a_layer_attends_to_what_its_settings_say(options):
     converted = scattered(convert(built(), 4, **options))
     layer = converted.model.layers[0].self_attn
@@ -132,16 +137,16 @@ def test_a_layer_attends_to_what_its_settings_say(options):
         scores = projected if layer.score == "linear" else torch.exp(layer.A * torch.nn.functional.softplus(projected))
         scores = scores.transpose(1, 2)
         ranks = scores if layer.log_slope is None else scores + layer.log_slope.exp()[:, None] * torch.arange(30.0)
-        seen = IntervalMask.top_k(ranks, 4, local=layer.local, sink=layer.sink).to_bool(30, 30)
-        streaming = IntervalMask.streaming(30, layer.sink, layer.local).to_bool(30, 30)
+        seen = IntervalMask.top_k(ranks, 4, local=layer.local, sink_keys=layer.sink_keys).to_bool(30, 30)
+        streaming = IntervalMask.streaming(30, layer.sink_keys, layer.local).to_bool(30, 30)
         seen = torch.cat([streaming.expand(2, layer.local_heads, -1, -1), seen[:, layer.local_heads :]], 1)
-        bias = torch.zeros_like(scores) if layer.taught else scores
+        bias = torch.zeros_like(scores) if layer.select_only else scores
         mask = torch.where(seen, bias[:, :, None], -torch.inf).repeat_interleave(2, 1)
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
         assert_close(layer(hidden, angles)[0], layer.o_proj(out.transpose(1, 2).flatten(2)))
 
 
-@pytest.mark.parametrize("options", [{"local": 3, "sink": 2}, RECOMMENDED], ids=str)
+@pytest.mark.parametrize("options", [{"local": 3, "sink_keys": 2}, RECOMMENDED], ids=str)
 def test_parts_and_packed_sequences_give_what_whole_ones_give(options):
     model, tokens = scattered(convert(built(), 4, **options)), distinct(1, 30)
     whole = logits_of(model, tokens)
@@ -158,7 +163,7 @@ def test_parts_and_packed_sequences_give_what_whole_ones_give(options):
 
 
 def test_scores_that_are_added_to_logits_learn():
-    model = convert(built(), 4, local=3, sink=2).train()
+    model = convert(built(), 4, local=3, sink_keys=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(3, 40, (4, 40), generator=torch.Generator().manual_seed(4))
     losses = []
@@ -330,7 +335,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {"local": 3, "sink": 2, "bounded_cache": True, "rewind": 5}) for name in CONFIGS] + [("llama", RECOMMENDED)],
+    [(name, {"local": 3, "sink_keys": 2, "bounded_cache": True, "rewind": 5}) for name in CONFIGS] + [("llama", RECOMMENDED)],
 )
 def test_saved_and_loaded(name, options, tmp_path):
     plain = built(name)
@@ -346,7 +351,7 @@ def test_saved_and_loaded(name, options, tmp_path):
     assert loaded.config.dynamic_mask == model.config.dynamic_mask
     assert torch.equal(logits_of(loaded, distinct()), logits_of(model, distinct()))
     assert loaded.model.layers[0].self_attn.cache_rewind == options.get("rewind")
-    assert (type(loaded.loss_function).__name__ == "LossWithScores") == options.get("taught", False)
+    assert (type(loaded.loss_function).__name__ == "LossWithScores") == options.get("select_only", False)
     assert loaded.loss_type == model.loss_type == "ForCausalLM"
     lower = load_converted(tmp_path, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in lower.parameters()} == {torch.bfloat16}
@@ -374,13 +379,13 @@ def test_copied_and_pickled_after_training():
         ({"window": 0}, "window: expected"),
         ({"window": 1.5}, "window: expected a positive int"),
         ({"local": -1}, "local: expected"),
-        ({"sink": True}, "sink: expected an int"),
+        ({"sink_keys": True}, "sink_keys: expected an int"),
         ({"local_heads": 1}, "local_heads: expected fewer than the 2 key heads, and local > 0, got 1 with local=0"),
         ({"local_heads": 2, "local": 3}, "local_heads: expected fewer than the 2 key heads"),
-        ({"recency": 0.25}, "recency: expected None, or a number > 0 with taught=True, got 0.25 with taught=False"),
-        ({"recency": 0.0, "taught": True}, "recency: expected"),
+        ({"recency": 0.25}, "recency: expected None, or a number > 0 with select_only=True, got 0.25 with select_only=False"),
+        ({"recency": 0.0, "select_only": True}, "recency: expected"),
         ({"score": "log"}, "score: expected 'exp' or 'linear', got 'log'"),
-        ({"taught": 1}, "taught: expected a bool"),
+        ({"select_only": 1}, "select_only: expected a bool"),
         ({"score_queries": 0}, "score_queries: expected"),
         ({"bounded_cache": None}, "bounded_cache: expected a bool"),
         ({"rewind": -1}, "rewind: expected"),

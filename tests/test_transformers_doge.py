@@ -76,7 +76,7 @@ def padding(side: str | None, batch: int = 2, length: int = 20) -> torch.Tensor 
 def loss_and_gradients(model, **inputs):
     seen = inputs.get("attention_mask")
     labels = inputs["input_ids"]
-    if seen is not None:  # nor does padding foretell the first token
+    if seen is not None:  # nor does padding predict the first token
         labels = labels.masked_fill((seen == 0) | (seen.cumsum(1) == 1), -100)
     out = model(**inputs, labels=labels)
     logits = out.logits if seen is None else out.logits[seen.bool()]

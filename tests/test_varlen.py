@@ -31,7 +31,7 @@ def ends_of(lengths, device="cpu", dtype=torch.int32):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype, device=device)
 
 
-def visible_pairs(queries, keys, Tq, Tk, causal, *, scores=None, window=0, local=0, sink=0, mask=None):
+def visible_pairs(queries, keys, Tq, Tk, causal, *, scores=None, window=0, local=0, sink_keys=0, mask=None):
     """bool [1, Hkv|1, Tq, Tk], one document after the other; scores [Tk, Hkv]."""
     heads = 1 if scores is None else scores.shape[1]
     heads = max(heads, 1 if mask is None else mask.shape[1])
@@ -42,9 +42,9 @@ def visible_pairs(queries, keys, Tq, Tk, causal, *, scores=None, window=0, local
         block = torch.ones(1, 1, Lq, Lk, dtype=torch.bool)
         if causal:
             block = (torch.arange(Lk) <= position[:, None])[None, None]
-        if scores is not None or local or sink:
+        if scores is not None or local or sink_keys:
             given_scores = torch.zeros(1, 1, Lk) if scores is None else scores[first_k:last_k].T[None]
-            of_keys = top_k_visible(given_scores, window, causal, None, local, sink)  # [1, Hkv, Lk, Lk]
+            of_keys = top_k_visible(given_scores, window, causal, None, local, sink_keys)  # [1, Hkv, Lk, Lk]
             block = block & (of_keys[:, :, position.clamp(0)] if Lk else block)
         if mask is not None:
             whole = mask.to_tensor(Tk)
@@ -103,9 +103,9 @@ def test_every_document_by_itself(device, dtype, causal, lengths, behind):
 
 RULES = {
     "selected": {"window": 3},
-    "selected, with a local window and sinks": {"window": 2, "local": 3, "sink": 1},
+    "selected, with a local window and sinks": {"window": 2, "local": 3, "sink_keys": 1},
     "local alone": {"local": 3},
-    "streaming": {"local": 2, "sink": 2},
+    "streaming": {"local": 2, "sink_keys": 2},
     "sliding": {"mask": IntervalMask.sliding_window(37, 3, 1)},
     "selected and sliding": {"window": 4, "mask": IntervalMask.sliding_window(37, 6)},
     "a mask per head": {"mask": IntervalMask(torch.arange(37, dtype=torch.int32) - 2, torch.arange(37, dtype=torch.int32) + tensor((1, 2, 37), 4).mul(8).int())},
@@ -374,7 +374,7 @@ def test_compile_without_recompiling(device, dtype):
 def test_export_with_other_documents(tmp_path):
     class Model(torch.nn.Module):
         def forward(self, query, key, ends_q, ends_k):
-            return dmattn.varlen_attention(query, key, key, ends_q, ends_k, is_causal=True, local=4, sink=1)
+            return dmattn.varlen_attention(query, key, key, ends_q, ends_k, is_causal=True, local=4, sink_keys=1)
 
     def example(lengths_q, lengths_k):
         query, key, _ = (given[0].transpose(0, 1) for given in tokens(sum(lengths_q), sum(lengths_k), "cpu", torch.float32))
@@ -480,7 +480,7 @@ BAD = {
     "a window without scores": (lambda: attend(window=3), ValueError, "window: expected None without scores, got 3"),
     "scores without a window": (lambda: attend(scores=K[..., 0]), ValueError, "window: expected a number of keys with scores, got None"),
     "an empty window": (lambda: attend(scores=K[..., 0], window=0), ValueError, "window: expected a positive int, got 0"),
-    "local without causality": (lambda: attend(local=3), ValueError, "local, sink: expected 0 and 0 with is_causal=False, got 3 and 0"),
+    "local without causality": (lambda: attend(local=3), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 3 and 0"),
     "scores of query heads": (lambda: attend(scores=tensor((26, 4), 0), window=3), ValueError, r"scores: expected \[Tk, Hkv\] with Tk=26, H=4, Hkv=2, got \[26, 4\]"),
     "scores of one dimension": (lambda: attend(scores=tensor((26,), 0), window=3), ValueError, r"scores: expected \[Tk, Hkv\]"),
     "integer scores": (lambda: attend(scores=torch.ones(26, 2).int(), window=3), TypeError, "scores: expected dtype"),

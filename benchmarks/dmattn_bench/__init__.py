@@ -2,7 +2,7 @@
 
 How it is made, from the bottom up:
 
-- ``cases`` says what one workload computes, ``peers`` who stands beside dmattn, ``measure`` checks results and takes times and memory.
+- ``cases`` says what one workload computes, ``peers`` what dmattn is compared with, ``measure`` checks results and takes times and memory.
 - ``suite`` measures cases and makes one row of each; ``decode``, ``serve``, ``training_step`` and ``context_parallel`` measure what is not
   one call of attention, and can be run by themselves.
 - ``workloads`` gives all of them names; ``records`` notes the machine, and writes and reads results.

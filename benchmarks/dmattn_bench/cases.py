@@ -1,4 +1,4 @@
-"""One case: what dmattn computes, on which inputs, which peers stand beside it, and what its mask is by definition."""
+"""One case: what dmattn computes, on which inputs, which peers it is compared with, and what its mask is by definition."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def workload(case: Case, device: str, with_peers: bool = True, left_out: dict[st
     def attend() -> Tensor:
         if scores is not None:
             out = dmattn.dynamic_mask_attention(
-                query, key, value, scores, case.best, is_causal=causal, base=base, local=case.local, sink=case.sink
+                query, key, value, scores, case.best, is_causal=causal, base=base, local=case.local, sink_keys=case.sink
             )
         else:
             out = dmattn.attention(query, key, value, mask, is_causal=causal)
@@ -221,7 +221,7 @@ def _peers(names: tuple[str, ...], problem: Problem, left_out: dict[str, str] | 
 
 
 def _selection(case: Case, scores: Tensor, build: Callable[[], object] | None, grad_out: Tensor) -> Workload:
-    """Selection alone, beside a full sort of the scores, which is less than any selection by sorting does."""
+    """Selection alone, vs. a full sort of the scores, which is less than any selection by sorting does."""
     assert build is not None
 
     def select() -> Tensor:
@@ -285,7 +285,7 @@ def _base(case: Case, device: str) -> dmattn.IntervalMask | None:
     """What selection starts from."""
     if not case.documents:
         return None
-    return dmattn.IntervalMask.documents(case.length, _document_ends(case).to(device), causal=case.is_causal)
+    return dmattn.IntervalMask.documents(case.length, _document_ends(case).to(device), is_causal=case.is_causal)
 
 
 def tree_parents(length: int) -> Tensor:
@@ -321,7 +321,7 @@ def _mask_builder(
     if scores is not None:
         base = _base(case, device)
         return lambda: dmattn.IntervalMask.top_k(
-            scores, case.best, causal=case.is_causal, base=base, local=case.local, sink=case.sink
+            scores, case.best, is_causal=case.is_causal, base=base, local=case.local, sink_keys=case.sink
         )
     if table is not None:
         return lambda: dmattn.BlockMask.from_blocks(table, case.block)
@@ -348,7 +348,7 @@ def _visible(case: Case, device: str, scores: Tensor | None, table: Tensor | Non
     if scores is not None:
         if case.documents:
             return _best_of_each(case, scores.detach(), document) & together
-        return reference.top_k_visible(scores.detach(), case.best, case.is_causal, local=case.local, sink=case.sink)
+        return reference.top_k_visible(scores.detach(), case.best, case.is_causal, local=case.local, sink_keys=case.sink)
     if table is not None:
         whole = table.repeat_interleave(case.block, 2).repeat_interleave(case.block, 3)
         return whole[:, :, : case.length, : case.length]
@@ -373,6 +373,6 @@ def _best_of_each(case: Case, scores: Tensor, document: Tensor) -> Tensor:
         tokens = (document == number).nonzero()[:, 0]
         first, last = int(tokens[0]), int(tokens[-1]) + 1
         visible[:, :, first:last, first:last] = reference.top_k_visible(
-            scores[:, :, first:last], case.best, case.is_causal, local=case.local, sink=case.sink
+            scores[:, :, first:last], case.best, case.is_causal, local=case.local, sink_keys=case.sink
         )
     return visible

@@ -1,4 +1,4 @@
-"""Who stands beside dmattn: torch's attention kernels, FlexAttention, eager torch, dmattn's own dense kernel, and other libraries if installed.
+"""What dmattn is compared with: torch's attention kernels, FlexAttention, eager torch, dmattn's own dense kernel, other libraries if installed.
 
 A peer computes the case's own mask where it can; else it is dense (causal where the case is), which is what one would run without a mask.
 """
@@ -343,7 +343,7 @@ def _compiled_flex(shape: tuple[int, ...], device: torch.device) -> tuple[Callab
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile`` for a call whose backward is timed many times over: compiled as it comes it may run once, because it gives the
+    """``torch.compile`` for a call whose backward is timed many times over: compiled with the defaults it may run once, because it gives the
     memory of what forward saved away."""
     functorch_config.donated_buffer = False
     compiled: Callable[..., Any] = torch.compile(call, dynamic=False)

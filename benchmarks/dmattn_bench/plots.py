@@ -90,7 +90,7 @@ def has_times(row: Row) -> bool:
 
 
 def dynamic(results: list[Result]) -> list[Row]:
-    """Causal dynamic masks with random scores, one row a length, beside a dense peer."""
+    """Causal dynamic masks with random scores, one row a length, vs. a dense peer."""
     for result in results:
         chosen = [
             row for row in result["rows"]

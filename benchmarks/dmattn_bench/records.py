@@ -241,7 +241,7 @@ def _of_row(row: Row) -> Iterator[Measurement]:
         facts = {"tokens_per_second": row["tokens_per_second"]}
         facts |= {"peak_bytes": row["peak_gib"] * 2**30} if row["peak_gib"] is not None else {}
         yield Measurement(of, case, who, "step", tuple(samples), facts)
-    elif "dense_forward" in row:  # of a sweep beside dense attention
+    elif "dense_forward" in row:  # of a sweep vs. dense attention
         case = f"{row['length']} tokens, {row['heads']} heads, window {row['window']}"
         for what in ("forward", "backward"):
             yield Measurement(of, case, OURS, f"{what} kernels", (row[what],), {})

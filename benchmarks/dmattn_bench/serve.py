@@ -8,7 +8,7 @@ On CUDA, times are of one step in a graph that holds several of them, each with 
 cache, as in a model whose layers follow each other. On a CPU the runs take turns. With its own options: ``python -m dmattn_bench.serve``.
 
 Beside the steps stand torch's kernels over as many keys without any update, and over all keys of a long context, which is what a growing cache
-costs; then our own kernel over all keys, in one piece and in pages; and a prompt in chunks beside one call. Nothing is timed before results
+costs; then our own kernel over all keys, in one piece and in pages; and a prompt in chunks vs. one call. Nothing is timed before results
 were compared.
 """
 
@@ -162,7 +162,7 @@ def cuda_step_rows(batch: int, filled_caches: dict[int, dmattn.BoundedCache], re
 
 
 def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
-    """decode_attention over all keys of a context, in one piece and in pages, beside torch's kernels."""
+    """decode_attention over all keys of a context, in one piece and in pages, vs. torch's kernels."""
     query, *_ = tokens(batch, 1, "cuda", 1)
     key, value = (torch.randn(batch, KV_HEADS, keys, HEAD_DIM, device="cuda", dtype=query.dtype) for _ in range(2))
     lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
@@ -181,7 +181,7 @@ def cuda_full_rows(batch: int, keys: int, repeats: int) -> list[Row]:
 
 
 def prefill_row(device: str, length: int, chunk: int, repeats: int) -> Row:
-    """A prompt in chunks beside one call."""
+    """A prompt in chunks vs. one call."""
     query, key, value, scores = tokens(1, length, device, 3)
     cache = new_cache(1, device)
 

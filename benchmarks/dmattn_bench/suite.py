@@ -1,4 +1,4 @@
-"""Runs named workloads: checks each case, measures it beside its peers, and makes one result of everything."""
+"""Runs named workloads: checks each case, measures it vs. its peers, and makes one result of everything."""
 
 from __future__ import annotations
 

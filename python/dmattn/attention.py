@@ -12,6 +12,7 @@ from dmattn import checks, sharding
 from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of
 from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import most_selected, select_interval
+from dmattn.renamed import renamed
 from dmattn.sinks import with_sinks
 from dmattn.sizes import interval_rows, sizes_of
 
@@ -80,7 +81,7 @@ def attention(
 
     Raises:
         TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what came.
+        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what it got.
     """
     checks.flags(is_causal, deterministic, return_lse)
     query, key, value = autocast(query, key, value)
@@ -101,17 +102,18 @@ def attention(
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    local: int = 0, sink_keys: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None, query_offset: int | Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dynamic_mask_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, *, is_causal: bool = True, base: IntervalMask | None = None,
-    local: int = 0, sink: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
+    local: int = 0, sink_keys: int = 0, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None, query_offset: int | Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@renamed(sink="sink_keys")
 def dynamic_mask_attention(
     query: Tensor,
     key: Tensor,
@@ -122,7 +124,7 @@ def dynamic_mask_attention(
     is_causal: bool = True,
     base: IntervalMask | None = None,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     scale: float | None = None,
     softcap: float | None = 0.0,
     dropout_p: float = 0.0,
@@ -134,7 +136,8 @@ def dynamic_mask_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dynamic Mask Attention: every query attends to the ``window`` best-scored keys it may see, and the scores are added to their logits.
 
-    The same as ``attention(query, key, value, IntervalMask.top_k(scores, window, is_causal, base, local=local, sink=sink), key_bias=scores)``.
+    The same as ``attention(query, key, value, mask, key_bias=scores)`` with ``mask = IntervalMask.top_k(scores, window, is_causal, base,
+    local=local, sink_keys=sink_keys)``.
     So a score of -inf hides a key from the local window and as a sink, too, as the logit that it is, and NaN spreads from there. A score of
     +inf wins its place, but as a logit it makes NaN of the queries that see it, as in torch: keep a key by a large finite score, or select with
     ``top_k`` and give other logits.
@@ -144,11 +147,11 @@ def dynamic_mask_attention(
         key: [B, Hkv, Sk, D].
         value: [B, Hkv, Sk, Dv].
         scores: [B, Hkv, Sk], floating point; see :func:`key_scores`. Selection has no gradient; scores get theirs through the logits.
-        window: number of keys each query selects at most, > 0; with local or sink also 0.
+        window: number of keys each query selects at most, > 0; with local or sink_keys also 0.
         is_causal: select among keys up to the query's position; if False, one set of keys serves all queries.
         base: documents and/or padding, an :class:`IntervalMask`.
         local: every query also sees the keys of its last ``local`` positions, its own included; only with is_causal.
-        sink: every query also sees the first ``sink`` keys of its document; only with is_causal. See :meth:`IntervalMask.top_k`.
+        sink_keys: every query also sees the first ``sink_keys`` keys of its document; only with is_causal. See :meth:`IntervalMask.top_k`.
         scale, softcap, dropout_p, dropout_seed, deterministic, sinks, query_offset, return_lse: as in :func:`attention`.
 
     Returns:
@@ -165,11 +168,11 @@ def dynamic_mask_attention(
     if scores.shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, Sk] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
-    checks.selection(window, local, sink, is_causal, "is_causal")
-    start, end = select_interval(scores, window, is_causal, base, local, sink)
+    checks.selection(window, local, sink_keys, is_causal)
+    start, end = select_interval(scores, window, is_causal, base, local, sink_keys)
     start = start if start is None else interval_rows("base.start", start, sizes)
     causal = is_causal or (base is not None and base.segments == "causal")
-    most_keys = most_selected(window, local, sink, base)
+    most_keys = most_selected(window, local, sink_keys, base)
     options = options_of(sizes, dropout_seed, causal, scale, softcap, dropout_p, deterministic, most_keys=most_keys)
     masks: MaskTensors = (start, end, *NO_MASK[2:])
     if query_offset is not None:

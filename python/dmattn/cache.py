@@ -12,6 +12,7 @@ from dmattn import checks, ops, unsupported
 from dmattn.autograd import refuse_gradients
 from dmattn.cache_chunk import AddedToLogits, CacheSizes, CacheState, take_chunk
 from dmattn.fake import accumulate_dtype
+from dmattn.renamed import renamed
 
 # Up to so many tokens are taken in one after another: a chunk costs as much as some steps.
 MOST_STEPS = 8
@@ -39,7 +40,7 @@ class CacheCall(NamedTuple):
 class BoundedCache(nn.Module):
     """Keys and values of a model that generates with dynamic-mask attention: exact, and of a fixed size at every length.
 
-    A query sees the ``window`` best-scored keys, beside the ``local`` latest and the first ``sink`` ones (:meth:`dmattn.IntervalMask.top_k`).
+    A query sees the ``window`` best-scored keys, the ``local`` latest and the first ``sink_keys`` ones (:meth:`dmattn.IntervalMask.top_k`).
     A key that falls out of the best ``window`` never comes back, so no later query needs it, and a new key takes its place. :meth:`attend` takes
     new tokens in and gives what :func:`dmattn.dynamic_mask_attention` gives for them over the whole history: exactly the same keys are
     visible, and results are equal up to the order of sums.
@@ -55,14 +56,14 @@ class BoundedCache(nn.Module):
         head_dim: size D of keys, a multiple of 8 up to 256.
         value_dim: size Dv of values, likewise; default D.
         local: number of latest keys that are visible whatever their scores.
-        sink: number of first keys that are.
+        sink_keys: number of first keys that are.
         rewind: number of latest tokens that :meth:`rewind` can take back.
         dtype: of keys and values; default torch's. Scores are float32 (float64 beside float64).
         device: of all tensors.
 
     Attributes:
-        key, value: [B, Hkv, N, D or Dv] with N = sink + local + window + rewind slots. Position p lies in slot p if p < sink, in slot
-            ``sink + (p - sink) % local`` while it is among the latest ``local``, and afterwards in the slot of the key that it pushed
+        key, value: [B, Hkv, N, D or Dv] with N = sink_keys + local + window + rewind slots. Position p lies in slot p if p < sink_keys, in slot
+            ``sink_keys + (p - sink_keys) % local`` while it is among the latest ``local``, and afterwards in the slot of the key that it pushed
             out. The last ``rewind`` slots hold what died in the last ``rewind`` steps. Empty slots hold zeros.
         score: [B, Hkv, N], -inf in empty slots.
         position: int32 [B, Hkv, N], the position of each slot's key in its sequence, -1 in empty slots.
@@ -83,6 +84,7 @@ class BoundedCache(nn.Module):
     kept: Tensor
     sizes_saved: Tensor
 
+    @renamed(sink="sink_keys")
     def __init__(
         self,
         batch_size: int,
@@ -92,7 +94,7 @@ class BoundedCache(nn.Module):
         value_dim: int | None = None,
         *,
         local: int = 0,
-        sink: int = 0,
+        sink_keys: int = 0,
         rewind: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -102,16 +104,16 @@ class BoundedCache(nn.Module):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         for name, size in (("batch_size", batch_size), ("num_kv_heads", num_kv_heads)):
             checks.positive_int(name, size)
-        checks.selection(window, local, sink, True)
+        checks.selection(window, local, sink_keys, True)
         checks.natural_int("rewind", rewind)
         for name, size in (("head_dim", head_dim), ("value_dim", value_dim)):
             checks.positive_int(name, size)
             if size % 8 or size > checks.MAX_HEAD_DIM:
                 raise ValueError(f"{name}: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {size}")
-        self.sizes = CacheSizes(sink, local, window, rewind)
+        self.sizes = CacheSizes(sink_keys, local, window, rewind)
         slots = self.sizes.visible() + rewind
         if self.sizes.visible() == 0 or slots > checks.MAX_LENGTH:
-            raise ValueError(f"window: expected window + local + sink + rewind from 1 to {checks.MAX_LENGTH}, got {slots}")
+            raise ValueError(f"window: expected window + local + sink_keys + rewind from 1 to {checks.MAX_LENGTH}, got {slots}")
         heads = (batch_size, num_kv_heads)
         key = torch.zeros(*heads, slots, head_dim, dtype=dtype, device=device)
         checks.dtype("dtype", key, checks.DTYPES.get(key.device.type, checks.DTYPES["cpu"]))
@@ -163,8 +165,8 @@ class BoundedCache(nn.Module):
         """Takes the next T tokens of each sequence in, and gives their attention: a prefill, a part of one, or a decode step.
 
         Token t of sequence b comes to stand at position ``length[b] + t``. It sees what
-        ``dynamic_mask_attention(..., scores, window, local=local, sink=sink)`` over the whole history shows it; scores are added to logits.
-        For inference: there is no gradient.
+        ``dynamic_mask_attention(..., scores, window, local=local, sink_keys=sink_keys)`` over the whole history shows it;
+        scores are added to logits. For inference: there is no gradient.
 
         Args:
             query: [B, H, T, D], T >= 1, H % Hkv == 0.
@@ -188,7 +190,7 @@ class BoundedCache(nn.Module):
 
         Raises:
             TypeError: a wrong type or dtype.
-            ValueError: a wrong shape, device or value, T = 0, T + window + local + sink beyond 2^20, or no scores with a window.
+            ValueError: a wrong shape, device or value, T = 0, T + window + local + sink_keys beyond 2^20, or no scores with a window.
             RuntimeError: a tensor requires a gradient, and gradients are on.
         """
         checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
@@ -229,7 +231,7 @@ class BoundedCache(nn.Module):
                 raise ValueError(
                     f"n: expected at most {int(least[row])} tokens for sequence {row}, the last whose state is kept, got {int(count[row])}"
                 )
-        ops.cache_rewind(*self._state(), count, self.sizes.window, self.sizes.local, self.sizes.sink)
+        ops.cache_rewind(*self._state(), count, self.sizes.window, self.sizes.local, self.sizes.sink_keys)
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams.
@@ -379,11 +381,11 @@ class BoundedCache(nn.Module):
             new = (x if x is None or x.shape[2] == 1 else x[:, :, t : t + 1] for x in (query, key, value, scores))
             remaining = lengths if lengths is None or t == 0 else lengths - t
             if added.scores:
-                step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink, scale, softcap)
+                step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink_keys, scale, softcap)
                 results.append(ops.cache_step(*step))
                 continue
             token, *rest = new
-            ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink)
+            ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink_keys)
             slots = None if remaining is None else torch.where(remaining > 0, sizes.visible(), 0).to(torch.int32)
             seen = state[:4] if sizes.rewind == 0 else tuple(x[:, :, : sizes.visible()] for x in state[:4])
             bias = torch.where(seen[3] >= 0, added.bias(seen[3], seen[2]), -torch.inf)

@@ -17,14 +17,14 @@ from dmattn.sizes import sizes_of
 class CacheSizes(NamedTuple):
     """How many slots a key head has, region by region."""
 
-    sink: int
+    sink_keys: int
     local: int
     window: int
     rewind: int
 
     def visible(self) -> int:
         """Slots that a query may see: sinks, then the ring of the local window, then selected keys."""
-        return self.sink + self.local + self.window
+        return self.sink_keys + self.local + self.window
 
 
 class CacheState(NamedTuple):
@@ -63,10 +63,10 @@ def take_chunk(
     old = (state.key, state.value, state.score, state.position, state.steps)
     all_key, all_value, score, position, slot, segment_end = ops.cache_join(*old, key, value, scores, lengths, sizes.visible())
     # Select, attend, and keep what is alive.
-    end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink)
+    end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink_keys)
     call = sizes_of(query, all_key, all_value)
     masks = (None, end, None, None, None, None)
     bias = score if added.scores else None if added.slopes is None else added.bias(position, score)
     result = attend(query, all_key, all_value, call, masks, bias, None, options_of(call, None, True, scale, softcap))
-    ops.cache_extend(*state, all_key, all_value, score, position, slot, end, lengths, sizes.window, sizes.local, sizes.sink)
+    ops.cache_extend(*state, all_key, all_value, score, position, slot, end, lengths, sizes.window, sizes.local, sizes.sink_keys)
     return result

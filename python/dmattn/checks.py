@@ -1,4 +1,4 @@
-"""What the public functions check before any op runs; each message says which argument, what was expected and what came.
+"""What the public functions check before any op runs; each message says which argument, what was expected and what it got.
 
 Wrong types and dtypes raise TypeError, wrong shapes and values ValueError. The ops check again in C++ (RuntimeError), because
 ``torch.ops.dmattn.*`` can be called directly.
@@ -106,16 +106,16 @@ def number_drawn(name: str, value: int) -> None:
         raise ValueError(f"{name}: expected at most {MAX_LENGTH}, got {value}")
 
 
-def selection(window: object, local: int, sink: int, causal: bool, causal_name: str = "causal") -> None:
+def selection(window: object, local: int, sink_keys: int, is_causal: bool) -> None:
     """The sizes of a top-k selection: without a local window and sinks the dynamic window has at least one key."""
-    if type(local) is not int or type(sink) is not int or local != 0 or sink != 0:
+    if type(local) is not int or type(sink_keys) is not int or local != 0 or sink_keys != 0:
         natural_int("local", local)
-        natural_int("sink", sink)
-    if local == 0 and sink == 0:
+        natural_int("sink_keys", sink_keys)
+    if local == 0 and sink_keys == 0:
         positive_int("window", window)
         return
-    if not causal:
-        raise ValueError(f"local, sink: expected 0 and 0 with {causal_name}=False, got {local} and {sink}")
+    if not is_causal:
+        raise ValueError(f"local, sink_keys: expected 0 and 0 with is_causal=False, got {local} and {sink_keys}")
     natural_int("window", window)
 
 

@@ -119,7 +119,7 @@ class SumsAndTangents:
 
 
 @dataclasses.dataclass(frozen=True)
-class PulledBack:
+class Vjp:
     """The operands of a function, then gradients of its results -> gradients of the wanted operands."""
 
     function: TileFunction
@@ -144,11 +144,11 @@ class PulledBack:
 
 
 @dataclasses.dataclass(frozen=True)
-class PushedForward:
+class Jvp:
     """The operands of a function, then their tangents -> tangents of its results.
 
-    The gradients of a function are linear in what comes in, so their own gradient with respect to it, pulled back from tangents, is what
-    tangents are pushed forward to.
+    The gradients of a function are linear in what comes in, so their own gradient with respect to it (a vjp of the vjp), applied to
+    tangents, is the jvp.
     """
 
     function: TileFunction
@@ -266,7 +266,7 @@ class TileSum(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         before = 2 + CONSTANTS
         wanted = tuple(ctx.needs_input_grad[before:])
-        gradients = iter(TileSum.apply(PulledBack(ctx.function, wanted), ctx.problem, *ctx.saved_tensors, *incoming))
+        gradients = iter(TileSum.apply(Vjp(ctx.function, wanted), ctx.problem, *ctx.saved_tensors, *incoming))
         return (*(None,) * before, *(next(gradients) if w else None for w in wanted))
 
     @staticmethod
@@ -274,7 +274,7 @@ class TileSum(torch.autograd.Function):
         with primals(ctx) as tensors:
             pairs = zip(tensors[CONSTANTS:], tangents[2 + CONSTANTS :], strict=True)
             given = [_zeros(x) if t is None else t for x, t in pairs]
-            results: tuple[Tensor, ...] = TileSum.apply(PushedForward(ctx.function), ctx.problem, *tensors, *given)
+            results: tuple[Tensor, ...] = TileSum.apply(Jvp(ctx.function), ctx.problem, *tensors, *given)
         return results
 
     @staticmethod
@@ -316,7 +316,7 @@ def without_autocast(query: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def primals(ctx: Any) -> Iterator[list[Any]]:
-    """What a Function saved for its jvp, without the tangents that are being pushed forward.
+    """What a Function saved for its jvp, without the tangents of that jvp.
 
     Inside, forward mode is on: torch turns it off around a jvp, for transforms further out as well, whose tangents would be lost.
     """
@@ -670,7 +670,7 @@ def gradients_of_gradients(
     bars = (incoming.numerator_bar, incoming.denominator_bar)
 
     # Through the gradients as functions of operands, numerator_bar and denominator_bar.
-    gradients = call.sum(PulledBack(PulledBack(sums, once), (*twice, True, True)), *bars, *(
+    gradients = call.sum(Vjp(Vjp(sums, once), (*twice, True, True)), *bars, *(
         x for x, needed in zip(call.alike(given), once, strict=True) if needed))  # fmt: skip
     *direct, numerator_bar_bar, denominator_bar_bar = gradients
 
@@ -685,7 +685,7 @@ def gradients_of_gradients(
     )
 
     # Through numerator and denominator as functions of operands.
-    indirect = call.sum(PulledBack(sums, twice), more_numerator_bar, more_denominator_bar)
+    indirect = call.sum(Vjp(sums, twice), more_numerator_bar, more_denominator_bar)
     total = [a + b for a, b in zip(direct, indirect, strict=True)]
     return grad_out_bar, grad_lse_bar[..., 0], _by_name(problem, twice, total)
 
@@ -726,6 +726,6 @@ def tangents_of_gradients(
     rest_t = grad_lse_t - _dot(grad_out_t, out) - _dot(incoming.grad_out, out_t)
     bars_t = (grad_out_t * inverse + incoming.grad_out * inverse_t, rest_t * inverse + rest * inverse_t)
 
-    function = PushedForward(PulledBack(Sums(problem.kinds), needed))
+    function = Jvp(Vjp(Sums(problem.kinds), needed))
     results = call.sum(function, incoming.numerator_bar, incoming.denominator_bar, *operands_t, *bars_t)
     return _by_name(problem, needed, results)

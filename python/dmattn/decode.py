@@ -69,7 +69,7 @@ def decode_attention(
 
     Raises:
         TypeError: a wrong type or dtype.
-        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what came.
+        ValueError: a wrong shape, device or value. Both name the argument, what was expected and what it got.
         RuntimeError: a tensor requires a gradient, and gradients are on.
     """
     checks.flag("return_lse", return_lse)

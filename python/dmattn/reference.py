@@ -14,13 +14,13 @@ def per_query_head(given: Tensor, heads: int) -> Tensor:
 
 
 def top_k_visible(
-    scores: Tensor, window: int, causal: bool = True, base: Tensor | None = None, local: int = 0, sink: int = 0
+    scores: Tensor, window: int, is_causal: bool = True, base: Tensor | None = None, local: int = 0, sink_keys: int = 0
 ) -> Tensor:
-    """For each query its first ``sink``, its last ``local`` and the ``window`` best other keys; equal scores: the later key wins. scores
+    """For each query its first ``sink_keys``, its last ``local`` and the ``window`` best other keys; equal scores: the later key wins. scores
     [B, Hkv, Sk], base bool [B|1, 1, Sk, Sk] (what a query may see) -> bool [B, Hkv, Sk, Sk]. Not causal: within the base's row."""
     every = torch.ones(*scores.shape[-1:] * 2, dtype=torch.bool, device=scores.device)
-    allowed = (every.tril() if causal else every) & (every if base is None else base)
-    always = allowed & (every.triu(1 - local).tril() | (allowed.cumsum(-1) <= sink))
+    allowed = (every.tril() if is_causal else every) & (every if base is None else base)
+    always = allowed & (every.triu(1 - local).tril() | (allowed.cumsum(-1) <= sink_keys))
     competes = allowed & ~always & (scores > -torch.inf)[:, :, None, :]
     row = torch.where(competes, scores[:, :, None, :].to(torch.float64), -torch.inf).flip(-1)
     order = row.shape[-1] - 1 - row.sort(dim=-1, descending=True, stable=True).indices  # later keys first among equals

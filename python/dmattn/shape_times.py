@@ -82,9 +82,9 @@ class Inputs:
     def dynamic_mask(self) -> Candidate:
         """dmattn, the selection of keys included, and a bounded cache that is full."""
         shape, inputs = self.shape, (self.query, self.key, self.value, self.scores)
-        attend = functools.partial(dynamic_mask_attention, *inputs, shape.window, local=shape.local, sink=shape.sink_keys)
+        attend = functools.partial(dynamic_mask_attention, *inputs, shape.window, local=shape.local, sink_keys=shape.sink_keys)
         sizes = (shape.batch, shape.kv_heads, shape.window, shape.head_dim)
-        cache = BoundedCache(*sizes, local=shape.local, sink=shape.sink_keys, dtype=shape.dtype, device=shape.device)
+        cache = BoundedCache(*sizes, local=shape.local, sink_keys=shape.sink_keys, dtype=shape.dtype, device=shape.device)
         key, value, scores = (given.detach()[:, :, : shape.keys] for given in inputs[1:])
         with torch.no_grad():
             cache.attend(key, key, value, scores)

@@ -59,21 +59,23 @@ def alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 def forward(inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The op ``forward`` on DTensors: out, lse, lse_rest."""
     query, key, value = inputs[:3]
-    deal = Deal(inputs, (("query", query, USUAL), ("key", key, USUAL), ("value", value, USUAL)), query.shape[1], key.shape[1])
-    tensors = [deal.own(given, roles) for given, roles in zip(inputs[: len(FORWARD) - 1], FORWARD, strict=False)]
+    plan = ShardingPlan(
+        inputs, (("query", query, USUAL), ("key", key, USUAL), ("value", value, USUAL)), query.shape[1], key.shape[1]
+    )
+    tensors = [plan.own(given, roles) for given, roles in zip(inputs[: len(FORWARD) - 1], FORWARD, strict=False)]
     seed = inputs[len(FORWARD) - 1]
-    tensors.append(None if seed is None else deal.own_seed(seed))
+    tensors.append(None if seed is None else plan.own_seed(seed))
     out, lse, rest = torch.ops.dmattn.forward(*tensors, *inputs[len(FORWARD) :])
     shape = query.shape[:3]
-    whole_rest = deal.whole(rest, shape) if rest.dim() == 3 else _replicated(rest, deal.mesh)
-    return deal.whole(out, (*shape, value.shape[3])), deal.whole(lse, shape), whole_rest
+    whole_rest = plan.whole(rest, shape) if rest.dim() == 3 else _replicated(rest, plan.mesh)
+    return plan.whole(out, (*shape, value.shape[3])), plan.whole(lse, shape), whole_rest
 
 
 def select(scores: Tensor, segment_end: Tensor | None, *options: object) -> Tensor:
     """The op ``select`` on DTensors: end."""
-    deal = Deal((scores, segment_end), (("scores", scores, USUAL),), scores.shape[1], scores.shape[1])
-    end = torch.ops.dmattn.select(deal.own(scores.detach(), USUAL), deal.own(segment_end, USUAL), *options)
-    return deal.whole(end, scores.shape)
+    plan = ShardingPlan((scores, segment_end), (("scores", scores, USUAL),), scores.shape[1], scores.shape[1])
+    end = torch.ops.dmattn.select(plan.own(scores.detach(), USUAL), plan.own(segment_end, USUAL), *options)
+    return plan.whole(end, scores.shape)
 
 
 def decode(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -81,18 +83,18 @@ def decode(inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
     query, key, value, page_table = *inputs[:3], inputs[4]
     cache = USUAL if page_table is None else PAGED
     parts = (("query", query, USUAL), ("key_cache", key, cache), ("value_cache", value, cache))
-    deal = Deal(inputs, parts, query.shape[1], key.shape[1 if page_table is None else 2])
+    plan = ShardingPlan(inputs, parts, query.shape[1], key.shape[1 if page_table is None else 2])
     roles = (USUAL, cache, cache, PER_SEQUENCE, PER_SEQUENCE, USUAL, PER_HEAD)
-    tensors = [deal.own(given, role) for given, role in zip(inputs[: len(roles)], roles, strict=True)]
+    tensors = [plan.own(given, role) for given, role in zip(inputs[: len(roles)], roles, strict=True)]
     out, lse = torch.ops.dmattn.decode(*tensors, *inputs[len(roles) :])
     shape = query.shape[:3]
-    return deal.whole(out, (*shape, value.shape[3])), deal.whole(lse, shape)
+    return plan.whole(out, (*shape, value.shape[3])), plan.whole(lse, shape)
 
 
 def reduce(op: Any, given: Any, dim: int | None, keepdim: bool) -> Tensor:
     """The ops ``reduce_sum`` and ``reduce_max`` on a DTensor.
 
-    Every rank reduces the sequences that it holds. What is dealt out along a reduced dimension, or is a partial result, is gathered first: the
+    Every rank reduces the sequences that it holds. What is distributed along a reduced dimension, or is a partial result, is gathered first: the
     order of additions, and so the bits, are those of one process.
     """
     dtensor = _tensor_module()
@@ -130,10 +132,10 @@ def refuse(name: str) -> None:
 # Who computes what --------------------------------------------------------------------------------------------------------------------
 
 
-class Deal:
-    """How a call's batches and heads are dealt out over a mesh, and a rank's own part of its tensors.
+class ShardingPlan:
+    """How a call's batches and heads are distributed over a mesh, and a rank's own part of its tensors.
 
-    Every mesh dimension deals out batches or heads, or nothing, as the first sharded one of the leading tensors has it.
+    Every mesh dimension distributes batches or heads, or nothing, as the first sharded one of the leading tensors has it.
 
     Args:
         inputs: all arguments; the first DTensor among them gives the mesh.
@@ -141,7 +143,7 @@ class Deal:
         heads, kv_heads: H and Hkv.
 
     Raises:
-        ValueError: a leading tensor is sharded otherwise, heads cannot be dealt out by whole groups, or there are two meshes.
+        ValueError: a leading tensor is sharded otherwise, heads cannot be distributed by whole groups, or there are two meshes.
     """
 
     def __init__(self, inputs: Sequence[Any], leading: Sequence[tuple[str, Tensor, Roles]], heads: int, kv_heads: int) -> None:
@@ -224,7 +226,7 @@ class Deal:
 
 
 def _share(dim: int, mesh: Any, leading: Sequence[tuple[str, Any, Roles]]) -> str | None:
-    """What a mesh dimension deals out: "batch", "heads" or None."""
+    """What a mesh dimension distributes: "batch", "heads" or None."""
     shares: list[str] = []
     for name, given, roles in leading:
         placement = given.placements[dim] if is_sharded(given) else None

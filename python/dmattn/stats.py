@@ -100,7 +100,7 @@ class Stats:
 
     @property
     def predicted_speedup(self) -> float:
-        """Pairs that dense attention computes for each that this call computes: how many times as fast the products alone are.
+        """Pairs that dense attention computes for each that this call computes: the speedup of the products alone.
 
         Neither selection, lists of live keys, launches nor the slower loading of scattered rows is in it: an upper bound, see the page
         "Profiling". 1 where there are no pairs at all, inf where none of them is visible.

@@ -16,6 +16,7 @@ from dmattn.call import NO_MASK, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask, bounds
 from dmattn.masks.heads import same_heads
+from dmattn.renamed import renamed
 from dmattn.sinks import with_sinks
 from dmattn.sizes import Sizes, interval_rows, key_bias_rows, sizes_of, with_own_gradient
 
@@ -23,7 +24,7 @@ from dmattn.sizes import Sizes, interval_rows, key_bias_rows, sizes_of, with_own
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink: int = 0,
+    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
     key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
     dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -31,11 +32,12 @@ def varlen_attention(
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink: int = 0,
+    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
     key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
     dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@renamed(sink="sink_keys")
 def varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -48,7 +50,7 @@ def varlen_attention(
     scores: Tensor | None = None,
     window: int | None = None,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     key_bias: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -81,7 +83,7 @@ def varlen_attention(
             scores are added to the logits, as in :func:`dynamic_mask_attention`. Selection has no gradient; scores get theirs through the
             logits. To select without adding: ``mask=IntervalMask.top_k(scores.T[None], window, base=IntervalMask.documents(Tk, cu_seqlens_k))``.
         window: how many keys a query selects at most; given with scores, and only with them.
-        local, sink: keys that each query sees whatever their scores: of its last ``local`` positions, and the first ``sink`` of its
+        local, sink_keys: keys that each query sees whatever their scores: of its last ``local`` positions, and the first ``sink_keys`` of its
             document; only with is_causal. Without scores each query sees these keys alone. See :meth:`IntervalMask.top_k`.
         key_bias: added to every logit of a key, [Tk] or [Tk, H|Hkv|1], differentiable.
         bias: added to the logits, [Tq|1, Tk] or [H|Hkv|1, Tq|1, Tk] over packed queries and keys, differentiable. It takes memory for
@@ -117,13 +119,13 @@ def varlen_attention(
         ends_k = _ends("cu_seqlens_q", cu_seqlens_q, query, key.shape[0])
     if mask is not None and not isinstance(mask, IntervalMask):
         raise TypeError(f"mask: expected an IntervalMask, got {checks.type_of(mask)}")
-    window = _checked_window(scores, window, local, sink, is_causal)
+    window = _checked_window(scores, window, local, sink_keys, is_causal)
     if scores is not None:
         scores = _key_rows("scores", scores, query, key, (key.shape[1],), "[Tk, Hkv]")
     if key_bias is not None:
         key_bias = _key_rows("key_bias", key_bias, query, key, (query.shape[1], key.shape[1], 1), "[Tk] or [Tk, H|Hkv|1]")
     packed = Packed(query, key, value, ends_q, ends_k, scores, key_bias)
-    rules = Rules(is_causal, mask, window, local, sink, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
+    rules = Rules(is_causal, mask, window, local, sink_keys, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
     most = checks.MAX_LENGTH
     if max(query.shape[0], key.shape[0]) <= most:
         out, lse = attend_packed(packed, rules)
@@ -153,7 +155,7 @@ class Rules(NamedTuple):
     mask: IntervalMask | None
     window: int | None  # None: nothing is selected
     local: int
-    sink: int
+    sink_keys: int
     bias: Tensor | None
     sinks: Tensor | None
     scale: float | None
@@ -223,7 +225,7 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
         scores = packed.scores
         if scores is None:
             scores = torch.zeros((1, 1, sizes.key_length), device=device)
-        selected = ops.select(scores, last_key[None, None], rules.window, rules.is_causal, rules.local, rules.sink)
+        selected = ops.select(scores, last_key[None, None], rules.window, rules.is_causal, rules.local, rules.sink_keys)
         if rules.is_causal:
             end = selected if shift is None else selected + shift
         else:
@@ -367,15 +369,15 @@ def _ends(name: str, given: object, query: Tensor, length: int) -> Tensor:
     return ends
 
 
-def _checked_window(scores: object, window: int | None, local: int, sink: int, is_causal: bool) -> int | None:
+def _checked_window(scores: object, window: int | None, local: int, sink_keys: int, is_causal: bool) -> int | None:
     """The window of a selection, None for none; without scores local keys and sinks alone are selected."""
     if scores is None and window is not None:
         raise ValueError(f"window: expected None without scores, got {window}")
     if scores is not None and window is None:
         raise ValueError("window: expected a number of keys with scores, got None")
     given = 0 if window is None else window
-    if scores is not None or type(local) is not int or type(sink) is not int or local != 0 or sink != 0:
-        checks.selection(given, local, sink, is_causal, "is_causal")
+    if scores is not None or type(local) is not int or type(sink_keys) is not int or local != 0 or sink_keys != 0:
+        checks.selection(given, local, sink_keys, is_causal)
         return given
     return None
 

@@ -187,7 +187,7 @@ FAULTS = [
     in_file("cpu/tile.h", "first + p.key_length - p.query_length", "first",
             "positions are aligned at the top left", FORWARD + "test_ragged_lengths"),
     in_file("cpu/tile.h", "head / (p.heads / p.kv_heads)", "head % p.kv_heads",
-            "query heads are dealt to key heads in turn", FORWARD + "test_grouped_heads"),
+            "query heads are assigned to key heads round-robin", FORWARD + "test_grouped_heads"),
     # Selection and packing.
     in_file("cpu/select.cpp", "score > other.score : index > other.index", "score > other.score : index < other.index",
             "of equal scores the earlier key wins", SELECT + "test_equal_scores_keep_the_later_key"),

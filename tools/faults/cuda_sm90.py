@@ -85,7 +85,7 @@ FAULTS = [
     in_file("forward_load.cuh", "query_full.at(tiles), panel * 64, 0, first_query, head >> work.log2_heads_per_tile, tile_batch);", "query_full.at(tiles), panel * 64, 0, first_query, head, tile_batch);",
             "queries of a pack are those of a later one", FORWARD + "test_grouped_heads " + THRESHOLDS, ALL),
     in_file("forward_load.cuh", "batch = note.batch, kv_head = note.head / group;", "batch = note.batch, kv_head = note.head % static_cast<int>(p.kv_heads);",
-            "query heads are dealt to key heads in turn", FORWARD + "test_grouped_heads", ALL),
+            "query heads are assigned to key heads round-robin", FORWARD + "test_grouped_heads", ALL),
     in_file("forward_load.cuh", "      copy_async_wait<0>();\n    }\n    fence_async();", "    }\n    fence_async();",
             "gathered rows are announced before they have landed", THRESHOLDS + " " + LISTS, ALL),
     in_file("forward_load.cuh", "in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];", "in_order ? note.first_key + at : note.index[at % kShape.keys];",

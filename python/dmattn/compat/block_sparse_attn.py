@@ -65,7 +65,7 @@ def block_sparse_attn_func(
         out [Tq, H, Dv], or (out, lse [B, H, ``max_seqlen_q_``], None); lse is -inf behind a sequence's end.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED)
     flags = {"deterministic": deterministic, "is_causal": is_causal, "exact_streaming": exact_streaming}

@@ -24,7 +24,7 @@ def topk_indices(attention_bias: Tensor, window_size: int) -> Tensor:
         int64 [..., min(window_size, Sk)]. NaN and -inf come in only where a row has fewer other values.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     bias = _bias(attention_bias)
     checks.positive_int("window_size", window_size)
@@ -47,7 +47,7 @@ def topk_mask(
         bool, the shape that bias and mask broadcast to.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     bias = _bias(attention_bias)
     checks.positive_int("window_size", window_size)
@@ -73,7 +73,7 @@ def relu_mask(
         bool, the shape that bias and mask broadcast to.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     bias = _bias(attention_bias)
     checks.number("min_dtype", min_dtype)
@@ -92,7 +92,7 @@ def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tenso
         block_size: > 0; the last block may be shorter.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     mask = checks.tensor("attention_mask", attention_mask)
     checks.dtype("attention_mask", mask, (torch.bool,))
@@ -129,7 +129,7 @@ def create_mask(
         type: "topk" or "relu".
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     sizes = {"batch_size": batch_size, "query_len": query_len, "key_len": key_len}
     for name, size in sizes.items():

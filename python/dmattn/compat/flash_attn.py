@@ -56,7 +56,7 @@ def flash_attn_func(
         before dropout, negative where a weight was dropped: memory for every pair, for tests.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.HEADS_LAST)
     checks.flag("causal", causal), checks.flag("deterministic", deterministic)
@@ -121,7 +121,7 @@ def flash_attn_varlen_func(
         out [Tq, H, Dv], zero behind the last sequence, or (out, lse [H, Tq], None): there are no weights of packed sequences.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED if block_table is None else layouts.PAGED)
     return varlen(

@@ -76,7 +76,7 @@ def flash_dmattn_func(
         out [B, Sq, H, Dv], or (out, lse [B, H, Sq], weights [B, H, Sq, Sk]): memory for every pair, for tests.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     query, key, value = layouts.checked(NAMES, query, key, value, layouts.HEADS_LAST)
     softmax_scale = _one_scale(softmax_scale, scale)
@@ -169,7 +169,7 @@ def flash_dmattn_varlen_func(
         out [Tq, H, Dv], or (out, lse [H, Tq], None).
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     third: object = max_seqlen_q
     if isinstance(third, Tensor):
@@ -274,7 +274,7 @@ def flash_dynamic_mask_attention_forward(
         (out [B, Sq, H, Dv], None).
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:

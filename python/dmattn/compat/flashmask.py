@@ -62,7 +62,7 @@ def flashmask_attention(
         out [B, Sq, H, Dv], or a tuple of it and what was asked for, in the order of the arguments.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     query, key, value = layouts.checked(NAMES, query, key, value, layouts.HEADS_LAST)
     checks.flag("causal", causal), checks.flag("training", training)
@@ -117,7 +117,7 @@ def interval_masks(startend_row_indices: Tensor, query_length: int, causal: bool
         Where values lie on the CPU, masks that show nothing are left out, but for one if all show nothing.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     given = checks.tensor("startend_row_indices", startend_row_indices)
     checks.dtype("startend_row_indices", given, (torch.int32,))

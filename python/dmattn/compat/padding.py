@@ -24,7 +24,7 @@ def unpad_input(
         the number of tokens that are real of each sequence int32 [B]).
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     if checks.tensor("hidden_states", hidden_states).dim() < 2:
         raise ValueError(f"hidden_states: expected [B, S, ...], got shape {checks.shape_of(hidden_states)}")
@@ -49,7 +49,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         [B, S, ...], differentiable.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     checks.tensor("hidden_states", hidden_states)
     checks.dtype("indices", checks.tensor("indices", indices), (torch.int32, torch.int64))
@@ -77,7 +77,7 @@ def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
         [T, ...], differentiable.
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what came.
+        TypeError, ValueError: names the argument, what was expected and what it got.
     """
     if checks.tensor("hidden_states", hidden_states).dim() < 1:
         raise ValueError(f"hidden_states: expected [B * S, ...], got shape {checks.shape_of(hidden_states)}")

@@ -1,4 +1,4 @@
-"""What ranks tell each other before anything moves, so that ranks that were called differently are an error on every rank."""
+"""The metadata that ranks exchange before anything moves, so that ranks that were called differently are an error on every rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from dmattn.distributed.chunks import begin_all_gather_flat, begin_message
 
-COMPILED = "compiled (0 no, 1 yes)"  # before all that a compiled call does not know, and so does not say
+COMPILED = "compiled (0 no, 1 yes)"  # before all that a compiled call does not know, and so does not send
 KIND = "kind of mask (0 causal, 1 mask, 2 scores, 3 scores with base)"
-# What a rank says, in this order. "length" is its own and may differ; the rest is the same on every rank.
+# A call_signature: the metadata of a rank's call, in this order. "length" is its own and may differ; the rest is the same on every rank.
 FIELDS = (
     "failed",
     "length",
@@ -34,7 +34,7 @@ FIELDS = (
     "scores' dtype",
     "window",
     "local",
-    "sink",
+    "sink_keys",
     "scale",
     "softcap",
     "dropout_p",
@@ -47,14 +47,14 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 MOST_CALLS = 64  # that a group remembers
 
-# What a rank says of the message that its call exchanges before the answers have come: its bytes, or one of these.
+# What a rank sends about the message that its call exchanges before the answers have come: its bytes, or one of these.
 WAITS, FORGOT = -1, -2
 
-Call = tuple[tuple[int, ...], ...]  # what every rank has said, in rank order
+Call = tuple[tuple[int, ...], ...]  # the call_signature of every rank, in rank order
 
 
 class Memory:
-    """What a rank remembers of its group's calls. Only what all ranks have said gets in, so all ranks remember the same.
+    """What a rank remembers of its group's calls. Only calls that all ranks have exchanged get in, so all ranks remember the same.
 
     Attributes:
         last: the last call; None before the first one, after an error, and while a call has asked and has no answer.
@@ -79,7 +79,7 @@ def float_bits(value: float) -> int:
 
 
 class Question:
-    """An exchange of arguments: each rank says what it was called with, and compares what all have said.
+    """An exchange of arguments: each rank sends its call_signature, and compares those of all ranks.
 
     The exchange is one between hosts, over gloo, so that it waits for no GPU. A rank may send or receive the message of its call before it
     knows the answer, but only if it was called as it expected (:attr:`expected`). All ranks expect the same call, so those that go ahead fit
@@ -87,8 +87,8 @@ class Question:
     and nothing hangs; what it brings is thrown away, and all begin again or, if they differ, raise.
     """
 
-    def __init__(self, group: dist.ProcessGroup, said: Sequence[int], device: torch.device | None = None) -> None:
-        self._group, self._said, self._device = group, tuple(said), device
+    def __init__(self, group: dist.ProcessGroup, call_signature: Sequence[int], device: torch.device | None = None) -> None:
+        self._group, self._call_signature, self._device = group, tuple(call_signature), device
         self._memory = _memories.setdefault(group, Memory())
         self._last = self._memory.last
         self._expected = None if self._last is None else self._memory.followed.get(self._last, self._last)
@@ -96,23 +96,23 @@ class Question:
     @property
     def expected(self) -> list[int] | None:
         """The lengths of all chunks if this is the call that all ranks expect: the one that came after the last one before, or the last one."""
-        if self._expected is None or self._expected[dist.get_rank(self._group)] != self._said:
+        if self._expected is None or self._expected[dist.get_rank(self._group)] != self._call_signature:
             return None
         return _lengths(self._expected)
 
     def ask(self, message: int = WAITS) -> None:
-        """Says what this rank was called with. ``message``: the bytes of the message that it exchanges without waiting for the answer."""
+        """Sends this rank's call_signature. ``message``: the bytes of the message that it exchanges without waiting for the answer."""
         if message == WAITS and self._last is None:
             message = FORGOT
         # A call that fails before it has the answer has not remembered what the others have.
         self._memory.last = None
         self._message = message
         self._everyone = torch.empty(dist.get_world_size(self._group) * (len(FIELDS) + 1), dtype=torch.int64)
-        said = torch.tensor((*self._said, message), dtype=torch.int64)
-        self._work = begin_all_gather_flat(self._everyone, said, _host_group(self._group))
+        call_signature = torch.tensor((*self._call_signature, message), dtype=torch.int64)
+        self._work = begin_all_gather_flat(self._everyone, call_signature, _host_group(self._group))
 
     def answer(self) -> list[int]:
-        """The lengths of all chunks, after every rank has said what it was called with.
+        """The lengths of all chunks, after every rank has sent its call_signature.
 
         Raises:
             ValueError: ranks differ; on every rank, with the argument, its values and ranks.
@@ -148,9 +148,9 @@ class Question:
             begin_message(torch.zeros(size, dtype=torch.uint8, device=device), 0, self._group).wait()
 
 
-def agree(group: dist.ProcessGroup, said: Sequence[int]) -> list[int]:
+def agree(group: dist.ProcessGroup, call_signature: Sequence[int]) -> list[int]:
     """Asks a :class:`Question` and waits for the answer."""
-    question = Question(group, said)
+    question = Question(group, call_signature)
     question.ask()
     return question.answer()
 

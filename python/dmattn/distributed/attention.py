@@ -21,6 +21,7 @@ from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import check_base, most_selected, select_interval
+from dmattn.renamed import renamed
 from dmattn.sizes import Sizes, key_bias_rows, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
@@ -34,7 +35,7 @@ class Arguments(NamedTuple):
     mask: IntervalMask | None  # of the whole sequence
     scores: Tensor | None
     bound: int | None  # the most earlier keys that a chunk sees, if the caller or the selection says so
-    selection: tuple[int, int, int]  # window, local, sink
+    selection: tuple[int, int, int]  # window, local, sink_keys
     base: IntervalMask | None
     key_bias: Tensor | None  # [B, Hkv, n, 1 or H / Hkv], without scores
 
@@ -53,17 +54,18 @@ class Arguments(NamedTuple):
 @overload
 def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None = None, *, scores: Tensor | None = None, window: int | None = None,
-    local: int = 0, sink: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
+    local: int = 0, sink_keys: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
     key_bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def context_parallel_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: IntervalMask | None = None, *, scores: Tensor | None = None, window: int | None = None,
-    local: int = 0, sink: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
+    local: int = 0, sink_keys: int = 0, mesh: DeviceMesh | None = None, group: dist.ProcessGroup | None = None, base: IntervalMask | None = None,
     key_bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0, dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None, deterministic: bool = False, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@renamed(sink="sink_keys")
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
@@ -73,7 +75,7 @@ def context_parallel_attention(
     scores: Tensor | None = None,
     window: int | None = None,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     base: IntervalMask | None = None,
@@ -89,8 +91,8 @@ def context_parallel_attention(
 
     All ranks of the group call it together. Chunks follow each other in rank order, n positions on each rank, N together; they may differ in
     length. A rank receives the rows of earlier keys that some query of its chunk sees, and no others. With ``scores`` these are at most
-    ``window + local + sink`` rows a key head, however many ranks there are, and the scores; with ``mask`` they are what the mask says: few under
-    a sliding window, a streaming mask or packed documents, every earlier row under plain causality (``mask=None``).
+    ``window + local + sink_keys`` rows a key head, however many ranks there are, and the scores; with ``mask`` they are what the mask says:
+    few under a sliding window, a streaming mask or packed documents, every earlier row under plain causality (``mask=None``).
 
     Args:
         query: [B, H, n, D], this rank's chunk.
@@ -100,8 +102,8 @@ def context_parallel_attention(
             the host and remembered, so make it once and not in each call; one made in inference mode is read in each call.
         scores: [B, Hkv, n], this rank's chunk: instead of mask, keys are selected by scores, which are added to their logits, as in
             :func:`dynamic_mask_attention`.
-        window, local, sink: with scores, as in :func:`dynamic_mask_attention`, where window is needed. With mask, their sum may say how many
-            earlier keys a chunk sees at most; then the mask is not read on the host. Compiled calls with a mask need it.
+        window, local, sink_keys: with scores, as in :func:`dynamic_mask_attention`, where window is needed. With mask, their sum may say how
+            many earlier keys a chunk sees at most; then the mask is not read on the host. Compiled calls with a mask need it.
         mesh: a one-dimensional DeviceMesh, its ranks in ascending order.
         group: instead of mesh, a ProcessGroup. Default: the world.
         base: with scores, documents and/or padding of the whole sequence, see :meth:`IntervalMask.top_k`.
@@ -127,7 +129,7 @@ def context_parallel_attention(
     try:
         checks.flags(False, deterministic, return_lse)
         query, key, value = autocast(query, key, value)
-        given = _checked(query, key, value, mask, scores, window, local, sink, base, key_bias)
+        given = _checked(query, key, value, mask, scores, window, local, sink_keys, base, key_bias)
         options = options_of(
             given.sizes, dropout_seed, True, scale, softcap, dropout_p, deterministic, most_keys=given.most_keys()
         )
@@ -136,16 +138,16 @@ def context_parallel_attention(
             agreement.fail(ranks)
         raise
     has_seed = dropout_seed is not None and options.dropout_seed is not None
-    said = _said(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
+    call_signature = _call_signature(given, (query, key, value, key_bias, scores), options, has_seed, compiling)
     if world == 2 and scores is not None and base is None and options.dropout_seed is None:
-        out, lse = _between_two(ranks, said, (query, key, value), given, options)
+        out, lse = _between_two(ranks, call_signature, (query, key, value), given, options)
         return (out, lse) if return_lse else out
     if compiling:
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
     else:
-        lengths = agreement.agree(ranks, said) if world > 1 else [given.sizes.query_length]
-        said = []
+        lengths = agreement.agree(ranks, call_signature) if world > 1 else [given.sizes.query_length]
+        call_signature = []
     chunks = Chunks(ranks.group_name, rank, lengths)
     if given.mask_length() and not compiling and given.mask_length() != chunks.length():
         raise ValueError(exchange.wrong_mask_length(given.mask_length(), lengths, given.base is not None))
@@ -161,14 +163,14 @@ def context_parallel_attention(
     room = exchange.make_room(carried, counts[rank]) if world > 1 and not compiling else None
 
     # Know the mask of the whole sequence.
-    start, end, said = _whole_mask(given, chunks, said)
+    start, end, call_signature = _whole_mask(given, chunks, call_signature)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
     if world > 1:
-        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, said
+        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, call_signature
         if room is None:  # while compiling: one node of the graph
             key, value, joined_bias, _ = torch.ops.dmattn_distributed.carry(*exchanged)
         else:
@@ -198,7 +200,7 @@ def _checked(
     scores: Tensor | None,
     window: int | None,
     local: int,
-    sink: int,
+    sink_keys: int,
     base: IntervalMask | None,
     key_bias: Tensor | None,
 ) -> Arguments:
@@ -215,7 +217,7 @@ def _checked(
         check_base(base)
     kind = SCORES if scores is not None else CAUSAL if mask is None else MASK
     checks.natural_int("local", local)
-    checks.natural_int("sink", sink)
+    checks.natural_int("sink_keys", sink_keys)
     bound = None
     if scores is not None:
         checks.tensor("scores", scores)
@@ -223,9 +225,9 @@ def _checked(
         if scores.shape != key.shape[:3]:
             raise ValueError(f"scores: expected [B, Hkv, n] = {checks.shape_of(key)[:3]}, got {checks.shape_of(scores)}")
         checks.same_device("scores", scores, query)
-        checks.selection(window, local, sink, True)
+        checks.selection(window, local, sink_keys, True)
         assert window is not None
-        bound = window + local + sink
+        bound = window + local + sink_keys
     elif window is not None:
         checks.natural_int("window", window)
         if mask is None:
@@ -233,14 +235,14 @@ def _checked(
                 f"window: expected None without scores and mask, got {window}; "
                 "for a sliding window give mask=IntervalMask.sliding_window(N, left)"
             )
-        bound = window + local + sink
-    elif local or sink:
-        raise ValueError(f"local, sink: expected 0 and 0 without window, got {local} and {sink}")
+        bound = window + local + sink_keys
+    elif local or sink_keys:
+        raise ValueError(f"local, sink_keys: expected 0 and 0 without window, got {local} and {sink_keys}")
     for name, given in (("mask", mask), ("base", base)):
         if isinstance(given, IntervalMask):
             _check_mask(name, given, sizes)
     bias = None if key_bias is None else _bias_rows(key_bias, sizes)
-    return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink), base, bias)
+    return Arguments(sizes, kind, mask, scores, bound, (window or 0, local, sink_keys), base, bias)
 
 
 def _added_to_logits(given: Arguments) -> Tensor | None:
@@ -281,7 +283,9 @@ def _bias_rows(key_bias: Tensor, sizes: Sizes) -> Tensor:
     return grouped.transpose(2, 3)
 
 
-def _said(given: Arguments, tensors: Sequence[Tensor | None], options: object, has_seed: bool, compiling: bool) -> list[int]:
+def _call_signature(
+    given: Arguments, tensors: Sequence[Tensor | None], options: object, has_seed: bool, compiling: bool
+) -> list[int]:
     """This call in numbers, see :data:`agreement.FIELDS`."""
     query, _, value, key_bias, scores = tensors
     assert query is not None
@@ -328,22 +332,22 @@ def _with_long_enough_mask(given: Arguments, length: int) -> Arguments:
     return given._replace(mask=None if given.mask is None else IntervalMask(nothing, nothing), base=None)
 
 
-def _whole_mask(given: Arguments, chunks: Chunks, said: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
-    """start (None: the key's own position) and end of the whole sequence; ``said`` is empty once ranks have compared it."""
+def _whole_mask(given: Arguments, chunks: Chunks, call_signature: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
+    """start (None: the key's own position) and end of the whole sequence; ``call_signature`` is empty once ranks have compared it."""
     if given.scores is not None:
         scores = given.scores.detach()
         if len(chunks.lengths) > 1:
-            scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, said)
-            said = []
-        window, local, sink = given.selection
-        start, end = select_interval(scores, window, True, given.base, local, sink)
+            scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, call_signature)
+            call_signature = []
+        window, local, sink_keys = given.selection
+        start, end = select_interval(scores, window, True, given.base, local, sink_keys)
         if start is not None:
             start, end = same_heads(start, end, "base")
             start = start.expand(-1, -1, chunks.length())
-        return start, end, said
+        return start, end, call_signature
     mask = IntervalMask.causal(chunks.length(), device=given.sizes.device) if given.mask is None else given.mask
     start, end = same_heads(mask.start, mask.end, "mask")
-    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), said
+    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), call_signature
 
 
 def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
@@ -375,7 +379,11 @@ def _check_bound(given: Arguments, chunks: Chunks, start: Tensor | None, end: Te
 
 
 def _between_two(
-    group: dist.ProcessGroup, said: list[int], tensors: tuple[Tensor, Tensor, Tensor], given: Arguments, options: Options
+    group: dist.ProcessGroup,
+    call_signature: list[int],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    given: Arguments,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attention to keys that scores select, on one of two ranks; see :mod:`.pair`."""
     query, key, value = tensors
@@ -384,7 +392,7 @@ def _between_two(
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
     rank = dist.get_rank(group)
     if torch.compiler.is_compiling():
-        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, said
+        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
         fetch = torch.ops.dmattn_distributed.fetch
         key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *given.selection, *place)
         return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
@@ -394,7 +402,7 @@ def _between_two(
         scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
         return _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
 
-    return pair.exchanged(group, said, rows, pair.Selection(*given.selection), _too_long, attended)
+    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), _too_long, attended)
 
 
 def _over_slots(

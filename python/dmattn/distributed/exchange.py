@@ -23,19 +23,19 @@ from dmattn.distributed import agreement, needs, traffic
 from dmattn.distributed.chunks import Chunks, all_gather_flat
 
 library = renewed("dmattn_distributed")
-library.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] said) -> Tensor")
+library.define("gather_scores(Tensor scores, SymInt[] lengths, int rank, str group, SymInt[] call_signature) -> Tensor")
 library.define("share_seed(Tensor seed, str group) -> Tensor")
 library.define(
     "carry(Tensor key, Tensor value, Tensor? key_bias, Tensor? start, Tensor end, Tensor slots, SymInt[] counts, SymInt[] lengths, int rank, "
-    "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor)"
+    "str group, SymInt[] call_signature) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "carry_back(Tensor grad_key, Tensor grad_value, Tensor? grad_key_bias, Tensor? start, Tensor end, Tensor slots, Tensor splits, "
     "SymInt[] counts, SymInt[] lengths, int rank, str group) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
-    "fetch(Tensor key, Tensor value, Tensor scores, Tensor? key_bias, int window, int local, int sink, SymInt[] lengths, int rank, "
-    "str group, SymInt[] said) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "fetch(Tensor key, Tensor value, Tensor scores, Tensor? key_bias, int window, int local, int sink_keys, SymInt[] lengths, int rank, "
+    "str group, SymInt[] call_signature) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 library.define(
     "fetch_back(Tensor grad_key, Tensor grad_value, Tensor grad_scores, Tensor? grad_key_bias, Tensor positions, SymInt count, "
@@ -48,10 +48,10 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
-def agreed(group: dist.ProcessGroup, said: Sequence[int], lengths: Sequence[int]) -> None:
+def agreed(group: dist.ProcessGroup, call_signature: Sequence[int], lengths: Sequence[int]) -> None:
     """In a compiled graph the first exchange is where ranks compare their arguments; eager calls have done so before."""
-    if said:
-        refused = refusal(said, agreement.agree(group, said), lengths)
+    if call_signature:
+        refused = refusal(call_signature, agreement.agree(group, call_signature), lengths)
         if refused:
             raise ValueError(refused)
 
@@ -61,11 +61,11 @@ def wrong_mask_length(mask_length: int, lengths: Sequence[int], is_base: bool) -
     return f"{name}: expected one for {sum(lengths)} keys, the sum of the chunks {list(lengths)}, got one for {mask_length}"
 
 
-def refusal(said: Sequence[int], given: Sequence[int], lengths: Sequence[int]) -> str | None:
+def refusal(call_signature: Sequence[int], given: Sequence[int], lengths: Sequence[int]) -> str | None:
     """Why a graph that was traced for chunks of these lengths cannot take the ``given`` ones; the same on every rank."""
-    mask_length = said[agreement.FIELDS.index("length of the mask")]
+    mask_length = call_signature[agreement.FIELDS.index("length of the mask")]
     if mask_length not in (0, sum(given)):
-        return wrong_mask_length(mask_length, given, said[agreement.FIELDS.index(agreement.KIND)] == 3)
+        return wrong_mask_length(mask_length, given, call_signature[agreement.FIELDS.index(agreement.KIND)] == 3)
     # Unequal parts before the last one may be what one rank has guessed, and are never what all have.
     if list(given) == list(lengths) and len(set(given[:-1])) <= 1:
         return None
@@ -78,10 +78,10 @@ def refusal(said: Sequence[int], given: Sequence[int], lengths: Sequence[int]) -
 # Scores --------------------------------------------------------------------------------------------------------------------------------
 
 
-def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
+def _gather_scores(scores: Tensor, lengths: Sequence[int], rank: int, group: str, call_signature: Sequence[int]) -> Tensor:
     """[B, Hkv, n] of every rank -> [B, Hkv, N]."""
     ranks = group_named(group)
-    agreed(ranks, said, lengths)
+    agreed(ranks, call_signature, lengths)
     longest, own = max(lengths), lengths[rank]
     batch, heads, _ = scores.shape
     sent = scores if own == longest else torch.nn.functional.pad(scores, (0, longest - own))
@@ -262,12 +262,12 @@ def _carry(
     lengths: Sequence[int],
     rank: int,
     group: str,
-    said: Sequence[int],
+    call_signature: Sequence[int],
     room: Room | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """key, value and key_bias [B, Hkv, n, *] with the rows in this rank's M slots in front, [B, Hkv, M + n, *], and the numbers of rows sent and
     received, int64 [2, ranks] on the CPU."""
-    agreed(group_named(group), said, lengths)
+    agreed(group_named(group), call_signature, lengths)
     chunks = Chunks(group, rank, lengths)
     batch, heads, own, _ = key.shape
     count = slots.shape[-1]
@@ -348,7 +348,7 @@ library.impl("carry_back", _carry_back, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("dmattn_distributed::gather_scores", lib=library)
-def _(scores: Tensor, lengths: Sequence[int], rank: int, group: str, said: Sequence[int]) -> Tensor:
+def _(scores: Tensor, lengths: Sequence[int], rank: int, group: str, call_signature: Sequence[int]) -> Tensor:
     return scores.new_empty(*scores.shape[:2], sum(lengths))
 
 
@@ -395,7 +395,8 @@ def _gradients(back: Any, ctx: Any, grad_key: Tensor, grad_value: Tensor, grad_k
 
 
 class Carry(torch.autograd.Function):
-    """The op ``carry`` for eager calls, which begin to copy a rank's own rows before the mask is known: ``said`` empty, and a :class:`Room`."""
+    """The op ``carry`` for eager calls, which begin to copy a rank's own rows before the mask is known: with an empty ``call_signature`` and a
+    :class:`Room`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:

@@ -31,13 +31,13 @@ ALIGNMENT = 16  # bytes at whose multiples each tensor's rows begin within what 
 class Selection(NamedTuple):
     window: int
     local: int
-    sink: int
+    sink_keys: int
 
     def slots(self, first: int) -> tuple[int, int, int]:
         """Numbers of slots for sinks, for selected keys and for local ones of a chunk that begins at ``first``."""
-        sink = min(self.sink, first)
-        local = min(self.local, first - sink)
-        return sink, min(self.window, first - sink - local), local
+        sink_keys = min(self.sink_keys, first)
+        local = min(self.local, first - sink_keys)
+        return sink_keys, min(self.window, first - sink_keys - local), local
 
 
 class Begun(NamedTuple):
@@ -82,8 +82,8 @@ def begin(tensors: Sequence[Tensor], selection: Selection, chunks: Chunks) -> Be
             room.wait()
             raise
         return Begun(chunks, selection, count, None, None, message, parts, joined, room)
-    window, local, sink = selection
-    end = ops.select(tensors[0].detach()[..., 0], None, window, True, local, sink)
+    window, local, sink_keys = selection
+    end = ops.select(tensors[0].detach()[..., 0], None, window, True, local, sink_keys)
     if not count:
         return Begun(chunks, selection, 0, end, None, None, [], None, None)
     positions, is_empty = _living(end, slots)
@@ -107,7 +107,7 @@ Result = TypeVar("Result")
 
 def exchanged(
     group: dist.ProcessGroup,
-    said: Sequence[int],
+    call_signature: Sequence[int],
     tensors: Sequence[Tensor],
     selection: Selection,
     refusal: Callable[[Sequence[int]], str | None],
@@ -122,7 +122,7 @@ def exchanged(
         ValueError: ranks differ, or their lengths are refused; on both ranks.
     """
     rank, device = dist.get_rank(group), tensors[0].device
-    question = agreement.Question(group, said, device)
+    question = agreement.Question(group, call_signature, device)
     lengths = question.expected
     result: Result | None = None
     error: Exception | None = None
@@ -168,16 +168,16 @@ def _used(begun: Begun, use: Callable[[Begun], Result]) -> Result:
 
 def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
     """Positions of the keys for slots, int64 [B, Hkv, M], and which slots of selected keys stay empty; None if none does."""
-    sink, window, local = slots
+    sink_keys, window, local = slots
     batch, heads, length = end.shape
-    if sink + window + local == length:
+    if sink_keys + window + local == length:
         return torch.arange(length, device=end.device).expand(end.shape), None
     last = length - local
     # Count the keys that live on through all heads: one long scan keeps a GPU busy, a short one for each head does not.
     lives = torch.gt(
-        end[..., sink:last], length, out=torch.empty_like(end[..., sink:last], memory_format=torch.contiguous_format)
+        end[..., sink_keys:last], length, out=torch.empty_like(end[..., sink_keys:last], memory_format=torch.contiguous_format)
     )
-    lives = lives.view(batch * heads, last - sink)
+    lives = lives.view(batch * heads, last - sink_keys)
     counted = lives.view(-1).cumsum(0, dtype=torch.int32).view(lives.shape)
     before = counted[:, :1] - lives[:, :1]
     ordinals = before + torch.arange(1, window + 1, dtype=torch.int32, device=end.device)
@@ -185,16 +185,16 @@ def _living(end: Tensor, slots: tuple[int, int, int]) -> tuple[Tensor, Tensor | 
     # Where a head has fewer than the window, what is found lies in the next one.
     firsts = torch.arange(0, lives.numel(), lives.shape[1], device=end.device)[:, None]
     places = (found - firsts).view(batch, heads, window)
-    positions = places.clamp(max=last - sink - 1)
-    if sink or local:
+    positions = places.clamp(max=last - sink_keys - 1)
+    if sink_keys or local:
         own = torch.arange(length, device=end.device).expand(end.shape)
-        positions = torch.cat((own[..., :sink], positions + sink, own[..., last:]), dim=2)
-    return positions, places >= last - sink
+        positions = torch.cat((own[..., :sink_keys], positions + sink_keys, own[..., last:]), dim=2)
+    return positions, places >= last - sink_keys
 
 
 def _fetch(tensors: Sequence[Tensor], begun: Begun) -> tuple[Sequence[Tensor], Tensor]:
     """The tensors of :func:`begin` with the rows of the rank's slots in front, and end for these."""
-    (window, local, sink), count = begun.selection, begun.slots
+    (window, local, sink_keys), count = begun.selection, begun.slots
     if begun.end is not None:
         return tensors, begun.end
     assert begun.message is not None
@@ -203,7 +203,7 @@ def _fetch(tensors: Sequence[Tensor], begun: Begun) -> tuple[Sequence[Tensor], T
     begun.message.wait()
     joined = [begun.scores, *begun.room.joined]
     joined[0][:, :, :count] = begun.parts[0]
-    end = ops.select(joined[0][..., 0], None, window, True, local, sink)
+    end = ops.select(joined[0][..., 0], None, window, True, local, sink_keys)
     for whole, part in zip(joined[1:], begun.parts[1:], strict=True):
         exchange.copy_rows(whole[:, :, :count], part)
     begun.room.wait()
@@ -298,11 +298,11 @@ def _packet_size(like: Sequence[Tensor], count: int) -> tuple[list[int], int]:
 
 
 def _fetch_op(
-    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink: int, lengths: Sequence[int],
-    rank: int, group: str, said: Sequence[int],
+    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink_keys: int, lengths: Sequence[int],
+    rank: int, group: str, call_signature: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What :func:`_fetch` gives, none of it a part of what is given, and the positions of the rows that have left, int64 [B, Hkv, M]."""
-    tensors, selection = _listed(key, value, scores, key_bias), Selection(window, local, sink)
+    tensors, selection = _listed(key, value, scores, key_bias), Selection(window, local, sink_keys)
 
     def fetched(begun: Begun) -> tuple[Tensor, ...]:
         results, end = _fetch(tensors, begun)
@@ -312,13 +312,13 @@ def _fetch_op(
         positions = empty if begun.positions is None else begun.positions.contiguous()
         return results[1], results[2], results[0], key.new_empty(0) if key_bias is None else results[3], end, positions
 
-    if not said:
+    if not call_signature:
         return _used(begin(tensors, selection, Chunks(group, rank, lengths)), fetched)
 
     def refusal(given: Sequence[int]) -> str | None:
-        return exchange.refusal(said, given, lengths)
+        return exchange.refusal(call_signature, given, lengths)
 
-    return exchanged(exchange.group_named(group), said, tensors, selection, refusal, fetched)
+    return exchanged(exchange.group_named(group), call_signature, tensors, selection, refusal, fetched)
 
 
 def _fetch_back_op(
@@ -336,10 +336,10 @@ def _listed(key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None)
 
 @torch.library.register_fake("dmattn_distributed::fetch", lib=exchange.library)
 def _(
-    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink: int, lengths: Sequence[int],
+    key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, window: int, local: int, sink_keys: int, lengths: Sequence[int],
     rank: int, *_: object,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    count = sum(Selection(window, local, sink).slots(lengths[0]))
+    count = sum(Selection(window, local, sink_keys).slots(lengths[0]))
     batch, heads, own = key.shape[:3]
     length = own + (count if rank == 1 else 0)
     joined = [
@@ -364,11 +364,11 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, _, _, key_bias, window, local, sink, lengths, rank, group, _ = inputs
+    _, _, _, key_bias, window, local, sink_keys, lengths, rank, group, _ = inputs
     ctx.mark_non_differentiable(output[4], output[5])
     ctx.save_for_backward(output[5])
     ctx.has_bias = key_bias is not None
-    ctx.rest = sum(Selection(window, local, sink).slots(lengths[0])), lengths, rank, group
+    ctx.rest = sum(Selection(window, local, sink_keys).slots(lengths[0])), lengths, rank, group
 
 
 def _backward(ctx: Any, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor, *_: object) -> tuple[Any, ...]:

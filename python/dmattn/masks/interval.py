@@ -19,6 +19,7 @@ from dmattn.masks.bounds import ALWAYS as ALWAYS
 from dmattn.masks.bounds import FOREVER as FOREVER
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.heads import same_heads
+from dmattn.renamed import renamed
 from dmattn.sharding import alike
 
 Segments = Literal["causal", "whole"]
@@ -102,23 +103,25 @@ class IntervalMask(MaskData):
         return cls._of_length(keys - right, keys + (left + 1), most_keys=left + right + 1)
 
     @classmethod
-    def streaming(cls, Sk: int, sink: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
-        """Causal keys that are among the first ``sink`` or the last ``local``: ``j <= p and (j < sink or p - j < local)``.
+    @renamed(sink="sink_keys")
+    def streaming(cls, Sk: int, sink_keys: int, local: int, *, device: torch.device | str | None = None) -> IntervalMask:
+        """Causal keys that are among the first ``sink_keys`` or the last ``local``: ``j <= p and (j < sink_keys or p - j < local)``.
 
         Raises:
-            TypeError, ValueError: Sk, sink or local is not an int from 0 to 2^20.
+            TypeError, ValueError: Sk, sink_keys or local is not an int from 0 to 2^20.
         """
         keys = _keys(Sk, device)
-        checks.length("sink", sink)
+        checks.length("sink_keys", sink_keys)
         checks.length("local", local)
-        return cls._of_length(keys, torch.where(keys < sink, FOREVER, keys + local), most_keys=sink + local)
+        return cls._of_length(keys, torch.where(keys < sink_keys, FOREVER, keys + local), most_keys=sink_keys + local)
 
     @classmethod
+    @renamed(causal="is_causal")
     def documents(
         cls,
         Sk: int,
         cu_seqlens: Tensor | None = None,
-        causal: bool = True,
+        is_causal: bool = True,
         *,
         ids: Tensor | None = None,
     ) -> IntervalMask:
@@ -127,7 +130,7 @@ class IntervalMask(MaskData):
         Args:
             Sk: number of keys.
             cu_seqlens: int32 or int64 [documents + 1]: 0, the end of each document in turn, the last being Sk.
-            causal: also hide later keys of the same document.
+            is_causal: also hide later keys of the same document.
             ids: instead of cu_seqlens, integers [Sk] or [B, Sk]: neighbours with equal ids share a document; negative ids are padding.
 
         Raises:
@@ -135,14 +138,14 @@ class IntervalMask(MaskData):
                 malformed one gives a meaningless mask, never a wrong access).
         """
         checks.length("Sk", Sk)
-        checks.flag("causal", causal)
+        checks.flag("is_causal", is_causal)
         if (cu_seqlens is None) == (ids is None):
             raise ValueError("cu_seqlens, ids: expected exactly one of them, got " + ("none" if ids is None else "both"))
         start, end = _segments_from_ends(Sk, cu_seqlens) if cu_seqlens is not None else _segments_from_ids(Sk, ids)
         keys = _keys(Sk, start.device)
         visible_end = torch.where(end > keys, end, ALWAYS)
-        first = torch.maximum(start, keys) if causal else start
-        return cls._of_length(first, visible_end, "causal" if causal else "whole")
+        first = torch.maximum(start, keys) if is_causal else start
+        return cls._of_length(first, visible_end, "causal" if is_causal else "whole")
 
     @classmethod
     def prefix(cls, Sk: int, prefix_lengths: Tensor | int, *, device: torch.device | str | None = None) -> IntervalMask:
@@ -187,7 +190,8 @@ class IntervalMask(MaskData):
         return cls._of_length(torch.full_like(keys, ALWAYS), end, "whole")
 
     @classmethod
-    def chunked(cls, Sk: int, size: int, causal: bool = True, *, device: torch.device | str | None = None) -> IntervalMask:
+    @renamed(causal="is_causal")
+    def chunked(cls, Sk: int, size: int, is_causal: bool = True, *, device: torch.device | str | None = None) -> IntervalMask:
         """Query and key in the same chunk of ``size`` positions, counted from 0 (and causal, by default): ``p // size == j // size``.
 
         Raises:
@@ -195,10 +199,10 @@ class IntervalMask(MaskData):
         """
         keys = _keys(Sk, device)
         checks.positive_int("size", size)
-        checks.flag("causal", causal)
+        checks.flag("is_causal", is_causal)
         size = min(size, checks.MAX_LENGTH)  # so that the end of the last chunk is an int32
         first = keys - keys % size
-        return cls._of_length(keys if causal else first, first + size, "causal" if causal else "whole", size)
+        return cls._of_length(keys if is_causal else first, first + size, "causal" if is_causal else "whole", size)
 
     @classmethod
     def tree(cls, enter: Tensor, leave: Tensor) -> IntervalMask:
@@ -293,40 +297,41 @@ class IntervalMask(MaskData):
         return cls._of_length(tensor[:, :, 0], tensor[:, :, 1])
 
     @classmethod
+    @renamed(causal="is_causal", sink="sink_keys")
     def top_k(
         cls,
         scores: Tensor,
         window: int,
-        causal: bool = True,
+        is_causal: bool = True,
         base: IntervalMask | None = None,
         *,
         local: int = 0,
-        sink: int = 0,
+        sink_keys: int = 0,
     ) -> IntervalMask:
         """Dynamic Mask Attention: each query sees the ``window`` best-scored keys among those it may see. Exact.
 
         A key that falls out of the best ``window`` never comes back, which is why an interval can say it. Equal scores, +inf too: the later
-        key wins. NaN and -inf are never selected. With ``causal=False`` one set of keys (per document) serves all queries.
+        key wins. NaN and -inf are never selected. With ``is_causal=False`` one set of keys (per document) serves all queries.
 
-        With ``local`` and ``sink`` the query at position p sees up to ``sink + local + window`` keys of its document: the document's first
-        ``sink`` keys, those that the base lets it see in (p - local, p], and the best ``window`` of the others. The others are older than
-        the local window and no sinks: a sink never competes and takes no place of the ``window``, also while it lies in the local
-        window, and a key competes from the position on at which it leaves the local window. So its interval is ``[j, e + local)``, cut at
-        the end of its document, where ``[j, e)`` is its interval in a plain selection without the sinks (e = j if it never wins). Local
-        window and sinks show keys of any score, NaN and -inf included.
+        With ``local`` and ``sink_keys`` the query at position p sees up to ``sink_keys + local + window`` keys of its document: the
+        document's first ``sink_keys`` keys, those that the base lets it see in (p - local, p], and the best ``window`` of the others. The
+        others are older than the local window and no sinks: a sink never competes and takes no place of the ``window``, also while it lies
+        in the local window, and a key competes from the position on at which it leaves the local window. So its interval is
+        ``[j, e + local)``, cut at the end of its document, where ``[j, e)`` is its interval in a plain selection without the sinks (e = j
+        if it never wins). Local window and sinks show keys of any score, NaN and -inf included.
 
         Args:
             scores: [B, Hkv, Sk], floating point.
-            window: number of keys a query selects at most, > 0; with ``local`` or ``sink`` 0 is allowed: then scores decide nothing.
-            causal: each query selects among the keys up to its own position.
+            window: number of keys a query selects at most, > 0; with ``local`` or ``sink_keys`` 0 is allowed: then scores decide nothing.
+            is_causal: each query selects among the keys up to its own position.
             base: documents, padding, or their intersection: selection restarts with each document and skips padding.
             local: number of latest positions, the query's own included, whose keys are visible whatever their scores, >= 0.
-            sink: number of positions from the first key of each document on, likewise, >= 0.
+            sink_keys: number of positions from the first key of each document on, likewise, >= 0.
 
         Raises:
-            TypeError: scores is not a floating-point tensor, causal not a bool, or base not an IntervalMask.
-            ValueError: wrong rank, more than 2^20 keys, window <= 0 (< 0 with local or sink), local or sink < 0, either of them > 0 with
-                ``causal=False``, or a base under which a dropped key could come back (sliding window, prefix, ...): intersect with such
+            TypeError: scores is not a floating-point tensor, is_causal not a bool, or base not an IntervalMask.
+            ValueError: wrong rank, more than 2^20 keys, window <= 0 (< 0 with local or sink_keys), local or sink_keys < 0, either of them > 0
+                with ``is_causal=False``, or a base under which a dropped key could come back (sliding window, prefix, ...): intersect with such
                 a mask after selecting, ``top_k(scores, window) & other``.
         """
         checks.tensor("scores", scores)
@@ -335,14 +340,14 @@ class IntervalMask(MaskData):
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
         if scores.shape[2] > checks.MAX_LENGTH:
             raise ValueError(f"scores: expected at most {checks.MAX_LENGTH} keys, got shape {checks.shape_of(scores)}")
-        checks.flag("causal", causal)
-        checks.selection(window, local, sink, causal)
-        start, end = select_interval(scores, window, causal, base, local, sink)
-        if start is None and not causal and base is None:
+        checks.flag("is_causal", is_causal)
+        checks.selection(window, local, sink_keys, is_causal)
+        start, end = select_interval(scores, window, is_causal, base, local, sink_keys)
+        if start is None and not is_causal and base is None:
             start = torch.full((1, 1, 1), ALWAYS, dtype=torch.int32, device=scores.device)
         elif start is None:
             start = _keys(scores.shape[2], scores.device)
-        return cls._of_length(start, end, most_keys=most_selected(window, local, sink, base))
+        return cls._of_length(start, end, most_keys=most_selected(window, local, sink_keys, base))
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
@@ -527,9 +532,9 @@ def check_base(base: object) -> None:
         )
 
 
-def most_selected(window: int, local: int, sink: int, base: IntervalMask | None) -> int:
+def most_selected(window: int, local: int, sink_keys: int, base: IntervalMask | None) -> int:
     """How many keys a query sees at most under top-k selection, 0 where that is not known: as far as ``top_k(...) & base`` knows it."""
-    most = bounds.fewer(window + local + sink, checks.MAX_LENGTH)  # the sum may be too large for an op
+    most = bounds.fewer(window + local + sink_keys, checks.MAX_LENGTH)  # the sum may be too large for an op
     return most if base is None else bounds.fewer(most, base.most_keys)
 
 
@@ -548,20 +553,20 @@ def segment_ends(base: IntervalMask, scores: Tensor) -> Tensor:
 
 
 def select_interval(
-    scores: Tensor, window: int, causal: bool, base: IntervalMask | None, local: int, sink: int
+    scores: Tensor, window: int, is_causal: bool, base: IntervalMask | None, local: int, sink_keys: int
 ) -> tuple[Tensor | None, Tensor]:
     """The interval of each key under top-k selection; start None means: from the key's own position on, or, without causality, always."""
     segment_end = None
     if base is not None:
         segment_end = segment_ends(base, scores)
         if torch.compiler.is_exporting():
-            _assert_segments(base, causal)
-        causal = causal or base.segments == "causal"
-    end = ops.select(scores, segment_end, window, causal, local, sink)
-    return (None if causal or base is None else base.start), end
+            _assert_segments(base, is_causal)
+        is_causal = is_causal or base.segments == "causal"
+    end = ops.select(scores, segment_end, window, is_causal, local, sink_keys)
+    return (None if is_causal or base is None else base.start), end
 
 
-def _assert_segments(base: IntervalMask, causal: bool) -> None:
+def _assert_segments(base: IntervalMask, is_causal: bool) -> None:
     """Puts into an exported program the check that a later mask's intervals end as segments do.
 
     The kind of mask is checked while the program is traced. Its tree says nothing of it, so that one program serves every kind; here the
@@ -574,9 +579,9 @@ def _assert_segments(base: IntervalMask, causal: bool) -> None:
     ends_before = torch.cat([torch.full_like(ends[..., :1], ALWAYS), ends], dim=-1)[..., :-1]  # the latest end of earlier keys
     first = ends_before <= keys  # of a segment
     fits = first | (end == ends_before)
-    if not causal and base.segments == "causal":
+    if not is_causal and base.segments == "causal":
         fits = fits & (start >= keys)
-    elif not causal:  # every query of a segment sees all of the segment's keys
+    elif not is_causal:  # every query of a segment sees all of the segment's keys
         first_key = torch.where(present & first, keys, ALWAYS).cummax(-1).values
         fits = fits & (start <= first_key)
     torch.ops.aten._assert_async.msg(

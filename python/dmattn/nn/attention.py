@@ -19,6 +19,7 @@ from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.rotation import rotation_table, turned, turning_pairs
 from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.nn.shards import own_part
+from dmattn.renamed import renamed, renamed_attribute, with_new_names
 from dmattn.unsupported import scripting_refused
 
 
@@ -26,7 +27,7 @@ class DynamicMaskAttention(nn.Module):
     """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
     learned.
 
-    As it comes this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
+    By default this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
     the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learns far better is
 
     ``DynamicMaskAttention.recommended(E, H, visible)``
@@ -36,7 +37,7 @@ class DynamicMaskAttention(nn.Module):
     Args:
         embed_dim: size E of the hidden states.
         num_heads: query heads H.
-        window: keys each query selects at most; 0 is allowed with local or sink.
+        window: keys each query selects at most; 0 is allowed with local or sink_keys.
         num_kv_heads: key heads Hkv, a divisor of H; default H.
         head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
         bias: whether the projections have biases.
@@ -46,12 +47,12 @@ class DynamicMaskAttention(nn.Module):
             heads that select know positions by ``recency`` alone.
         is_causal: whether queries select among the keys up to their own position.
         local: latest keys that every query sees whatever their scores; only with is_causal.
-        sink: first keys of each document that every query sees whatever their scores; only with is_causal.
+        sink_keys: first keys of each document that every query sees whatever their scores; only with is_causal.
         local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone.
         score: "exp", the Doge model's score of a key's value; "linear", a linear map of the hidden state that starts at zero; or a module
-            that takes hidden states [B, S, E] to scores [B, S, Hkv]. A score of +inf keeps its key; only with ``taught``, because a
+            that takes hidden states [B, S, E] to scores [B, S, Hkv]. A score of +inf keeps its key; only with ``select_only``, because a
             logit of +inf makes NaN.
-        taught: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
+        select_only: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
             is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
             learn from that, wherever their key is visible.
         score_queries, last_queries, sharp_queries: which queries look at all keys for that loss and how they count: ``queries``, ``last``
@@ -66,18 +67,19 @@ class DynamicMaskAttention(nn.Module):
         softcap: as in :func:`dmattn.attention`.
         device, dtype: of the parameters.
 
-    Head counts in ``forward`` follow the projections' weights, so heads can be dealt out to ranks (tensor parallelism); see :doc:`training`.
+    Head counts in ``forward`` follow the projections' weights, so heads can be distributed to ranks (tensor parallelism); see :doc:`training`.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: sizes that do not divide, a window <= 0 without local and sink, or one of these or recency without is_causal.
+        ValueError: sizes that do not divide, a window <= 0 without local and sink_keys, or one of these or recency without is_causal.
     """
 
     rotated_heads: int | None = None  # layers pickled before there was a choice have none of their own
 
+    @renamed(sink="sink_keys", taught="select_only")
     def __init__(
         self,
         embed_dim: int,
@@ -92,10 +94,10 @@ class DynamicMaskAttention(nn.Module):
         rotated_heads: int | None = None,
         is_causal: bool = True,
         local: int = 0,
-        sink: int = 0,
+        sink_keys: int = 0,
         local_heads: int = 0,
         score: Literal["exp", "linear"] | nn.Module = "exp",
-        taught: bool = False,
+        select_only: bool = False,
         score_queries: int = 64,
         last_queries: float = 0.0,
         sharp_queries: bool = False,
@@ -110,7 +112,7 @@ class DynamicMaskAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
-        self._set_selection(window, local, sink, local_heads, is_causal)
+        self._set_selection(window, local, sink_keys, local_heads, is_causal)
         if rope_theta is not None:
             rope_theta = checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR)
             if rope_theta < 1 / checks.MAX_FACTOR:
@@ -131,7 +133,7 @@ class DynamicMaskAttention(nn.Module):
                     f" with rope_theta={rope_theta}"
                 )
         self.rotated_heads = rotated_heads
-        self.taught = checks.flag("taught", taught)
+        self.select_only = checks.flag("select_only", select_only)
         checks.number_drawn("score_queries", score_queries)
         self.score_queries = score_queries
         self.last_queries = checks.number("last_queries", last_queries, low=0.0, high=1.0)
@@ -167,6 +169,7 @@ class DynamicMaskAttention(nn.Module):
         self.o_proj = linear(num_heads * head_dim, embed_dim)
 
     @classmethod
+    @renamed(sink="sink_keys", taught="select_only")
     def recommended(
         cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
     ) -> DynamicMaskAttention:
@@ -197,10 +200,16 @@ class DynamicMaskAttention(nn.Module):
         rotates = options.get("rope_theta", 0) is not None
         chosen: dict[str, Any] = {
             "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
-            "taught": True, "recency": 0.25, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
+            "select_only": True, "recency": 0.25, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
             "explore": True, "rotated_heads": (options.get("local_heads", streaming) or None) if rotates else None,
         }  # fmt: skip
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
+
+    sink = renamed_attribute("sink", "sink_keys")
+    taught = renamed_attribute("taught", "select_only")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles, which may hold old names
+        super().__setstate__(with_new_names(state, sink="sink_keys", taught="select_only"))
 
     def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
         """Checks them, and gives the head size."""
@@ -219,11 +228,17 @@ class DynamicMaskAttention(nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         return head_dim
 
-    def _set_selection(self, window: int, local: int, sink: int, local_heads: int, is_causal: bool) -> None:
+    def _set_selection(self, window: int, local: int, sink_keys: int, local_heads: int, is_causal: bool) -> None:
         checks.flag("is_causal", is_causal)
-        checks.selection(window, local, sink, is_causal, "is_causal")
+        checks.selection(window, local, sink_keys, is_causal)
         checks.local_heads(local_heads, self.num_kv_heads, local)
-        self.window, self.local, self.sink, self.local_heads, self.is_causal = window, local, sink, local_heads, is_causal
+        self.window, self.local, self.sink_keys, self.local_heads, self.is_causal = (
+            window,
+            local,
+            sink_keys,
+            local_heads,
+            is_causal,
+        )
 
     def scores(self, source: Tensor) -> Tensor:
         """The scores of keys, [B, Hkv, S], without recency and noise: of values [B, Hkv, S, D] where ``score`` is "exp", and of hidden states
@@ -240,7 +255,7 @@ class DynamicMaskAttention(nn.Module):
         batch, heads, length = value.shape[:3]
         self._check_dealt_out(heads)
         source = value if self.scores_values else hidden_states
-        scores = self.scores(source.detach() if self.taught else source)
+        scores = self.scores(source.detach() if self.select_only else source)
         if scores.shape != (batch, heads, length):
             got = checks.shape_of(scores.transpose(1, 2))
             raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
@@ -249,18 +264,20 @@ class DynamicMaskAttention(nn.Module):
     def _check_dealt_out(self, heads: int) -> None:
         if heads != self.num_kv_heads:
             if self.local_heads:
-                raise ValueError(f"local_heads: expected 0 where key heads are dealt out to ranks, got {self.local_heads}")
+                raise ValueError(f"local_heads: expected 0 where key heads are distributed to ranks, got {self.local_heads}")
             if self.rotated_heads is not None:
-                raise ValueError(f"rotated_heads: expected None where key heads are dealt out to ranks, got {self.rotated_heads}")
+                raise ValueError(
+                    f"rotated_heads: expected None where key heads are distributed to ranks, got {self.rotated_heads}"
+                )
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
         ranks = self._scores(hidden_states, value)
         if self.log_slope is None:
-            return ranks, None if self.taught else ranks
+            return ranks, None if self.select_only else ranks
         recency = recency_of(own_part(self.log_slope, value), hidden_states.shape[1])
         ranks = ranks + recency
-        return ranks, recency if self.taught else ranks
+        return ranks, recency if self.select_only else ranks
 
     def mask(self, ranks: Tensor, base: IntervalMask | None = None, *, window: int | None = None) -> IntervalMask:
         """Which queries see which key, from what keys are selected by; see :meth:`ranked`."""
@@ -270,17 +287,17 @@ class DynamicMaskAttention(nn.Module):
         if self.local_heads:  # a score of -inf never wins a place, so local windows and sinks are all that these heads see
             ranks = F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
         window = self.window if window is None else window
-        return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink=self.sink)
+        return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink_keys=self.sink_keys)
 
     def new_cache(self, batch_size: int, *, rewind: int = 0, num_kv_heads: int | None = None) -> BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``local_heads`` a :class:`MixedCache`.
 
         Args:
             batch_size, rewind: as of :class:`dmattn.BoundedCache`.
-            num_kv_heads: key heads that this rank holds, where they are dealt out; default all.
+            num_kv_heads: key heads that this rank holds, where they are distributed; default all.
 
         Raises:
-            TypeError, ValueError: as :class:`dmattn.BoundedCache`, a layer without is_causal, or with ``local_heads`` and dealt out heads.
+            TypeError, ValueError: as :class:`dmattn.BoundedCache`, a layer without is_causal, or with ``local_heads`` and distributed heads.
         """
         self._check_cached()
         weight = self.k_proj.weight
@@ -288,7 +305,7 @@ class DynamicMaskAttention(nn.Module):
         checks.positive_int("num_kv_heads", heads)
         self._check_dealt_out(heads)
         return cache_of_layer(
-            batch_size, heads, self.local_heads, self.window, self.head_dim, local=self.local, sink=self.sink, rewind=rewind,
+            batch_size, heads, self.local_heads, self.window, self.head_dim, local=self.local, sink_keys=self.sink_keys, rewind=rewind,
             dtype=weight.dtype, device=weight.device,
         )  # fmt: skip
 
@@ -372,7 +389,7 @@ class DynamicMaskAttention(nn.Module):
         if bias is ranks and not self.local_heads and not (self.noise and self.training):
             out = dynamic_mask_attention(
                 query, key, value, ranks, self.window if window is None else window, is_causal=self.is_causal, base=base,
-                local=self.local, sink=self.sink, softcap=self.softcap, dropout_p=dropout,
+                local=self.local, sink_keys=self.sink_keys, softcap=self.softcap, dropout_p=dropout,
             )  # fmt: skip
         else:
             out = attention(
@@ -383,7 +400,7 @@ class DynamicMaskAttention(nn.Module):
             result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
         options: dict[str, Any] = {
-            "key_bias": bias, "base": base, "local": self.local, "sink": self.sink, "queries": self.score_queries,
+            "key_bias": bias, "base": base, "local": self.local, "sink_keys": self.sink_keys, "queries": self.score_queries,
             "last": self.last_queries, "sharp": self.sharp_queries, "first_head": self.local_heads, "softcap": self.softcap,
         }  # fmt: skip
         if self.explore and self.training:
@@ -414,17 +431,17 @@ class DynamicMaskAttention(nn.Module):
         positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)
         parts = (cache.streaming, cache.selecting) if isinstance(cache, MixedCache) else (cache,)
-        wanted = [(key.shape[1] - self.local_heads, self.sink, self.local, self.window)]
+        wanted = [(key.shape[1] - self.local_heads, self.sink_keys, self.local, self.window)]
         if self.local_heads:
-            wanted.insert(0, (self.local_heads, self.sink, self.local, 0))
+            wanted.insert(0, (self.local_heads, self.sink_keys, self.local, 0))
         given = [(part.num_kv_heads, *part.sizes[:3]) for part in parts]
         if given != wanted:
-            raise ValueError(f"cache: expected one with (heads, sink, local, window) = {wanted} like the layer, got {given}")
+            raise ValueError(f"cache: expected one with (heads, sink_keys, local, window) = {wanted} like the layer, got {given}")
         scores = self._scores(hidden_states, value)
         slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope, value))
         return cache.attend(
             query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
-            select_only=self.taught,
+            select_only=self.select_only,
         )  # fmt: skip
 
     def projected(
@@ -516,9 +533,9 @@ class DynamicMaskAttention(nn.Module):
     def extra_repr(self) -> str:
         sizes = {
             "local": self.local,
-            "sink": self.sink,
+            "sink_keys": self.sink_keys,
             "local_heads": self.local_heads,
-            "taught": self.taught,
+            "select_only": self.select_only,
             "rotated_heads": self.rotated_heads,
             "noise": self.noise,
         }

@@ -13,6 +13,7 @@ from dmattn import checks
 from dmattn.attention import attention
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.renamed import renamed
 from dmattn.sizes import padded
 from dmattn.unsupported import scripting_refused
 
@@ -39,15 +40,16 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as torch's.
-        window: None; an int for the ``window`` latest keys up to the query's own position, which makes the layer causal; or (left, right)
+        sliding_window: None; an int for that many latest keys up to the query's own position, which makes the layer causal; or (left, right)
             for the keys from ``p - left`` to ``p + right``, as in :meth:`IntervalMask.sliding_window`. Query i of L stands at position
             ``p = i + S - L``. The keys of ``add_bias_kv`` and ``add_zero_attn`` stand outside of it: all queries see them.
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: window is not positive, or left or right is negative; embed_dim is no multiple of num_heads.
+        ValueError: sliding_window is not positive, or left or right is negative; embed_dim is no multiple of num_heads.
     """
 
+    @renamed(window="sliding_window")
     def __init__(
         self,
         embed_dim: int,
@@ -62,9 +64,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        window: int | tuple[int, int] | None = None,
+        sliding_window: int | tuple[int, int] | None = None,
     ) -> None:
-        sides = _sides(window)
+        sides = _sides(sliding_window)
         if type(embed_dim) is int and type(num_heads) is int and num_heads > 0 and embed_dim % num_heads:
             raise ValueError(f"embed_dim: expected a multiple of num_heads={num_heads}, got {embed_dim}")
         super().__init__(
@@ -269,7 +271,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
-        window = "" if self.sides is None else f", window={self.sides}"
+        window = "" if self.sides is None else f", sliding_window={self.sides}"
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{window}"
 
 
@@ -279,11 +281,11 @@ def _sides(window: object) -> tuple[int, int] | None:
         return None
     if isinstance(window, tuple | list):
         if len(window) != 2:
-            raise ValueError(f"window: expected an int or (left, right), got {window}")
+            raise ValueError(f"sliding_window: expected an int or (left, right), got {window}")
         for side in window:
-            checks.length("window", side)
+            checks.length("sliding_window", side)
         return window[0], window[1]
-    checks.positive_int("window", window)
+    checks.positive_int("sliding_window", window)
     assert isinstance(window, int)
     return min(window, checks.MAX_LENGTH + 1) - 1, 0
 

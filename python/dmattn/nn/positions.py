@@ -26,4 +26,4 @@ def checked_positions(position_ids: object, hidden_states: Tensor) -> Tensor:
 def documents_of(positions: Tensor, is_causal: bool) -> IntervalMask:
     """The documents of positions [B|1, S]: one begins wherever a position is not greater than the one before it."""
     before = torch.cat((positions[:, :1] - 1, positions[:, :-1]), dim=1)
-    return IntervalMask.documents(positions.shape[1], ids=(positions <= before).cumsum(1), causal=is_causal)
+    return IntervalMask.documents(positions.shape[1], ids=(positions <= before).cumsum(1), is_causal=is_causal)

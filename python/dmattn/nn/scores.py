@@ -16,6 +16,7 @@ from dmattn.attention import attention
 from dmattn.call import autocast, options_of
 from dmattn.masks import FOREVER, IntervalMask
 from dmattn.masks.interval import segment_ends
+from dmattn.renamed import renamed
 from dmattn.sharding import any_sharded, beside, refuse
 from dmattn.sizes import key_bias_rows, sizes_of
 
@@ -44,6 +45,7 @@ def gumbel_like(scores: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6)))
 
 
+@renamed(sink="sink_keys")
 def score_loss(
     query: Tensor,
     key: Tensor,
@@ -52,7 +54,7 @@ def score_loss(
     key_bias: Tensor | None = None,
     base: IntervalMask | None = None,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     queries: int = 64,
     last: float = 0.0,
     sharp: bool = False,
@@ -60,12 +62,12 @@ def score_loss(
     scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """How badly scores foretell which keys will be attended to: a loss, one number a key head, for causal self-attention.
+    """How badly scores predict which keys will be attended to: a loss, one number a key head, for causal self-attention.
 
     Selection has no gradient, and a key that nobody selects tells its score nothing. So a few queries, drawn at random, look at all keys.
-    For each of them the loss is the cross-entropy between what it then pays to the keys that compete for the dynamic window (those that
+    For each of them the loss is the cross-entropy between its attention mass on the keys that compete for the dynamic window (those that
     are older than ``local`` and no sinks), and the softmax of their scores. A query counts as much as it attends to such keys. The loss is
-    least where scores are logarithms of the attention that later queries pay; the best of them then hold the most attention.
+    least where scores are logarithms of the attention mass that later queries give; the best of them then hold the most attention.
 
     Only ``scores`` get a gradient, and in forward mode only their tangents count. The gradient is computed together with the loss, so that
     nothing but its [B, Hkv, S] numbers is kept for backward, and it cannot be differentiated again. Memory during the call: ``queries``
@@ -77,10 +79,10 @@ def score_loss(
         scores: [B, Hkv, S], what the selection goes by. A key whose score is +inf, -inf or NaN does not compete, because it has its place
             or never gets one, and its score gets no gradient.
         key_bias: what attention adds to the logits of each key, [B|1, H|Hkv|1, S].
-        base, local, sink: as in :meth:`IntervalMask.top_k`.
+        base, local, sink_keys: as in :meth:`IntervalMask.top_k`.
         queries: number of queries drawn, > 0; one from each part of the sequence, the same for all heads, from torch's generator.
         last: this part of them is drawn from the last sixteenth of the sequence, where what is asked about a text stands.
-        sharp: whether a query's part of the loss is multiplied by the largest weight it pays to a key that competes. A query that looks for
+        sharp: whether a query's part of the loss is multiplied by its largest weight on a key that competes. A query that looks for
             one key alone needs that key; one that looks at many is served by others, too.
         first_head: the key heads from this one on have a loss; the work for those before is saved.
         scale, softcap: as in :func:`dmattn.attention`.
@@ -92,7 +94,9 @@ def score_loss(
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; a DTensor; or query and key differ in length.
     """
-    return _taught(query, key, None, scores, key_bias, base, local, sink, queries, last, sharp, first_head, scale, softcap)[1]
+    return _taught(query, key, None, scores, key_bias, base, local, sink_keys, queries, last, sharp, first_head, scale, softcap)[
+        1
+    ]
 
 
 def explored(
@@ -105,7 +109,7 @@ def explored(
     key_bias: Tensor | None = None,
     base: IntervalMask | None = None,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     queries: int = 64,
     last: float = 0.0,
     sharp: bool = False,
@@ -130,7 +134,7 @@ def explored(
     if out.shape != (*query.shape[:3], checks.tensor("value", value).shape[-1]):
         raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[-1]]}, got {checks.shape_of(out)}")
     dense, loss, rows = _taught(
-        query, key, value, scores, key_bias, base, local, sink, queries, last, sharp, first_head, scale, softcap
+        query, key, value, scores, key_bias, base, local, sink_keys, queries, last, sharp, first_head, scale, softcap
     )
     if dense is None:
         return out, loss
@@ -143,7 +147,7 @@ def explored(
 
 def _taught(
     query: Tensor, key: Tensor, value: Tensor | None, scores: Tensor, key_bias: Tensor | None, base: IntervalMask | None, local: int,
-    sink: int, queries: int, last: float, sharp: bool, first_head: int, scale: float | None, softcap: float,
+    sink_keys: int, queries: int, last: float, sharp: bool, first_head: int, scale: float | None, softcap: float,
 ) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
     """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss of each head, which queries were drawn [R])."""
     if any_sharded((query, key, value, scores, key_bias, getattr(base, "end", None))):
@@ -155,7 +159,7 @@ def _taught(
     checks.number_drawn("queries", queries)
     checks.number("last", last, low=0.0, high=1.0)
     checks.flag("sharp", sharp)
-    checks.selection(1, local, sink, True)
+    checks.selection(1, local, sink_keys, True)
     checks.natural_int("first_head", first_head)
     if first_head >= key.shape[1]:
         raise ValueError(f"first_head: expected less than the number of key heads {key.shape[1]}, got {first_head}")
@@ -189,7 +193,7 @@ def _taught(
         return given if given is None or given.shape[1] == 1 else given[:, first_head * given.shape[1] // heads :]
 
     with torch.no_grad():
-        certain = _certain(scores, base, local, sink) if local or sink else None
+        certain = _certain(scores, base, local, sink_keys) if local or sink_keys else None
         given = (
             drawn[:, first_head * group :], key[:, first_head:], of_heads, from_first(key_bias), rows, from_first(is_real),
             from_first(ends), from_first(certain), sharp, options.scale, options.softcap,
@@ -214,11 +218,11 @@ def _place(rows: Tensor, positions: Tensor) -> Tensor:
     return (rows < positions[..., None]).sum(-1, dtype=torch.int32)
 
 
-def _certain(scores: Tensor, base: IntervalMask | None, local: int, sink: int) -> Tensor:
+def _certain(scores: Tensor, base: IntervalMask | None, local: int, sink_keys: int) -> Tensor:
     """The end of each key's interval where scores decide nothing, int32 [B|1, Hkv|1, S]."""
     if base is None:
-        return IntervalMask.streaming(scores.shape[2], sink, local, device=scores.device).end
-    return IntervalMask.top_k(scores, 0, base=base, local=local, sink=sink).end
+        return IntervalMask.streaming(scores.shape[2], sink_keys, local, device=scores.device).end
+    return IntervalMask.top_k(scores, 0, base=base, local=local, sink_keys=sink_keys).end
 
 
 def _whole_or_in_parts(*given: Any) -> tuple[Tensor, Tensor]:
@@ -283,7 +287,7 @@ def _loss_and_gradient(
     if certain is not None:
         competing = competing & (rows[:, None] >= certain[:, :, None])
 
-    # What these queries pay to each key when they see all.
+    # The attention mass of these queries on each key when they see all.
     logits = drawn.unflatten(1, (heads, -1)) @ key[:, :, None].transpose(3, 4)  # [B, h, H / h, R, S]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     if softcap:
@@ -292,21 +296,21 @@ def _loss_and_gradient(
         logits = logits + key_bias.unflatten(1, (heads if key_bias.shape[1] > 1 else 1, -1))[..., None, :]
     logits = torch.where(seen[:, :, None], logits, -math.inf)
     weights = logits.softmax(4)
-    if key_bias is not None:  # which may hide all keys of a query: it pays nothing
+    if key_bias is not None:  # which may hide all keys of a query: its mass is 0
         weights.masked_fill_(logits.amax(4, keepdim=True) == -math.inf, 0.0)
     weights = weights.mean(2)
     counted = competing if is_real is None else competing & is_real[..., None]
-    paid = torch.where(counted, weights, 0.0)
+    mass = torch.where(counted, weights, 0.0)
     if sharp:
-        paid = paid * paid.amax(3, keepdim=True)
+        mass = mass * mass.amax(3, keepdim=True)
 
-    foretold = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
-    foretold = torch.where(competing, foretold, -1e9)  # finite, and nothing after exp; NaN where no key competes
+    predicted = torch.log_softmax(torch.where(competing, scores[:, :, None], -math.inf), dim=3)
+    predicted = torch.where(competing, predicted, -1e9)  # finite, and nothing after exp; NaN where no key competes
     # A mean whose parts are small before they are added: scores may be as far below the others as their dtype allows.
-    paid = paid / (batch * rows.shape[0])
-    gradient = (paid.sum(3, keepdim=True) * foretold.exp() - paid).sum(2)
+    mass = mass / (batch * rows.shape[0])
+    gradient = (mass.sum(3, keepdim=True) * predicted.exp() - mass).sum(2)
     # Float64 queries beside float32 scores make wider sums.
-    return -(paid * foretold).sum((0, 2, 3)).to(scores.dtype), gradient.to(scores.dtype)
+    return -(mass * predicted).sum((0, 2, 3)).to(scores.dtype), gradient.to(scores.dtype)
 
 
 def _with_gradient(loss: Tensor, scores: Tensor, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters of a layer whose heads are dealt out to several ranks: each rank computes with its own part."""
+"""Parameters of a layer whose heads are distributed to several ranks: each rank computes with its own part."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dmattn import reference
 from dmattn.masks import BlockMask, IntervalMask, Mask
+from dmattn.renamed import renamed
 from dmattn.testing.case import AttentionCase, positions_from, with_rank
 from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
 from dmattn.testing.layouts import GRADIENT_LAYOUTS, LAYOUTS, laid_out
@@ -204,17 +205,18 @@ def sliding_window_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> 
 @st.composite
 def streaming_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
     """``IntervalMask.streaming``."""
-    sink, local = draw(st.integers(0, 5)), draw(st.integers(0, shape.Sk + 2))
+    sink_keys, local = draw(st.integers(0, 5)), draw(st.integers(0, shape.Sk + 2))
     p, j = positions(shape.Sq, shape.Sk, device)
-    visible = (j <= p) & ((j < sink) | (p - j < local))
-    mask = IntervalMask.streaming(shape.Sk, sink, local, device=device)
-    return DrawnMask(mask, visible[None, None], f"streaming({sink}, {local})", frozenset({"streaming"}))
+    visible = (j <= p) & ((j < sink_keys) | (p - j < local))
+    mask = IntervalMask.streaming(shape.Sk, sink_keys, local, device=device)
+    return DrawnMask(mask, visible[None, None], f"streaming({sink_keys}, {local})", frozenset({"streaming"}))
 
 
+@renamed(causal="is_causal")
 @st.composite
-def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool | None = None) -> DrawnMask:
+def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", is_causal: bool | None = None) -> DrawnMask:
     """``IntervalMask.documents`` from cu_seqlens (empty documents too) or from ids (padding too)."""
-    causal = draw(st.booleans()) if causal is None else causal
+    is_causal = draw(st.booleans()) if is_causal is None else is_causal
     cuts = sorted(draw(st.lists(st.integers(0, shape.Sk), max_size=5)))
     ends = [0, *cuts, shape.Sk]
     run = torch.zeros(shape.Sk, dtype=torch.int64)
@@ -223,26 +225,26 @@ def document_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: b
     real = torch.ones(shape.Sk, dtype=torch.bool)
     if draw(st.booleans()):
         cu_seqlens = torch.tensor(ends, dtype=draw(st.sampled_from((torch.int32, torch.int64))), device=device)
-        mask = IntervalMask.documents(shape.Sk, cu_seqlens, causal)
-        kind, description = "documents", f"documents({ends}, causal={causal})"
+        mask = IntervalMask.documents(shape.Sk, cu_seqlens, is_causal)
+        kind, description = "documents", f"documents({ends}, is_causal={is_causal})"
     else:
         padded = draw(st.integers(0, len(ends)))
         ids = torch.where(run == padded, -1, run * 7 % 5)  # neighbours differ, ids come again
         real = run != padded
         run = torch.where(real, run, -1)
         ids = ids[None].expand(shape.B, -1) if draw(st.booleans()) else ids
-        mask = IntervalMask.documents(shape.Sk, ids=ids.to(device), causal=causal)
-        kind, description = "document_ids", f"documents(ids of {ends}, padding {padded}, causal={causal})"
-    visible = _document_rows(run, real, causal, shape.Sq).to(device)[None, None]
+        mask = IntervalMask.documents(shape.Sk, ids=ids.to(device), is_causal=is_causal)
+        kind, description = "document_ids", f"documents(ids of {ends}, padding {padded}, is_causal={is_causal})"
+    visible = _document_rows(run, real, is_causal, shape.Sq).to(device)[None, None]
     return DrawnMask(mask, visible, description, frozenset({kind}))
 
 
-def _document_rows(run: Tensor, real: Tensor, causal: bool, Sq: int) -> Tensor:
+def _document_rows(run: Tensor, real: Tensor, is_causal: bool, Sq: int) -> Tensor:
     p, j = positions(Sq, run.shape[0])
     if run.shape[0] == 0:
         return torch.zeros((Sq, 0), dtype=torch.bool)
     same = (run[p.clamp(min=0)] == run[j]) & (p >= 0) & real[j]
-    return same & (j <= p) if causal else same
+    return same & (j <= p) if is_causal else same
 
 
 @st.composite
@@ -273,12 +275,12 @@ def padding_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMa
 @st.composite
 def chunked_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
     """``IntervalMask.chunked``."""
-    size, causal = draw(st.integers(1, shape.Sk + 2)), draw(st.booleans())
+    size, is_causal = draw(st.integers(1, shape.Sk + 2)), draw(st.booleans())
     p, j = positions(shape.Sq, shape.Sk, device)
     visible = torch.div(p, size, rounding_mode="floor") == torch.div(j, size, rounding_mode="floor")
-    visible = visible & (j <= p) if causal else visible
-    mask = IntervalMask.chunked(shape.Sk, size, causal, device=device)
-    return DrawnMask(mask, visible[None, None], f"chunked({size}, causal={causal})", frozenset({"chunked"}))
+    visible = visible & (j <= p) if is_causal else visible
+    mask = IntervalMask.chunked(shape.Sk, size, is_causal, device=device)
+    return DrawnMask(mask, visible[None, None], f"chunked({size}, is_causal={is_causal})", frozenset({"chunked"}))
 
 
 @st.composite
@@ -325,26 +327,27 @@ def random_tree(nodes: int, seed: int, back: float) -> tuple[list[int], Tensor]:
     return parents, line
 
 
+@renamed(causal="is_causal")
 @st.composite
-def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", causal: bool | None = None) -> DrawnMask:
+def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", is_causal: bool | None = None) -> DrawnMask:
     """``IntervalMask.top_k``, causal and not, over documents, padding, both or nothing, with a local window and sinks or without."""
-    causal = draw(st.booleans()) if causal is None else causal
-    window, local, sink = draw(selection_sizes(shape.Sk, causal))
+    is_causal = draw(st.booleans()) if is_causal is None else is_causal
+    window, local, sink_keys = draw(selection_sizes(shape.Sk, is_causal))
     given = draw(scores((shape.B, shape.Hkv, shape.Sk), device=device))
     base, rows, description = draw(selection_bases(shape, device))
-    mask = IntervalMask.top_k(given, window, causal, base, local=local, sink=sink)
-    visible = selected_rows(given, window, causal, rows, shape.Sq, local, sink)
-    sizes = f"window={window}, local={local}, sink={sink}" if local or sink else f"window={window}"
-    kinds = frozenset({"top_k_beside"} if local or sink else {"top_k"})
-    return DrawnMask(mask, visible, f"top_k({sizes}, causal={causal}, base={description})", kinds)
+    mask = IntervalMask.top_k(given, window, is_causal, base, local=local, sink_keys=sink_keys)
+    visible = selected_rows(given, window, is_causal, rows, shape.Sq, local, sink_keys)
+    sizes = f"window={window}, local={local}, sink_keys={sink_keys}" if local or sink_keys else f"window={window}"
+    kinds = frozenset({"top_k_beside"} if local or sink_keys else {"top_k"})
+    return DrawnMask(mask, visible, f"top_k({sizes}, is_causal={is_causal}, base={description})", kinds)
 
 
 @st.composite
-def selection_sizes(draw: st.DrawFn, length: int, causal: bool) -> tuple[int, int, int]:
-    """(window, local, sink) of a selection; only a causal one has the last two, and the first may be 0 beside them only."""
-    local = draw(st.just(0) | st.integers(0, length + 2)) if causal else 0
-    sink = draw(st.just(0) | st.integers(0, 5)) if causal else 0
-    return draw(st.integers(0 if local or sink else 1, length + 2)), local, sink
+def selection_sizes(draw: st.DrawFn, length: int, is_causal: bool) -> tuple[int, int, int]:
+    """(window, local, sink_keys) of a selection; only a causal one has the last two, and the first may be 0 beside them only."""
+    local = draw(st.just(0) | st.integers(0, length + 2)) if is_causal else 0
+    sink_keys = draw(st.just(0) | st.integers(0, 5)) if is_causal else 0
+    return draw(st.integers(0 if local or sink_keys else 1, length + 2)), local, sink_keys
 
 
 @st.composite
@@ -370,16 +373,16 @@ def selection_bases(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> tuple
 
 
 def selected_rows(
-    given: Tensor, window: int, causal: bool, base: DrawnMask | None, Sq: int, local: int = 0, sink: int = 0
+    given: Tensor, window: int, is_causal: bool, base: DrawnMask | None, Sq: int, local: int = 0, sink_keys: int = 0
 ) -> Tensor:
     """Brute force: the selected keys of every query, bool [B, Hkv, Sq, Sk]."""
     Sk = given.shape[2]
-    visible = reference.top_k_visible(given, window, causal, None if base is None else base.visible, local, sink)
+    visible = reference.top_k_visible(given, window, is_causal, None if base is None else base.visible, local, sink_keys)
     p = torch.arange(Sk - Sq, Sk, device=given.device)
     if Sk == 0:
         return visible.new_zeros((*given.shape[:2], Sq, 0))
     # Without causality and documents one set of keys serves all queries, those before position 0, too.
-    before = not causal and (base is None or base.kinds.isdisjoint({"documents", "document_ids"}))
+    before = not is_causal and (base is None or base.kinds.isdisjoint({"documents", "document_ids"}))
     return visible[:, :, p.clamp(min=0)] & ((p >= 0) | before)[:, None]
 
 

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from dmattn import checks
 from dmattn.cache import BoundedCache
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
+from dmattn.renamed import renamed, renamed_attribute, with_new_names
 
 REWIND = 32
 """How many tokens can be taken back unless another number is asked for: more than assisted generation proposes by default."""
@@ -25,7 +26,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     tensors that are written in place, so one compiled step serves all steps, also as a CUDA graph.
 
     Args:
-        window, local, sink, local_heads: as the attention layer has them.
+        window, local, sink_keys, local_heads: as the attention layer has them.
         rewind: how many of the latest tokens :meth:`crop` can take back.
 
     Attributes:
@@ -43,18 +44,24 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
     length: Tensor
     latest: Tensor
 
-    def __init__(self, window: int, local: int = 0, sink: int = 0, local_heads: int = 0, rewind: int = REWIND) -> None:
+    @renamed(sink="sink_keys")
+    def __init__(self, window: int, local: int = 0, sink_keys: int = 0, local_heads: int = 0, rewind: int = REWIND) -> None:
         super().__init__()
-        checks.selection(window, local, sink, True)
+        checks.selection(window, local, sink_keys, True)
         checks.natural_int("local_heads", local_heads)
         checks.natural_int("rewind", rewind)
-        self.window, self.local, self.sink, self.local_heads, self.rewind = window, local, sink, local_heads, rewind
+        self.window, self.local, self.sink_keys, self.local_heads, self.rewind = window, local, sink_keys, local_heads, rewind
         self.cache: BoundedCache | MixedCache | None = None
+
+    sink = renamed_attribute("sink", "sink_keys")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles, which may hold old names
+        self.__dict__.update(with_new_names(state, sink="sink_keys"))
 
     def __repr__(self) -> str:
         return (
-            f"BoundedLayer(window={self.window}, local={self.local}, sink={self.sink}, local_heads={self.local_heads}, rewind={self.rewind}, "
-            f"length={int(self.get_seq_length())})"
+            f"BoundedLayer(window={self.window}, local={self.local}, sink_keys={self.sink_keys}, "
+            f"local_heads={self.local_heads}, rewind={self.rewind}, length={int(self.get_seq_length())})"
         )
 
     # Use by attention layers ----------------------------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _new(self, batch: int) -> BoundedCache | MixedCache:
         return cache_of_layer(
-            batch, self.heads, self.local_heads, self.window, *self.head_dims, local=self.local, sink=self.sink, rewind=self.rewind,
+            batch, self.heads, self.local_heads, self.window, *self.head_dims, local=self.local, sink_keys=self.sink_keys, rewind=self.rewind,
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
 from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers, unwrapped
 from dmattn.nn.scores import initial_slopes
+from dmattn.renamed import renamed, with_new_names
 
 M = TypeVar("M", bound=PreTrainedModel)
 W = TypeVar("W", bound=nn.Module)  # a model, or what torch.compile or peft made of it
@@ -53,16 +54,17 @@ CONVERTED: dict[type[nn.Module], type[SelectingAttention]] = {
 }
 
 
+@renamed(sink="sink_keys", taught="select_only")
 def convert(
     model: M,
     window: int,
     *,
     local: int = 0,
-    sink: int = 0,
+    sink_keys: int = 0,
     local_heads: int = 0,
     recency: float | None = None,
     score: Literal["exp", "linear"] = "exp",
-    taught: bool = False,
+    select_only: bool = False,
     score_queries: int = 64,
     bounded_cache: bool = False,
     rewind: int = REWIND,
@@ -78,17 +80,17 @@ def convert(
 
     Args:
         model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
-        window: keys each query selects at most; 0 is allowed with local or sink.
+        window: keys each query selects at most; 0 is allowed with local or sink_keys.
         local: latest keys that every query sees whatever their scores.
-        sink: first keys of each sequence that every query sees whatever their scores.
+        sink_keys: first keys of each sequence that every query sees whatever their scores.
         local_heads: so many key heads, the first ones, fewer than there are, see the local keys and the sinks alone.
         recency: if given, every key head ranks keys by their score plus ``slope * position``, which favours late ones. This is the first
-            head's slope at first; the others follow geometrically down to a 2048th of it. Only with taught: other than in
+            head's slope at first; the others follow geometrically down to a 2048th of it. Only with select_only: other than in
             :class:`dmattn.nn.DynamicMaskAttention` it is not added to the logits, since the model knows positions already.
         score: "exp", the Doge model's ``exp(A * softplus(dt_proj(v)))`` with A = 0 at first; or "linear", ``dt_proj(v)``, zero at first.
-        taught: if True, scores select only: they are not added to the logits, and in training ``model(...).loss`` has the mean of the layers'
-            :func:`dmattn.nn.score_loss` added, which is all that teaches them (and the slopes). If False they are added to the logits
-            and learn from that.
+        select_only: if True, scores select only: they are not added to the logits, and in training ``model(...).loss`` has the mean of the
+            layers' :func:`dmattn.nn.score_loss` added, which is all that teaches them (and the slopes). If False they are added to the
+            logits and learn from that.
         score_queries: number of queries that look at all keys for that loss.
         bounded_cache, rewind: as in :func:`enable_dynamic_mask_attention`.
 
@@ -101,8 +103,8 @@ def convert(
     """
     check_model(model)
     settings = {
-        "window": window, "local": local, "sink": sink, "local_heads": local_heads, "recency": recency, "score": score, "taught": taught,
-        "score_queries": score_queries, "bounded_cache": bounded_cache, "rewind": rewind,
+        "window": window, "local": local, "sink_keys": sink_keys, "local_heads": local_heads, "recency": recency, "score": score,
+        "select_only": select_only, "score_queries": score_queries, "bounded_cache": bounded_cache, "rewind": rewind,
     }  # fmt: skip
     _convert_layers(model, settings)
     _record(model, settings)
@@ -134,7 +136,7 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            _convert_layers(self, getattr(config, FIELD))
+            _convert_layers(self, _recorded(config))
 
     Converting.__name__ = cls.__name__  # transformers chooses a loss by it
     model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
@@ -159,13 +161,18 @@ def set_window(model: W, window: int) -> W:
     for layer in selecting_layers(inner):
         if not isinstance(layer, tuple(CONVERTED.values())):
             raise ValueError(f"model: expected a model converted by convert(), got {type(inner).__name__}")
-        checks.selection(window, layer.local, layer.sink, True)
+        checks.selection(window, layer.local, layer.sink_keys, True)
         layer.window = window
-    _record(inner, getattr(inner.config, FIELD) | {"window": window})
+    _record(inner, _recorded(inner.config) | {"window": window})
     return model
 
 
 # Inside -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _recorded(config: PreTrainedConfig) -> dict[str, Any]:
+    """The settings in a config, which may have been saved with old names."""
+    return with_new_names(getattr(config, FIELD), sink="sink_keys", taught="select_only")
 
 
 def _record(model: PreTrainedModel, settings: dict[str, Any]) -> None:
@@ -192,7 +199,7 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
         _add_scores(layer, settings)
         layer.__class__ = CONVERTED[type(layer)]
     model.set_attn_implementation("dmattn")
-    if settings["taught"]:
+    if settings["select_only"]:
         model.loss_function = LossWithScores(model)
 
 
@@ -218,21 +225,23 @@ def _check_settings(
     heads: int,
     window: int,
     local: int,
-    sink: int,
+    sink_keys: int,
     local_heads: int,
     recency: float | None,
     score: object,
-    taught: bool,
+    select_only: bool,
     score_queries: int,
     bounded_cache: bool,
     rewind: int,
 ) -> None:
-    checks.selection(window, local, sink, True)
+    checks.selection(window, local, sink_keys, True)
     checks.local_heads(local_heads, heads, local)
-    for name, value in (("taught", taught), ("bounded_cache", bounded_cache)):
+    for name, value in (("select_only", select_only), ("bounded_cache", bounded_cache)):
         checks.flag(name, value)
-    if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not taught):
-        raise ValueError(f"recency: expected None, or a number > 0 with taught=True, got {recency} with taught={taught}")
+    if recency is not None and (checks.number("recency", recency, low=0.0) == 0 or not select_only):
+        raise ValueError(
+            f"recency: expected None, or a number > 0 with select_only=True, got {recency} with select_only={select_only}"
+        )
     if score not in ("exp", "linear"):
         raise ValueError(f"score: expected 'exp' or 'linear', got {score!r}")
     checks.number_drawn("score_queries", score_queries)
@@ -254,7 +263,7 @@ def _add_scores(layer: Any, settings: dict[str, Any]) -> None:
     recency = settings["recency"]
     slopes = None if recency is None else nn.Parameter(initial_slopes(recency, heads).to(**like))
     layer.register_parameter("log_slope", slopes)
-    for name in ("window", "local", "sink", "local_heads", "score", "taught", "score_queries"):
+    for name in ("window", "local", "sink_keys", "local_heads", "score", "select_only", "score_queries"):
         setattr(layer, name, settings[name])
     layer.cache_rewind = settings["rewind"] if settings["bounded_cache"] else None
 
@@ -273,15 +282,15 @@ class LossWithScores:
         loss: Tensor = self.loss(*args, **kwargs)
         if not self.model.training or not torch.is_grad_enabled():
             return loss
-        taught = score_loss_of(self.model).to(loss.device)
+        score_loss = score_loss_of(self.model).to(loss.device)
         total, labels = kwargs.get("num_items_in_batch"), kwargs.get("labels")
         if total is not None and labels is not None:
-            taught = taught * (labels[..., 1:] != -100).sum().to(loss.device) / torch.as_tensor(total, device=loss.device)
-        return loss + taught
+            score_loss = score_loss * (labels[..., 1:] != -100).sum().to(loss.device) / torch.as_tensor(total, device=loss.device)
+        return loss + score_loss
 
 
 def score_loss_of(model: nn.Module) -> Tensor:
-    """What teaches the scores in the last forward pass in training, a mean over layers: for a loss of your own, after ``taught=True``.
+    """What teaches the scores in the last forward pass in training, a mean over layers: for a loss of your own, after ``select_only=True``.
 
     Args:
         model: what :func:`convert` returned, or what ``torch.compile`` or peft made of it.
@@ -291,7 +300,7 @@ def score_loss_of(model: nn.Module) -> Tensor:
 
     Raises:
         TypeError: no transformers model.
-        ValueError: there is none: the model was not converted with taught=True, is in eval mode, or was called with a cache that held
+        ValueError: there is none: the model was not converted with select_only=True, is in eval mode, or was called with a cache that held
             tokens; or it has no gradient, as with ``gradient_checkpointing_kwargs={"use_reentrant": True}``.
     """
     losses: list[Tensor] = []
@@ -299,7 +308,7 @@ def score_loss_of(model: nn.Module) -> Tensor:
         loss, layer.last_score_loss = layer.last_score_loss, None
         if loss is None or not loss.requires_grad:
             raise ValueError(
-                "model: expected a forward pass in training after convert(taught=True), with gradients, and with use_reentrant=False under "
+                "model: expected a forward pass in training after convert(select_only=True), with gradients, and with use_reentrant=False under "
                 f"gradient checkpointing, got {'no score loss' if loss is None else 'one without a gradient'} from layer {layer.layer_idx}"
             )
         losses.append(loss.to(losses[0].device) if losses else loss)

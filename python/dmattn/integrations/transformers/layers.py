@@ -20,6 +20,7 @@ from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
 from dmattn.nn.scores import recency_of, score_loss, slopes_of
+from dmattn.renamed import renamed_attribute, with_new_names
 from dmattn.sizes import padded
 
 
@@ -29,9 +30,9 @@ class SelectingAttention(nn.Module):
     A base beside the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
 
     Attributes:
-        window, local, sink, local_heads, taught, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
+        window, local, sink_keys, local_heads, select_only, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
         score: "exp", ``exp(A * softplus(dt_proj(v)))``; or "linear", ``dt_proj(v)``. Either reads the values, which every cache keeps.
-        log_slope: [Hkv], logarithms of slopes: slope * position is added where keys are ranked. Only with taught; None for none.
+        log_slope: [Hkv], logarithms of slopes: slope * position is added where keys are ranked. Only with select_only; None for none.
         cache_rewind: of the bounded caches that take the place of the model's own while gradients are off; None to keep the model's own.
         last_score_loss: what teaches the scores, of the last forward pass in training.
     """
@@ -50,9 +51,9 @@ class SelectingAttention(nn.Module):
     dt_proj: nn.Module
     A: nn.Parameter
     window: int
-    local = sink = local_heads = 0
+    local = sink_keys = local_heads = 0
     score = "exp"
-    taught = False
+    select_only = False
     score_queries = 64
     log_slope: nn.Parameter | None
     cache_rewind: int | None = None
@@ -97,6 +98,12 @@ class SelectingAttention(nn.Module):
         projected: Tensor = self.dt_proj(value.transpose(1, 2).flatten(2))
         return projected.transpose(1, 2)
 
+    sink = renamed_attribute("sink", "sink_keys")
+    taught = renamed_attribute("taught", "select_only")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # pickles may hold old names
+        super().__setstate__(with_new_names(state, sink="sink_keys", taught="select_only"))
+
     def __getstate__(self) -> dict[str, Any]:  # of copies and pickles: a loss belongs to its graph
         return {name: value for name, value in self.__dict__.items() if name != "last_score_loss"}
 
@@ -117,10 +124,10 @@ class SelectingAttention(nn.Module):
             base = sequences if base is None else base & sequences
 
         # A key's score depends on its value alone, so the keys of the cache keep theirs.
-        scores = self.scores(value.detach() if self.taught else value)
-        added = None if self.taught else scores
+        scores = self.scores(value.detach() if self.select_only else value)
+        added = None if self.select_only else scores
         dropout = self.attention_dropout if self.training else 0.0
-        sizes: dict[str, Any] = {"base": base, "local": self.local, "sink": self.sink}
+        sizes: dict[str, Any] = {"base": base, "local": self.local, "sink_keys": self.sink_keys}
         query, key, value = padded(query), padded(key), padded(value)
         shared: dict[str, Any] = {"scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
         if added is not None and not self.local_heads:
@@ -131,7 +138,7 @@ class SelectingAttention(nn.Module):
         # The mask is causal by itself. Kernels are told, too, where that takes no operation more.
         is_causal = not isinstance(offset, Tensor)
         out: Tensor = attention(query, key, value, mask, key_bias=added, is_causal=is_causal, **shared)
-        if self.taught and self.training and torch.is_grad_enabled():
+        if self.select_only and self.training and torch.is_grad_enabled():
             self.last_score_loss = None  # an earlier pass's
             if query.shape[2] == key.shape[2]:
                 losses = score_loss(
@@ -172,10 +179,10 @@ class SelectingAttention(nn.Module):
         if isinstance(held, BoundedLayer):
             if getattr(cache, "offloading", False):
                 held.offload()
-            sizes, given = ((x.window, x.local, x.sink, x.local_heads) for x in (self, held))
+            sizes, given = ((x.window, x.local, x.sink_keys, x.local_heads) for x in (self, held))
             if sizes != given:
                 raise ValueError(
-                    f"past_key_values: expected (window, local, sink, local_heads) = {sizes} like the layer, got a cache with {given}"
+                    f"past_key_values: expected (window, local, sink_keys, local_heads) = {sizes} like the layer, got a cache with {given}"
                 )
             position_ids, ends_q, ends_k = packing
             if ends_q is not None or ends_k is not None:
@@ -205,7 +212,7 @@ class SelectingAttention(nn.Module):
 
     def bounded_layer(self, rewind: int) -> BoundedLayer:
         """An empty part of a bounded cache for this layer."""
-        return BoundedLayer(self.window, self.local, self.sink, self.local_heads, rewind)
+        return BoundedLayer(self.window, self.local, self.sink_keys, self.local_heads, rewind)
 
     def _attend_bounded(
         self, cache: BoundedLayer, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None
@@ -227,7 +234,7 @@ class SelectingAttention(nn.Module):
             slopes, positions = slopes_of(self.log_slope), cache.next_positions(key.shape[2], real, key.device)
             ranks = ranks + slopes[:, None] * positions[:, None].to(slopes.dtype)
         query, key, value = autocast(padded(query), padded(key), padded(value))
-        return cache.attend(query, key, value, ranks, real, self.scaling, self.taught)
+        return cache.attend(query, key, value, ranks, real, self.scaling, self.select_only)
 
 
 def _base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:

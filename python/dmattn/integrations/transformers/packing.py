@@ -43,7 +43,7 @@ def packed_sequences(
                 "cu_seq_lens_q, cu_seq_lens_k: expected both, for a batch of 1 and as many queries as keys, got a batch of "
                 f"{query.shape[0]} with {query.shape[2]} queries and {key.shape[2]} keys; packed sequences cannot be continued from a cache"
             )
-        return IntervalMask.documents(key.shape[2], ends_k.to(key.device), causal=False)
+        return IntervalMask.documents(key.shape[2], ends_k.to(key.device), is_causal=False)
     if not is_causal or not whole or query.shape[2] == 1 or position_ids is None:
         return None
     if position_ids.dim() != 2 or position_ids.shape[1] != key.shape[2] or position_ids.shape[0] not in (1, query.shape[0]):
@@ -86,7 +86,7 @@ def _sequences_of(position_ids: Tensor, mask: Tensor | None) -> IntervalMask | N
     begins = real & (position_ids == 0) & (real.cumsum(1) > 1)
     found = None
     if compiling or bool(begins.any()):
-        found = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), causal=False)
+        found = IntervalMask.documents(position_ids.shape[1], ids=begins.cumsum(1), is_causal=False)
     if remembers:
         _known.append(Known(tuple(weakref.ref(x) for x in given), tuple(x._version for x in given), found))
     return found

@@ -1,0 +1,70 @@
+"""Old names of arguments and attributes: each still works, with a FutureWarning that says the new name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function also takes keyword arguments by their old names: ``@renamed(sink="sink_keys")``.
+
+    The signature that ``inspect`` and type checkers see has the new names alone. While torch traces a call there is no warning, so that an
+    old name does not break a graph.
+
+    Args:
+        names: the new name of each old one.
+
+    Returns:
+        A decorator of functions and methods; put it below ``@classmethod``.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        order = list(inspect.signature(function).parameters)
+        places = {new: order.index(new) for new in names.values() if new in order}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old, new in names.items():
+                if old in kwargs:
+                    if new in kwargs or len(args) > places.get(new, len(args)):
+                        raise TypeError(f"{new}, {old}: expected one of them, got both; {old} is the old name of {new}")
+                    _warn(old, new)
+                    kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def renamed_attribute(old: str, new: str) -> property:
+    """A property under the old name of an attribute."""
+
+    def get(self: Any) -> Any:
+        _warn(old, new)
+        return getattr(self, new)
+
+    def put(self: Any, value: Any) -> None:
+        _warn(old, new)
+        setattr(self, new, value)
+
+    return property(get, put, doc=f"The old name of ``{new}``.")
+
+
+def with_new_names(saved: dict[str, Any], **names: str) -> dict[str, Any]:
+    """A saved state or configuration in which entries with old names have their new ones."""
+    return {names.get(name, name): value for name, value in saved.items()}
+
+
+def _warn(old: str, new: str) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{old} is called {new} now; the old name will go", FutureWarning, stacklevel=3)
