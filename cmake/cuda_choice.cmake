@@ -16,7 +16,9 @@ function(dmattn_visible_cuda_archs out)
     execute_process(COMMAND ${DMATTN_NVIDIA_SMI} --query-gpu=compute_cap --format=csv,noheader
                     OUTPUT_VARIABLE listed RESULT_VARIABLE status ERROR_QUIET TIMEOUT 60)
     if(status EQUAL 0)
-      string(REGEX MATCHALL "[0-9]+\\.[0-9]" capabilities "${listed}")
+      string(REGEX MATCHALL "[^\r\n]+" capabilities "${listed}")
+      list(FILTER capabilities INCLUDE REGEX "^ *[0-9]+\\.[0-9] *$")  # warnings are among the lines
+      list(TRANSFORM capabilities STRIP)
       list(FILTER capabilities EXCLUDE REGEX "^[0-7]\\.")
       list(TRANSFORM capabilities REPLACE "\\." "" OUTPUT_VARIABLE found)
       list(TRANSFORM found REPLACE "^90$" "90a")

@@ -78,8 +78,9 @@ def configured(folder: Path, *settings: str) -> tuple[int, str]:
         ("8.0\n8.0", "80-real"),
         ("7.5\n8.6\n9.0", "86-real, 90a-real"),
         ("12.0", "120-real"),
+        ("9.0\nWARNING: infoROM is corrupted at gpu 0000:3B:00.0", "90a-real"),
     ],
-    ids=["hopper", "ada", "two alike", "three", "blackwell"],
+    ids=["hopper", "ada", "two alike", "three", "blackwell", "with a warning"],
 )
 def test_auto_names_the_visible_gpus(machine, listed, targets):
     machine(listed)

@@ -384,3 +384,42 @@ def test_flash_dma_attention(device, dtype, causal):
     torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
     assert_close_to_reference(case, {"out": (probs @ per_query_head(case.value, 4).to(probs.dtype)).to(dtype)})
     assert torch.equal(dmattn.flash_dma_attention(query, key, value, dt_proj, a_coef, 9, causal=causal, softmax_scale=0.2), out)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"theta": 0.0}, ValueError, "theta: expected a number > 0, got 0.0"),
+        ({"theta": -1.0}, ValueError, "theta: expected"),
+        ({"theta": float("nan")}, ValueError, "theta: expected a finite number"),
+        ({"factor": 2.0}, ValueError, "factor: expected 0 <= factor <= 1, got 2.0"),
+        ({"factor": -1.0}, ValueError, "factor: expected"),
+        ({"positions": torch.zeros(1, 5, dtype=torch.bool)}, TypeError, "positions: expected dtype"),
+        ({"positions": torch.zeros(1, 5, dtype=torch.complex64)}, TypeError, "positions: expected dtype"),
+        ({"positions": torch.zeros(1, 5, device="meta")}, ValueError, "positions: expected device cpu like x, got meta"),
+    ],
+    ids=str,
+)
+def test_rotate_refuses_what_gives_no_angle(options, error, words):
+    with pytest.raises(error, match=words):
+        rotate(torch.ones(1, 2, 5, 8), **{"theta": 10000.0} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error"),
+    [
+        ("attn_mask", torch.ones(1, 3, 9, 9, dtype=torch.bool), ValueError),
+        ("attn_mask", torch.ones(1, 4, 9, 8, dtype=torch.bool), ValueError),
+        ("attn_mask", torch.ones(1, 1, 4, 9, 9, dtype=torch.bool), ValueError),
+        ("attn_mask", torch.ones(9, 9, dtype=torch.bool, device="meta"), ValueError),
+        ("bias", torch.zeros(1, 3, 9, 9), ValueError),
+        ("bias", torch.zeros(1, 4, 9, 5), ValueError),
+        ("bias", torch.zeros(1, 4, 9, 9, dtype=torch.int32), TypeError),
+    ],
+    ids=lambda each: str(list(each.shape)) if isinstance(each, torch.Tensor) else None,
+)
+def test_what_does_not_fit_without_skipping_is_refused_by_its_name(name, given, error):
+    query, key = torch.zeros(1, 4, 9, 8), torch.zeros(1, 2, 9, 8)
+    options = {"attn_mask": torch.ones(9, 9, dtype=torch.bool)} | {name: given}
+    with pytest.raises(error, match=f"^{name}: expected"):
+        dmattn.flash_dynamic_mask_attention(query, key, key, enable_skip=False, **options)

@@ -9,6 +9,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import IntervalMask
+from dmattn.compat import flash_dmattn
 from dmattn.compat.flash_attn import flash_attn_func
 from dmattn.compat.flash_dmattn import flash_dmattn_func
 from dmattn.testing import strategies
@@ -309,6 +310,55 @@ def test_traced_programs_take_other_lengths(name):
     call, given = traced_calls()[name]
     traced, longer = torch.jit.trace(call, given(9)), given(14)
     torch.testing.assert_close(traced(*longer), call(*longer))
+
+
+def lengths_of_traced_calls():
+    """Calls whose program depends on lengths: (call, what it is given for Sq and Sk)."""
+    layer = dmattn.nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    forward = flash_dmattn.flash_dynamic_mask_attention_forward
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, query, key):
+            return self.layer(query, key, key, is_causal=True, need_weights=False)[0]
+
+    def heads(queries, keys):
+        return tuple(tensor((1, 2, length, 8), seed) for seed, length in enumerate((queries, keys, keys)))
+
+    return {
+        "MultiheadAttention": (Layer().eval(), lambda queries, keys: (tensor((1, queries, 16), 0), tensor((1, keys, 16), 1))),
+        "sdpa": (lambda q, k, v: dmattn.scaled_dot_product_attention(q, k, v, is_causal=True), heads),
+        "flash-dmattn's forward": (
+            lambda q, k, v, scores: forward(None, q, k, v, None, scores, window_size=12)[0],
+            lambda queries, keys: (*heads(queries, keys), tensor((1, 2, keys), 3)),
+        ),
+    }
+
+
+@TRACING
+@pytest.mark.parametrize("example", [(9, 9), (9, 12), (1, 9)], ids=str)
+@pytest.mark.parametrize("name", ["MultiheadAttention", "sdpa", "flash-dmattn's forward"])
+def test_causal_programs_do_not_depend_on_the_lengths_of_the_example(name, example):
+    call, given = lengths_of_traced_calls()[name]
+    with torch.no_grad():
+        traced = torch.jit.trace(call, given(*example))
+        for lengths in ((9, 9), (5, 20), (20, 20), (1, 30)):
+            torch.testing.assert_close(traced(*given(*lengths)), call(*given(*lengths)))
+
+
+@TRACING
+def test_the_score_loss_is_traced():
+    given = tensor((1, 4, 9, 8), 0), tensor((1, 2, 9, 8), 1), tensor((1, 2, 9), 2)
+
+    def drawn(call):
+        torch.manual_seed(0)
+        return call(*given)
+
+    traced = torch.jit.trace(dmattn.nn.score_loss, given, check_trace=False)
+    torch.testing.assert_close(drawn(traced), drawn(dmattn.nn.score_loss))
 
 
 def test_tensors_are_no_sizes_but_while_tracing():

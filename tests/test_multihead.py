@@ -508,3 +508,10 @@ def test_bad_input(act, error, message):
     with pytest.raises(error, match=message):
         act()
     assert dmattn.nn.MultiheadAttention is MultiheadAttention
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_a_mask_that_is_no_tensor_is_refused(name):
+    x = torch.zeros(4, 1, 16)
+    with pytest.raises(TypeError, match=f"{name}: expected a torch.Tensor, got str"):
+        dmattn.nn.MultiheadAttention(16, 2)(x, x, x, **{name: "causal"})

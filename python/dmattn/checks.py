@@ -81,6 +81,11 @@ def is_traced_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Tensor) and value.dim() == 0 and torch._C._get_tracing_state() is not None
 
 
+def is_traced() -> bool:
+    """Under torch.jit.trace, where a decision by sizes holds for all inputs of the traced program."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
 def positive_int(name: str, value: object) -> None:
     if not is_int(value):
         raise TypeError(f"{name}: expected a positive int, got {type_of(value)}")

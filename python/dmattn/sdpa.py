@@ -83,7 +83,7 @@ def scaled_dot_product_attention(
     q, k, v = autocast(four_dims(query), four_dims(key), four_dims(value))
     sizes = sizes_of(q, k, v)
     masks, bias = NO_MASK, None
-    if is_causal and sizes.query_length != sizes.key_length:
+    if is_causal and (checks.is_traced() or sizes.query_length != sizes.key_length):
         first = torch.arange(sizes.key_length, dtype=torch.int32, device=q.device) + (sizes.key_length - sizes.query_length)
         masks, is_causal = (first[None, None], torch.full_like(first, FOREVER)[None, None], *NO_MASK[2:]), False
     elif attn_mask is not None:

@@ -52,15 +52,24 @@ def flash_dynamic_mask_attention(
         sizes = sizes_of(q, k, v)
         attn_mask = keep_of("attn_mask", attn_mask, q, sizes.batch * sizes.heads * sizes.query_length * sizes.key_length)
     if not checks.flag("enable_skip", enable_skip) and attn_mask is not None:
-        bias, attn_mask = _as_bias(attn_mask, bias, q), None
+        bias, attn_mask = _as_bias(attn_mask, bias, q, k), None
     if checks.flag("return_lse", return_lse):
         return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap, return_lse=True)
     return attention(q, k, v, attn_mask, bias=bias, is_causal=causal, softcap=softcap)
 
 
-def _as_bias(keep: Tensor, bias: Tensor | None, query: Tensor) -> Tensor:
+def _as_bias(keep: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
     """The bias, -inf where the mask hides: [B|1, H|Hkv|1, Sq|1, Sk|1]."""
     bias = query.new_zeros(()) if bias is None else checks.tensor("bias", bias)
+    checks.dtype("bias", bias, checks.DTYPES["cpu"])
+    batch, heads, queries, _ = query.shape
+    allowed = ((1, batch), (1, heads, key.shape[1]), (1, queries), (1, key.shape[2]))
+    for name, given in (("attn_mask", keep), ("bias", bias)):
+        checks.same_device(name, given, query, "q")
+        sizes = zip(reversed(given.shape), reversed(allowed), strict=False)
+        if given.dim() > 4 or not all(size in those for size, those in sizes):
+            sizes_of_call = f"B={batch}, H={heads}, Hkv={key.shape[1]}, Sq={queries}, Sk={key.shape[2]}"
+            raise ValueError(f"{name}: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with {sizes_of_call}, got {checks.shape_of(given)}")
     keep, bias = (x[(None,) * (4 - x.dim())] for x in (keep, bias))
     more = max(keep.shape[1], bias.shape[1])
     return torch.where(repeat_heads(keep, more), repeat_heads(bias, more), -torch.inf)

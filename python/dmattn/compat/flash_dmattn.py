@@ -301,12 +301,13 @@ def flash_dynamic_mask_attention_forward(
 
     selected: Mask | Tensor | None = mask
     window = _window(module, window_size, keep_window_size)
-    if window is not None and window < keys:
+    causal = causal and (checks.is_traced() or queries > 1)
+    if window is not None and ((bias is not None and checks.is_traced()) or window < keys):
         if bias is None:
             raise ValueError(f"attention_bias: expected scores, of which a window of {window} keys is selected, got None")
-        selected = _select(mask, bias, window, causal and queries > 1, queries, keys)
+        selected = _select(mask, bias, window, causal, queries, keys)
     out = attention(
-        *layouts.heads_first(query, key, value), selected, bias=bias, is_causal=causal and queries > 1,
+        *layouts.heads_first(query, key, value), selected, bias=bias, is_causal=causal,
         scale=layouts.of_scale(scaling, size, "scaling"), softcap=layouts.of_softcap(softcap), dropout_p=dropout, sinks=s_aux,
         deterministic=layouts.of_flag("deterministic", deterministic),
     )  # fmt: skip

@@ -55,7 +55,7 @@ def reduce_sum(input: Tensor, dim: int = EVERYTHING) -> Tensor:
 
     Raises:
         TypeError, ValueError: dim is another number, or input no tensor of numbers.
-        RuntimeError: there are no elements.
+        RuntimeError: :func:`reduce_max` of no elements; their sum is 0.
     """
     return _reduced(torch.ops.dmattn.reduce_sum, input, dim)
 
@@ -68,7 +68,7 @@ def reduce_max(input: Tensor, dim: int = EVERYTHING) -> Tensor:
 def triton_reduce_sum(input: Tensor, dim: int | None = None) -> Tensor:
     """As ``torch.ops.dmattn.reduce_sum``: None means all elements, and here -1 does mean the last dimension."""
     tensor = checks.tensor("input", input)
-    if dim == EVERYTHING and tensor.dim() > 0:
+    if type(dim) is int and dim == EVERYTHING and tensor.dim() > 0:
         dim = tensor.dim() - 1
     return _reduced(torch.ops.dmattn.reduce_sum, tensor, EVERYTHING if dim is None else dim)
 

@@ -121,6 +121,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                     "torch.nn.TransformerEncoder makes none with encoder.use_nested_tensor = False"
                 )
             checks.tensor(name, given)
+        for name, hiding in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if hiding is not None:
+                checks.tensor(name, hiding)
         is_batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -144,7 +147,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask = None if is_causal else self._of_pairs(attn_mask, batch, length, keys, extra)
         block = attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None
         bias = attn_mask if block is None else None
-        alone = is_causal and length == keys and not extra and self.sides is None and mask is None and hidden is None
+        alone = is_causal and not extra and self.sides is None and mask is None and hidden is None
+        alone = alone and not checks.is_traced() and length == keys
         interval = None if alone else self._interval(hidden, is_causal, mask, length, keys, extra, q.device)
         blocks = mask.block if isinstance(mask, CombinedMask) else mask if isinstance(mask, BlockMask) else None
         dropout = self.dropout if self.training else 0.0

@@ -19,14 +19,19 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
     up to ``position * 2 ** -23`` radians, a tenth at position 10^6.
 
     Raises:
-        TypeError: x or positions is no tensor, or x is not of a floating-point dtype.
-        ValueError: x is not of such a shape, or positions do not fit it.
+        TypeError: x or positions is no tensor, x is not of a floating-point dtype, or positions are no real numbers.
+        ValueError: x is not of such a shape, or positions do not fit it; theta is not positive, or factor not in [0, 1].
     """
     checks.dtype("x", checks.tensor("x", x), checks.DTYPES["cpu"])
     if x.dim() != 4 or x.shape[3] % 2 != 0:
         raise ValueError(f"x: expected [B, H, S, D] with an even D, got {checks.shape_of(x)}")
+    if checks.number("theta", theta, low=0.0) == 0:
+        raise ValueError(f"theta: expected a number > 0, got {theta}")
+    checks.number("factor", factor, low=0.0, high=1.0)
     if positions is not None:
         shape = checks.tensor("positions", positions).shape
+        checks.dtype("positions", positions, (torch.int64, torch.int32, torch.int16, torch.uint8, *checks.DTYPES["cpu"]))
+        checks.same_device("positions", positions, x, "x")
         if len(shape) != 2 or shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[2]:
             raise ValueError(f"positions: expected [B|1, S] with B={x.shape[0]}, S={x.shape[2]}, got {list(shape)}")
     if positions is None:

@@ -130,7 +130,7 @@ def explored(
     Raises:
         TypeError, ValueError: as :func:`score_loss`, or value or out does not fit.
     """
-    checks.tensor("out", out)
+    checks.tensor("query", query), checks.tensor("out", out)
     if out.shape != (*query.shape[:3], checks.tensor("value", value).shape[-1]):
         raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[-1]]}, got {checks.shape_of(out)}")
     dense, loss, rows = _taught(
@@ -242,8 +242,8 @@ def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[
     batch, heads = scores.shape[:2]
 
     def part(x: Any, b: int, h: int) -> Any:
-        """Of [B|1, n * h|1, ...]; ``rows`` and options belong to all."""
-        if not isinstance(x, Tensor) or x.dim() == 1:
+        """Of [B|1, n * h|1, ...]; ``rows`` and options, which are tensors under torch.jit.trace, belong to all."""
+        if not isinstance(x, Tensor) or x.dim() < 2:
             return x
         x, n = x if x.shape[0] == 1 else x[b : b + 1], x.shape[1] // heads
         return x if x.shape[1] == 1 else x[:, h * n : (h + 1) * n]
