@@ -16,7 +16,7 @@ tensor = strategies.random_tensor
 SCORES = {
     "scores of values": {},
     "linear scores": {"score": "linear"},
-    "taught, recency, local": {"score": "linear", "taught": True, "recency": 0.25, "local": 3, "sink_keys": 1},
+    "select only, recency, local": {"score": "linear", "select_only": True, "recency": 0.25, "local": 3, "sink_keys": 1},
 }
 
 
