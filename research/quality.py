@@ -262,6 +262,8 @@ def jobs(options: argparse.Namespace) -> None:
     for line in options.file.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             job = json.loads(line)
+            if not isinstance(job, dict) or not {"task", "variant"} <= job.keys() or not isinstance(job.get("seeds", []), list):
+                raise ValueError(f"job: expected an object with task, variant and a list of seeds, got {line:.200}")
             for seed in job.pop("seeds", [job.get("seed", 1)]):
                 settings_of({**job, "seed": seed})  # complains now, not after minutes
                 waiting.put({**job, "seed": seed})
@@ -299,11 +301,14 @@ def jobs(options: argparse.Namespace) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    if not options.output.exists():
+        print(f"no job has finished: {options.output} was not written")
     if left:
         path = options.output.with_name("left.jsonl")
         path.write_text("".join(json.dumps(job) + "\n" for job in left))
         print(f"{len(left)} jobs were not run for want of time: {path}")
-    table(options.output)
+    if options.output.exists():
+        table(options.output)
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------------------

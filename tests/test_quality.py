@@ -336,3 +336,17 @@ def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
 def test_a_wrong_setting_is_named(quality, given):
     with pytest.raises(ValueError, match=next(iter(given)).replace("stepz", "settings")):
         quality.settings_of({"task": "mqar", "variant": "dynamic", **given})
+
+
+@pytest.mark.parametrize("job", ["[1]", '{"variant": "dense"}', '{"task": "mqar", "variant": "dense", "seeds": 3}'])
+def test_a_wrong_job_is_named(quality, tmp_path, job):
+    (tmp_path / "jobs.jsonl").write_text(job)
+    options = argparse.Namespace(file=tmp_path / "jobs.jsonl", limit=1.0, output=tmp_path / "runs.jsonl", per_gpu=1)
+    with pytest.raises(ValueError, match="job: expected an object with task, variant and a list of seeds"):
+        quality.jobs(options)
+
+
+def test_no_jobs_make_no_table(quality, tmp_path, capsys):
+    (tmp_path / "jobs.jsonl").write_text("")
+    quality.jobs(argparse.Namespace(file=tmp_path / "jobs.jsonl", limit=1.0, output=tmp_path / "runs.jsonl", per_gpu=1))
+    assert "no job has finished" in capsys.readouterr().out
