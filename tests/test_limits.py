@@ -278,9 +278,9 @@ def traced_calls():
     layer = dmattn.nn.DynamicMaskAttention.recommended(12, 2, 4, head_dim=8)
     return {
         "MultiheadAttention": (Calls(attends(), multihead(12, 1, batch_first=True)), rows),
-        "with a window": (Calls(attends(), multihead(12, 1, batch_first=True, window=3)), rows),
+        "with a window": (Calls(attends(), multihead(12, 1, batch_first=True, sliding_window=3)), rows),
         "causal": (Calls(attends(is_causal=True), multihead(12, 1, batch_first=True)), rows),
-        "with weights": (Calls(lambda m, x: m(x, x, x), multihead(12, 1, batch_first=True, window=3)), rows),
+        "with weights": (Calls(lambda m, x: m(x, x, x), multihead(12, 1, batch_first=True, sliding_window=3)), rows),
         "with padding": (Calls(attends(key_padding_mask=hidden), multihead(12, 1, batch_first=True)), rows),
         "recommended": (Calls(lambda m, x: m(x), layer), rows),
         "of padded": (Calls(lambda m, x: m(x, IntervalMask.padding(9, lengths)), layer), rows),

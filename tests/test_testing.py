@@ -311,7 +311,7 @@ def test_a_case_prints_in_one_line():
 
 @pytest.mark.parametrize(
     ("header", "named"),
-    [("cpp/cpu/limits.h", strategies.CPU_THRESHOLDS), ("cpp/cuda/live_keys.h", strategies.CUDA_THRESHOLDS)],
+    [("cpp/cpu/limits.h", strategies.CPU_THRESHOLDS), ("cpp/cuda/sizes.h", strategies.CUDA_THRESHOLDS)],
     ids=["cpu", "cuda"],
 )
 def test_thresholds_are_those_of_the_kernels(header, named):

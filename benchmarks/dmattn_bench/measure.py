@@ -262,7 +262,8 @@ def extra_memory(case: Case, device: str, threads: int) -> dict[str, int]:
         load = workload(case, device, with_peers=False)
         return _extra_cuda(load.ours, load.grad_out)
     command = [sys.executable, "-m", "dmattn_bench.measure", json.dumps(vars(case)), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it imports what this process does
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         reason = (done.stderr.strip() or "it said nothing").split("\n")[-1]
         raise CannotRunError(f"the process that measures memory ended with {done.returncode}: {reason}")
