@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ DEVICES: dict[str, dict[str, int]] = {
     "sm100": {"major": 10, "processors": 148, "shared_bytes": 227 * 1024},
     "sm120": {"major": 12, "processors": 170, "shared_bytes": 99 * 1024},
 }
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 # What an instance of each variant can do that others cannot.
 VARIANTS = {
@@ -112,7 +115,8 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     """The call that the command line describes."""
     heads, kv_heads = arguments.heads, arguments.kv_heads or arguments.heads
     queries = arguments.queries or arguments.length
-    call = {name: getattr(arguments, name) for name in ("batch", "head_dim", "dtype", "softcap", "deterministic")}
+    call = {name: getattr(arguments, name) for name in ("batch", "head_dim", "softcap", "deterministic")}
+    call["dtype"] = DTYPES[arguments.dtype]
     call |= {"heads": heads, "kv_heads": kv_heads, "query_length": queries, "key_length": arguments.length}
     call |= {"value_dim": arguments.value_dim or arguments.head_dim, "is_causal": not arguments.not_causal}
     call |= {"dropout_p": arguments.dropout, "scale": arguments.scale or arguments.head_dim**-0.5}
@@ -144,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--value-dim", type=int, default=0, help="0: as large as head-dim")
     add("--length", type=int, default=8192, help="keys, and queries unless --queries says otherwise")
     add("--queries", type=int, default=0)
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--window", type=int, default=0, help="a dynamic mask of so many keys; 0: none")
     add("--documents", action="store_true", help="packed documents")
     add("--block-mask", action="store_true")
@@ -167,4 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(in_words(name, plan(described(arguments), device)))
         except RuntimeError as error:
             print(f"{name}: refused: {error}")
+        except ImportError as error:
+            print(f"python -m dmattn plan: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 2
     return 0
