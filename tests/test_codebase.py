@@ -179,9 +179,9 @@ def test_few_files_announce_a_surprise():
 
 # Files ---------------------------------------------------------------------------------------------------------------------------------
 
-SHARED_STEMS = {"dispatch", "forward", "tiles", "walk"}
+SHARED_STEMS = {"dispatch", "forward", "scheduler", "tiles"}
 OWN_STEMS = {
-    "sm80": {"backward_keys", "backward_queries", "backward_tile", "decode", "decode_parts", "tile", "token_step"},
+    "sm80": {"backward_dkdv", "backward_dq", "backward_tile", "decode", "decode_parts", "tile", "token_step"},
     "sm90": {
         "backward",
         "backward_load",
@@ -192,10 +192,10 @@ OWN_STEMS = {
         "forward_load",
         "key_bias",
         "maps",
-        "note",
-        "schedule",
+        "tile_descriptor",
         "tma",
         "wgmma",
+        "work_tile",
     },
 }
 

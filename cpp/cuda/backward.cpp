@@ -63,10 +63,10 @@ bool sm90_has_backward([[maybe_unused]] const AttentionParams& p, [[maybe_unused
 #endif
 }
 
-bool sm90_walks_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic,
-                         [[maybe_unused]] const Device& device) {
+bool sm90_schedules_in_order([[maybe_unused]] const AttentionParams& p, [[maybe_unused]] bool deterministic,
+                             [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::backward_walks_in_order(p, deterministic, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
+  return sm90::backward_schedules_in_order(p, deterministic, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()));
 #else
   return false;
 #endif
@@ -80,10 +80,10 @@ int64_t sm90_heads_at_once([[maybe_unused]] const AttentionParams& p, [[maybe_un
 #endif
 }
 
-cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unused]] int* ticket,
+cudaError_t sm90_backward([[maybe_unused]] const BackwardCall& call, [[maybe_unused]] int* tile_counter,
                           [[maybe_unused]] const Device& device) {
 #ifdef DMATTN_WITH_SM90
-  return sm90::backward(call, ticket, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
+  return sm90::backward(call, tile_counter, device_attribute<cudaDevAttrMultiProcessorCount>(device.index()), device.stream());
 #else
   return cudaErrorNotSupported;
 #endif
@@ -117,7 +117,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
-  if (part.turns) part.turns += terms / kTurnQueries;
+  if (part.semaphores) part.semaphores += terms / kSemaphoreQueries;
   part.lse += terms, part.lse_rest2 += terms;
   if (part.row_hash) part.row_hash += terms;
   if (part.seen) part.seen += (batch * p.heads + head) / part.heads_at_once * part.seen_words;
@@ -128,7 +128,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
 // Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
 // all queries, which for few queries costs less than the sums, and a group of heads that share their mask. The kernel of wide
 // heads adds sums.
-bool has_one_visit(const AttentionParams& p) {
+bool has_one_tile_visit(const AttentionParams& p) {
   return heads_that_share(p, {&p.mask.start, &p.mask.end}) == p.heads / p.kv_heads && gathers(p) &&
          p.query_length <= kMostOneList && p.key_length <= kMostOneList && width_of(p) <= kMostNarrowDim;
 }
@@ -175,8 +175,8 @@ struct Sums {
 };
 
 // Runs the Hopper kernel and what turns its sums into gradients; false where it does not take the call. Where the call is one
-// part, launch_row_terms has cleared the sums of queries, and the ticket is zero.
-bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor& like, const Device& device) {
+// part, launch_row_terms has cleared the sums of queries, and the tile counter is zero.
+bool run_sm90(BackwardCall call, const Sums& sums, int32_t* tile_counter, const Tensor& like, const Device& device) {
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
   const bool is_gathered = call.live_keys.index, is_one_part = sums.is_one_part(p);
@@ -214,9 +214,9 @@ bool run_sm90(BackwardCall call, const Sums& sums, int32_t* ticket, const Tensor
         if (!is_one_part) {
           const int64_t floats = of_part.batch * launch.b.forward.heads * sums.head_floats;
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
-          DMATTN_CUDA_CHECK(cudaMemsetAsync(ticket, 0, sizeof(int32_t), stream));
+          DMATTN_CUDA_CHECK(cudaMemsetAsync(tile_counter, 0, sizeof(int32_t), stream));
         }
-        const cudaError_t status = sm90_backward(launch, ticket, device);
+        const cudaError_t status = sm90_backward(launch, tile_counter, device);
         if (status == cudaErrorNotSupported) return false;
         check_cuda(status, "attention kernel");
         DMATTN_CUDA_CHECK(launch_store_query_sums(launch, stream));
@@ -232,7 +232,7 @@ void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
   const AttentionParams& p = call.b.forward;
   const cudaStream_t stream = device.stream();
   const int shared_bytes = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device.index());
-  const sm80::Room room = shared_bytes >= 163 * 1024 ? sm80::Room::kLarge : sm80::Room::kSmall;
+  const sm80::SmemBudget smem_budget = shared_bytes >= 163 * 1024 ? sm80::SmemBudget::kLarge : sm80::SmemBudget::kSmall;
   if (call.b.deterministic) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
@@ -243,21 +243,21 @@ void run_sm80(BackwardCall call, const Tensor& like, const Device& device) {
     const bool shares_blocks =
         by_keys.batches_per_block * by_keys.kv_heads_per_block > 1 && call.live_keys.batches * call.live_keys.heads > 1;
     if (shares_blocks || call.live_keys.head_divisor % (p.heads / p.kv_heads) != 0) by_keys.live_keys = {};
-    check_launch(sm80::key_major(by_keys, room, stream), p);
+    check_launch(sm80::backward_dkdv(by_keys, smem_budget, stream), p);
     if (by_keys.live_keys.index) {
       DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));  // zeros for keys that were not gathered
     }
-    check_launch(sm80::query_major(by_queries, room, stream), p);
+    check_launch(sm80::backward_dq(by_queries, smem_budget, stream), p);
   } else if (call.live_keys.index || p.mask.tiles.data) {
     const Tensor sums = empty_on(like, {(p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p)}, ScalarType::Float);
     call.key_sums = static_cast<float*>(sums.data_ptr());
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    check_launch(sm80::query_major(call, room, stream), p);
+    check_launch(sm80::backward_dq(call, smem_budget, stream), p);
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
     const Tensor sums = zeros_on(like, {(p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim)}, ScalarType::Float);
     call.query_sums = static_cast<float*>(sums.data_ptr());
-    check_launch(sm80::key_major(call, room, stream), p);
+    check_launch(sm80::backward_dkdv(call, smem_budget, stream), p);
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
   }
 }
@@ -308,9 +308,9 @@ BackwardResults backward_op(BackwardArguments given) {
   const bool is_fast = is_sm90 && !call.b.deterministic;
   if (is_fast && p.query_length >= 8192) options.shortest = 1;
   options.by_lifetime = is_fast && p.query_length >= 65536;
-  const bool is_in_order = is_sm90 && sm90_walks_in_order(p, call.b.deterministic, device);
+  const bool is_in_order = is_sm90 && sm90_schedules_in_order(p, call.b.deterministic, device);
   check_length_without_lists(p, is_in_order);
-  options.is_one = is_fast && !is_in_order && has_one_visit(p);
+  options.is_one = is_fast && !is_in_order && has_one_tile_visit(p);
   const OwnedLiveKeys owned = is_in_order ? OwnedLiveKeys() : make_live_keys(p, query, stream, options);
   call.live_keys = owned.live_keys;
 
@@ -326,23 +326,23 @@ BackwardResults backward_op(BackwardArguments given) {
   const Sums sums(call, heads_at_once < group || (is_gathered && !options.is_one), group_heads);
   const bool has_hashes = is_sm90 && p.dropout_seed;
   const int64_t query_floats = is_sm90 ? sums.query_floats() : 0;
-  const int64_t turns = is_sm90 && call.b.deterministic ? terms / kTurnQueries : 0;
-  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2 + turns}, ScalarType::Float);
+  const int64_t semaphores = is_sm90 && call.b.deterministic ? terms / kSemaphoreQueries : 0;
+  const Tensor memory = empty_on(query, {query_floats + (has_hashes ? 5 : 4) * terms + 2 + semaphores}, ScalarType::Float);
   float* const floats = static_cast<float*>(memory.data_ptr());
   call.lse2 = floats + query_floats;
   call.delta = call.lse2 + terms;
   call.lse = call.delta + terms;
   call.lse_rest2 = call.lse + terms;
   if (has_hashes) call.row_hash = reinterpret_cast<uint32_t*>(call.lse_rest2 + terms);
-  int32_t* ticket = owned.live_keys.ticket;
+  int32_t* tile_counter = owned.live_keys.tile_counter;
   call.row_flags = owned.live_keys.row_flags;
   if (!call.row_flags) {
-    call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), ticket = call.row_flags + 1;
+    call.row_flags = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms), tile_counter = call.row_flags + 1;
     DMATTN_CUDA_CHECK(cudaMemsetAsync(call.row_flags, 0, 2 * sizeof(int32_t), stream));
   }
-  if (turns > 0) {
-    call.turns = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms) + 2;
-    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.turns, 0, static_cast<size_t>(turns) * sizeof(int32_t), stream));
+  if (semaphores > 0) {
+    call.semaphores = reinterpret_cast<int32_t*>(call.lse_rest2 + (has_hashes ? 2 : 1) * terms) + 2;
+    DMATTN_CUDA_CHECK(cudaMemsetAsync(call.semaphores, 0, static_cast<size_t>(semaphores) * sizeof(int32_t), stream));
   }
   if (is_sm90) call.query_sums = floats, call.query_sums_in_tiles = true;
   BackwardCall for_terms = call;
@@ -353,10 +353,10 @@ BackwardResults backward_op(BackwardArguments given) {
   const bool is_whole = !p.mask.is_causal && !p.mask.tiles.data && !gathers(p);
   const bool writes_bias = call.b.grad_bias && is_sm90 && is_whole && owns_bias_gradient(call);
   if (call.b.grad_bias && !writes_bias) torch::stable::zero_(checked.grad_bias);
-  if (is_sm90 && run_sm90(call, sums, ticket, query, device)) return checked.results();
+  if (is_sm90 && run_sm90(call, sums, tile_counter, query, device)) return checked.results();
   if (writes_bias) torch::stable::zero_(checked.grad_bias);
   check_length_without_lists(p, false);
-  call.query_sums = nullptr, call.query_sums_in_tiles = false, call.turns = nullptr;
+  call.query_sums = nullptr, call.query_sums_in_tiles = false, call.semaphores = nullptr;
   run_sm80(call, query, device);
   return checked.results();
 }

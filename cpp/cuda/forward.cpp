@@ -110,11 +110,11 @@ ForwardResults forward_op(AttentionArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.over_scale = static_cast<float>(1.0 / p.scale);
   if (is_sm90) {
-    std::optional<Tensor> ticket, compact;
+    std::optional<Tensor> tile_counter, compact;
     if (compacts) compact = make_compact_keys(call, query, device.stream());
-    if (!call.live_keys.ticket) {
-      ticket = empty_on(query, {1}, ScalarType::Int);
-      call.live_keys.ticket = static_cast<int32_t*>(ticket->data_ptr());
+    if (!call.live_keys.tile_counter) {
+      tile_counter = empty_on(query, {1}, ScalarType::Int);
+      call.live_keys.tile_counter = static_cast<int32_t*>(tile_counter->data_ptr());
     }
     const cudaError_t status = sm90_forward(call, device);
     if (family == Family::kSm90) check_sm90(status != cudaErrorNotSupported, p);
@@ -126,7 +126,7 @@ ForwardResults forward_op(AttentionArguments given) {
     if (has_ranges || way == KeyWay::kAllKeys) {
       owned = make_live_keys(p, query, device.stream(), {}), call.live_keys = owned.live_keys;
     }
-    call.live_keys.ticket = nullptr;
+    call.live_keys.tile_counter = nullptr;
   }
   check_launch(sm80::forward(call, device.stream()), p);
   return checked.results();

@@ -38,7 +38,7 @@ OwnedLiveKeys make_key_ranges(const AttentionParams& p, const Tensor& like, cuda
   const int64_t ranges = live_keys.batches * live_keys.heads * live_keys.range_count;
   const Tensor memory = empty_on(like, {2 * ranges + 1}, ScalarType::Int);
   live_keys.ranges = static_cast<int2*>(memory.data_ptr());
-  live_keys.ticket = reinterpret_cast<int32_t*>(live_keys.ranges + ranges);
+  live_keys.tile_counter = reinterpret_cast<int32_t*>(live_keys.ranges + ranges);
   DMATTN_CUDA_CHECK(launch_key_ranges(p, live_keys, stream));
   return {memory, live_keys};
 }
@@ -74,8 +74,8 @@ OwnedLiveKeys make_live_keys(const AttentionParams& p, const Tensor& like, cudaS
   live_keys.live = live_keys.partial + all_blocks;
   live_keys.count = live_keys.live + all_parts;
   live_keys.shift = live_keys.count + mask_heads;
-  live_keys.ticket = live_keys.shift + mask_heads;
-  live_keys.row_flags = live_keys.ticket + 1;
+  live_keys.tile_counter = live_keys.shift + mask_heads;
+  live_keys.row_flags = live_keys.tile_counter + 1;
   DMATTN_CUDA_CHECK(options.is_one ? launch_one_list(p, live_keys, stream) : launch_live_keys(p, live_keys, stream));
   return {memory, live_keys};
 }

@@ -16,11 +16,11 @@ struct OwnedLiveKeys {
 // What a kernel wants of its lists; the fields of the same names in LiveKeys say what each means.
 struct LiveKeysOptions {
   bool orders = true;        // with a block mask, an order of the query tiles: for kernels whose blocks have one tile each
-  bool keeps_live = false;   // for kernels that walk keys, not queries
+  bool keeps_live = false;   // for kernels that loop over keys, not queries
   bool joins = false;        // for kernels that read one long list as fast as many short ones
   bool lengthens = false;    // for kernels that do not mind lists a sixteenth longer
   bool is_one = false;       // one list for all queries, in the order of launch_one_list
-  bool by_lifetime = false;  // for kernels that walk the queries of a tile of keys, on any order of keys
+  bool by_lifetime = false;  // for kernels that loop over the queries of a tile of keys, in any order of keys
   int shortest = 0;          // segments have at least 2^shortest * kSegmentQueries queries
 };
 

@@ -23,7 +23,7 @@ FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 LISTS, COMPACT = LIVE_KEYS + "test_lists_of_long_problems", LIVE_KEYS + "test_one_list_of_keys_for_all_queries"
 RANGES = "test_in_order.py::test_it_changes_no_result"
-EVERYTHING = "sm80_forward sm80_query_major sm90_forward sm90_backward"
+EVERYTHING = "sm80_forward sm80_backward_dq sm90_forward sm90_backward"
 
 FAULTS = [
     # A bounded cache.
@@ -107,7 +107,7 @@ FAULTS = [
     in_file("common/visibility.cuh", "(head / static_cast<int>(tensor.head_divisor)) * tensor.head_stride", "(head % static_cast<int>(tensor.head_divisor)) * tensor.head_stride",
             "masks and biases are read with the wrong head of the group", THRESHOLDS, EVERYTHING + " live_keys.cu gradient_sums.cu"),
     in_file("common/logits.cuh", "return 1.0f - t * t;", "return 1.0f - t * t * 0.5f;",
-            "softcap's slope is wrong", BACKWARD + "test_softcap_and_dropout", "sm80_query_major sm80_key_major sm90_backward"),
+            "softcap's slope is wrong", BACKWARD + "test_softcap_and_dropout", "sm80_backward_dq sm80_backward_dkdv sm90_backward"),
     in_file("common/logits.cuh", "batch_head(static_cast<uint32_t>(batch * p.heads + head))", "batch_head(static_cast<uint32_t>(batch + head))",
             "batches drop what other heads drop", FORWARD + "test_dropout_is_a_function_of_the_seed", "sm80_forward sm90_forward"),
     in_file("common/logits.cuh", "query * bias_row_stride + key;", "static_cast<int64_t>(query) * key_length + key;",

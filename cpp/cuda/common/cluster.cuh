@@ -36,27 +36,29 @@ struct Cluster {
 #endif
 };
 
-// A barrier in shared memory for what the blocks of a cluster send each other. Every block opens its mailbox, meets the others,
-// sends, and waits for its own mail. Needs compute capability 9.0; elsewhere nothing happens.
+// An exchange of values between the blocks of a cluster through distributed shared memory (DSMEM). Each block announces how many
+// bytes it expects, waits until all blocks have done so, sends, and waits for the bytes that the others send. Needs compute
+// capability 9.0; elsewhere nothing happens.
 //
-// Nobody needs to meet again: mail leaves from registers, and a block stays until its own has come.
-struct Mailbox {
+// No second cluster barrier is needed: values leave from registers, and a block stays until its own bytes have arrived.
+struct DsmemExchange {
   uint64_t barrier;
 
 #if __CUDA_ARCH__ >= 900
-  // By one thread: announces how many bytes will come.
-  __device__ __forceinline__ void open(int bytes) {
+  // By one thread: announces how many bytes will arrive.
+  __device__ __forceinline__ void expect(int bytes) {
     const uint32_t at = shared_address(&barrier);
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
   }
-  // By all threads of all blocks: the mailboxes are open. What lies between the two need not wait for others.
-  static __device__ __forceinline__ void arrive() {
+  // By all threads of all blocks: a cluster barrier, after which every block expects its bytes. Code between the two calls waits
+  // for no other block.
+  static __device__ __forceinline__ void cluster_arrive() {
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
-  static __device__ __forceinline__ void meet() {
+  static __device__ __forceinline__ void cluster_wait() {
     __syncwarp();
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
@@ -74,7 +76,7 @@ struct Mailbox {
         "r"(address_in(&barrier, rank)), "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y))
         : "memory");
   }
-  // Waits for all of this block's mail.
+  // Waits for all bytes that this block expects.
   __device__ __forceinline__ void wait() {
     asm volatile(
         "{\n"
@@ -93,9 +95,9 @@ struct Mailbox {
     return address;
   }
 #else
-  __device__ __forceinline__ void open(int) {}
-  static __device__ __forceinline__ void arrive() {}
-  static __device__ __forceinline__ void meet() {}
+  __device__ __forceinline__ void expect(int) {}
+  static __device__ __forceinline__ void cluster_arrive() {}
+  static __device__ __forceinline__ void cluster_wait() {}
   template <class T>
   __device__ __forceinline__ void send(T*, int, T) {}
   __device__ __forceinline__ void wait() {}

@@ -13,8 +13,8 @@ constexpr int kCompactPlaces = 16, kCompactBlocks = 64, kCompactThreads = 256;
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> compact key, value [B, Hkv, capacity, D or Dv]. kCompactBlocks blocks for each
 // kv head copy kCompactPlaces rows at a time; they are few, because often no head has compact keys.
 __global__ __launch_bounds__(kCompactThreads) void compact_keys_kernel(const __grid_constant__ ForwardCall call) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const AttentionParams& p = call.p;
   const LiveKeys& live_keys = call.live_keys;
   const int thread = static_cast<int>(threadIdx.x), kv_heads = static_cast<int>(p.kv_heads),

@@ -164,8 +164,8 @@ constexpr int kFewSegments = 32;
 // warp. A block for each mask head and segment counts for itself and makes that segment's list.
 __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ LiveKeys live_keys) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ int begun[kFewSegments], ended[kFewSegments], places[kFewSegments], warp_counts[2][kWarps];
   __shared__ int chosen_shift;
   const int lane = threadIdx.x % 32;
@@ -200,7 +200,7 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
     if (blockIdx.y == 0) {
       if (lane < count) mask_head.lists[lane] = count > 1 ? int2{places[lane], length} : int2{0, live};
       if (lane == 0) live_keys.shift[mask_head_index] = shift, live_keys.count[mask_head_index] = live;
-      if (lane == 0 && mask_head_index == 0) *live_keys.ticket = *live_keys.row_flags = 0;
+      if (lane == 0 && mask_head_index == 0) *live_keys.tile_counter = *live_keys.row_flags = 0;
     }
   }
   __syncthreads();
@@ -224,8 +224,8 @@ __global__ __launch_bounds__(kThreads) void small_lists_kernel(const __grid_cons
 // keys of a part.
 __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__ AttentionParams p,
                                                          const __grid_constant__ LiveKeys live_keys) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ Scan::TempStorage scratch;
   __shared__ int begun[kMostSegments], ended[kMostSegments], warp_counts[kWarps];
   const int thread = threadIdx.x;
@@ -259,7 +259,7 @@ __global__ __launch_bounds__(kThreads) void count_kernel(const __grid_constant__
     __syncthreads();
   }
   if (thread == 0) live_keys.partial[blockIdx.x] = has_partial;
-  if (blockIdx.x == 0 && thread == 0) *live_keys.ticket = *live_keys.row_flags = 0;
+  if (blockIdx.x == 0 && thread == 0) *live_keys.tile_counter = *live_keys.row_flags = 0;
 }
 
 // Shared memory of a block that chooses.
@@ -376,8 +376,8 @@ __device__ __forceinline__ void write_live(const AttentionParams& p, const LiveK
 __global__ __launch_bounds__(kThreads) void choose_kernel(const __grid_constant__ AttentionParams p,
                                                           const __grid_constant__ LiveKeys live_keys, int mask_heads,
                                                           int live_blocks) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ union Storage {
     __device__ Storage() {}
     Choice choice;
@@ -399,8 +399,8 @@ __global__ __launch_bounds__(kListThreads, 4) void list_kernel(const __grid_cons
                                                                const __grid_constant__ LiveKeys live_keys,
                                                                int blocks_of_mask_head) {
   constexpr int kListWarps = kListThreads / 32, kLanes = kPartKeys / kPartGroups / 32;
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ int2 groups[kListThreads];  // of the groups of which the segment may see some: where they begin, how many keys
   __shared__ int warp_counts[2][kListWarps];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

@@ -1,7 +1,7 @@
 // Makes one list of the live keys of a mask head, for all its queries, in an order in which tiles of the list end together.
 //
-// The Hopper backward walks the queries of a tile of keys, from the first that sees one of them to the last. So keys are ordered
-// by the quarter of the queries in which their intervals begin, then by the last query that sees them.
+// The Hopper backward loops over the queries of a tile of keys, from the first that sees one of them to the last. So keys are
+// ordered by the quarter of the queries in which their intervals begin, then by the last query that sees them.
 #include "../live_keys.h"
 #include "dependent_launch.cuh"
 #include "kernel_limits.cuh"
@@ -18,8 +18,8 @@ static_assert(1 << kBits == kMostOneList);
 template <int kThreads>
 __global__ __launch_bounds__(kThreads) void one_list_kernel(const __grid_constant__ AttentionParams p,
                                                             const __grid_constant__ LiveKeys live_keys) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   __shared__ uint32_t exchange[kThreads * kEach];
   __shared__ int live;
   const int thread = static_cast<int>(threadIdx.x), mask_head = static_cast<int>(blockIdx.x);
@@ -64,7 +64,7 @@ __global__ __launch_bounds__(kThreads) void one_list_kernel(const __grid_constan
   live_keys.lists[mask_head * live_keys.most_lists] = {0, count};
   live_keys.count[mask_head] = count;
   live_keys.shift[mask_head] = live_keys.shortest;
-  if (mask_head == 0) *live_keys.ticket = *live_keys.row_flags = 0;
+  if (mask_head == 0) *live_keys.tile_counter = *live_keys.row_flags = 0;
 }
 
 }  // namespace

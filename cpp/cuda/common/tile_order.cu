@@ -18,12 +18,12 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
   __shared__ int shortest_kept;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int tiles = (static_cast<int>(p.query_length) + kQueryPadding - 1) / kQueryPadding;
-  const int items = static_cast<int>(p.batch * p.heads) * tiles;
+  const int work_tiles = static_cast<int>(p.batch * p.heads) * tiles;
   int shift = 0;
   while ((p.mask.tiles_k >> shift) >= kBuckets) ++shift;
-  const auto length_of = [&](int item) {
-    const int batch_head = item / tiles, heads = static_cast<int>(p.heads);
-    const int row = (tiles - 1 - item % tiles) * kQueryPadding / static_cast<int>(p.mask.tile_q);
+  const auto length_of = [&](int work_tile) {
+    const int batch_head = work_tile / tiles, heads = static_cast<int>(p.heads);
+    const int row = (tiles - 1 - work_tile % tiles) * kQueryPadding / static_cast<int>(p.mask.tile_q);
     const int32_t* const rows = TileSource(p.mask, batch_head / heads, batch_head % heads).rows;
     return min(max(rows[row * (p.mask.tiles_k + 1)], 0), static_cast<int>(p.mask.tiles_k)) >> shift;
   };
@@ -31,14 +31,14 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
   // Count the tiles of each length. Find the lengths that make up the shortest quarter, and where the tiles of each length go.
   places[thread] = 0;
   __syncthreads();
-  for (int item = thread; item < items; item += kThreads) atomicAdd(&places[length_of(item)], 1);
+  for (int work_tile = thread; work_tile < work_tiles; work_tile += kThreads) atomicAdd(&places[length_of(work_tile)], 1);
   __syncthreads();
   if (thread == 0) {
     int shorter = 0, length = 0;
-    for (; length < kBuckets && shorter + places[length] <= items / 4; ++length) {
+    for (; length < kBuckets && shorter + places[length] <= work_tiles / 4; ++length) {
       const int count = places[length];
       shorter += count;
-      places[length] = items - shorter;
+      places[length] = work_tiles - shorter;
     }
     shortest_kept = length;
   }
@@ -46,9 +46,9 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
 
   // Give each tile its place.
   int kept = 0;
-  for (int base = 0, buffer = 0; base < items; base += kThreads, buffer ^= 1) {
-    const int item = base + thread, length = item < items ? length_of(item) : 0;
-    const bool keeps = item < items && length >= shortest_kept;
+  for (int base = 0, buffer = 0; base < work_tiles; base += kThreads, buffer ^= 1) {
+    const int work_tile = base + thread, length = work_tile < work_tiles ? length_of(work_tile) : 0;
+    const bool keeps = work_tile < work_tiles && length >= shortest_kept;
     const unsigned keepers = __ballot_sync(0xffffffffu, keeps);
     if (lane == 0) warp_counts[buffer][warp] = __popc(keepers);
     __syncthreads();
@@ -57,8 +57,8 @@ __global__ __launch_bounds__(kThreads) void order_kernel(const __grid_constant__
       place += w < warp ? warp_counts[buffer][w] : 0;
       kept += warp_counts[buffer][w];
     }
-    if (keeps) live_keys.order[place + __popc(keepers & lanes_before())] = item;
-    if (!keeps && item < items) live_keys.order[atomicAdd(&places[length], 1)] = item;
+    if (keeps) live_keys.order[place + __popc(keepers & lanes_before())] = work_tile;
+    if (!keeps && work_tile < work_tiles) live_keys.order[atomicAdd(&places[length], 1)] = work_tile;
   }
 }
 

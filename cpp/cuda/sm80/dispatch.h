@@ -12,8 +12,8 @@
 namespace dmattn::cuda::sm80 {
 
 cudaError_t forward(const ForwardCall& call, cudaStream_t stream);
-cudaError_t query_major(const BackwardCall& call, Room room, cudaStream_t stream);
-cudaError_t key_major(const BackwardCall& call, Room room, cudaStream_t stream);
+cudaError_t backward_dq(const BackwardCall& call, SmemBudget smem_budget, cudaStream_t stream);
+cudaError_t backward_dkdv(const BackwardCall& call, SmemBudget smem_budget, cudaStream_t stream);
 // cudaErrorInvalidClusterSize: nothing was launched, because the device has no room for a cluster of so many blocks.
 cudaError_t decode(const DecodeCall& call, cudaStream_t stream);
 cudaError_t step(const StepCall& call, cudaStream_t stream);

@@ -14,11 +14,11 @@ namespace dmattn::cuda::sm90 {
 // Adds grad_query of a chunk, the warpgroup's part of it, to query_sums. There the sums keep the order in which registers hold
 // them: a warp adds 512 consecutive bytes at a time, and no register has to be moved.
 template <class Shared, int kDim, int kTiles>
-__device__ __forceinline__ void add_grad_query(const QueryNote& note, const float (&from)[kTiles][4], uint32_t group,
+__device__ __forceinline__ void add_grad_query(const QueryDescriptor& descriptor, const float (&from)[kTiles][4], uint32_t group,
                                                int head_dim) {
   const int first_column = static_cast<int>(group) * Shared::kPartColumns % kDim, columns = head_dim - first_column;
   const uint32_t part = Shared::kPartColumns < kDim ? Shared::kPartColumns : static_cast<uint32_t>(sum_width(head_dim));
-  float* const to = note.sums + (group * 64 * part + thread_index() % kWarpgroup * 4);
+  float* const to = descriptor.sums + (group * 64 * part + thread_index() % kWarpgroup * 4);
   const auto add = [&](int i) { add_4(to + i * kSumTile, from[i][0], from[i][1], from[i][2], from[i][3]); };
   if (columns >= kTiles * 8) {
 #pragma unroll
@@ -146,22 +146,22 @@ struct BackwardProducts {
         queries(same_in_lanes(describe_panels(shared_address(shared.query), kQueryPanel))),
         scores(same_in_lanes(describe_panels(shared_address(shared.grad_score), kKeyPanel))) {}
 
-  // The queries and the grad_out of the chunk with this note.
-  __device__ __forceinline__ uint32_t queries_of(uint32_t note) const {
-    return queries + note % Shared::kShape.query_stages * step_of(kQueries * kDim * 2);
+  // The queries and the grad_out of the chunk with this descriptor.
+  __device__ __forceinline__ uint32_t queries_of(uint32_t descriptor) const {
+    return queries + descriptor % Shared::kShape.query_stages * step_of(kQueries * kDim * 2);
   }
-  __device__ __forceinline__ uint32_t grad_outs_of(uint32_t note) const {
-    return queries_of(note) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  __device__ __forceinline__ uint32_t grad_outs_of(uint32_t descriptor) const {
+    return queries_of(descriptor) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
   }
 
   // to = keys * queries^T
-  __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t note) const {
-    begin_rows(to, keys + group * step_of(64 * 128), queries_of(note));
+  __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t descriptor) const {
+    begin_rows(to, keys + group * step_of(64 * 128), queries_of(descriptor));
   }
   // to -= values * grad_out^T, or with options, which start from nothing, to = values * grad_out^T
-  __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t note) const {
+  __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t descriptor) const {
     begin_rows<!kHasOptions>(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
-                             grad_outs_of(note));
+                             grad_outs_of(descriptor));
   }
   template <bool kSubtracts = false>
   __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
@@ -203,12 +203,14 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
   const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
+      descriptor_empty{shared_address(shared.descriptor_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
       tile_empty{shared_address(&shared.tile_empty)};
   const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
   const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
-  const Ring<1> turn_begun{shared_address(&shared.turn_begun)}, turn_ended{shared_address(&shared.turn_ended)};
+  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
+      semaphore_released{shared_address(&shared.semaphore_released)};
   const Products products(shared);
 
   float grad_key[kOut][4], grad_value[kOut][4];
@@ -216,17 +218,17 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
-  uint32_t n = 0;  // the number of the note of queries
-  // Adds grad_query of the chunk with this note. Where sums have a fixed order, in the tile's turn.
-  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t note, uint32_t visit) {
-    if (!kIsGathered && call.turns) turn_begun.wait_full(note - visit);
-    add_grad_query<Shared, kDim>(shared.query_notes[note % Shared::kQueryNotes], grad_query, products.group,
+  uint32_t n = 0;  // the number of the descriptor of queries
+  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
+  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t descriptor, uint32_t tile_visit) {
+    if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(descriptor - tile_visit);
+    add_grad_query<Shared, kDim>(shared.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products.group,
                                  static_cast<int>(p.head_dim));
-    if (!kIsGathered && call.turns) barrier_arrive(turn_ended.at(note - visit));
+    if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(descriptor - tile_visit));
   };
-  for (uint32_t visit = 0;; ++visit) {
-    note_full.wait_full(visit);
-    const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
+  for (uint32_t tile_visit = 0;; ++tile_visit) {
+    descriptor_full.wait_full(tile_visit);
+    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
     if (tile.head < 0) break;
     head = -1;
 #pragma unroll
@@ -236,20 +238,20 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     }
 
     // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A visit's first chunk computes a
-    // grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
-    // through the loop.
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A tile visit's first chunk
+    // computes a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on
+    // all ways through the loop.
     bool has_chunk_before = false;
     float scores[kN][4], grad_scores[kN][4];
     bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
-    // Waits for the next note; false: it ends the visit.
+    // Waits for the next descriptor; false: it ends the tile visit.
     auto await_chunk = [&] {
       query_full.wait_full(n);
-      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
-      const bool has_chunk = !note.ends_visit;
-      has_test = note.has_test;
-      if (kHasBias) is_new_head = note.head != head;
-      if (note.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
+      const bool has_chunk = !descriptor.ends_tile_visit;
+      has_test = descriptor.has_test;
+      if (kHasBias) is_new_head = descriptor.head != head;
+      if (descriptor.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
       return has_chunk;
     };
     // Starts grad_scores at delta, from which the product is then subtracted.
@@ -273,28 +275,30 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       begin_products();
       products.begin_scores(scores, n);
     };
-    key_full.wait_full(visit);
+    key_full.wait_full(tile_visit);
     bool has_chunk = await_chunk();
     begin_scores();
-    value_full.wait_full(visit);
+    value_full.wait_full(tile_visit);
     if (!kHasOptions) start_grad_scores();
     wait_products<0>();
     pin(scores);
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;  // notes that ended a visit do not count
-      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
+      // Descriptors that ended a tile visit do not count as chunks.
+      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
       float grad_query[kPart / 8][4];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // with options; with softcap beside a bias of single pairs
       // With options registers do not suffice for both products before the scores are weighed.
       if (!kHasOptions) begin_grad_scores();
       if (kHasBias && is_new_head) {
-        if (!kIsGathered || !call.turns) flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
+        if (!kIsGathered || !call.semaphores) flush_bias<kDim>(call, tile, head, bias_sum);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
+                            bias_2);
       }
-      if (kHasBias) head = note.head;
+      if (kHasBias) head = descriptor.head;
 
-      weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
+      weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
                                      cap_slopes);
       if (kHasOptions) begin_grad_scores();
       // Issue grad_value += weights dO, and wait for grad_scores.
@@ -307,7 +311,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       // fp32 would not fit into registers.
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
                                         bias_sum);
-      differentiate_bias<T, kDim, kVariant>(call, tile, note, grad_scores, slopes, cap_slopes);
+      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (has_chunk_before) score_full.wait_full(chunk - 1);
@@ -334,7 +338,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       barrier_arrive(score_full.at(chunk));
       if (has_chunk_before) {
         barrier_arrive(score_empty.at(chunk - 1));
-        add(grad_query, n - 2, visit);
+        add(grad_query, n - 2, tile_visit);
       }
       has_chunk_before = true;
       if (!kHasOptions) start_grad_scores();
@@ -342,8 +346,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(scores);
     }
 
-    // End the visit: compute the last chunk's grad_query, then write grad_key and grad_value.
-    const uint32_t chunks = n - visit;
+    // End the tile visit: compute the last chunk's grad_query, then write grad_key and grad_value.
+    const uint32_t chunks = n - tile_visit;
     if (has_chunk_before) score_full.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
@@ -351,22 +355,22 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
     products.begin_grad_query(grad_query, chunks - 1);
     wait_products<0>();
     pin(grad_query);
-    barrier_arrive(tile_empty.at(visit));
+    barrier_arrive(tile_empty.at(tile_visit));
     barrier_arrive(query_empty.at(n));
-    if (kIsGathered && call.turns) turn_begun.wait_full(visit);
+    if (kIsGathered && call.semaphores) semaphore_acquired.wait_full(tile_visit);
     if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
     if (has_chunk_before) {
       barrier_arrive(score_empty.at(chunks - 1));
-      add(grad_query, n - 1, visit);
+      add(grad_query, n - 1, tile_visit);
     }
-    barrier_arrive(note_empty.at(visit));
+    barrier_arrive(descriptor_empty.at(tile_visit));
     ++n;
     if (call.key_sums) {
       if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
-      if (kIsGathered && call.turns) barrier_arrive(turn_ended.at(visit));
-    } else if constexpr (kIsGathered) {  // this visit is the only one of its keys
+      if (kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(tile_visit));
+    } else if constexpr (kIsGathered) {  // this tile visit is the only one of its keys
       store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
     } else {
       const int row = first_key + ScorePlace<kDim>().row;
@@ -377,7 +381,7 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
-// keys, one thread loads chunks of queries, and another warp waits for turns where sums have a fixed order.
+// keys, one thread loads chunks of queries, and another warp handles the semaphores where sums have a fixed order.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
@@ -388,7 +392,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared, call.turns);
+    init_barriers_of_loads(shared, call.semaphores);
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
       barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
@@ -408,8 +412,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (thread >= kLoaders + 32 && call.turns) {
-      take_turns<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+    } else if (thread >= kLoaders + 32 && call.semaphores) {
+      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }

@@ -8,7 +8,7 @@
 namespace dmattn::cuda::sm90 {
 
 // Of the thread's first score the key (row) and the query (column); its other key is row + 8. The warp's rows begin at
-// first_row, the warpgroup's columns of grad_key and grad_value at first_column. Computed anew where they are needed, because
+// first_row, the warpgroup's columns of grad_key and grad_value at first_column. Recomputed where they are needed, because
 // registers are short.
 template <int kDim>
 struct ScorePlace {
@@ -25,18 +25,18 @@ struct ScorePlace {
 
 // The key in a row of the tile, -1 for none.
 template <int kDim>
-__device__ __forceinline__ int key_at(const KeyNote& tile, int row) {
+__device__ __forceinline__ int key_at(const KeyDescriptor& tile, int row) {
   return tile.index[index_place<kBackwardShape<kDim, false>.keys>(row)];
 }
 
 // Scores that spans or the bits of a block mask hide become -inf.
 template <int kDim, Variant kVariant, int kN>
-__device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyNote& tile, const QueryNote& note,
-                                            float (&scores)[kN][4]) {
+__device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
+                                            const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
   // Hide what spans hide.
-  if (note.needs_test) {
+  if (descriptor.needs_test) {
     const ScorePlace<kDim> place;
-    const int position = note.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
+    const int position = descriptor.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
     const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
@@ -47,10 +47,10 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyN
     }
   }
   // Hide what the bits of a block mask hide.
-  if (!gathers_keys(kVariant) && !is_dense(kVariant) && note.bits) {
+  if (!gathers_keys(kVariant) && !is_dense(kVariant) && descriptor.bits) {
     const int words = static_cast<int>(p.mask.tile_k) / 32;
     const ScorePlace<kDim> place;
-    const uint32_t* const bits = note.bits + place.column * words + place.row / 32;
+    const uint32_t* const bits = descriptor.bits + place.column * words + place.row / 32;
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
@@ -65,12 +65,12 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyN
 
 // Scores become probabilities exp(score - lse) in rows whose lse may be huge.
 template <int kDim, int kN>
-__device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
-                                                  float (&scores)[kN][4]) {
+__device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, const KeyDescriptor& tile,
+                                                  const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
   const AttentionParams& p = call.b.forward;
   const ScorePlace<kDim> place;
-  const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + place.column;
-  const float* const bias = row_of<const float>(p.key_bias, tile.batch, note.head);
+  const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + place.column;
+  const float* const bias = row_of<const float>(p.key_bias, tile.batch, descriptor.head);
   float bias_of[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -110,8 +110,8 @@ template <class T, int kDim>
 struct BiasOfScores {
   static constexpr BackwardShape kShape = kBackwardShape<kDim, true>;
   const BackwardCall& call;
-  const KeyNote& tile;
-  const QueryNote& note;
+  const KeyDescriptor& tile;
+  const QueryDescriptor& descriptor;
   const ScorePlace<kDim> place;
 
   // Products become logits without key_bias. Keys that do not exist get some bias; they are hidden afterwards.
@@ -119,9 +119,9 @@ struct BiasOfScores {
   __device__ __forceinline__ void add_to(float (&scores)[kN][4]) const {
     const AttentionParams& p = call.b.forward;
     if (p.bias_dtype == DType::kFloat32) {
-      add_to(scores, row_of<const float>(p.bias, tile.batch, note.head), [](float x) { return x; });
+      add_to(scores, row_of<const float>(p.bias, tile.batch, descriptor.head), [](float x) { return x; });
     } else {
-      add_to(scores, row_of<const T>(p.bias, tile.batch, note.head), [](T x) { return Element<T>::widen(x); });
+      add_to(scores, row_of<const T>(p.bias, tile.batch, descriptor.head), [](T x) { return Element<T>::widen(x); });
     }
   }
   // Adds the gradients of the logits of pairs that exist and whose weight is not 0, or stores them and zeros for the others: not
@@ -129,8 +129,8 @@ struct BiasOfScores {
   template <int kN, int kSteps>
   __device__ __forceinline__ void add_gradients(const float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4]) const {
     const AttentionParams& p = call.b.forward;
-    const int first_query = note.first_query + place.column, first_key = tile.first_place + place.row;
-    float* even = row_of<float>(call.grad_bias, tile.batch, note.head) + first_query * p.key_length + first_key;
+    const int first_query = descriptor.first_query + place.column, first_key = tile.first_place + place.row;
+    float* even = row_of<float>(call.grad_bias, tile.batch, descriptor.head) + first_query * p.key_length + first_key;
     float* odd = even + p.key_length;
     // How many queries there are from the thread's first one on; none for a key that does not exist.
     const int count = static_cast<int>(p.query_length) - first_query;
@@ -141,7 +141,7 @@ struct BiasOfScores {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const bool has_weight = slopes[i / 2][i % 2 * 2 + e / 2] & (e % 2 == 0 ? 0x7fffu : 0x7fff0000u);
-          float* const to = (e % 2 == 0 ? even : odd) + e / 2 * 8;  // keys come in order
+          float* const to = (e % 2 == 0 ? even : odd) + e / 2 * 8;  // keys are in order
           if (8 * i + e % 2 < queries[e / 2]) put(to, has_weight, gradients[i][e] * call.keep_scale);
         }
         even += 8 * p.key_length, odd += 8 * p.key_length;
@@ -165,11 +165,11 @@ struct BiasOfScores {
     constexpr int kQueries = kShape.queries, kThreadsPerRow = kConsumers * kWarpgroup / kQueries,
                   kKeysPerThread = kShape.keys / kThreadsPerRow;
     const int thread = place.thread();
-    const int ahead = note.first_query + kQueries + thread / kThreadsPerRow,
+    const int ahead = descriptor.first_query + kQueries + thread / kThreadsPerRow,
               at = tile.first_place + thread % kThreadsPerRow * kKeysPerThread;
     if (ahead <= last && at < p.key_length) prefetch_l2(bias + ahead * p.bias_row_stride + at);
-    const int first_query = note.first_query + place.column, first_key = tile.first_place + place.row;
-    if (note.first_query + kQueries <= p.query_length && tile.first_place + kShape.keys <= p.key_length) {
+    const int first_query = descriptor.first_query + place.column, first_key = tile.first_place + place.row;
+    if (descriptor.first_query + kQueries <= p.query_length && tile.first_place + kShape.keys <= p.key_length) {
       const Stored* even = bias + first_query * p.bias_row_stride + first_key;
       const Stored* odd = even + p.bias_row_stride;
 #pragma unroll
@@ -227,11 +227,11 @@ __device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
 // them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs add to a
 // gradient of key_bias of its own is added to bias_sum.
 template <class T, int kDim, bool kCaps, int kSteps, int kN>
-__device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
-                                                   const float (&scores)[kN][4], const float* lse2_of, const float* delta_of,
-                                                   const uint32_t* row_hash, const float (&bias_2)[2], bool has_huge_rows,
-                                                   uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
-                                                   float (&bias_sum)[2]) {
+__device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyDescriptor& tile,
+                                                   const QueryDescriptor& descriptor, const float (&scores)[kN][4],
+                                                   const float* lse2_of, const float* delta_of, const uint32_t* row_hash,
+                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
+                                                   uint32_t (&slopes)[kSteps][4], float (&bias_sum)[2]) {
   const AttentionParams& p = call.b.forward;
   const int column = ScorePlace<kDim>().column;
   const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
@@ -255,7 +255,7 @@ __device__ __forceinline__ void weigh_with_options(const BackwardCall& call, con
     }
   };
   if (has_huge_rows) {
-    const int64_t terms = (tile.batch * p.heads + note.head) * call.padded_queries + note.first_query + column;
+    const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + column;
     weigh([&](float score, int i, int r, int e) {
       const int64_t at = terms + 8 * i + e;
       return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at],
@@ -319,7 +319,7 @@ __device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4],
 }
 
 // Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. Without options grad_scores
-// comes in as delta minus the gradients of the weights. delta_of: of the thread's queries.
+// is passed as delta minus the gradients of the weights. delta_of: of the thread's queries.
 template <class T, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
@@ -358,11 +358,11 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
 // For variants with a bias of single pairs, where differentiate_scores leaves gradients of the logits. Adds them to the gradient
 // of the bias, if it is wanted. With softcap they become gradients of the scores only then.
 template <class T, int kDim, Variant kVariant, int kSteps, int kN>
-__device__ __forceinline__ void differentiate_bias(const BackwardCall& call, const KeyNote& tile, const QueryNote& note,
-                                                   float (&gradients)[kN][4], const uint32_t (&slopes)[kSteps][4],
-                                                   const uint32_t (&cap_slopes)[kSteps][4]) {
+__device__ __forceinline__ void differentiate_bias(const BackwardCall& call, const KeyDescriptor& tile,
+                                                   const QueryDescriptor& descriptor, float (&gradients)[kN][4],
+                                                   const uint32_t (&slopes)[kSteps][4], const uint32_t (&cap_slopes)[kSteps][4]) {
   if constexpr (has_pair_bias(kVariant)) {
-    if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, note}.add_gradients(gradients, slopes);
+    if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, descriptor}.add_gradients(gradients, slopes);
   }
   if constexpr (has_pair_bias(kVariant) && may_cap(kVariant)) {
 #pragma unroll
@@ -378,8 +378,8 @@ __device__ __forceinline__ void differentiate_bias(const BackwardCall& call, con
 
 // key_bias of the thread's two keys in base 2; with is_natural a logit, for rows whose lse is huge. For one head.
 template <int kDim>
-__device__ __forceinline__ void read_key_bias(const AttentionParams& p, const KeyNote& tile, int row, int head, bool is_natural,
-                                              float (&bias_2)[2]) {
+__device__ __forceinline__ void read_key_bias(const AttentionParams& p, const KeyDescriptor& tile, int row, int head,
+                                              bool is_natural, float (&bias_2)[2]) {
   const float* const bias = row_of<const float>(p.key_bias, tile.batch, head);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -388,9 +388,9 @@ __device__ __forceinline__ void read_key_bias(const AttentionParams& p, const Ke
   }
 }
 
-// Adds the gradient of key_bias for the thread's two keys and one head to global memory, and begins anew.
+// Adds the gradient of key_bias for the thread's two keys and one head to global memory, and starts a new sum.
 template <int kDim>
-__device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyNote& tile, int head, float (&bias_sum)[2]) {
+__device__ __forceinline__ void flush_bias(const BackwardCall& call, const KeyDescriptor& tile, int head, float (&bias_sum)[2]) {
   if (!call.grad_key_bias.data || head < 0) return;
   const ScorePlace<kDim> place;
 #pragma unroll
@@ -422,25 +422,25 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
 // hide?
 template <class T, int kDim, Variant kVariant, int kSteps, int kN>
 __device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared,
-                                            const KeyNote& tile, const QueryNote& note, uint32_t stage, bool has_test,
-                                            float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
+                                            const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
+                                            bool has_test, float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
                                             uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
                                             uint32_t (&cap_slopes)[kSteps][4]) {
   constexpr bool kHasPairBias = has_pair_bias(kVariant);
   const bool has_huge_rows = shared.row_flags & kHugeRows;
   if constexpr (kHasPairBias) {
     if constexpr (may_cap(kVariant)) cap_scores(scores, call.cap_scale, cap_slopes);
-    BiasOfScores<T, kDim>{call, tile, note}.add_to(scores);
+    BiasOfScores<T, kDim>{call, tile, descriptor}.add_to(scores);
   } else if (has_options(kVariant) && call.cap_scale != 0.0f) {
     to_tangents(scores, call.cap_scale);
   }
-  if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, note, scores);
+  if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, descriptor, scores);
   if constexpr (has_options(kVariant)) {
-    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, note, scores, shared.lse2[stage], shared.delta[stage],
+    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, descriptor, scores, shared.lse2[stage], shared.delta[stage],
                                                shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
   } else {
     if (has_key_bias(kVariant) && has_huge_rows) {
-      weigh_huge_scores<kDim>(call, tile, note, scores);
+      weigh_huge_scores<kDim>(call, tile, descriptor, scores);
     } else {
       weigh_scores<kVariant>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
     }

@@ -19,10 +19,10 @@ inline constexpr int kWideDim = 256;
 template <bool kHasOptions>
 struct alignas(1024) BackwardShared<kWideDim, kHasOptions> {
   static constexpr BackwardShape kShape = kBackwardShape<kWideDim, kHasOptions>;
-  static constexpr bool kSplitsChunks = true;           // grad_out of a chunk is announced after its query
-  static constexpr int kPieces = 2;                     // in which grad_query of a chunk is added
-  static constexpr int kKeyNotes = 2, kQueryNotes = 8;  // as for smaller heads
-  static_assert(kQueryNotes > kShape.query_stages + 2);
+  static constexpr bool kSplitsChunks = true;                       // grad_out of a chunk is announced after its query
+  static constexpr int kPieces = 2;                                 // in which grad_query of a chunk is added
+  static constexpr int kKeyDescriptors = 2, kQueryDescriptors = 8;  // as for smaller heads
+  static_assert(kQueryDescriptors > kShape.query_stages + 2);
   uint16_t key[kShape.keys * kWideDim];
   uint16_t value[kShape.keys * kWideDim];
   uint16_t query[kShape.query_stages][kShape.queries * kWideDim];
@@ -31,16 +31,16 @@ struct alignas(1024) BackwardShared<kWideDim, kHasOptions> {
   uint16_t grad_score[2][kShape.keys * kShape.queries];  // keys by queries
   alignas(128) float lse2[kShape.query_stages][kShape.queries];
   alignas(128) float delta[kShape.query_stages][kShape.queries];
-  KeyNote key_notes[kKeyNotes];
-  QueryNote query_notes[kQueryNotes];
-  uint32_t item, query_visit;  // the item drawn last; the visit whose queries are loaded
-  int row_flags;               // a copy
-  uint64_t note_full[kKeyNotes], note_empty[kKeyNotes];
+  KeyDescriptor key_descriptors[kKeyDescriptors];
+  QueryDescriptor query_descriptors[kQueryDescriptors];
+  uint32_t work_tile, query_tile_visit;  // the work tile drawn last; the tile visit whose queries are loaded
+  int row_flags;                         // a copy
+  uint64_t descriptor_full[kKeyDescriptors], descriptor_empty[kKeyDescriptors];
   uint64_t key_full, value_full, tile_empty;
   uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
   uint64_t weight_full, weight_empty, score_full;
   // As for smaller heads.
-  uint64_t turn_begun, turn_ended, visit_loaded;
+  uint64_t semaphore_acquired, semaphore_released, tile_visit_loaded;
   alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];
 };
 
@@ -160,23 +160,25 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
   constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8;
   constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
   const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyNotes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
+      descriptor_empty{shared_address(shared.descriptor_empty)};
   const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
       tile_empty{shared_address(&shared.tile_empty)};
   const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)},
       grad_out_full{shared_address(shared.grad_out_full)};
   const Ring<1> weight_full{shared_address(&shared.weight_full)}, weight_empty{shared_address(&shared.weight_empty)},
       score_full{shared_address(&shared.score_full)};
-  const Ring<1> turn_begun{shared_address(&shared.turn_begun)}, turn_ended{shared_address(&shared.turn_ended)};
+  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
+      semaphore_released{shared_address(&shared.semaphore_released)};
   const Products products(shared);
   float grad_key[kOut][4], grad_value[kOut][4];
   // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
   float bias_2[2] = {}, bias_sum[2] = {};
   int head = -1;
-  uint32_t n = 0;  // the number of the note of queries
-  for (uint32_t visit = 0;; ++visit) {
-    note_full.wait_full(visit);
-    const KeyNote& tile = shared.key_notes[visit % Shared::kKeyNotes];
+  uint32_t n = 0;  // the number of the descriptor of queries
+  for (uint32_t tile_visit = 0;; ++tile_visit) {
+    descriptor_full.wait_full(tile_visit);
+    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
     if (tile.head < 0) break;
     head = -1;
 #pragma unroll
@@ -187,9 +189,9 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
 
     // The tensor cores always have a product to do beside what the threads do. Scores are begun beside the sums of the chunk
     // before. The two pieces of grad_query have the same registers one after the other and are added a chunk late, each beside
-    // products that last as long. A visit's first chunk computes a piece that means nothing, and its last begins scores that mean
-    // nothing, so that registers are the same on all ways through the loop.
-    const uint32_t first_chunk = n - visit;  // notes that ended a visit do not count
+    // products that last as long. A tile visit's first chunk computes a piece that means nothing, and its last begins scores that
+    // mean nothing, so that registers are the same on all ways through the loop.
+    const uint32_t first_chunk = n - tile_visit;  // descriptors that ended a tile visit do not count
     float scores[kN][4], grad_scores[kN][4], grad_query[Products::kPiece / 8][4];
     auto begin_scores = [&] {
       query_full.wait_full(n);
@@ -197,26 +199,26 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       begin_products();
       products.begin_scores(scores, n % kShape.query_stages);
       commit_products();
-      return !shared.query_notes[n % Shared::kQueryNotes].ends_visit;
+      return !shared.query_descriptors[n % Shared::kQueryDescriptors].ends_tile_visit;
     };
     // Where the warp's part of grad_query of the last chunk is added, and how many floats a row there has.
     float* to = nullptr;
     const int width = static_cast<int>(sum_width(p.head_dim));
-    // Where sums have a fixed order, each piece of a chunk is added in the tile's turn.
+    // Where sums have a fixed order, each piece of a chunk is added when the semaphore allows it.
     auto add = [&](int piece, uint32_t chunk) {
       const int columns = width - ScorePlace<kDim>().first_column - piece * Products::kPiece;
       const uint32_t number = chunk * Shared::kPieces + piece;
-      if (!kIsGathered && call.turns) turn_begun.wait_full(number);
+      if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(number);
       add_wide_grad_query(to + piece * Products::kPiece * 64, columns, grad_query);
-      if (!kIsGathered && call.turns) barrier_arrive(turn_ended.at(number));
+      if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(number));
     };
-    key_full.wait_full(visit);
+    key_full.wait_full(tile_visit);
     bool has_chunk = begin_scores();
-    value_full.wait_full(visit);
+    value_full.wait_full(tile_visit);
     wait_products<0>();
     while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - visit;
-      const QueryNote& note = shared.query_notes[n % Shared::kQueryNotes];
+      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
       uint32_t weights[kSteps][4], gradients[kSteps][4];
       uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // as for smaller heads
       // Scores = K Q^T are there. Issue grad_scores = V dO^T.
@@ -229,21 +231,22 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       products.begin_grad_scores(grad_scores, stage);
       commit_products();
       // Hide scores, and turn the others into probabilities.
-      if (kHasBias && note.head != head) {
+      if (kHasBias && descriptor.head != head) {
         flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, note.head, kHasOptions && (shared.row_flags & kHugeRows), bias_2);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
+                            bias_2);
       }
-      head = note.head;
+      head = descriptor.head;
       int column;  // of the thread's first query
       if constexpr (kHasOptions) {
-        weigh_chunk<T, kDim, kVariant>(call, shared, tile, note, stage, true, scores, bias_2, bias_sum, weights, slopes,
+        weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, true, scores, bias_2, bias_sum, weights, slopes,
                                        cap_slopes);
         column = ScorePlace<kDim>().column;
       } else {
-        hide_scores<kDim, kVariant>(p, tile, note, scores);
+        hide_scores<kDim, kVariant>(p, tile, descriptor, scores);
         column = ScorePlace<kDim>().column;
         if (kHasBias && (shared.row_flags & kHugeRows)) {
-          weigh_huge_scores<kDim>(call, tile, note, scores);
+          weigh_huge_scores<kDim>(call, tile, descriptor, scores);
         } else {
           weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
         }
@@ -272,7 +275,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       const float* const delta = &shared.delta[stage][column];
       if (!kHasOptions) subtract_from_delta(grad_scores, delta);
       differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, delta, bias_sum);
-      differentiate_bias<T, kDim, kVariant>(call, tile, note, grad_scores, slopes, cap_slopes);
+      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
       // because both have left the weights of this chunk.
@@ -293,7 +296,7 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       barrier_arrive(weight_empty.at(chunk));
       if (chunk > first_chunk) add(1, chunk - 1);
       const ScorePlace<kDim> place;
-      to = note.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
+      to = descriptor.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
       pin(grad_query);
       begin_products();
       products.begin_grad_query(grad_query, 0, chunk);
@@ -305,26 +308,26 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       wait_products<0>();
     }
 
-    // End the visit: add the last pieces of grad_query, then write grad_key and grad_value.
-    const bool is_empty = n - visit == first_chunk;
+    // End the tile visit: add the last pieces of grad_query, then write grad_key and grad_value.
+    const bool is_empty = n - tile_visit == first_chunk;
     pin(scores);
     pin(grad_query);
     if (!is_empty) {
-      add(0, n - 1 - visit);
+      add(0, n - 1 - tile_visit);
       pin(grad_query);
       begin_products();
-      products.begin_grad_query(grad_query, 1, n - 1 - visit);
+      products.begin_grad_query(grad_query, 1, n - 1 - tile_visit);
       commit_products();
       wait_products<0>();
       pin(grad_query);
-      add(1, n - 1 - visit);
+      add(1, n - 1 - tile_visit);
     }
-    barrier_arrive(tile_empty.at(visit));
+    barrier_arrive(tile_empty.at(tile_visit));
     barrier_arrive(query_empty.at(n));
     if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
-    barrier_arrive(note_empty.at(visit));
+    barrier_arrive(descriptor_empty.at(tile_visit));
     ++n;
     if (kIsGathered || call.key_sums) {
       if (is_empty) continue;  // nothing was added
@@ -348,7 +351,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.turns);
+    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.semaphores);
     for (int i = 0; i < kShape.query_stages; ++i) barrier_init(shared_address(&shared.grad_out_full[i]), 1);
     for (uint64_t* const barrier : {&shared.weight_full, &shared.weight_empty, &shared.score_full}) {
       barrier_init(shared_address(barrier), kComputingThreads);
@@ -368,8 +371,8 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
       load_keys<kDim, kVariant>(call, work, maps, shared);
     } else if (thread == kLoaders) {
       load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (!gathers_keys(kVariant) && thread >= kLoaders + 32 && call.turns) {
-      take_turns<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+    } else if (!gathers_keys(kVariant) && thread >= kLoaders + 32 && call.semaphores) {
+      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }

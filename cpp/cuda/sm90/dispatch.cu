@@ -160,7 +160,7 @@ KeyWay forward_way(const AttentionParams& p, int processors) {
   const ForwardInstance* const instance = find_forward(p, true);
   if (!instance || instance->variant != Variant::kGathered || p.mask.tiles.data || p.key_length == 0) return KeyWay::kLists;
   const bool may_come_in_order = find_key_bias(p);
-  // With a key_bias and no intervals the gathered variant walks keys in order for head sizes without kKeyBias.
+  // With a key_bias and no intervals the gathered variant takes keys in order for head sizes without kKeyBias.
   if (!gathers(p)) return p.key_bias.data && !may_come_in_order ? KeyWay::kDirect : KeyWay::kLists;
   KeyCounts counts = counts_of(p, instance->shape.rows(), processors);
   // Without a key_bias, and in long calls with D=64, lists are no slower, however many keys a query sees.
@@ -213,14 +213,14 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   work.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, work.head_groups)
                                       : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
   work.end_tiles = is_local ? work.tiles / 8 : 0;
-  const int64_t items = work.tiles * head_groups;
-  if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
-  const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  // Where there is no ticket that another kernel has cleared, and tiles are short, clearing one takes longer than blocks would
-  // wait for each other.
+  const int64_t work_tiles = work.tiles * head_groups;
+  if (work_tiles >= int64_t{1} << 31) return cudaErrorNotSupported;
+  const int blocks = static_cast<int>(std::min<int64_t>(work_tiles, processors));
+  // Where there is no tile counter that another kernel has cleared, and tiles are short, clearing one takes longer than blocks
+  // would wait for each other.
   constexpr int64_t kFewRounds = 32;
-  work.is_dealt = call.live_keys.is_direct && is_local && items <= kFewRounds * blocks;
-  work.ticket = items > blocks && !work.is_dealt ? call.live_keys.ticket : nullptr;
+  work.has_static_schedule = call.live_keys.is_direct && is_local && work_tiles <= kFewRounds * blocks;
+  work.tile_counter = work_tiles > blocks && !work.has_static_schedule ? call.live_keys.tile_counter : nullptr;
 
   ForwardMaps maps;
   const int keys = instance->shape.keys, heads_per_warp = static_cast<int>(std::min<int64_t>(heads_per_tile, 16));
@@ -238,8 +238,8 @@ cudaError_t forward(const ForwardCall& given, int processors, cudaStream_t strea
   if (!is_encoded || (copies_bias(instance->variant) && !encode_bias(&maps.bias, p, instance->shape.rows()))) {
     return cudaErrorNotSupported;
   }
-  if (work.ticket && !call.live_keys.index && !call.live_keys.ranges) {
-    const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
+  if (work.tile_counter && !call.live_keys.index && !call.live_keys.ranges) {
+    const cudaError_t status = cudaMemsetAsync(work.tile_counter, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
   return instance->launch(call, work, maps, blocks, stream);
@@ -251,7 +251,7 @@ const BackwardInstance* find_backward(const AttentionParams& given, bool is_gath
   AttentionParams p = given;
   p.scale = 1;  // backward takes any, with a bias (backward_needs_bias)
   Variant variant = variant_of(p, is_gathered);
-  if (p.bias.data) {  // whose kernels walk keys in order
+  if (p.bias.data) {  // whose kernels take keys in order
     variant = p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
   } else if (!is_gathered && has_only_key_bias(p)) {
     variant = Variant::kKeyBias;
@@ -264,7 +264,7 @@ const BackwardInstance* find_backward(const AttentionParams& given, bool is_gath
   return find_instance(kBackward, p, variant);
 }
 
-// How many heads of a group share their intervals? Keys in order are walked once for them.
+// How many heads of a group share their intervals? Keys in order are read once for them.
 int64_t heads_that_share_intervals(const AttentionParams& p) { return heads_that_share(p, {&p.mask.start, &p.mask.end}); }
 
 // Can sums have a fixed order where keys are gathered? A block takes the whole list of a segment and the heads of a group
@@ -278,7 +278,7 @@ bool has_ordered_lists(const AttentionParams& p) {
 
 }  // namespace
 
-bool backward_walks_in_order(const AttentionParams& p, bool deterministic, int processors) {
+bool backward_schedules_in_order(const AttentionParams& p, bool deterministic, int processors) {
   if (p.bias.data) return true;
   if (!gathers(p)) return false;
   if (deterministic) return !has_ordered_lists(p);
@@ -289,13 +289,13 @@ bool backward_walks_in_order(const AttentionParams& p, bool deterministic, int p
 }
 
 int64_t backward_heads_at_once(const AttentionParams& p, int processors) {
-  constexpr int64_t kItemsPerProcessor = 3;
+  constexpr int64_t kWorkTilesPerProcessor = 3;
   const BackwardInstance* const instance = find_backward(p, false);
   const int64_t group = p.heads / p.kv_heads, most = heads_that_share_intervals(p);
   if (!instance) return group;
   const int64_t tiles = (p.key_length + instance->shape.keys - 1) / instance->shape.keys * p.batch * p.kv_heads;
   for (int64_t parts = group / most; parts < group; ++parts) {
-    if (group % parts == 0 && tiles * parts >= kItemsPerProcessor * processors) return group / parts;
+    if (group % parts == 0 && tiles * parts >= kWorkTilesPerProcessor * processors) return group / parts;
   }
   return 1;
 }
@@ -314,12 +314,12 @@ bool has_backward(const AttentionParams& p, bool deterministic) {
   // Two warpgroups have the same keys of a wide tile, and nothing orders what they add to the gradient of key_bias. Two numbers
   // have the same sum in either order, those of several heads or batches do not.
   const bool adds_two = p.key_bias.head_divisor == 1 && (p.key_bias.batch_stride != 0 || p.batch == 1);
-  // Gathered, wide keys have no turns. To take them in order is slower than the portable kernels, which gather.
-  const bool has_turns = (!p.key_bias.data || adds_two) && (!gathers(p) || p.bias.data);
-  return !deterministic || instance->shape.keys == kBackwardKeys || has_turns;
+  // Gathered, wide keys have no semaphores. To take them in order is slower than the portable kernels, which gather.
+  const bool has_semaphores = (!p.key_bias.data || adds_two) && (!gathers(p) || p.bias.data);
+  return !deterministic || instance->shape.keys == kBackwardKeys || has_semaphores;
 }
 
-cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cudaStream_t stream) {
+cudaError_t backward(const BackwardCall& call, int* tile_counter, int processors, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   const BackwardInstance* const instance = find_backward(p, call.live_keys.index != nullptr);
   if (!instance) return cudaErrorNotSupported;
@@ -339,25 +339,25 @@ cudaError_t backward(const BackwardCall& call, int* ticket, int processors, cuda
                   few = head_groups * std::min<int64_t>(segments, 4);
     const int64_t rounds = call.key_sums ? 4 : 8;  // without sums a share costs little more than its tiles
     work.shares = static_cast<int>(std::clamp<int64_t>(rounds * processors / few, 8, std::max<int64_t>(tiles, 8)));
-    if (call.turns) work.shares = 1;  // one block adds all that is added to the queries of a segment
+    if (call.semaphores) work.shares = 1;  // one block adds all that is added to the queries of a segment
     tiles = segments * work.shares;
   }
-  const int64_t items = tiles * head_groups;
-  if (items >= int64_t{1} << 31) return cudaErrorNotSupported;
+  const int64_t work_tiles = tiles * head_groups;
+  if (work_tiles >= int64_t{1} << 31) return cudaErrorNotSupported;
   work.tiles = static_cast<int>(tiles);
   work.head_groups = static_cast<uint32_t>(head_groups);
-  work.items = static_cast<uint32_t>(items);
+  work.work_tiles = static_cast<uint32_t>(work_tiles);
   // What the keys of a head all meet: its queries, their gradients and their sums.
   const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * work.heads;
   work.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
-  const int blocks = static_cast<int>(std::min<int64_t>(items, processors));
-  work.dealt = call.turns ? 0 : static_cast<uint32_t>(blocks);
-  work.ticket = items > work.dealt ? ticket : nullptr;
-  // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
+  const int blocks = static_cast<int>(std::min<int64_t>(work_tiles, processors));
+  work.static_work_tiles = call.semaphores ? 0 : static_cast<uint32_t>(blocks);
+  work.tile_counter = work_tiles > work.static_work_tiles ? tile_counter : nullptr;
+  // A work tile of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
   // short.
-  constexpr int64_t kLongItem = 32;
+  constexpr int64_t kLongWorkTile = 32;
   const bool has_segments = is_gathered && call.key_sums;
-  work.draws_late = call.turns || (!has_segments && p.query_length * work.heads >= kLongItem * queries);
+  work.draws_late = call.semaphores || (!has_segments && p.query_length * work.heads >= kLongWorkTile * queries);
 
   BackwardMaps maps;
   const bool is_encoded = encode_rows(&maps.query, p.query, p.head_dim, p.query_length, p.heads, p.batch, queries) &&

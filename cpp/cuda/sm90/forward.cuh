@@ -1,9 +1,9 @@
-// Attention forward for Hopper. A block stays on its multiprocessor and takes tile after tile. Some of its warps walk the keys of
-// a tile and leave notes, some load what the notes say, and two or three warpgroups compute. The tensor cores multiply for one
-// chunk while the threads do the softmax of another.
+// Attention forward for Hopper. A block stays on its multiprocessor and takes tile after tile. Its scheduler warps find the keys
+// of a tile and write descriptors, its loading warps load what the descriptors say, and two or three warpgroups compute. The
+// tensor cores multiply for one chunk while the threads do the softmax of another.
 //
-// The computing warpgroups know little. To them a chunk is some rows of keys in shared memory and a note, no matter whether
-// the rows came by tensor copy or were gathered one by one, or whether they belong to the next tile.
+// To the computing warpgroups a chunk is some rows of keys in shared memory and a descriptor, whether the rows were loaded by a
+// tensor copy or gathered one by one, and whether or not they belong to the next tile.
 #pragma once
 
 #include <type_traits>
@@ -16,17 +16,17 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Scores that the note hides become -inf. positions and queries are those of the thread's two rows. last_key: of the call, for
-// variants whose chunks may reach beyond it.
-template <int kN, class Note>
-__device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, uint32_t flags, bool is_causal, int last_key,
-                                     int column, const int (&positions)[2], const int (&queries)[2]) {
+// Scores that the descriptor hides become -inf. positions and queries are those of the thread's two rows. last_key: of the call,
+// for variants whose chunks may reach beyond it.
+template <int kN, class Descriptor>
+__device__ __forceinline__ void hide(float (&scores)[kN][4], const Descriptor& descriptor, uint32_t flags, bool is_causal,
+                                     int last_key, int column, const int (&positions)[2], const int (&queries)[2]) {
   auto keep = [&](int i, int r, bool left, bool right) {
     if (!left) scores[i][2 * r] = negative_infinity();
     if (!right) scores[i][2 * r + 1] = negative_infinity();
   };
-  if ((Note::kIsDense && !Note::kHasKeyBias) || flags & kLimit) {
-    const int base = note.first_key + column;
+  if ((Descriptor::kIsDense && !Descriptor::kHasKeyBias) || flags & kLimit) {
+    const int base = descriptor.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int last = is_causal ? positions[r] : last_key;
@@ -37,9 +37,9 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, u
       }
     }
   } else if (flags & (kSpans | kFew)) {
-    if constexpr (Note::kIsGathered) {
+    if constexpr (Descriptor::kIsGathered) {
       const int warp = static_cast<int>(threadIdx.x) / 32, lane = read_lane();
-      const uint4* const seen = reinterpret_cast<const uint4*>(&note.seen[warp][Note::seen_place(lane % 4 * 2)]);
+      const uint4* const seen = reinterpret_cast<const uint4*>(&descriptor.seen[warp][Descriptor::seen_place(lane % 4 * 2)]);
       const uint32_t row = 1u << (lane / 4);  // the row 8 further on is 8 bits further on, the next column 16
 #pragma unroll
       for (int i = 0; i < kN; i += 4) {
@@ -53,10 +53,10 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, u
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
-    } else if (Note::kHasKeyBias && !(flags & kStarts)) {
+    } else if (Descriptor::kHasKeyBias && !(flags & kStarts)) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
-        const int2 last = *reinterpret_cast<const int2*>(&note.last[column + 8 * i]);
+        const int2 last = *reinterpret_cast<const int2*>(&descriptor.last[column + 8 * i]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) keep(i, r, positions[r] < last.x, positions[r] < last.y);
         if (i % 4 == 3) asm volatile("" ::: "memory");
@@ -64,28 +64,28 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Note& note, u
     } else {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
-        const int4 spans = *reinterpret_cast<const int4*>(&note.span[column + 8 * i]);
+        const int4 spans = *reinterpret_cast<const int4*>(&descriptor.span[column + 8 * i]);
         const Seen left{spans.x, static_cast<uint32_t>(spans.y)}, right{spans.z, static_cast<uint32_t>(spans.w)};
 #pragma unroll
         for (int r = 0; r < 2; ++r) keep(i, r, left.sees(positions[r]), right.sees(positions[r]));
         if (i % 4 == 3) asm volatile("" ::: "memory");
       }
     }
-  } else if constexpr (Note::kHasBits) {
+  } else if constexpr (Descriptor::kHasBits) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int w = 0; w < kN / 4; ++w) {
-        const uint32_t bits = note.bits[queries[r]][w] >> column;
+        const uint32_t bits = descriptor.bits[queries[r]][w] >> column;
 #pragma unroll
         for (int i = 0; i < 4; ++i) keep(4 * w + i, r, has_bit(bits, 8 * i), has_bit(bits, 8 * i + 1));
         asm volatile("" ::: "memory");
       }
     }
   }
-  if constexpr (Note::kIsGathered) {
+  if constexpr (Descriptor::kIsGathered) {
     if (flags & kGaps) {
-      const int rows_present = note.rows_present - column;
+      const int rows_present = descriptor.rows_present - column;
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
 #pragma unroll
@@ -104,14 +104,14 @@ inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kMayHavePairB
 
 // Products that were not added to the key_bias become logits. With multiplies_bias only columns of warps that saw a huge one were
 // not.
-template <Variant kVariant, int kN, class Note>
-__device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Note& note, int column, float scale) {
+template <Variant kVariant, int kN, class Descriptor>
+__device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Descriptor& descriptor, int column, float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    const bool is_natural = Note::kBiasWarps == 1 || note.has_huge[8 * i / 32 % Note::kBiasWarps];
+    const bool is_natural = Descriptor::kBiasWarps == 1 || descriptor.has_huge[8 * i / 32 % Descriptor::kBiasWarps];
     float2 pair = {0.0f, 0.0f};
     if (is_natural || !multiplies_bias(kVariant)) {
-      pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+      pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -147,27 +147,28 @@ struct ChunkBias {
   // `row` and `column` are those of the thread's first score.
   template <int kDim, Variant kVariant>
   __device__ __forceinline__ void read(const ForwardCall& call, const ForwardWork& work,
-                                       const ForwardShared<kDim, kVariant>& shared, const ChunkNote<kDim, kVariant>& note,
-                                       uint32_t flags, uint32_t tile_number, int row, int column) {
+                                       const ForwardShared<kDim, kVariant>& shared,
+                                       const TileDescriptor<kDim, kVariant>& descriptor, uint32_t flags, uint32_t tile_number,
+                                       int row, int column) {
     const AttentionParams& p = call.p;
     if (kVariant != Variant::kGeneral || !p.bias.data) return;
-    const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
-    const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && note.first_key % 2 == 0;
+    const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kQueryTileDescriptors];
+    const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && descriptor.first_key % 2 == 0;
     if (p.bias_dtype == DType::kFloat32) {
       const float* const from[2] = {row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row + 8)};
       if (in_pairs) {
-        read_pairs<float2>(from, note.first_key + column, [](float2 pair) { return pair; });
+        read_pairs<float2>(from, descriptor.first_key + column, [](float2 pair) { return pair; });
       } else {
-        read_each(p, note, flags, column, 0, [&](int key) { return from[0][key]; });
-        read_each(p, note, flags, column, 1, [&](int key) { return from[1][key]; });
+        read_each(p, descriptor, flags, column, 0, [&](int key) { return from[0][key]; });
+        read_each(p, descriptor, flags, column, 1, [&](int key) { return from[1][key]; });
       }
     } else {
       const T* const from[2] = {row_at<const T>(p, work, tile, row), row_at<const T>(p, work, tile, row + 8)};
       if (in_pairs) {
-        read_pairs<uint32_t>(from, note.first_key + column, [](uint32_t pair) { return Element<T>::widen_pair(pair); });
+        read_pairs<uint32_t>(from, descriptor.first_key + column, [](uint32_t pair) { return Element<T>::widen_pair(pair); });
       } else {
-        read_each(p, note, flags, column, 0, [&](int key) { return Element<T>::widen(from[0][key]); });
-        read_each(p, note, flags, column, 1, [&](int key) { return Element<T>::widen(from[1][key]); });
+        read_each(p, descriptor, flags, column, 0, [&](int key) { return Element<T>::widen(from[0][key]); });
+        read_each(p, descriptor, flags, column, 1, [&](int key) { return Element<T>::widen(from[1][key]); });
       }
     }
   }
@@ -175,8 +176,8 @@ struct ChunkBias {
  private:
   // The bias of the query in a row of the tile.
   template <class Stored>
-  static __device__ __forceinline__ Stored* row_at(const AttentionParams& p, const ForwardWork& work, const TileNote& tile,
-                                                   int row) {
+  static __device__ __forceinline__ Stored* row_at(const AttentionParams& p, const ForwardWork& work,
+                                                   const QueryTileDescriptor& tile, int row) {
     const int query = min(tile.first_query + work.query_of_row(row), static_cast<int>(p.query_length) - 1);
     return row_of<Stored>(p.bias, tile.batch, tile.head + work.head_of_row(row)) + query * p.bias_row_stride;
   }
@@ -192,15 +193,16 @@ struct ChunkBias {
       }
     }
   }
-  template <class Note, class At>
-  __device__ __forceinline__ void read_each(const AttentionParams& p, const Note& note, uint32_t flags, int column, int r,
-                                            const At& at) {
-    const int32_t* const indices = &note.index[index_place<Note::kKeys>(column)];
+  template <class Descriptor, class At>
+  __device__ __forceinline__ void read_each(const AttentionParams& p, const Descriptor& descriptor, uint32_t flags, int column,
+                                            int r, const At& at) {
+    const int32_t* const indices = &descriptor.index[index_place<Descriptor::kKeys>(column)];
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int key = flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Note::kKeys>(8 * i + e)];
+        const int key =
+            flags & kInOrder ? descriptor.first_key + column + 8 * i + e : indices[index_place<Descriptor::kKeys>(8 * i + e)];
         of[i][2 * r + e] = at(min(max(key, 0), static_cast<int>(p.key_length) - 1));
       }
     }
@@ -253,7 +255,7 @@ __device__ __forceinline__ void read_pair_bias(PairBias& pair_bias, const Forwar
     pair_bias.template read<kShape.rows()>(shared_address(shared.bias[n % kShape.stages]), first_row);
     barrier_arrive(bias_empty.at(n));
   } else {
-    pair_bias.read(call, work, shared, shared.notes[n % kShape.notes], flags, tile_number, row, column);
+    pair_bias.read(call, work, shared, shared.descriptors[n % kShape.descriptors], flags, tile_number, row, column);
   }
 }
 
@@ -262,23 +264,24 @@ __device__ __forceinline__ void read_pair_bias(PairBias& pair_bias, const Forwar
 // thread's first score, `has_bias` says that products are added to key_bias. pair_bias: ChunkBias, or CopiedBias.
 template <class T, int kDim, Variant kVariant, class Softmax, int kN, class PairBias, class Between>
 __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const ForwardWork& work,
-                                             const ForwardShared<kDim, kVariant>& shared, const ChunkNote<kDim, kVariant>& note,
-                                             uint32_t flags, uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
+                                             const ForwardShared<kDim, kVariant>& shared,
+                                             const TileDescriptor<kDim, kVariant>& descriptor, uint32_t flags,
+                                             uint32_t tile_number, float (&scores)[1][kN][4], Softmax& softmax,
                                              float (&factor)[2], int row, int column, bool has_bias, const PairBias& pair_bias,
                                              const Between& between) {
-  using Note = ChunkNote<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, kVariant>;
   constexpr bool kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
-  const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+  const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kQueryTileDescriptors];
   // Scores times `unit` are in the units of the running maximum, scores times to_base_2 are logits in base 2.
   float unit = kNatural ? call.scale : call.scale_2, to_base_2 = call.scale_2;
-  const int32_t* const indices = &note.index[index_place<Note::kKeys>(column)];
+  const int32_t* const indices = &descriptor.index[index_place<Descriptor::kKeys>(column)];
   auto key_of = [&](int i, int e) {
-    return flags & kInOrder ? note.first_key + column + 8 * i + e : indices[index_place<Note::kKeys>(8 * i + e)];
+    return flags & kInOrder ? descriptor.first_key + column + 8 * i + e : indices[index_place<Descriptor::kKeys>(8 * i + e)];
   };
   if constexpr (kVariant == Variant::kGeneral) {
     unit = 1.0f, to_base_2 = kLog2e;
-    const float* const key_bias = &note.key_bias[Note::bias_place(column)];  // places add up, as columns do
+    const float* const key_bias = &descriptor.key_bias[Descriptor::bias_place(column)];  // places add up, as columns do
     const LogitCap cap(p.softcap);
     float to_logit = call.scale;  // the factor that is still to be applied
     if (p.softcap > 0) {
@@ -292,7 +295,8 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][i][e] = fmaf(scores[0][i][e], to_logit, key_bias[Note::bias_place(8 * i + e % 2)]);
+      for (int e = 0; e < 4; ++e)
+        scores[0][i][e] = fmaf(scores[0][i][e], to_logit, key_bias[Descriptor::bias_place(8 * i + e % 2)]);
     }
     if (p.bias.data) {
 #pragma unroll
@@ -306,7 +310,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     unit = 1.0f, to_base_2 = kLog2e;
     pair_bias.add_to(scores[0], call.scale);
   }
-  // Cap the products. A key_bias comes afterwards.
+  // Cap the products. A key_bias is added afterwards.
   bool is_biased = has_bias;
   if constexpr (may_cap(kVariant)) {
     if (call.cap_scale != 0.0f) {
@@ -316,14 +320,14 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
         if (is_biased && !(flags & kHuge)) {
 #pragma unroll
           for (int i = 0; i < kN; ++i) {
-            const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+            const float2 pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
             scores[0][i][0] += pair.x, scores[0][i][1] += pair.y, scores[0][i][2] += pair.x, scores[0][i][3] += pair.y;
           }
         }
       }
     }
   }
-  // Hide what the note says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
+  // Hide what the descriptor says some rows do not see. A warp all of whose rows see the tested keys has nothing to hide.
   if (gathers_keys(kVariant) && !(flags & (kTested << (threadIdx.x / 32)))) flags &= ~(kSpans | kFew);
   if (kVariant == Variant::kKeyBias && !(flags & (kTested << (thread_index() / 32)))) flags &= ~kSpans;
   if (is_biased) flags &= ~kGaps;
@@ -331,11 +335,11 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
     const int low = tile.first_query + static_cast<int>(p.key_length - p.query_length);
     const int queries[2] = {work.query_of_row(row), work.query_of_row(row + 8)};
     const int last_key = copies_bias(kVariant) ? static_cast<int>(p.key_length) - 1 : kLastPosition;
-    hide(scores[0], note, flags, p.mask.is_causal, last_key, column, {low + queries[0], low + queries[1]}, queries);
+    hide(scores[0], descriptor, flags, p.mask.is_causal, last_key, column, {low + queries[0], low + queries[1]}, queries);
   }
   const bool has_huge = starts_with_bias(kVariant) && __any_sync(0xffffffffu, flags & kHuge);
   if (has_huge) {
-    add_bias<kVariant>(scores, note, column, call.scale);
+    add_bias<kVariant>(scores, descriptor, column, call.scale);
     unit = 1.0f;
   }
   // Move the running maximum where scores have outgrown it.
@@ -354,7 +358,7 @@ __device__ __forceinline__ bool weigh_scores(const ForwardCall& call, const Forw
   softmax.exponentiate(scores[0], to_base_2, is_subtracted);
   if constexpr (has_options(kVariant)) {
     if (call.threshold != 0) {
-      drop_weights(scores[0], &note.key_hash[column], {shared.row_hash[row], shared.row_hash[row + 8]}, call.threshold);
+      drop_weights(scores[0], &descriptor.key_hash[column], {shared.row_hash[row], shared.row_hash[row + 8]}, call.threshold);
     }
   }
   if constexpr (kVariant == Variant::kGeneral) {
@@ -382,7 +386,7 @@ __device__ __forceinline__ void hash_rows(const ForwardCall& call, const Forward
                                           uint32_t tile_number, int row) {
   if constexpr (kMayDrop<kVariant>) {
     if (call.threshold == 0) return;
-    const TileNote& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kTileNotes];
+    const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kQueryTileDescriptors];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const Dropout dropout(call.p, tile.batch, tile.head + work.head_of_row(row + 8 * r));
@@ -400,10 +404,10 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
                                            const Softmax& sums, uint32_t tile_number, int group, int warp, int lane, int row) {
   using Shared = ForwardShared<kDim, kVariant>;
   constexpr ForwardShape kShape = Shared::kShape;
-  constexpr int kRows = Shared::kRows, kOut = kDim / 8, kTileNotes = Shared::kTileNotes;
+  constexpr int kRows = Shared::kRows, kOut = kDim / 8, kQueryTileDescriptors = Shared::kQueryTileDescriptors;
   constexpr bool kByCopy = Shared::kByCopy, kNatural = kMayHaveBias<kVariant>;
   const AttentionParams& p = call.p;
-  const TileNote tile = shared.tiles[tile_number % kTileNotes];
+  const QueryTileDescriptor tile = shared.tiles[tile_number % kQueryTileDescriptors];
   // Find the factor and the log-sum-exp of the thread's two rows.
   float scales[2];
   LogSum log_sums[2];
@@ -506,12 +510,12 @@ __device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq].
 // What a computing warpgroup does: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys [keys, D] and values
-// [keys, Dv] in shared memory, as the notes say. Scores [64, keys] and sums [64, Dv] stay in registers.
+// [keys, Dv] in shared memory, as the descriptors say. Scores [64, keys] and sums [64, Dv] stay in registers.
 template <class T, int kDim, Variant kVariant>
 __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                               ForwardShared<kDim, kVariant>& shared) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Note = ChunkNote<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, kVariant>;
   constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
   const AttentionParams& p = call.p;
   // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
@@ -521,7 +525,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   const int warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
   const int row = group * 64 + warp * 16 + lane / 4;  // of the tile; the thread's other row is row + 8
 
-  const Ring<kShape.notes> note_empty{shared_address(shared.note_empty)};
+  const Ring<kShape.descriptors> descriptor_empty{shared_address(shared.descriptor_empty)};
   const Ring<kShape.stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)},
       value_full{shared_address(shared.value_full)}, value_empty{shared_address(shared.value_empty)};
   const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
@@ -540,8 +544,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   const bool reads_bias = has_bias && !multiplies_bias(kVariant);
   const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
                  thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
-  auto read_bias = [&](const Note& note, int i) {
-    const float2 pair = *reinterpret_cast<const float2*>(&note.key_bias[Note::bias_place(column + 8 * i)]);
+  auto read_bias = [&](const Descriptor& descriptor, int i) {
+    const float2 pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
     scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
   };
   auto begin_scores = [&](uint32_t tile, uint32_t stage, uint32_t flags) {
@@ -565,7 +569,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   };
   // Narrows the weights of one chunk to operands; where threads read key_bias, that of the next chunk takes their place in
   // scores.
-  auto narrow_weights = [&](const Note& next) {
+  auto narrow_weights = [&](const Descriptor& next) {
     auto narrow = [&](const auto& then) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
@@ -590,9 +594,9 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   std::conditional_t<copies_bias(kVariant), CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias;
   float factor[2];
   bool moves = false;
-  auto weigh = [&](const Note& note, uint32_t flags, uint32_t tile_number, const auto& between) {
-    moves = weigh_scores<T, kDim, kVariant>(call, work, shared, note, flags, tile_number, scores, softmax, factor, row, column,
-                                            has_bias, pair_bias, between);
+  auto weigh = [&](const Descriptor& descriptor, uint32_t flags, uint32_t tile_number, const auto& between) {
+    moves = weigh_scores<T, kDim, kVariant>(call, work, shared, descriptor, flags, tile_number, scores, softmax, factor, row,
+                                            column, has_bias, pair_bias, between);
   };
 
   constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
@@ -610,13 +614,13 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   // Compute the very first scores, beside which nothing else can run.
   uint32_t n = 0, tile = 0;
   key_full.wait_full(0);
-  uint32_t flags = shared.notes[0].flags;
+  uint32_t flags = shared.descriptors[0].flags;
   if (flags & kEnd) return;
   query_full.wait_full(0);
   clear_sums(out[0]);
   if (reads_bias) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) read_bias(shared.notes[0], i);
+    for (int i = 0; i < kN; ++i) read_bias(shared.descriptors[0], i);
   }
   pin(scores[0]);
   begin_products();
@@ -627,22 +631,23 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   barrier_arrive(key_empty.at(0));
   if (!kByCopy && flags & kLast) free_queries(0);
   hash_rows(call, work, shared, 0, row);
-  weigh(shared.notes[0], flags, 0, [] {});
-  barrier_arrive(note_empty.at(0));
+  weigh(shared.descriptors[0], flags, 0, [] {});
+  barrier_arrive(descriptor_empty.at(0));
 
-  // Goes on to the next chunk's note. Called before the products of the chunk before are waited for, so that the answer is here
-  // in time.
+  // Goes on to the next chunk's descriptor. Called before waiting for the products of the chunk before, so that the flags are
+  // known in time.
   bool is_first = false;  // chunk n belongs to the next tile
   auto look_ahead = [&] {
     is_first = flags & kLast;
     ++n;
     key_full.wait_full(n);
-    flags = shared.notes[n % kShape.notes].flags;
+    flags = shared.descriptors[n % kShape.descriptors].flags;
   };
 
   // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
   look_ahead();
-  narrow_weights(shared.notes[n % kShape.notes]);  // at the end the note has no key_bias, and what is read is not used
+  // At the end the descriptor has no key_bias, and what is read is not used.
+  narrow_weights(shared.descriptors[n % kShape.descriptors]);
   while (!(flags & kEnd)) {
     // Wait for the queries of the next tile, if chunk n is its first.
     if (is_first) {
@@ -667,7 +672,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     // Turn the scores of chunk n into weights, beside the product with the values of chunk n - 1.
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax(), hash_rows(call, work, shared, tile + 1, row);
-    weigh(shared.notes[n % kShape.notes], flags, tile + is_first, [&] {
+    weigh(shared.descriptors[n % kShape.descriptors], flags, tile + is_first, [&] {
       if constexpr (gathers_keys(kVariant)) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
         pin(out[0]);
@@ -676,8 +681,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     });
     // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
     // wait, where no product hides them.
-    barrier_arrive(note_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
-    // Wait for the note of chunk n + 1, then for the sums of chunk n - 1.
+    barrier_arrive(descriptor_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
+    // Wait for the descriptor of chunk n + 1, then for the sums of chunk n - 1.
     const bool ends_tile = is_first;
     look_ahead();
     wait_products<0>();
@@ -692,7 +697,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
       Softmax::rescale(out[0], factor);
     }
     // Narrow the weights to the operand of the next product.
-    narrow_weights(shared.notes[n % kShape.notes]);
+    narrow_weights(shared.descriptors[n % kShape.descriptors]);
   }
   // Add the last chunk, and store the last tile.
   value_full.wait_full(n - 1);
@@ -707,7 +712,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 }
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. The first warpgroups of
-// a block compute; of the other warps some load and some walk.
+// a block compute; the other warps load or schedule.
 template <class T, int kDim, Variant kVariant>
 __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
                                                                                      const __grid_constant__ ForwardWork work,
@@ -740,9 +745,9 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
         for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.landed[half][i]), 1);
       }
     }
-    for (int i = 0; i < kShape.notes; ++i) {
-      barrier_init(shared_address(&shared.note_full[i]), kShape.walkers());
-      barrier_init(shared_address(&shared.note_empty[i]), kComputing + loading);
+    for (int i = 0; i < kShape.descriptors; ++i) {
+      barrier_init(shared_address(&shared.descriptor_full[i]), kShape.scheduler_threads());
+      barrier_init(shared_address(&shared.descriptor_empty[i]), kComputing + loading);
     }
     fence_barrier_init();
     for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
@@ -750,7 +755,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   }
   shared.bias_operands.set_up();
   __syncthreads();
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   // Give each warp its role.
   const int thread = static_cast<int>(threadIdx.x) - kShape.consumers * kWarpgroup;  // of those that do not compute
   if (thread < 0) {
@@ -763,9 +768,9 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   if (thread < kLoading) {
     load_tiles<kDim, kVariant>(call, work, maps, shared, thread, is_single);
   } else {
-    if constexpr (!kShape.shares_warpgroup()) give_registers<kShape.walking_registers>();
-    Walk<kDim, kVariant>(call, work, thread - kLoading, shared.queues, shared.notes, shared_address(shared.note_full),
-                         shared_address(shared.note_empty))
+    if constexpr (!kShape.shares_warpgroup()) give_registers<kShape.scheduler_registers>();
+    Scheduler<kDim, kVariant>(call, work, thread - kLoading, shared.queues, shared.descriptors,
+                              shared_address(shared.descriptor_full), shared_address(shared.descriptor_empty))
         .run();
   }
 }

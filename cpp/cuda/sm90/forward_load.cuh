@@ -1,18 +1,18 @@
 // What the warps of a forward block share, and the warps that load: they bring keys, values and queries into shared memory as the
-// notes say.
+// descriptors say.
 //
-// A gathered chunk is announced late. Its rows come by ordinary copies, which have to land and be fenced before the tensor cores
-// may read them. Meanwhile the copies of the next chunk are started, if that need not wait.
+// A gathered chunk is announced late. Its rows are loaded by ordinary copies, which have to land and be fenced before the tensor
+// cores may read them. Meanwhile the copies of the next chunk are started, if that need not wait.
 #pragma once
 
 #include "key_bias.cuh"
 #include "maps.h"
-#include "walk.cuh"
+#include "scheduler.cuh"
 
 namespace dmattn::cuda::sm90 {
 
 // A tile whose queries are in shared memory.
-struct TileNote {
+struct QueryTileDescriptor {
   int batch, head, first_query;
 };
 
@@ -21,19 +21,19 @@ struct alignas(1024) ForwardShared {
   static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   static constexpr int kRows = kShape.rows();
   static constexpr bool kByCopy = kShape.query_tiles > 1;  // the output leaves by tensor copies, from the place of the queries
-  static constexpr int kTileNotes = 4;  // the output of a tile is written while its second successor may be loading
-  static_assert(kTileNotes >= kShape.query_tiles + 2);
+  static constexpr int kQueryTileDescriptors = 4;  // the output of a tile is written while its second successor may be loading
+  static_assert(kQueryTileDescriptors >= kShape.query_tiles + 2);
   uint16_t query[kShape.query_tiles][kRows * kDim];
   uint16_t key[kShape.stages][kShape.keys * kDim];
   uint16_t value[kShape.stages][kShape.keys * kDim];
-  ChunkNote<kDim, kVariant> notes[kShape.notes];
-  TileNote tiles[kTileNotes];
+  TileDescriptor<kDim, kVariant> descriptors[kShape.descriptors];
+  QueryTileDescriptor tiles[kQueryTileDescriptors];
   uint32_t row_hash[kMayDrop<kVariant> ? kRows : 1];  // with dropout: dropout_row_hash of each row of the tile at hand
-  WalkQueues<kDim, kVariant> queues;
+  SchedulerQueues<kDim, kVariant> queues;
   uint64_t query_full[kShape.query_tiles], query_empty[kShape.query_tiles];
   uint64_t key_full[kShape.stages], key_empty[kShape.stages];
   uint64_t value_full[kShape.stages], value_empty[kShape.stages];
-  uint64_t note_full[kShape.notes], note_empty[kShape.notes];
+  uint64_t descriptor_full[kShape.descriptors], descriptor_empty[kShape.descriptors];
   uint64_t landed[2][kVariant == Variant::kKeyBias ? kShape.stages : 1];  // keys, and values, of a chunk of which some are dead
   // The bias of chunks, in panels of kBiasColumns: 64 bytes for a row, and 16-byte piece c of row r at piece c ^ (r / 2 % 4).
   static constexpr int kBiasStages = copies_bias(kVariant) ? kShape.stages : 1;
@@ -51,7 +51,7 @@ struct Ring {
   __device__ __forceinline__ void wait_empty(uint32_t n) const { barrier_wait(at(n), (n / kCount % 2) ^ 1); }
   // The same for warps that have time.
   __device__ __forceinline__ void sleep_full(uint32_t n) const { barrier_sleep(at(n), n / kCount % 2); }
-  __device__ __forceinline__ void sleep_empty(uint32_t n) const { barrier_sleep(at(n), (n / kCount % 2) ^ 1); }
+  __device__ __forceinline__ void producer_acquire(uint32_t n) const { barrier_sleep(at(n), (n / kCount % 2) ^ 1); }
   __device__ __forceinline__ bool is_full(uint32_t n) const { return barrier_test(at(n), n / kCount % 2); }
 };
 
@@ -143,22 +143,22 @@ __device__ __forceinline__ void clear_dead_rows(int thread, uint32_t tile, const
   }
 }
 
-// Writes the key_bias of a chunk, of which a thread has `bias_of`: into the chunk's note, or its operand of a product. Says in
-// the note whether some of it is huge.
+// Writes the key_bias of a chunk, of which a thread has `bias_of`: into the chunk's descriptor, or its operand of a product. Says
+// in the descriptor whether some of it is huge.
 template <int kDim, Variant kVariant, int kEach>
 __device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardShared<kDim, kVariant>& shared,
-                                               ChunkNote<kDim, kVariant>& note, int loader, int stage,
+                                               TileDescriptor<kDim, kVariant>& descriptor, int loader, int stage,
                                                const float (&bias_of)[kEach]) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
   constexpr int kLoaders = kShape.loaders();
-  using Note = ChunkNote<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, kVariant>;
   const int thread = loader % kLoaders;
   bool has_huge = false;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) has_huge |= fabsf(bias_of[i]) > kHugeBias && bias_of[i] != negative_infinity();
   has_huge = __any_sync(0xffffffffu, has_huge);
-  if (Note::kBiasWarps > 1 && thread % 32 == 0) note.has_huge[thread / 32] = has_huge;
-  if (has_huge && thread % 32 == 0) atomicOr(&note.flags, kHuge);
+  if (Descriptor::kBiasWarps > 1 && thread % 32 == 0) descriptor.has_huge[thread / 32] = has_huge;
+  if (has_huge && thread % 32 == 0) atomicOr(&descriptor.flags, kHuge);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
@@ -166,25 +166,26 @@ __device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardS
       shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
       if (!has_huge) continue;
     }
-    note.key_bias[Note::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
+    descriptor.key_bias[Descriptor::bias_place(thread + i * kLoaders)] = has_huge ? bias_of[i] : bias_of[i] * call.over_scale;
   }
 }
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
-// as the notes say. One half of the loading threads brings keys and queries, the other values, by the same code; is_single:
-// one thread of each half does, because all rows come by tensor copies. loader: this thread's number among them.
+// as the descriptors say. One half of the loading threads brings keys and queries, the other values, by the same code; is_single:
+// one thread of each half does, because tensor copies load all rows. loader: this thread's number among them.
 template <int kDim, Variant kVariant>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
                                            ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
   constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Note = ChunkNote<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, kVariant>;
   constexpr int kPanels = kDim / 64, kRows = kShape.rows(), kLoaders = kShape.loaders(),
-                kTileNotes = ForwardShared<kDim, kVariant>::kTileNotes;
+                kQueryTileDescriptors = ForwardShared<kDim, kVariant>::kQueryTileDescriptors;
   const AttentionParams& p = call.p;
   const int thread = loader % kLoaders;
   const bool is_keys = __shfl_sync(0xffffffffu, loader < kLoaders, 0);  // known to be the same in all lanes
   if (is_single && thread != 0) return;
-  const Ring<kShape.notes> note_full{shared_address(shared.note_full)}, note_empty{shared_address(shared.note_empty)};
+  const Ring<kShape.descriptors> descriptor_full{shared_address(shared.descriptor_full)},
+      descriptor_empty{shared_address(shared.descriptor_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
   using Shared = ForwardShared<kDim, kVariant>;
   constexpr uint32_t kToEmpty = sizeof(Shared::key_full);  // one address for both: a register less
@@ -200,9 +201,10 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
 
   // Copied rows have to be fenced before the tensor cores read them, so a chunk is announced when it has landed. That is waited
   // for when some copies of the next chunk have been started, or before anything else is waited for. With kKeyBias it is so for
-  // chunks with dead rows, which are cleared when the tensor copy has landed; so their notes are freed then.
-  uint32_t due = 0;                          // the barrier of a chunk that is not announced yet; 0: there is none
-  uint32_t due_note = 0, landed_phases = 0;  // the number of its note; the parity of each stage's landed barrier, a bit each
+  // chunks with dead rows, which are cleared when the tensor copy has landed; so their descriptors are freed then.
+  uint32_t due = 0;             // the barrier of a chunk that is not announced yet; 0: there is none
+  uint32_t due_descriptor = 0;  // the number of its descriptor
+  uint32_t landed_phases = 0;   // the parity of each stage's landed barrier, a bit each
   constexpr int kDeadWords = kVariant == Variant::kKeyBias ? (kShape.keys + 31) / 32 : 1;
   // Announces it. Called before anything else is waited for, because that may itself be waiting for this chunk.
   auto settle = [&] {
@@ -213,8 +215,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
                    landed_phases >> due_stage & 1);
       landed_phases ^= 1u << due_stage;
       clear_dead_rows<kDim, kShape.keys, kLoaders>(thread, tiles_from + due_stage * (kShape.keys * kDim * 2),
-                                                   shared.notes[due_note % kShape.notes].dead);
-      barrier_arrive(note_empty.at(due_note));
+                                                   shared.descriptors[due_descriptor % kShape.descriptors].dead);
+      barrier_arrive(descriptor_empty.at(due_descriptor));
     } else {
       copy_async_wait<0>();
     }
@@ -243,7 +245,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   };
   // One thread loads the queries of tile number `tiles` of this block.
   auto load_queries = [&](int tile_batch, int head, int first_query) {
-    shared.tiles[tiles % kTileNotes] = {tile_batch, head, first_query};
+    shared.tiles[tiles % kQueryTileDescriptors] = {tile_batch, head, first_query};
     barrier_expect(query_full.at(tiles), kRows * kDim * 2);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -251,28 +253,28 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
                query_full.at(tiles), panel * 64, 0, first_query, head >> work.log2_heads_per_tile, tile_batch);
     }
   };
-  if (is_keys && thread == 0) {  // the first tile is known before the walk leaves a note
+  if (is_keys && thread == 0) {  // the first tile is known before the scheduler writes a descriptor
     const WorkTile<kVariant> tile(call, work, blockIdx.x);
     load_queries(tile.batch, tile.head, tile.first_query);
   }
   int stage = 0;
   uint32_t parity = 1;  // the parity of the phase in which the stage was emptied
   for (uint32_t n = 0;; ++n) {
-    if (!__all_sync(0xffffffffu, note_full.is_full(n))) {
+    if (!__all_sync(0xffffffffu, descriptor_full.is_full(n))) {
       settle();
-      note_full.wait_full(n);
+      descriptor_full.wait_full(n);
     }
-    auto& note = shared.notes[n % kShape.notes];
-    const uint32_t flags = note.flags;
+    auto& descriptor = shared.descriptors[n % kShape.descriptors];
+    const uint32_t flags = descriptor.flags;
     const bool in_order = is_dense(kVariant) || flags & kInOrder, has_dead = kHasKeyBias && flags & kGaps;
     if (flags & kFirst) {
-      batch = note.batch, kv_head = note.head / group;
+      batch = descriptor.batch, kv_head = descriptor.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
       if constexpr (copies_bias(kVariant)) {
-        bias_query = note.first_query, bias_batch = p.bias.batch_stride != 0 ? batch : 0;
-        bias_head = p.bias.head_stride != 0 ? note.head / static_cast<int>(p.bias.head_divisor) : 0;
+        bias_query = descriptor.first_query, bias_batch = p.bias.batch_stride != 0 ? batch : 0;
+        bias_head = p.bias.head_stride != 0 ? descriptor.head / static_cast<int>(p.bias.head_divisor) : 0;
       }
-      if constexpr (kStartsWithBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, note.head) : nullptr;
+      if constexpr (kStartsWithBias) bias = is_keys ? row_of<const float>(p.key_bias, batch, descriptor.head) : nullptr;
       if constexpr (kIsGathered) {
         const bool is_from_compact = flags & kCompact;
         map = is_keys ? is_from_compact ? &maps.compact_key : &maps.key : is_from_compact ? &maps.compact_value : &maps.value;
@@ -284,13 +286,13 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     const bool has_bias = kStartsWithBias && bias && !(flags & kEnd);
     constexpr int kEach = (kShape.keys + kLoaders - 1) / kLoaders;
     float bias_of[kEach];
-    const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? note.rows_present : kShape.keys;
+    const int rows_present = kIsGathered && flags & (kSpans | kFew | kGaps) ? descriptor.rows_present : kShape.keys;
     if (has_bias) {  // read now, and written when the copies are under way
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int at = thread + i * kLoaders;
-        const int key = in_order ? note.first_key + at : note.index[index_place<kShape.keys>(at)];
-        const bool is_dead = has_dead && at < kShape.keys && has_bit(note.dead[at / 32 % kDeadWords], at % 32);
+        const int key = in_order ? descriptor.first_key + at : descriptor.index[index_place<kShape.keys>(at)];
+        const bool is_dead = has_dead && at < kShape.keys && has_bit(descriptor.dead[at / 32 % kDeadWords], at % 32);
         bias_of[i] = key >= 0 && at < rows_present && !is_dead ? bias[key] : negative_infinity();
       }
     }
@@ -311,16 +313,16 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       // The gathered variant has separate code for chunks without missing rows.
       if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
-        gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, note.index, rows_present, from, row_bytes,
-                                                                        width, settle);
+        gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, descriptor.index, rows_present, from,
+                                                                        row_bytes, width, settle);
       } else {
-        gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, note.index, rows_present, from, row_bytes, width,
-                                                                 settle);
+        gather_rows<kDim, kShape.keys, kLoaders, true, false, 1>(thread, tile, descriptor.index, rows_present, from, row_bytes,
+                                                                 width, settle);
       }
       if (thread == 0) barrier_arrive(stage_full);
     } else if (kCopiesSeenRows && !in_order) {
       if constexpr (kCopiesSeenRows)
-        copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, note.index, from, row_bytes, width);
+        copy_seen_rows<kDim, kShape.keys, kLoaders>(thread, tile, descriptor.index, from, row_bytes, width);
       if (thread == 0) barrier_arrive(stage_full);
     } else if (thread == 0) {
       uint32_t to_tell = stage_full;
@@ -331,20 +333,20 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       barrier_expect(to_tell, kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        copy_box(tile + panel * (kShape.keys * 128), map, to_tell, panel * 64, note.first_key, kv_head, batch);
+        copy_box(tile + panel * (kShape.keys * 128), map, to_tell, panel * 64, descriptor.first_key, kv_head, batch);
       }
       if constexpr (copies_bias(kVariant)) {
-        if (is_keys) load_bias(n, note.first_key);
+        if (is_keys) load_bias(n, descriptor.first_key);
       }
     }
-    if (has_bias) write_key_bias(call, shared, note, loader, stage, bias_of);
+    if (has_bias) write_key_bias(call, shared, descriptor, loader, stage, bias_of);
     if (!is_single) {
       settle();
       if (in_order && !has_dead) {
         if (multiplies_bias(kVariant) && has_bias) fence_async();
         barrier_arrive(stage_full);
       } else if constexpr (kHasKeyBias) {
-        due = stage_full, due_note = n;
+        due = stage_full, due_descriptor = n;
       } else {
         copy_async_commit();
         due = stage_full;
@@ -354,11 +356,11 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     if (is_keys && flags & kFirst) {
       if (thread == 0 && tiles > 0) {
         query_empty.wait_empty(tiles);
-        load_queries(batch, note.head, note.first_query);
+        load_queries(batch, descriptor.head, descriptor.first_query);
       }
       ++tiles;
     }
-    if (!has_dead) barrier_arrive(note_empty.at(n));
+    if (!has_dead) barrier_arrive(descriptor_empty.at(n));
     if (++stage == kShape.stages) stage = 0, parity ^= 1;
   }
 }

@@ -31,8 +31,8 @@ inline int best_blocks(const SelectParams& p) {
 
 // A cluster for each batch and head: the best `window` keys, fewer than there are, get kForever, the others kNever.
 __global__ void __launch_bounds__(kBestThreads) keep_best_of_head(const SelectParams p, int32_t window) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   static_assert(kBins == 2 * kBestThreads && 32 > 2 * kDigitBits);
   using Scan = cub::BlockScan<int32_t, kBestThreads>;
   __shared__ typename Scan::TempStorage storage;

@@ -14,8 +14,8 @@ namespace dmattn::cuda::selection {
 // scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each kCountThreads / kParts keys of a head, kKeys >= n > window > 0.
 template <int kKeys>
 __global__ void __launch_bounds__(kCountThreads) select_by_counts(const SelectParams p, const int32_t window) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int kParts = count_parts(kKeys), kPart = kKeys / kParts, kGroup = 32, kGroups = kPart / kGroup,
                 kEach = kKeys / kCountThreads;
   constexpr int kBlockKeys = kCountThreads / kParts;

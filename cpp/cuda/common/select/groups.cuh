@@ -34,7 +34,7 @@ __device__ inline void write_groups(int32_t (&starts)[kGroupItems], int32_t& cur
 
 // segment ends [group_batches, group_heads, n] -> groups, likewise. A block for each batch and head of them.
 static __global__ void __launch_bounds__(kGroupThreads) find_causal_groups(const SelectParams p, const Work work) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   __shared__ GroupScan::TempStorage storage;
   const int32_t* segments = segments_of(p, blockIdx.x / work.group_heads, blockIdx.x % work.group_heads);
   int32_t* groups = work.groups + static_cast<int64_t>(blockIdx.x) * work.length;
@@ -67,7 +67,7 @@ __device__ inline int32_t group_end(const int32_t* segments, int32_t first, int3
 // The same when selection is not causal. Group starts are a chain: each knows the next. Within a tile the keys on it are found by
 // doubling the length of the jumps.
 static __global__ void __launch_bounds__(kGroupThreads) find_chained_groups(const SelectParams p, const Work work) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   __shared__ GroupScan::TempStorage storage;
   __shared__ int32_t jumps[kGroupTile + 1];  // kGroupTile: beyond the tile
   __shared__ uint8_t on_chain[kGroupTile + 1];

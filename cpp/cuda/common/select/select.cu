@@ -43,7 +43,7 @@ __device__ int32_t lasting_end(const Head& head, int32_t index, int32_t length) 
 
 // The window has places for all keys or for none: no key takes another's place.
 __global__ void __launch_bounds__(256) keep_all_or_none(const SelectParams p, const Work work, int64_t keys) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const Head head(p, work, i / work.length);
     const int32_t index = static_cast<int32_t>(i % work.length);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(256) keep_all_or_none(const SelectParams p, co
 // Not causal: the best `window` keys of a group live until its end. Groups lie one after the other in the order, the last one
 // first.
 __global__ void __launch_bounds__(256) keep_best(const SelectParams p, const Work work, int64_t keys) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; i < keys; i += static_cast<int64_t>(gridDim.x) * 256) {
     const int64_t batch_head = i / work.length;
     const Head head(p, work, batch_head);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(256) keep_best(const SelectParams p, const Wor
 // A block per head and chunk c: bounds[c + 1], and the counts of column c (in this tile) become those of all tiles before.
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   constexpr int kTilesEach = 2;  // of at most 2^20 / (kBlock * kItems) tiles
   static_assert((1 << kIndexBits) <= kTilesEach * kBlock * kBlock * kItems);
   using Scan = cub::BlockScan<int32_t, kBlock>;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kBlock) find_thresholds(const Work work) {
 // A block per head and tile of the order: each key either lives on, was never alive, or goes to the list of the chunk it dies in.
 template <int kBlock>
 __global__ void __launch_bounds__(kBlock) distribute(const SelectParams p, const Work work) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   constexpr int kKeys = kBlock * kItems;
   using Scan = cub::BlockScan<int32_t, kBlock>;
   __shared__ typename Scan::TempStorage storage;
@@ -187,8 +187,8 @@ __device__ void sync_warps(int warps) { asm volatile("barrier.sync 1, %0;" ::"r"
 
 // arrives, doomed [heads, n] -> end [B, Hkv, n] of the keys that die in a chunk. A block for each head and chunk.
 __global__ void __launch_bounds__(kResolveThreads) resolve(const SelectParams p, const Work work) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   static_assert(kChunk == 32 * 32, "one lane per group of 32 keys");
   constexpr int kArrivalFlags = 2;
   __shared__ uint32_t group_flags[3][32];

@@ -16,8 +16,8 @@ namespace dmattn::cuda::selection {
 // scores [B, Hkv, n] -> end [B, Hkv, n]. A block for each batch and head, kThreads * kEach >= n > window > 0.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) select_short(const SelectParams p, const int32_t window) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   constexpr int kEach = 4, kKeys = kThreads * kEach, kWarps = kThreads / 32, kMostAlike = 32;
   constexpr uint32_t kAll = 0xffffffffU, kPlaceMask = kKeys - 1;
   constexpr uint16_t kNeverSelected = 1 << 15;  // beside an index

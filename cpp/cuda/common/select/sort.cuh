@@ -82,7 +82,7 @@ struct Preferred {
 // each tile; for causal selection it also writes the `end` that most keys have.
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>, 2) sort_tiles(const SelectParams p, const Work work) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   __shared__ SortStorage<Key> storage;
   const int64_t batch_head = blockIdx.x / work.tiles;
   const int32_t tile = static_cast<int32_t>(blockIdx.x % work.tiles), first = tile * kTile<Key>;
@@ -154,7 +154,7 @@ __device__ int32_t merge_split(const Key* a, int32_t a_count, const Key* b, int3
 // for each tile of the result.
 template <class Key, bool kLast>
 __global__ void __launch_bounds__(kThreads<Key>) merge_runs(const Work work, const Key* from, Key* to, int32_t run) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   __shared__ SortStorage<Key> storage;
   __shared__ int32_t splits[2];
   const int64_t batch_head = blockIdx.x / work.tiles;

@@ -1,24 +1,25 @@
-// The walk over the keys that a tile meets, chunk by chunk: some warps walk ahead of those that load and compute, and leave notes
-// for them. common/walk.cuh says what this walk shares with the one of the portable family, and why no more.
+// The scheduler warps of the Hopper forward: they run ahead of the warps that load and compute, find the keys that each query
+// tile sees, and write a descriptor for each chunk of them. common/scheduler.cuh says what this scheduler shares with the one of
+// the portable family, and why no more.
 //
-// Compact keys, and keys in order where no block mask is given, are walked backwards from the last one that the tile sees. Chunks
+// Compact keys, and keys in order where no block mask is given, are taken backwards from the last one that the tile sees. Chunks
 // then end where visibility ends, so no key behind that is ever loaded. What a tensor copy reads in front of the first key is
 // zero, and so is what it reads behind the last one, where chunks end at multiples of 8 keys.
 #pragma once
 
 #include "../common/compact_keys.cuh"
-#include "../common/walk.cuh"
-#include "note.cuh"
-#include "schedule.cuh"
+#include "../common/scheduler.cuh"
+#include "tile_descriptor.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "work_tile.cuh"
 
 namespace dmattn::cuda::sm90 {
 
-// What the walk keeps in shared memory. The plain and dense variants have no lists, and so no queues.
+// What the scheduler keeps in shared memory. The plain and dense variants have no lists, and so no queues.
 template <int kDim, Variant kVariant>
-struct WalkQueues {
-  static constexpr int kThreads = kForwardShape<kDim, kVariant>.walkers(), kWarps = kThreads / 32;
+struct SchedulerQueues {
+  static constexpr int kThreads = kForwardShape<kDim, kVariant>.scheduler_threads(), kWarps = kThreads / 32;
   static constexpr bool kHasLists = kMayGather<kVariant>;
   static constexpr int kRing = kHasLists ? 1024 : 1;
   // The place of the n-th entry of a queue, n >= 0; a remainder of signed numbers would be four instructions.
@@ -29,12 +30,12 @@ struct WalkQueues {
   alignas(16) int warp_counts[2][kWarps];
   alignas(16) uint32_t warp_flags[2][kWarps];
   uint32_t some_see[kWarps][4];  // of the queries of each warp: which keys of a chunk does one see? A bit for each key
-  uint32_t item;                 // the tile that comes next
+  uint32_t work_tile;            // the next one
   // With a block mask: some entries of its row of tiles, and their states.
   static constexpr bool kHasEntries = takes_blocks(kVariant);
   int32_t entries[kHasEntries ? kThreads : 1], states[kHasEntries ? kThreads : 1];
   // With a block mask, for each thread: which of its tiles are short, and how many tiles of the threads before it are.
-  // short_tiles: how many of all; 0: tiles come as they are numbered.
+  // short_tiles: how many of all; 0: tiles are taken in the order of their numbers.
   static constexpr bool kHasOrder = kVariant == Variant::kPlain;
   uint32_t is_short[kHasOrder ? kThreads : 1];
   uint16_t short_before[kHasOrder ? kThreads : 1];
@@ -42,45 +43,45 @@ struct WalkQueues {
 };
 
 template <int kDim, Variant kVariant>
-class Walk {
+class Scheduler {
  public:
-  using Queues = WalkQueues<kDim, kVariant>;
-  using Note = ChunkNote<kDim, kVariant>;
+  using Queues = SchedulerQueues<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, kVariant>;
 
-  // thread: among those that walk.
-  __device__ __forceinline__ Walk(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues, Note* notes,
-                                  uint32_t note_full, uint32_t note_empty)
+  // thread: among the scheduler's threads.
+  __device__ __forceinline__ Scheduler(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues,
+                                       Descriptor* descriptors, uint32_t descriptor_full, uint32_t descriptor_empty)
       : call_(call),
         work_(work),
         queues_(queues),
-        notes_(notes),
-        note_full_(note_full),
-        note_empty_(note_empty),
+        descriptors_(descriptors),
+        descriptor_full_(descriptor_full),
+        descriptor_empty_(descriptor_empty),
         thread_(thread) {}
 
-  // Walks tile after tile, and leaves a note with kEnd when none is left.
+  // Schedules tile after tile, and writes a descriptor with kEnd when none is left.
   __device__ __forceinline__ void run() {
-    if (thread_ == 0) queues_.item = blockIdx.x;
-    // The first tile is that of the block's number: load_tiles loads its queries before it has a note.
-    for (uint32_t item = blockIdx.x; item < count_items();) {
-      walk_tile(item);
+    if (thread_ == 0) queues_.work_tile = blockIdx.x;
+    // The first tile is that of the block's number: load_tiles loads its queries before it has a descriptor.
+    for (uint32_t work_tile = blockIdx.x; work_tile < count_work_tiles();) {
+      schedule_tile(work_tile);
       // Take the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
-      const bool is_first = item == blockIdx.x;
+      const bool is_first = work_tile == blockIdx.x;
       if (thread_ == 0) {
-        uint32_t next = count_items();
-        if (work_.is_dealt) next = queues_.item + grid_size();
-        if (work_.ticket) next = grid_size() + static_cast<uint32_t>(atomicAdd(work_.ticket, 1));
-        queues_.item = next;
+        uint32_t next = count_work_tiles();
+        if (work_.has_static_schedule) next = queues_.work_tile + grid_size();
+        if (work_.tile_counter) next = grid_size() + static_cast<uint32_t>(atomicAdd(work_.tile_counter, 1));
+        queues_.work_tile = next;
       }
       sync();
-      item = queues_.item;
+      work_tile = queues_.work_tile;
       sync();
       if constexpr (Queues::kHasOrder) {
         const MaskParams& mask = call_.p.mask;
-        const uint32_t items = count_items();
-        if (item >= items || !mask.tiles.data || mask.is_causal || items - gridDim.x > kMostOrdered) continue;
-        if (is_first) find_short_tiles(items);
-        if (queues_.short_tiles > 0) item = long_first(item - gridDim.x, items);
+        const uint32_t work_tiles = count_work_tiles();
+        if (work_tile >= work_tiles || !mask.tiles.data || mask.is_causal || work_tiles - gridDim.x > kMostOrdered) continue;
+        if (is_first) find_short_tiles(work_tiles);
+        if (queues_.short_tiles > 0) work_tile = long_first(work_tile - gridDim.x, work_tiles);
       }
     }
     begin_chunk();
@@ -89,15 +90,15 @@ class Walk {
   }
 
  private:
-  static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Note::kKeys, kRows = Note::kRows,
-                       kNotes = kForwardShape<kDim, kVariant>.notes,
+  static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Descriptor::kKeys, kRows = Descriptor::kRows,
+                       kDescriptors = kForwardShape<kDim, kVariant>.descriptors,
                        kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk
 
-  // Computed anew at every call: registers are short.
-  __device__ __forceinline__ uint32_t count_items() const {
-    uint32_t items;
-    asm volatile("mul.lo.u32 %0, %1, %2;" : "=r"(items) : "r"(work_.tiles), "r"(work_.head_groups));
-    return items;
+  // Recomputed at every call, because registers are short.
+  __device__ __forceinline__ uint32_t count_work_tiles() const {
+    uint32_t work_tiles;
+    asm volatile("mul.lo.u32 %0, %1, %2;" : "=r"(work_tiles) : "r"(work_.tiles), "r"(work_.head_groups));
+    return work_tiles;
   }
 
   static constexpr int kBarrier = 1;  // 0 is the whole block's
@@ -106,13 +107,13 @@ class Walk {
 
   // ---- the order of tiles under a block mask ----
 
-  // With a block mask some tiles meet many more keys than others. The quarter with the fewest comes last, so that the blocks
+  // With a block mask some tiles meet many more keys than others. The quarter with the fewest is taken last, so that the blocks
   // finish together. Every block finds these short tiles for itself, among those that no block has as its first, while its own
   // first tile is computed.
   static constexpr uint32_t kMostOrdered = 32 * kThreads;  // tiles that can be ordered: a thread has a bit for each of 32
 
-  __device__ __forceinline__ void find_short_tiles(uint32_t items) {
-    const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
+  __device__ __forceinline__ void find_short_tiles(uint32_t work_tiles) {
+    const int others = static_cast<int>(work_tiles - gridDim.x), each = (others + kThreads - 1) / kThreads;
     // Find the largest number of entries than which at most a quarter of a sample of the tiles have fewer.
     const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kThreads));
     int few = 0;
@@ -146,8 +147,8 @@ class Walk {
   }
 
   // The tile that is `at`-th in that order. The thread that has its bit tells the others.
-  __device__ __forceinline__ uint32_t long_first(uint32_t at, uint32_t items) {
-    const int others = static_cast<int>(items - gridDim.x), each = (others + kThreads - 1) / kThreads;
+  __device__ __forceinline__ uint32_t long_first(uint32_t at, uint32_t work_tiles) {
+    const int others = static_cast<int>(work_tiles - gridDim.x), each = (others + kThreads - 1) / kThreads;
     const int first = thread_ * each, mine = max(0, min(each, others - first));
     const int long_tiles = others - queues_.short_tiles, short_before = queues_.short_before[thread_];
     const bool is_short = static_cast<int>(at) >= long_tiles;
@@ -156,25 +157,25 @@ class Walk {
     uint32_t candidates = mine == 32 ? tiles : tiles & ((1u << mine) - 1);
     if (rank >= 0 && rank < __popc(candidates)) {
       for (int i = 0; i < rank; ++i) candidates &= candidates - 1;
-      queues_.item = gridDim.x + static_cast<uint32_t>(first + __ffs(static_cast<int>(candidates)) - 1);
+      queues_.work_tile = gridDim.x + static_cast<uint32_t>(first + __ffs(static_cast<int>(candidates)) - 1);
     }
     sync();
-    const uint32_t item = queues_.item;
+    const uint32_t work_tile = queues_.work_tile;
     sync();
-    return item;
+    return work_tile;
   }
 
-  __device__ __forceinline__ int entries_of(uint32_t item) const {
-    const WorkTile<kVariant> tile(call_, work_, item);
+  __device__ __forceinline__ int entries_of(uint32_t work_tile) const {
+    const WorkTile<kVariant> tile(call_, work_, work_tile);
     const MaskParams& mask = call_.p.mask;
     const int count =
         TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
     return min(max(count, 0), static_cast<int>(mask.tiles_k));
   }
 
-  __device__ __forceinline__ void walk_tile(uint32_t item) {
+  __device__ __forceinline__ void schedule_tile(uint32_t work_tile) {
     const AttentionParams& p = call_.p;
-    const WorkTile<kVariant> tile(call_, work_, item);
+    const WorkTile<kVariant> tile(call_, work_, work_tile);
     batch_ = tile.batch, head_ = tile.head, first_query_ = tile.first_query;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low_ = tile.first_query + shift;
@@ -182,45 +183,45 @@ class Walk {
     key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     first_flag_ = kFirst;
     if constexpr (kVariant == Variant::kKeyBias) {
-      walk_intervals();
+      schedule_intervals();
     } else if constexpr (is_dense(kVariant)) {
-      walk_in_order();
+      schedule_in_order();
     } else if constexpr (gathers_keys(kVariant)) {
-      walk_live_keys();
+      schedule_live_keys();
     } else if constexpr (kVariant == Variant::kRange) {
-      walk_range();
+      schedule_range();
     } else if (Queues::kHasLists && call_.live_keys.index) {
-      walk_live_keys();
+      schedule_live_keys();
     } else if (p.mask.tiles.data) {
-      walk_block_mask();
+      schedule_block_mask();
     } else if (kVariant == Variant::kPlain && call_.live_keys.ranges) {
-      walk_range();
+      schedule_range();
     } else {
-      walk_in_order();
+      schedule_in_order();
     }
     if (!has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
-      Note& note = begin_chunk();
-      if (thread_ == 0) note.first_key = -kKeys;
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) note.key_bias[Note::bias_place(thread_)] = 0.0f;
+      Descriptor& descriptor = begin_chunk();
+      if (thread_ == 0) descriptor.first_key = -kKeys;
+      if (kVariant == Variant::kGeneral && thread_ < kKeys) descriptor.key_bias[Descriptor::bias_place(thread_)] = 0.0f;
       accept(kInOrder | kLimit);
     }
     publish(kLast);
   }
 
-  // ---- notes: begun, filled in, accepted, and published once it is known whether another one follows ----
+  // ---- descriptors: begun, filled in, accepted, and published once it is known whether another one follows ----
 
-  __device__ __forceinline__ Note& begin_chunk() {
-    const uint32_t place = begun_ % kNotes;
-    barrier_wait(note_empty_ + 8 * place, (begun_ / kNotes % 2) ^ 1);
-    return notes_[place];
+  __device__ __forceinline__ Descriptor& begin_chunk() {
+    const uint32_t place = begun_ % kDescriptors;
+    barrier_wait(descriptor_empty_ + 8 * place, (begun_ / kDescriptors % 2) ^ 1);
+    return descriptors_[place];
   }
 
   __device__ __forceinline__ void accept(uint32_t flags) {
-    const uint32_t place = begun_ % kNotes;
+    const uint32_t place = begun_ % kDescriptors;
     if (has_pending_) publish(0);
     if (thread_ == 0 && first_flag_) {
-      Note& note = notes_[place];
-      note.batch = batch_, note.head = head_, note.first_query = first_query_;
+      Descriptor& descriptor = descriptors_[place];
+      descriptor.batch = batch_, descriptor.head = head_, descriptor.first_query = first_query_;
     }
     pending_flags_ = flags | first_flag_;
     first_flag_ = 0;
@@ -229,25 +230,25 @@ class Walk {
   }
 
   __device__ __forceinline__ void publish(uint32_t flag) {
-    const uint32_t place = (begun_ - 1) % kNotes;
-    if (thread_ == 0) notes_[place].flags = pending_flags_ | flag;
-    barrier_arrive(note_full_ + 8 * place);
+    const uint32_t place = (begun_ - 1) % kDescriptors;
+    if (thread_ == 0) descriptors_[place].flags = pending_flags_ | flag;
+    barrier_arrive(descriptor_full_ + 8 * place);
     has_pending_ = false;
   }
 
   // ---- all keys, or as many as causality allows ----
 
-  __device__ __forceinline__ void walk_in_order() {
+  __device__ __forceinline__ void schedule_in_order() {
     const AttentionParams& p = call_.p;
     const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
     // Tensor copies take columns of a bias from a multiple of 16 bytes on. Only the last key can lie between (has_copied_bias).
     constexpr int kWhole = copies_bias(kVariant) ? 8 : 1;
     for (int end = (limits.limit + kWhole - 1) / kWhole * kWhole; end > 0; end -= kKeys) {
-      Note& note = begin_chunk();
+      Descriptor& descriptor = begin_chunk();
       const int base = end - kKeys;
-      if (thread_ == 0) note.first_key = base;
-      if (thread_ < kKeys) note_bias(note, thread_, base + thread_);
-      note_hashes(note, base);
+      if (thread_ == 0) descriptor.first_key = base;
+      if (thread_ < kKeys) describe_bias(descriptor, thread_, base + thread_);
+      describe_hashes(descriptor, base);
       fetch_bias(base);
       accept(kInOrder | (end > limits.whole_limit || base < 0 ? kLimit : 0));
     }
@@ -255,14 +256,14 @@ class Walk {
 
   // The same with intervals. Keys that no query of the tile sees are `dead`: whatever they hold is replaced by zeros, and their
   // key_bias by -inf. Chunks with keys that only some of the queries see are tested, by those warps of which some row does not.
-  __device__ __forceinline__ void walk_intervals() {
+  __device__ __forceinline__ void schedule_intervals() {
     const AttentionParams& p = call_.p;
     const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch_, head_);
     if (!spans.has_intervals()) {
-      walk_in_order();
+      schedule_in_order();
       return;
     }
-    // What all threads of the walk find together: a bit for each computing warp that has to test, then these.
+    // What all threads of the scheduler find together: a bit for each computing warp that has to test, then these.
     constexpr uint32_t kTouched = 1 << 16, kMissed = 1 << 17, kLate = 1 << 18;
     static_assert(kRows / 16 <= 12);
     int end = KeyLimits(p.mask, static_cast<int>(p.key_length), low_, high_).limit;
@@ -281,14 +282,14 @@ class Walk {
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) span[i] = next[i];
       if (base > 0) read(base - kKeys);  // a chunk ahead, so that the latency is hidden
-      Note& note = begin_chunk();
+      Descriptor& descriptor = begin_chunk();
       uint32_t found = 0;
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
         const int row = thread_ + i * kThreads;
         const bool is_seen = span[i].touches(low_, high_), is_dead = row < kKeys && !is_seen;
         const uint32_t dead = __ballot_sync(0xffffffffu, is_dead);
-        if (thread_ % 32 == 0 && row < kKeys) note.dead[row / 32] = dead;
+        if (thread_ % 32 == 0 && row < kKeys) descriptor.dead[row / 32] = dead;
         found |= is_dead ? kMissed : 0;
         if (!is_seen) continue;
         // The warps all of whose rows see the key need no test of it.
@@ -311,11 +312,11 @@ class Walk {
           const int row = thread_ + i * kThreads;
           if (row >= kKeys) continue;
           const bool is_seen = span[i].touches(low_, high_);
-          note.last[row] = is_seen ? span[i].last : kFirstPosition;
-          if (found & kLate) note.span[row] = Seen::of(is_seen ? span[i] : Span::empty());
+          descriptor.last[row] = is_seen ? span[i].last : kFirstPosition;
+          if (found & kLate) descriptor.span[row] = Seen::of(is_seen ? span[i] : Span::empty());
         }
       }
-      if (thread_ == 0) note.first_key = base;
+      if (thread_ == 0) descriptor.first_key = base;
       accept(kInOrder | (found & kMissed ? kGaps : 0) | (tested ? kSpans : 0) | (tested && found & kLate ? kStarts : 0) |
              tested * kTested);
     }
@@ -323,7 +324,7 @@ class Walk {
 
   // ---- the live tiles of a block mask, intervals beside it or not ----
 
-  __device__ __forceinline__ void walk_block_mask() {
+  __device__ __forceinline__ void schedule_block_mask() {
     const AttentionParams& p = call_.p;
     const MaskParams& mask = p.mask;
     const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
@@ -348,16 +349,16 @@ class Walk {
       const uint32_t* bits = bits_of_tile(mask, state);
       if (bits) bits += first_query_ % tile_q * (tile_k / 32);
       for (int base = first; base < min(first + tile_k, limits.limit); base += kKeys) {
-        Note& note = begin_chunk();
-        if (thread_ == 0) note.first_key = base;
+        Descriptor& descriptor = begin_chunk();
+        if (thread_ == 0) descriptor.first_key = base;
         uint32_t flags = kInOrder;
         if (bits || base + kKeys > limits.whole_limit || spans.has_intervals()) {
-          flags = test_chunk(note, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
+          flags = test_chunk(descriptor, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
           if (flags == 0) continue;
         }
         if (kVariant == Variant::kGeneral && thread_ < kKeys) {
           const int key = base + thread_;
-          note.key_bias[Note::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
+          descriptor.key_bias[Descriptor::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
         }
         fetch_bias(base);
         accept(flags);
@@ -368,7 +369,7 @@ class Walk {
   // ---- keys in order, under intervals ----
 
   // All keys of the tile's range. Those that no query of the tile sees get index -1, so that whatever they hold is never loaded.
-  __device__ __forceinline__ void walk_range() {
+  __device__ __forceinline__ void schedule_range() {
     const LiveKeys& live_keys = call_.live_keys;
     const MaskParams& mask = call_.p.mask;
     const int key_length = static_cast<int>(call_.p.key_length);
@@ -380,8 +381,8 @@ class Walk {
       // The last chunk begins with the first key of the range, if that has a chunk's keys: keys before it are seldom seen, and a
       // chunk with keys that no query sees is copied row by row. The chunk before has had some of its keys; they are hidden.
       const int base = end - kKeys < first && limit - first >= kKeys ? first : end - kKeys;
-      Note& note = begin_chunk();
-      if (thread_ == 0) note.first_key = base;
+      Descriptor& descriptor = begin_chunk();
+      if (thread_ == 0) descriptor.first_key = base;
       bool touches = false, misses = false, covers = true;
 #pragma unroll
       for (int i = 0; i < kRowsPerThread; ++i) {
@@ -391,8 +392,8 @@ class Walk {
         const bool is_seen = span.touches(low_, high_), is_new = key < end;
         touches |= is_seen, misses |= !is_seen;
         covers &= is_new && span.covers(mask.is_causal ? max(low_, key) : low_, high_);
-        note.span[row] = Seen::of(is_new ? span : Span::empty());
-        note.index[Note::key_place(row)] = is_seen ? key : -1;
+        descriptor.span[row] = Seen::of(is_new ? span : Span::empty());
+        descriptor.index[Descriptor::key_place(row)] = is_seen ? key : -1;
       }
       if (!any(touches)) continue;
       const bool has_gaps = any(misses), is_tested = any(!covers);
@@ -402,7 +403,7 @@ class Walk {
 
   // Fills in index, spans and bits. Returns the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that
   // no query of the tile sees get index -1, so that whatever they hold is never loaded.
-  __device__ __forceinline__ uint32_t test_chunk(Note& note, const SpanSource& spans, int base, const uint32_t* bits,
+  __device__ __forceinline__ uint32_t test_chunk(Descriptor& descriptor, const SpanSource& spans, int base, const uint32_t* bits,
                                                  int stride) {
     bool touches = false, covers = true, is_missing = false;
     if (thread_ < kKeys) {
@@ -410,8 +411,8 @@ class Walk {
       touches = span.touches(low_, high_);
       covers = span.covers(low_, high_);
       is_missing = !touches;
-      note.span[thread_] = Seen::of(span);
-      note.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;
+      descriptor.span[thread_] = Seen::of(span);
+      descriptor.index[index_place<kKeys>(thread_)] = touches ? base + thread_ : -1;
     }
     if (!any(touches)) return 0;
     const bool is_whole = !any(!covers);
@@ -421,8 +422,8 @@ class Walk {
 #pragma unroll
     for (int w = 0; w < kKeys / 32; ++w) {
       uint32_t word = thread_ <= high_ - low_ ? bits[thread_ * stride + w] : 0;
-      if (!is_whole) word = bits_seen_at(word, &note.span[w * 32], low_ + thread_);
-      note.bits[thread_][w] = word;
+      if (!is_whole) word = bits_seen_at(word, &descriptor.span[w * 32], low_ + thread_);
+      descriptor.bits[thread_][w] = word;
       const uint32_t seen = __reduce_or_sync(0xffffffffu, word);
       if (thread_ % 32 == 0) queues_.some_see[thread_ / 32][w] = seen;
     }
@@ -433,41 +434,41 @@ class Walk {
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) seen |= queues_.some_see[warp][thread_ / 32];
       is_seen = has_bit(seen, thread_ % 32);
-      if (!is_seen) note.index[index_place<kKeys>(thread_)] = -1;
+      if (!is_seen) descriptor.index[index_place<kKeys>(thread_)] = -1;
     }
     return any(is_seen) ? static_cast<uint32_t>(kBits) : 0;
   }
 
   // ---- live keys gathered ----
 
-  __device__ __forceinline__ void walk_live_keys() {
+  __device__ __forceinline__ void schedule_live_keys() {
     const LiveKeys& live_keys = call_.live_keys;
     const AttentionParams& p = call_.p;
     if (kVariant == Variant::kGathered && live_keys.is_direct && !p.mask.start.data && !p.mask.end.data) {
-      walk_in_order();
+      schedule_in_order();
       return;
     }
     if (kMayBeDirect && live_keys.is_direct) {
       index_ = row_of<const int32_t>(p.mask.start, batch_, head_);
       span_ = reinterpret_cast<const int2*>(row_of<const int32_t>(p.mask.end, batch_, head_));
       listed_ = KeyLimits(p.mask, static_cast<int>(p.key_length), low_, high_).limit;
-      walk_list<kMayBeDirect>();
+      schedule_list<kMayBeDirect>();
       return;
     }
     const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
     const KeyList list(live_keys, mask_head, first_query_);
     index_ = list.index, span_ = list.span, listed_ = list.count;
     if (gathers_keys(kVariant) && is_compact(call_, mask_head)) {
-      walk_compact();
+      schedule_compact();
     } else {
-      walk_list<false>();
+      schedule_list<false>();
     }
   }
 
   // kIsDirect: there is no list, all keys up to the last that the tile may see are listed, and index_ and span_ are the head's
   // rows of start and end.
   template <bool kIsDirect>
-  __device__ __forceinline__ void walk_list() {
+  __device__ __forceinline__ void schedule_list() {
     at_ = 0;
     whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
     fetch<kIsDirect>();
@@ -486,12 +487,12 @@ class Walk {
     }
   }
 
-  // Every query sees all keys of the list, and their compact copies are in order. They are walked from the end, so that nothing
+  // Every query sees all keys of the list, and their compact copies are in order. They are taken from the end, so that nothing
   // behind them is read.
-  __device__ __forceinline__ void walk_compact() {
+  __device__ __forceinline__ void schedule_compact() {
     for (int end = listed_; end > 0; end -= kKeys) {
-      Note& note = begin_chunk();
-      if (thread_ == 0) note.first_key = end - kKeys;
+      Descriptor& descriptor = begin_chunk();
+      if (thread_ == 0) descriptor.first_key = end - kKeys;
       accept(kInOrder | kCompact | (end < kKeys ? kLimit : 0));
     }
   }
@@ -570,16 +571,16 @@ class Walk {
   // A chunk of keys that all queries see, while there are enough.
   __device__ __forceinline__ void take_whole_chunk() {
     const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
-    Note& note = begin_chunk();
+    Descriptor& descriptor = begin_chunk();
     const bool is_run = last - first == kKeys - 1;  // keys ascend, so they are neighbours when their ends are so far apart
-    if (thread_ == 0) note.first_key = first;
+    if (thread_ == 0) descriptor.first_key = first;
     if (!is_run || kVariant == Variant::kGeneral || drops_keys()) {
 #pragma unroll
       for (int row = thread_; row < kKeys; row += kThreads) {
         const int key = queues_.whole[Queues::place(whole_head_ + row)];
-        note.index[index_place<kKeys>(row)] = key;
-        note_bias(note, row, key);
-        note_hash(note, row, key);
+        descriptor.index[index_place<kKeys>(row)] = key;
+        describe_bias(descriptor, row, key);
+        describe_hash(descriptor, row, key);
       }
     }
     whole_head_ += kKeys, whole_count_ -= kKeys;
@@ -596,7 +597,7 @@ class Walk {
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = thread_ + i * kThreads;
-      key[i] = Note::kIsGathered ? 0 : -1, span[i] = Span::empty();
+      key[i] = Descriptor::kIsGathered ? 0 : -1, span[i] = Span::empty();
       if (row < from_partial) {
         const int at = queues_.partial[Queues::place(partial_head_ + row)];
         key[i] = kIsDirect ? at : index_[at];
@@ -607,22 +608,23 @@ class Walk {
       }
     }
     uint32_t flags = kSpans;
-    Note& note = begin_chunk();
+    Descriptor& descriptor = begin_chunk();
     // Without a key that all queries see some query may see none. Then every row is tested, so that the row of such a query stays
     // empty whatever it holds.
     if (gathers_keys(kVariant) && from_partial <= kFewRows && from_whole > 0) {
       flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
     }
-    if (thread_ == 0) note.rows_present = taken;
-    if constexpr (Note::kIsGathered) flags |= note_seen(note, span, flags & kSpans ? kKeys : min(kFewRows, taken));
+    if (thread_ == 0) descriptor.rows_present = taken;
+    if constexpr (Descriptor::kIsGathered)
+      flags |= describe_seen(descriptor, span, flags & kSpans ? kKeys : min(kFewRows, taken));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int row = thread_ + i * kThreads;
       if (row >= kKeys) break;
-      note.index[index_place<kKeys>(row)] = key[i];
-      if (!Note::kIsGathered) note.span[row] = Seen::of(span[i]);
-      note_bias(note, row, key[i]);
-      note_hash(note, row, key[i]);
+      descriptor.index[index_place<kKeys>(row)] = key[i];
+      if (!Descriptor::kIsGathered) descriptor.span[row] = Seen::of(span[i]);
+      describe_bias(descriptor, row, key[i]);
+      describe_hash(descriptor, row, key[i]);
     }
     partial_head_ += from_partial, partial_count_ -= from_partial;
     whole_head_ += from_whole, whole_count_ -= from_whole;
@@ -630,9 +632,9 @@ class Walk {
   }
 
   // The general variant's key_bias of a row.
-  __device__ __forceinline__ void note_bias(Note& note, int row, int key) const {
+  __device__ __forceinline__ void describe_bias(Descriptor& descriptor, int row, int key) const {
     if (kVariant != Variant::kGeneral) return;
-    note.key_bias[Note::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
+    descriptor.key_bias[Descriptor::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
   }
 
   // Brings the general variant's bias of a chunk from memory into L2. A thread takes a row of the tile.
@@ -653,18 +655,18 @@ class Walk {
     prefetch_l2(from), prefetch_l2(from + min(128, last)), prefetch_l2(from + last);
   }
 
-  // Does the call drop weights, so that notes need the hashes of keys?
+  // Does the call drop weights, so that descriptors need the hashes of keys?
   __device__ __forceinline__ bool drops_keys() const { return has_options(kVariant) && call_.threshold != 0; }
   // Dropout's hash of a row's key.
-  __device__ __forceinline__ void note_hash(Note& note, int row, int key) const {
+  __device__ __forceinline__ void describe_hash(Descriptor& descriptor, int row, int key) const {
     if constexpr (has_options(kVariant)) {
-      if (drops_keys()) note.key_hash[row] = dropout_key_hash(static_cast<uint32_t>(key));
+      if (drops_keys()) descriptor.key_hash[row] = dropout_key_hash(static_cast<uint32_t>(key));
     }
   }
   // The same for a chunk of keys in order.
-  __device__ __forceinline__ void note_hashes(Note& note, int first_key) const {
+  __device__ __forceinline__ void describe_hashes(Descriptor& descriptor, int first_key) const {
     if (!drops_keys()) return;
-    for (int row = thread_; row < kKeys; row += kThreads) note_hash(note, row, first_key + row);
+    for (int row = thread_; row < kKeys; row += kThreads) describe_hash(descriptor, row, first_key + row);
   }
 
   // The bits from `first` on, none when first is 32 or more: this shift does not take its amount modulo 32.
@@ -674,9 +676,9 @@ class Walk {
     return ones;
   }
 
-  // Notes which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each computing warp that
-  // needs the test, because one of its rows does not see one of the first `tested` keys.
-  __device__ __forceinline__ uint32_t note_seen(Note& note, const Span (&spans)[kRowsPerThread], int tested) {
+  // Writes into the descriptor which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each
+  // computing warp that needs the test, because one of its rows does not see one of the first `tested` keys.
+  __device__ __forceinline__ uint32_t describe_seen(Descriptor& descriptor, const Span (&spans)[kRowsPerThread], int tested) {
     const int shift = work_.log2_heads_per_tile;  // a query is 2^shift rows
     int thread = thread_;
     asm volatile("" : "+r"(thread));  // so that what follows from it is computed here, not kept: registers are short
@@ -690,8 +692,8 @@ class Walk {
       for (int word = 0; word < kRows / 32; ++word) {
         const uint32_t rows = ones_from(max(first - 32 * word, 0)) & ~ones_from(max(last - 32 * word, 0));
         if (row < kKeys) {
-          note.seen[2 * word][Note::seen_place(row)] = static_cast<uint16_t>(rows);
-          note.seen[2 * word + 1][Note::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
+          descriptor.seen[2 * word][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows);
+          descriptor.seen[2 * word + 1][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows >> 16);
         }
       }
       // The warps all of whose rows see the key need no test of it: a bit for each.
@@ -716,10 +718,10 @@ class Walk {
   const ForwardCall& call_;
   const ForwardWork& work_;
   Queues& queues_;
-  Note* const notes_;
-  const uint32_t note_full_, note_empty_;
+  Descriptor* const descriptors_;
+  const uint32_t descriptor_full_, descriptor_empty_;
   const int thread_;
-  // The notes: how many are begun, and the flags of the accepted one that is not published yet.
+  // The descriptors: how many are begun, and the flags of the accepted one that is not published yet.
   uint32_t begun_ = 0, pending_flags_ = 0, first_flag_ = 0;
   bool has_pending_ = false;
   // The tile, and the positions of its first and last query.

@@ -1,15 +1,15 @@
-// The walk over the keys that a query tile meets, chunk by chunk: in order (all keys, those before the diagonal, or the live
-// tiles of a block mask) or gathered from lists of live keys. common/walk.cuh says what this walk shares with the one of Hopper,
-// and why no more.
+// The scheduler of the portable kernels: finds the keys that a query tile sees, chunk by chunk, in order (all keys, those before
+// the diagonal, or the live tiles of a block mask) or gathered from lists of live keys. common/scheduler.cuh says what it shares
+// with the scheduler for Hopper, and why no more.
 //
-// The gathered walk has two queues. Keys that every query of the tile sees and keys that only some see go into different
-// chunks, in whatever order they come, so that all but one or two chunks need no test.
+// Gathered keys go through two queues. Keys that every query of the tile sees and keys that only some see go into different
+// chunks, in any order, so that all but one or two chunks need no test.
 #pragma once
 
 #include <new>
 
 #include "../calls.h"
-#include "../common/walk.cuh"
+#include "../common/scheduler.cuh"
 #include "tile.cuh"
 #include "tiles.h"
 
@@ -26,7 +26,7 @@ struct alignas(16) KeyStage {
   uint32_t bits[kQueries][kKeys / 32];  // filled in for chunks in a partial tile
 };
 
-// What a walk looks up, written once for each tile. It is in shared memory, because the kernels are short of registers.
+// What a scheduler looks up, written once for each tile. It is in shared memory, because the kernels are short of registers.
 struct KeySources {
   SpanSource spans;
   const float* key_bias;      // [Sk] or null
@@ -42,12 +42,12 @@ struct KeySources {
   int listed;
 };
 
-// How full the rings of the gathered walk are.
+// How full the rings of gathered keys are.
 struct RingState {
   int whole_head, whole_count, partial_head, partial_count;
 };
 
-// The queues of a walk, which all threads fill.
+// The queues of a scheduler, which all threads fill.
 template <int kThreads, int kKeys>
 struct KeyQueues {
   static constexpr int kRing = 1024;
@@ -69,14 +69,14 @@ struct Chunk {
 };
 
 template <Variant kVariant, int kThreads, int kQueries, int kKeys>
-class KeyWalk {
+class KeyScheduler {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
   using Queues = KeyQueues<kThreads, kKeys>;
 
   // A tile of the queries [first_query, first_query + kQueries) of a head.
-  __device__ __forceinline__ KeyWalk(const AttentionParams& p, const LiveKeys& live_keys, Queues& queues, int batch, int head,
-                                     int kv_head, int first_query)
+  __device__ __forceinline__ KeyScheduler(const AttentionParams& p, const LiveKeys& live_keys, Queues& queues, int batch,
+                                          int head, int kv_head, int first_query)
       : p_(p), queues_(queues), is_gathered_(live_keys.index != nullptr) {
     if (threadIdx.x == 0) {
       auto& sources = *new (queues.sources) KeySources{
@@ -275,7 +275,7 @@ class KeyWalk {
     const int first = queues_.cursor + static_cast<int>(threadIdx.x);
     if (queues_.cursor >= sources().listed) return false;
 
-    constexpr int kPerThread = kListBlock / kThreads;  // only keys are kept: spans are read anew, because registers are short
+    constexpr int kPerThread = kListBlock / kThreads;  // only keys are kept: spans are read again, because registers are short
     int key[kPerThread];
     uint32_t whole[kPerThread], partial[kPerThread];
     int counts = 0;  // whole in the low half, partial in the high half

@@ -1,6 +1,6 @@
-// What the warps that walk tell those that load and compute: a note for each chunk of keys.
+// What the scheduler warps tell the warps that load and compute: a descriptor for each chunk of keys of a tile.
 //
-// Inside a note, what one thread of a product or of a gather needs lies together. The functions named *_place say where.
+// Inside a descriptor, what one thread of a product or of a gather needs lies together. The functions named *_place say where.
 #pragma once
 
 #include "../common/visibility.cuh"
@@ -8,7 +8,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// What a note says of its chunk.
+// What a descriptor says of its chunk.
 enum Flag : uint32_t {
   kFirst = 1,      // it is the first chunk of a tile
   kLast = 2,       // it is the last chunk of a tile
@@ -48,13 +48,13 @@ __device__ __forceinline__ constexpr int index_place(int row) {
 }
 
 template <int kDim, Variant kVariant>
-struct ChunkNote {
+struct TileDescriptor {
   static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
   static constexpr bool kIsDense = is_dense(kVariant);  // has no fields beyond first_key, with options key_hash
   static constexpr bool kHasBits = takes_blocks(kVariant);
   static constexpr bool kIsGathered = gathers_keys(kVariant);
   static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has span, last, dead and key_bias
-  static constexpr int kRowNotes = kIsDense && !kHasKeyBias ? 4 : kKeys;
+  static constexpr int kDescribedRows = kIsDense && !kHasKeyBias ? 4 : kKeys;
   static constexpr int kBiasWarps = starts_with_bias(kVariant) ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
   // The place of a row's key in `index`.
@@ -79,21 +79,21 @@ struct ChunkNote {
   };
   int batch, head, first_query;  // of the tile: the first of its heads
   // Without kInOrder: the key; of a missing row -1, in the gathered variant 0. By index_place, in kRange by row.
-  alignas(16) int32_t index[kHasKeyBias ? 4 : kRowNotes];
-  alignas(16) Seen span[kIsGathered ? 1 : kRowNotes];
+  alignas(16) int32_t index[kHasKeyBias ? 4 : kDescribedRows];
+  alignas(16) Seen span[kIsGathered ? 1 : kDescribedRows];
   // kKeyBias, with kSpans: the position behind the last that sees the key. With kGaps: a bit for each key that no query of the
   // tile sees.
   alignas(16) int32_t last[kHasKeyBias ? kKeys : 1];
   uint32_t dead[kHasKeyBias ? (kKeys + 31) / 32 : 1];
   // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows. With
   // multiplies_bias only where has_huge is set.
-  alignas(16) float key_bias[kRowNotes];
+  alignas(16) float key_bias[kDescribedRows];
   alignas(16) uint32_t key_hash[has_options(kVariant) ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.
   bool has_huge[kBiasWarps];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
   // In the gathered variant, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
-  alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kRowNotes : 1];
+  alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kDescribedRows : 1];
 };
 
 }  // namespace dmattn::cuda::sm90

@@ -1,12 +1,12 @@
-// What the walks of both families share: how far keys in order go, the list of a tile, the counts of its warps, and the test of
-// bits against spans.
+// What the schedulers of both families share: how far keys in order go, the list of a tile, the counts of its warps, and the test
+// of bits against spans.
 //
-// The walks themselves cannot be one, because they keep their state in different places. In the portable family all threads of a
-// block first walk for a chunk, then compute it. Their registers belong to the products, so the walk keeps what it looks up and
-// how full its queues are in shared memory, and makes a chunk when one is asked for. On Hopper some warps do nothing but walk,
-// ahead of the others. Their state is in registers; they read a list ahead, walk keys in order backwards, and leave notes of what
-// each computing warp has to test. The ballots that tell whole keys from partial ones stay written out in both: as a function the
-// compiler makes other, not better, code of them.
+// The two schedulers are separate because they keep their state in different places. In the portable family all threads of a
+// block first schedule a chunk, then compute it. Their registers belong to the products, so the scheduler keeps what it looks up
+// and how full its queues are in shared memory, and makes one chunk per call. On Hopper the scheduler warps do nothing else and
+// run ahead of the others. Their state is in registers; they prefetch lists, take keys in order backwards, and write descriptors
+// of what each computing warp has to test. The ballots that separate whole keys from partial ones are written out in both: made a
+// function, they compile to different code that is no faster.
 #pragma once
 
 #include "../live_keys.h"

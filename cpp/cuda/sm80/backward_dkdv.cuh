@@ -1,8 +1,8 @@
-// Key-major backward: a block keeps a tile of keys and values and walks the queries that see them; grad_key and grad_value stay
-// in registers, grad_query is added in fp32 to global memory.
+// The portable backward by keys: a block keeps a tile of keys and values and loops over the queries that see them. grad_key and
+// grad_value stay in registers; grad_query is added in fp32 to global memory.
 //
-// It has a second job: without those adds (query_sums null) every sum has a fixed order. Together with the query-major kernel,
-// likewise without its adds, it then makes the deterministic backward.
+// It has a second job: without those adds (query_sums null) every sum has a fixed order. Together with the kernel of
+// backward_dq.cuh, also without its adds, it is the deterministic backward.
 #pragma once
 
 #include <type_traits>
@@ -24,9 +24,9 @@ struct KeyTile {
 struct PlainKeyTile {};
 
 // How the warps of a block share a block of scores [queries, keys] and the gradients of the keys [keys, D or Dv].
-template <int kDim, Room kRoom>
-struct KeyMajorLayout {
-  static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+template <int kDim, SmemBudget kSmemBudget>
+struct BackwardDkdvLayout {
+  static constexpr BackwardShape kShape = kBackwardDkdvShape<kDim, kSmemBudget>;
   static constexpr int kThreads = kShape.warps * 32, kWidth = kScoreWidth<kShape.keys>;
   // Scores: a grid of warps, each with 16 kM rows and 8 kN columns; of grad_query it has as many rows and 8 kDimN columns.
   static constexpr int kColumns = kShape.warps / kShape.warp_rows;
@@ -36,9 +36,9 @@ struct KeyMajorLayout {
   static constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
 };
 
-template <int kDim, Variant kVariant, Room kRoom>
-struct alignas(128) KeyMajorShared : KeyMajorLayout<kDim, kRoom> {
-  static constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
+template <int kDim, Variant kVariant, SmemBudget kSmemBudget>
+struct alignas(128) BackwardDkdvShared : BackwardDkdvLayout<kDim, kSmemBudget> {
+  static constexpr BackwardShape kShape = kBackwardDkdvShape<kDim, kSmemBudget>;
   uint16_t key[kShape.keys * kDim];  // at the end grad_key and grad_value leave from the places of key and value
   uint16_t value[kShape.keys * kDim];
   uint16_t query[kShape.late_stages][kShape.queries * kDim];
@@ -50,11 +50,12 @@ struct alignas(128) KeyMajorShared : KeyMajorLayout<kDim, kRoom> {
   std::conditional_t<kVariant == Variant::kPlain, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
 };
 
-// The walk over the queries that see a tile of keys in order: all of them, or with causality those from the tile on.
+// Schedules the queries that see a tile of keys in order: all of them, or with causality those from the tile on.
 template <int kQueries, int kKeys>
-class PlainQueryWalk {
+class PlainQueryScheduler {
  public:
-  __device__ __forceinline__ PlainQueryWalk(const AttentionParams& p, int first_key) : stop_(static_cast<int>(p.query_length)) {
+  __device__ __forceinline__ PlainQueryScheduler(const AttentionParams& p, int first_key)
+      : stop_(static_cast<int>(p.query_length)) {
     const int shift = static_cast<int>(p.key_length - p.query_length);
     cursor_ = p.mask.is_causal ? max(0, first_key - shift) / kQueries * kQueries : 0;
     whole_from_ = p.mask.is_causal ? first_key + kKeys - 1 - shift : 0;
@@ -90,13 +91,14 @@ __device__ __forceinline__ void hide_in_order(float (&scores)[kM][kN][4], const 
   }
 }
 
-// The walk of the general variant over the queries of one head. All threads hold the same.
+// Schedules the queries of one head in the general variant. All threads hold the same state.
 template <int kThreads, int kQueries, int kKeys>
-class QueryWalk {
+class QueryScheduler {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
 
-  __device__ __forceinline__ QueryWalk(const AttentionParams& p, const int32_t (&bounds)[4], int batch, int head, int first_key)
+  __device__ __forceinline__ QueryScheduler(const AttentionParams& p, const int32_t (&bounds)[4], int batch, int head,
+                                            int first_key)
       : p_(p), bounds_(bounds), shift_(static_cast<int>(p.key_length - p.query_length)) {
     // Positions [smallest first, largest last) see some key of the tile.
     const int query_length = static_cast<int>(p.query_length);
@@ -367,22 +369,22 @@ __device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, 
 }
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and walks the queries of
-// its group, head by head, chunk by chunk; scores are [queries, keys].
-template <class T, int kDim, Variant kVariant, Room kRoom>
+// grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and loops over the
+// queries of its group, head by head, chunk by chunk; scores are [queries, keys].
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
-    kKeyMajorShape<kDim, kRoom>.warps * 32,
-    kKeyMajorShape<kDim, kRoom>.blocks_per_sm) void key_major_kernel(const __grid_constant__ BackwardCall call) {
-  if constexpr (!is_chosen(kRoom)) {
+    kBackwardDkdvShape<kDim, kSmemBudget>.warps * 32,
+    kBackwardDkdvShape<kDim, kSmemBudget>.blocks_per_sm) void backward_dkdv_kernel(const __grid_constant__ BackwardCall call) {
+  if constexpr (!is_chosen(kSmemBudget)) {
     __trap();
     return;
   }
-  using Layout = KeyMajorLayout<kDim, kRoom>;
+  using Layout = BackwardDkdvLayout<kDim, kSmemBudget>;
   constexpr BackwardShape kShape = Layout::kShape;
   constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM;
   constexpr int kN = Layout::kN, kDimN = Layout::kDimN, kKeyWarps = Layout::kKeyWarps, kRowN = Layout::kRowN;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<KeyMajorShared<kDim, kVariant, kRoom>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<BackwardDkdvShared<kDim, kVariant, kSmemBudget>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
   const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32;
@@ -400,15 +402,15 @@ __global__ __launch_bounds__(
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
   const int64_t pairs_per_block = kVariant == Variant::kGeneral ? call.batches_per_block * call.kv_heads_per_block : 1;
   const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_per_block : 1);
-  const auto pair_of = [&](int64_t item) {
+  const auto pair_of = [&](int64_t index) {
     const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
     const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
     if constexpr (kVariant != Variant::kGeneral) return int2{batch, kv_head};
-    return int2{batch * static_cast<int>(call.batches_per_block) + static_cast<int>(item / call.kv_heads_per_block),
-                kv_head * static_cast<int>(call.kv_heads_per_block) + static_cast<int>(item % call.kv_heads_per_block)};
+    return int2{batch * static_cast<int>(call.batches_per_block) + static_cast<int>(index / call.kv_heads_per_block),
+                kv_head * static_cast<int>(call.kv_heads_per_block) + static_cast<int>(index % call.kv_heads_per_block)};
   };
-  for (int64_t item = 0; item < pairs_per_block; ++item) {
-    const int2 pair = pair_of(item);
+  for (int64_t index = 0; index < pairs_per_block; ++index) {
+    const int2 pair = pair_of(index);
     const int batch = pair.x, kv_head = pair.y;
 
     // Find the keys of the tile that some query sees.
@@ -438,23 +440,23 @@ __global__ __launch_bounds__(
     clear(grad_value);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       if constexpr (!kIsPlain) find_spans(p, shared, batch, head);
-      auto walk = [&] {
+      auto scheduler = [&] {
         if constexpr (kIsPlain) {
-          return PlainQueryWalk<kShape.queries, kShape.keys>(p, first_key);
+          return PlainQueryScheduler<kShape.queries, kShape.keys>(p, first_key);
         } else {
-          return QueryWalk<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
+          return QueryScheduler<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
         }
       }();
       const uint32_t* bits = nullptr;
       const auto next_chunk = [&](int& query, Chunk& of) {
         if constexpr (kIsPlain) {
-          return walk.next(query, of);
+          return scheduler.next(query, of);
         } else {
-          return walk.next(query, of, bits);
+          return scheduler.next(query, of, bits);
         }
       };
       const auto copy_bits = [&](int to) {
-        if constexpr (!kIsPlain) walk.copy_bits(shared.tile.stage[to], bits);
+        if constexpr (!kIsPlain) scheduler.copy_bits(shared.tile.stage[to], bits);
       };
       const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int from_query, int width) {
         copy_queries<kDim, Layout>(p, tensor, to, batch, head, from_query, width);
@@ -551,7 +553,7 @@ __global__ __launch_bounds__(
     put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });
     put_tile<T, kDim>(value_tile, grad_value, key_row, row_part, [](int, int) { return 1.0f; });
     __syncthreads();
-    const int2 to = pair_of(item);
+    const int2 to = pair_of(index);
     const auto store = [&](const void* from, const TensorView& tensor, int width) {
       store_tile<kDim, kThreads, kShape.keys>(from, width, [&](int r) -> char* {
         const int in_order = static_cast<int>(block_index() % static_cast<uint32_t>(tiles)) * kShape.keys + r;
@@ -566,12 +568,12 @@ __global__ __launch_bounds__(
   }
 }
 
-template <class T, int kDim, Variant kVariant, Room kRoom>
-cudaError_t launch_key_major(const BackwardCall& call, cudaStream_t stream) {
-  constexpr BackwardShape kShape = kKeyMajorShape<kDim, kRoom>;
-  constexpr int kBytes = sizeof(KeyMajorShared<kDim, kVariant, kRoom>);
-  static_assert(kBytes <= (kRoom == Room::kLarge ? 163 : 99) * 1024);
-  const auto kernel = key_major_kernel<T, kDim, kVariant, kRoom>;
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+cudaError_t launch_backward_dkdv(const BackwardCall& call, cudaStream_t stream) {
+  constexpr BackwardShape kShape = kBackwardDkdvShape<kDim, kSmemBudget>;
+  constexpr int kBytes = sizeof(BackwardDkdvShared<kDim, kVariant, kSmemBudget>);
+  static_assert(kBytes <= (kSmemBudget == SmemBudget::kLarge ? 163 : 99) * 1024);
+  const auto kernel = backward_dkdv_kernel<T, kDim, kVariant, kSmemBudget>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;

@@ -1,5 +1,5 @@
-// Query-major backward: a block keeps 128 queries and walks the keys they see; grad_query stays in registers, rows of grad_key
-// and grad_value are added in fp32 to global memory.
+// The portable backward by queries: a block keeps 128 queries and loops over the keys they see. grad_query stays in registers;
+// rows of grad_key and grad_value are added in fp32 to global memory.
 //
 // This is the kernel for scattered keys: the work follows the number of keys that the tile sees, and the gradient of a
 // gathered key goes back to the place of its row.
@@ -12,9 +12,9 @@
 
 namespace dmattn::cuda::sm80 {
 
-template <int kDim, Room kRoom>
-struct alignas(128) QueryMajorShared {
-  static constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
+template <int kDim, SmemBudget kSmemBudget>
+struct alignas(128) BackwardDqShared {
+  static constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
   uint16_t query[kShape.queries * kDim];  // at the end grad_query leaves from here
   uint16_t grad_out[kShape.queries * kDim];
   uint16_t key[kShape.late_stages][kShape.keys * kDim];
@@ -26,21 +26,22 @@ struct alignas(128) QueryMajorShared {
 };
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
-// Sq, D], and rows of key_sums. A block has one tile of queries of one head and walks chunks of keys; scores are [queries, keys].
-template <class T, int kDim, Variant kVariant, Room kRoom>
+// Sq, D], and rows of key_sums. A block has one tile of queries of one head and loops over chunks of keys; scores are [queries,
+// keys].
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
-    kQueryMajorShape<kDim, kRoom>.warps * 32,
-    kQueryMajorShape<kDim, kRoom>.blocks_per_sm) void query_major_kernel(const __grid_constant__ BackwardCall call) {
-  if constexpr (!is_chosen(kRoom)) {
+    kBackwardDqShape<kDim, kSmemBudget>.warps * 32,
+    kBackwardDqShape<kDim, kSmemBudget>.blocks_per_sm) void backward_dq_kernel(const __grid_constant__ BackwardCall call) {
+  if constexpr (!is_chosen(kSmemBudget)) {
     __trap();
     return;
   }
-  constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
+  constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
   constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
   constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
   constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<QueryMajorShared<kDim, kRoom>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<BackwardDqShared<kDim, kSmemBudget>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
@@ -67,15 +68,18 @@ __global__ __launch_bounds__(
   };
   copy_queries(query_tile, p.query, head_dim);
   copy_queries(grad_out_tile, call.b.grad_out, value_dim);
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.live_keys, shared.queues, batch, head, kv_head,
-                                                                first_query);
+  KeyScheduler<kVariant, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head, kv_head,
+                                                                          first_query);
   Chunk chunk, coming;
   int buffer = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
-    walk.template load_keys<kDim>(key_tile_0 + (kShape.late_stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to], of);
+    scheduler.template load_keys<kDim>(key_tile_0 + (kShape.late_stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to],
+                                       of);
   };
-  const auto copy_values = [&](int to, const Chunk& of) { walk.template load_values<kDim>(value_tile, shared.stage[to], of); };
-  bool has_chunk = walk.next(shared.stage[0], chunk);
+  const auto copy_values = [&](int to, const Chunk& of) {
+    scheduler.template load_values<kDim>(value_tile, shared.stage[to], of);
+  };
+  bool has_chunk = scheduler.next(shared.stage[0], chunk);
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
   copy_async_commit();
 
@@ -129,8 +133,8 @@ __global__ __launch_bounds__(
     clear(scores);
     multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                    Fragment<kDim>::wide(key_tile, warp_column, 0));
-    if (kVariant != Variant::kGeneral && walk.needs_test(stage, chunk))
-      hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, walk.low());
+    if (kVariant != Variant::kGeneral && scheduler.needs_test(stage, chunk))
+      hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
     const int column = warp_column + lane % 4 * 2;  // of the thread's first element
     const auto compare_values = [&](auto are_exponents) {
       clear(grad_scores);
@@ -152,8 +156,8 @@ __global__ __launch_bounds__(
     ColumnSums<kN> sums;
     if constexpr (kVariant == Variant::kGeneral) {
       to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk,
-                      walk.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
-                      [&](int column) { return walk.key_of(stage, chunk, column); });
+                      scheduler.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
+                      [&](int column) { return scheduler.key_of(stage, chunk, column); });
     } else {
       to_gradients(scores, grad_scores, delta);
       if (kVariant == Variant::kGathered) sums.add(grad_scores);
@@ -161,7 +165,7 @@ __global__ __launch_bounds__(
     // Add the gradient of key_bias.
     if (kVariant != Variant::kPlain && grad_key_bias) {
       sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
-        const int key = walk.key_of(stage, chunk, column);
+        const int key = scheduler.key_of(stage, chunk, column);
         if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
       });
     }
@@ -171,7 +175,7 @@ __global__ __launch_bounds__(
     __syncthreads();
 
     // The values are read: start on the next chunk.
-    has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
+    has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
     if (has_chunk) copy_values(buffer ^ 1, coming);
     if (has_chunk && kShape.late_stages == 2) copy_keys(buffer ^ 1, coming);
     copy_async_commit();
@@ -187,7 +191,7 @@ __global__ __launch_bounds__(
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int key = walk.key_of(stage, chunk, key_row + 16 * m + 8 * r + lane / 4);
+          const int key = scheduler.key_of(stage, chunk, key_row + 16 * m + 8 * r + lane / 4);
           const bool is_key = key >= 0 && key < p.key_length;
           key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
           value_rows[m][r] = key_rows[m][r] + key_width;
@@ -225,12 +229,12 @@ __global__ __launch_bounds__(
   });
 }
 
-template <class T, int kDim, Variant kVariant, Room kRoom>
-cudaError_t launch_query_major(const BackwardCall& call, cudaStream_t stream) {
-  constexpr BackwardShape kShape = kQueryMajorShape<kDim, kRoom>;
-  constexpr int kBytes = sizeof(QueryMajorShared<kDim, kRoom>);
-  static_assert(kBytes <= (kRoom == Room::kLarge ? 163 : 99) * 1024);
-  const auto kernel = query_major_kernel<T, kDim, kVariant, kRoom>;
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+cudaError_t launch_backward_dq(const BackwardCall& call, cudaStream_t stream) {
+  constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
+  constexpr int kBytes = sizeof(BackwardDqShared<kDim, kSmemBudget>);
+  static_assert(kBytes <= (kSmemBudget == SmemBudget::kLarge ? 163 : 99) * 1024);
+  const auto kernel = backward_dq_kernel<T, kDim, kVariant, kSmemBudget>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
