@@ -187,14 +187,11 @@ OWN_STEMS = {
         "backward_load",
         "backward_scores",
         "backward_wide",
-        "barrier",
         "encode_maps",
         "forward_load",
         "key_bias",
         "maps",
         "tile_descriptor",
-        "tma",
-        "wgmma",
         "work_tile",
     },
 }
@@ -209,7 +206,7 @@ def test_both_families_have_the_same_stems_for_the_same_jobs():
 def test_launches_check_how_many_blocks_they_have():
     """grid_of says so where a product of batches and heads does not fit; a cast would start some of the blocks."""
     launches = 0
-    for folder in ("sm80", "common"):
+    for folder in ("sm80", "common", "key_lists", "select"):
         for path in tracked(f"cpp/cuda/{folder}"):
             source = path.read_text()
             unchecked = re.findall(

@@ -95,7 +95,7 @@ FAULTS = [
             "grad_key lacks the scale in backward_dkdv", RAGGED),
     in_file("sm80/backward_dkdv.cuh", "for (int row = 0; row < Shared::kShape.warp_rows; ++row) sum +=", "for (int row = 1; row < Shared::kShape.warp_rows; ++row) sum +=",
             "some queries are missing in the deterministic gradient of key_bias", BACKWARD + "test_deterministic_is_the_gradient_too " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
-    in_file("common/tile_order.cu", "if (!keeps && work_tile < work_tiles) live_keys.order", "if (work_tile < work_tiles) live_keys.order",
+    in_file("key_lists/tile_order.cu", "if (!keeps && work_tile < work_tiles) live_keys.order", "if (work_tile < work_tiles) live_keys.order",
             "an order of tiles names some twice and others never", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks", "tile_order.cu"),
     # Decoding, and a bounded cache's step in the same kernel.
     in_file("sm80/decode.cuh", "++splits, until += split_chunks;", "until += split_chunks;",

@@ -2,9 +2,9 @@
 // their partial results.
 #pragma once
 
-#include "../common/cluster.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/parts.cuh"
+#include "../ptx/cluster.cuh"
 #include "tile.cuh"
 #include "tiles.h"
 

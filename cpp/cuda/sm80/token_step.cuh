@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../common/cache_slots.cuh"
-#include "../common/cluster.cuh"
+#include "../ptx/cluster.cuh"
 #include "../step.h"
 #include "decode_parts.cuh"
 

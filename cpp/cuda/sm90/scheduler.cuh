@@ -7,11 +7,11 @@
 // zero, and so is what it reads behind the last one, where chunks end at multiples of 8 keys.
 #pragma once
 
-#include "../common/compact_keys.cuh"
 #include "../common/scheduler.cuh"
+#include "../key_lists/compact_keys.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
 #include "tile_descriptor.cuh"
-#include "tma.cuh"
-#include "wgmma.cuh"
 #include "work_tile.cuh"
 
 namespace dmattn::cuda::sm90 {

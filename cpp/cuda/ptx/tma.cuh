@@ -1,11 +1,11 @@
-// Hopper's copy engine as functions: copies of boxes of tensors and of consecutive bytes between global and shared memory.
+// Hopper's copy engine (TMA) as functions: copies of boxes of tensors and of consecutive bytes between global and shared memory.
 #pragma once
 
 #include <cuda.h>
 
-#include "barrier.cuh"
+#include "mbarrier.cuh"
 
-namespace dmattn::cuda::sm90 {
+namespace dmattn::cuda {
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -46,4 +46,4 @@ __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.co
 // Waits until this thread's groups have read shared memory.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-}  // namespace dmattn::cuda::sm90
+}  // namespace dmattn::cuda

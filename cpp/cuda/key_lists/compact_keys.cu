@@ -1,9 +1,9 @@
 // Makes compact keys: live keys, their values and their key_bias, copied in the order of their list.
 #include "../calls.h"
+#include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../common/visibility.cuh"
 #include "compact_keys.cuh"
-#include "dependent_launch.cuh"
-#include "kernel_limits.cuh"
-#include "visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // The order in which the portable family starts query tiles under a block mask, where some tiles meet many more keys than others.
 #include "../calls.h"
-#include "device.cuh"
-#include "visibility.cuh"
+#include "../common/device.cuh"
+#include "../common/visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {

@@ -1,4 +1,5 @@
-// Products of a warpgroup as functions, and what prepares them: registers taken and given, fragments stored, tiles described.
+// The matrix products of a warpgroup (wgmma) as functions, and what prepares them: registers taken and given, fragments stored,
+// tiles described.
 //
 // Such a product runs on after its instruction. Until wait_products the compiler must neither read the result nor reuse the
 // registers of an operand; `pin` tells it so.
@@ -6,9 +7,9 @@
 
 #include "../common/device.cuh"
 
-namespace dmattn::cuda::sm90 {
+namespace dmattn::cuda {
 
-// The lane, read anew at every call, so that what is computed from it is not kept in registers.
+// The lane, read again at every call, so that what is computed from it is not kept in registers.
 __device__ __forceinline__ int read_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -163,4 +164,4 @@ DMATTN_PRODUCT(__half, "f16", 128, 16, 64, "%64", "%65", "%66", "%67", "%68", "%
 #undef DMATTN_D4
 #undef DMATTN_D
 
-}  // namespace dmattn::cuda::sm90
+}  // namespace dmattn::cuda

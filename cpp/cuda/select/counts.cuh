@@ -4,8 +4,8 @@
 // comparisons a head, spread over as many blocks as there are, where a sort by one block a head would leave most of a GPU idle.
 #pragma once
 
-#include "../dependent_launch.cuh"
-#include "../kernel_limits.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
 #include "keys.cuh"
 #include "short.h"
 

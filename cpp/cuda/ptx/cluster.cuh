@@ -6,7 +6,7 @@
 
 #include <cooperative_groups.h>
 
-#include "device.cuh"
+#include "../common/device.cuh"
 
 namespace dmattn::cuda {
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../../../params.h"
+#include "../../params.h"
 
 namespace dmattn::cuda::selection {
 

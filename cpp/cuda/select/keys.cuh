@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../../params.h"
+#include "../../params.h"
 
 namespace dmattn::cuda::selection {
 

@@ -7,8 +7,8 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include "../cluster.cuh"
-#include "../dependent_launch.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../ptx/cluster.cuh"
 #include "keys.cuh"
 
 namespace dmattn::cuda::selection {

@@ -2,11 +2,11 @@
 //
 // The Hopper backward loops over the queries of a tile of keys, from the first that sees one of them to the last. So keys are
 // ordered by the quarter of the queries in which their intervals begin, then by the last query that sees them.
+#include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../common/sort_numbers.cuh"
+#include "../common/visibility.cuh"
 #include "../live_keys.h"
-#include "dependent_launch.cuh"
-#include "kernel_limits.cuh"
-#include "sort_numbers.cuh"
-#include "visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {

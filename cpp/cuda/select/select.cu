@@ -21,9 +21,9 @@
 // (best.cuh).
 #include <cub/block/block_scan.cuh>
 
-#include "../../launch.h"
-#include "../dependent_launch.cuh"
-#include "../kernel_limits.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../launch.h"
 #include "best.cuh"
 #include "groups.cuh"
 #include "keys.cuh"

@@ -8,7 +8,7 @@
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "../dependent_launch.cuh"
+#include "../common/dependent_launch.cuh"
 #include "keys.cuh"
 
 namespace dmattn::cuda::selection {

@@ -1,9 +1,10 @@
-// Barriers in shared memory and named barriers. A phase of a barrier ends when all arrivals and all announced bytes have come.
+// Barriers in shared memory (mbarrier) and named barriers as functions. A phase of an mbarrier ends when all arrivals and all
+// announced bytes have arrived.
 #pragma once
 
 #include "../common/device.cuh"
 
-namespace dmattn::cuda::sm90 {
+namespace dmattn::cuda {
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -73,4 +74,4 @@ __device__ __forceinline__ int group_count(int id, int threads, bool mine) {
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-}  // namespace dmattn::cuda::sm90
+}  // namespace dmattn::cuda

@@ -7,10 +7,10 @@
 #include <cub/block/block_scan.cuh>
 
 #include "../calls.h"
-#include "dependent_launch.cuh"
-#include "device.cuh"
-#include "kernel_limits.cuh"
-#include "visibility.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/device.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../common/visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {

@@ -1,8 +1,8 @@
 // From which key to which do neighbouring queries see any? For kernels that take keys in order although there are intervals.
 #include "../calls.h"
-#include "device.cuh"
-#include "kernel_limits.cuh"
-#include "visibility.cuh"
+#include "../common/device.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../common/visibility.cuh"
 
 namespace dmattn::cuda {
 namespace {

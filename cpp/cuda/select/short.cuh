@@ -5,9 +5,9 @@
 // behind the best `window` are those that die, and the arrivals are the positions themselves.
 #pragma once
 
-#include "../dependent_launch.cuh"
-#include "../kernel_limits.cuh"
-#include "../sort_numbers.cuh"
+#include "../common/dependent_launch.cuh"
+#include "../common/kernel_limits.cuh"
+#include "../common/sort_numbers.cuh"
 #include "keys.cuh"
 #include "short.h"
 
