@@ -179,28 +179,55 @@ def test_few_files_announce_a_surprise():
 
 # Files ---------------------------------------------------------------------------------------------------------------------------------
 
-SHARED_STEMS = {"dispatch", "forward", "scheduler", "tiles"}
+SHARED_STEMS = {"dispatch", "tiles"}
 OWN_STEMS = {
-    "sm80": {"backward_dkdv", "backward_dq", "backward_tile", "decode", "decode_parts", "tile", "token_step"},
-    "sm90": {
-        "backward",
-        "backward_load",
-        "backward_scores",
-        "backward_wide",
-        "encode_maps",
-        "forward_load",
+    "sm80": {
+        "backward_dkdv",
+        "backward_dq",
+        "backward_tile",
+        "decode",
+        "decode_parts",
+        "forward",
+        "scheduler",
+        "tile",
+        "token_step",
+    },
+    "sm90": {"encode_maps", "gather", "maps", "ring", "tile_descriptor", "work_tile"},
+    "sm90/forward": {
+        "bias",
+        "epilogue",
+        "kernel",
         "key_bias",
-        "maps",
-        "tile_descriptor",
-        "work_tile",
+        "mask",
+        "producer",
+        "scheduler",
+        "scheduler_descriptors",
+        "scheduler_lists",
+        "scheduler_masks",
+        "scheduler_order",
+        "shared",
+        "softmax",
+    },
+    "sm90/backward": {
+        "bias",
+        "epilogue",
+        "gradients",
+        "kernel",
+        "kernel_wide",
+        "load_kv",
+        "load_q",
+        "score_place",
+        "semaphore",
+        "shared",
+        "weights",
     },
 }
 
 
 def test_both_families_have_the_same_stems_for_the_same_jobs():
-    for family, own in OWN_STEMS.items():
-        assert {path.stem for path in tracked(f"cpp/cuda/{family}")} == SHARED_STEMS | own, family
-        assert any(stem.startswith("backward") for stem in own)
+    for folder, own in OWN_STEMS.items():
+        files = [path for path in tracked(f"cpp/cuda/{folder}") if path.parent == ROOT / "cpp/cuda" / folder]
+        assert {path.stem for path in files} == (own if "/" in folder else SHARED_STEMS | own), folder
 
 
 def test_launches_check_how_many_blocks_they_have():

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "backward_wide.cuh"
+#include "backward/kernel_wide.cuh"
 #include "dispatch.h"
 #include "encode_maps.h"
-#include "forward.cuh"
+#include "forward/kernel.cuh"
 #include "sm90_instances.h"
 
 namespace dmattn::cuda::sm90 {

@@ -1,4 +1,4 @@
-// Attention backward for Hopper and head sizes from 129 to 256: blocks as in backward.cuh, whose two computing warpgroups share
+// Attention backward for Hopper and head sizes from 129 to 256: blocks as in kernel.cuh, whose two computing warpgroups share
 // one tile of 64 keys.
 //
 // The sums grad_key and grad_value of 64 keys by 256 columns are half of all registers, so each warpgroup has half of their
@@ -10,7 +10,7 @@
 // multiprocessor and L2. 400 TFLOP/s on 132 multiprocessors are 5,900 cycles a chunk.
 #pragma once
 
-#include "backward.cuh"
+#include "kernel.cuh"
 
 namespace dmattn::cuda::sm90 {
 

@@ -9,9 +9,9 @@
 // their thirds beside them. In chunks with a key_bias beyond kHugeBias these are zeros, and computing threads add it afterwards.
 #pragma once
 
-#include "../ptx/mbarrier.cuh"
-#include "../ptx/wgmma.cuh"
-#include "tiles.h"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/wgmma.cuh"
+#include "../tiles.h"
 
 namespace dmattn::cuda::sm90 {
 
