@@ -1,4 +1,4 @@
-// key_bias as a product of its own, in forward where keys come in order: scores = ones [rows, 16] thirds [keys, 16]^T + Q K^T.
+// key_bias as a product of its own, in forward where keys are in order: scores = ones [rows, 16] thirds [keys, 16]^T + Q K^T.
 //
 // Elsewhere every computing thread reads the key_bias of all columns into its scores before products may begin. Here one step of
 // 16 before those of Q K^T overwrites the scores with it. A float has 24 digits and a bfloat16 has 8, so key_bias / scale is the
@@ -6,7 +6,7 @@
 // of float16 have bfloat16 here, too, because that has the range of floats, and -inf for keys that are hidden.
 //
 // Tensor cores were seen to align what they add in a step with 24 digits or more, so the sum is exact. Warps that load keys write
-// their thirds beside them. In chunks with a key_bias beyond kHugeBias these are zeros, and computing threads add it afterwards.
+// their thirds next to them. In chunks with a key_bias beyond kHugeBias these are zeros, and computing threads add it afterwards.
 #pragma once
 
 #include "../../ptx/mbarrier.cuh"
