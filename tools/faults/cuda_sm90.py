@@ -9,8 +9,7 @@ from faults import Fault
 def in_file(
     name: str, old: str, new: str, wrong: str, tests: str = "", objects: str = "", *, harmless: str = "", size: int = 64
 ) -> Fault:
-    folder = "cpp/cuda" if name.startswith("host/") else "cpp/cuda/sm90"
-    return Fault("cuda_sm90", f"{folder}/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
+    return Fault("cuda_sm90", f"cpp/cuda/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
 
 
 FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
@@ -49,9 +48,9 @@ FAULTS = [
             "keys of a range that no query of the tile sees are loaded", RANGES, RANGED),
     in_file("sm90/gather.cuh", "if (has_bit(bits, row)) store_zeros_16(", "if (row < 0) store_zeros_16(",
             "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
-    in_file("scheduler.cuh", "(min(span[i].last - low_, work_.queries) << shift) / 16;", "(work_.queries << shift) / 16;",
+    in_file("sm90/forward/scheduler_masks.cuh", "(min(span[i].last - low_, work_.queries) << shift) / 16;", "(work_.queries << shift) / 16;",
             "keys in order that the last queries of a tile do not see are not tested", "test_key_sources.py::test_every_window_gives_what_the_reference_gives test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
-    in_file("scheduler.cuh", "if (!is_seen) descriptor.index[index_place<kKeys>(thread_)] = -1;", "",
+    in_file("sm90/forward/scheduler_masks.cuh", "if (!is_seen) descriptor.index[index_place<kKeys>(thread_)] = -1;", "",
             "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("sm90/forward/scheduler_masks.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
             "tiles of 256 queries use the bits of their first rows again", TILES, ALL),
@@ -84,9 +83,9 @@ FAULTS = [
     # Loading.
     in_file("sm90/forward/producer.cuh", "query_full.at(tiles), panel * 64, 0, first_query, head >> work.log2_heads_per_tile, tile_batch);", "query_full.at(tiles), panel * 64, 0, first_query, head, tile_batch);",
             "queries of a pack are those of a later one", FORWARD + "test_grouped_heads " + THRESHOLDS, ALL),
-    in_file("forward_load.cuh", "batch = descriptor.batch, kv_head = descriptor.head / group;", "batch = descriptor.batch, kv_head = descriptor.head % static_cast<int>(p.kv_heads);",
+    in_file("sm90/forward/producer.cuh", "batch = descriptor.batch, kv_head = descriptor.head / group;", "batch = descriptor.batch, kv_head = descriptor.head % static_cast<int>(p.kv_heads);",
             "query heads are assigned to key heads round-robin", FORWARD + "test_grouped_heads", ALL),
-    in_file("forward_load.cuh", "      copy_async_wait<0>();\n    }\n    fence_async();", "    }\n    fence_async();",
+    in_file("sm90/forward/producer.cuh", "      copy_async_wait<0>();\n    }\n    fence_async();", "    }\n    fence_async();",
             "gathered rows are announced before they have landed", THRESHOLDS + " " + LISTS, ALL),
     in_file("sm90/forward/producer.cuh", "in_order ? descriptor.first_key + at : descriptor.index[index_place<kShape.keys>(at)];", "in_order ? descriptor.first_key + at : descriptor.index[at % kShape.keys];",
             "gathered keys have the key_bias of their neighbours", THRESHOLDS, GATHERED),
@@ -128,7 +127,7 @@ FAULTS = [
             "a bias in float32 is copied as one of 16 bits", COPIED, "host/plan_forward.cpp"),
     in_file("host/plan_forward.cpp", "ends_at_pieces &&", "true &&",
             "keys that a tile does not see come beside a bias", FORWARD + "test_a_bad_key_has_no_effect_on_queries_far_before_it", "host/plan_forward.cpp"),
-    in_file("backward_scores.cuh", "if (owns_bias_gradient(call)) {", "if (true) {",
+    in_file("sm90/backward/bias.cuh", "if (owns_bias_gradient(call)) {", "if (true) {",
             "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kPlainBias"),
     in_file("sm90/backward/bias.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
             "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kPlainBias"),
@@ -185,7 +184,7 @@ FAULTS = [
     # Laying out the work.
     in_file("host/plan_forward.cpp", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
             "heads with a key_bias of their own share one", THRESHOLDS, "host/plan_forward.cpp"),
-    in_file("encode_maps.h", "static_cast<cuuint64_t>(shape.strides[i]) * 2;", "static_cast<cuuint64_t>(i > 1 ? shape.sizes[i - 1] * shape.strides[i - 1] : shape.strides[i]) * 2;",
+    in_file("sm90/encode_maps.h", "static_cast<cuuint64_t>(shape.strides[i]) * 2;", "static_cast<cuuint64_t>(i > 1 ? shape.sizes[i - 1] * shape.strides[i - 1] : shape.strides[i]) * 2;",
             "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/dispatch.cu"),
     in_file("sm90/backward/load_kv.cuh", "(work_tile.batch * static_cast<int>(p.heads) + work_tile.head) / call.heads_at_once;", "(work_tile.batch * static_cast<int>(p.heads) + work_tile.kv_head) / call.heads_at_once;",
             "blocks look up which keys the first heads see", GRADIENTS + "test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it", "sm90_backward*kPlain sm90_backward*kPlainBias"),
