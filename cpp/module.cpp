@@ -154,8 +154,8 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
   nb::dict made = common_dict(plan);
   nb::list kernels;
   if (plan.family == Family::kSm90) kernels.append(instance_dict(plan.instance, plan.tile));
-  if (plan.key_major.kernel != Kernel::kNone) kernels.append(instance_dict(plan.key_major, plan.key_major_tile));
-  if (plan.query_major.kernel != Kernel::kNone) kernels.append(instance_dict(plan.query_major, plan.query_major_tile));
+  if (plan.backward_dkdv.kernel != Kernel::kNone) kernels.append(instance_dict(plan.backward_dkdv, plan.backward_dkdv_tile));
+  if (plan.backward_dq.kernel != Kernel::kNone) kernels.append(instance_dict(plan.backward_dq, plan.backward_dq_tile));
   made["kernels"] = kernels;
   made["heads_at_once"] = plan.heads_at_once, made["adds_zero_bias"] = plan.adds_zero_bias;
   made["stores_bias"] = plan.stores_bias;
@@ -171,7 +171,7 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"lse_rest2", w.lse_rest2},
                                       {"row_hash", w.row_hash},
                                       {"flags", w.flags},
-                                      {"turns", w.turns},
+                                      {"semaphores", w.semaphores},
                                       {"lists", w.lists}},
                                      w.bytes);
   return made;

@@ -31,7 +31,7 @@ static constexpr int64_t ceil_of_quotient(int64_t a, int64_t b) { return (a + b 
 
 static constexpr int64_t chunks_of(const ReduceParams& p) { return ceil_of_quotient(p.count, kChunk); }
 
-// Whether kernels walk several neighbouring sequences at once, because those lie closer than the elements of one.
-static constexpr bool walks_columns(const ReduceParams& p) { return p.inner >= 8 && p.inner_stride < p.stride; }
+// Whether kernels reduce several neighbouring sequences at once, because those lie closer than the elements of one.
+static constexpr bool reduces_columns(const ReduceParams& p) { return p.inner >= 8 && p.inner_stride < p.stride; }
 
 }  // namespace dmattn

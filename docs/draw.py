@@ -245,7 +245,7 @@ def pipeline() -> Drawing:
     d = Drawing(860, 400, "The pipeline of the Hopper forward kernel")
     x, unit = 170, 128
     d.text(20, 32, "One thread block, over time: each row is a group of warps", 16, bold=True)
-    lanes = ("walking warps", "loading warps", "warpgroup A", "warpgroup B")
+    lanes = ("scheduler warps", "loading warps", "warpgroup A", "warpgroup B")
     for row, name in enumerate(lanes):
         d.text(20, 92 + row * 76, name, 14)
         d.line(x, 118 + row * 76, 845, 118 + row * 76, PALE)

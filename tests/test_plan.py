@@ -283,7 +283,7 @@ def test_sizes_of_regions():
     terms = 4 * 1024 * 4  # queries are padded to multiples of 128
     assert regions == {
         "query_sums": 4 * 1024 * 64 * 4, "lse2": terms, "delta": terms, "lse": terms, "lse_rest2": terms, "row_hash": terms,
-        "flags": 8, "turns": 4 * 1024 // 32 * 4,
+        "flags": 8, "semaphores": 4 * 1024 // 32 * 4,
     }  # fmt: skip
     ranged = forward(query_length=8192, interval_heads=1, is_in_order=True, batch=1)["workspace"]["regions"]
     assert ranged == {"lists": (0, (2 * -(-8192 // 192) + 1) * 4)}

@@ -127,7 +127,7 @@ def test_faults_of_kernels_are_built_for_the_size_they_name():
     common = "CMakeFiles/x.dir/cpp/cuda/common/reduce/sum.cu.o"
     assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [*instances[:2], common]
     assert [name for name in (*instances, common) if planted_faults.is_tested(name, 256)] == [*instances[2:], common]
-    wide = [fault for fault in FAULTS if fault.file.endswith("backward_wide.cuh")]
+    wide = [fault for fault in FAULTS if fault.file.endswith("backward/kernel_wide.cuh")]
     assert wide
     assert {fault.size for fault in wide} == {256}
 

@@ -22,7 +22,7 @@ struct KeyChunk {
   RowMask masks[kChunkKeys];
 };
 
-// The two chunks that a walk is filling, in scratch memory.
+// The two chunks that a scheduler is filling, in scratch memory.
 struct KeyLists {
   KeyChunk full, partial;
 };
@@ -58,11 +58,11 @@ DMATTN_INLINE void transpose_bits(uint32_t* rows) {
   }
 }
 
-// One walk over the keys of one tile. `Use` is called with each chunk.
+// Collects the keys that one tile of queries sees into chunks. `Use` is called with each chunk.
 template <class Use>
-class KeyWalk {
+class KeyScheduler {
  public:
-  KeyWalk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists, const Use& use)
+  KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists, const Use& use)
       : mask_(p.mask), tile_(tile), lists_(lists), use_(use), all_rows_(rows_between(0, tile.rows)) {
     first_position_ = static_cast<int32_t>(tile.position);
     last_position_ = static_cast<int32_t>(tile.position + tile.rows - 1);
@@ -248,7 +248,7 @@ class KeyWalk {
 template <class Use>
 DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists,
                                   const Use& use) {
-  KeyWalk<Use>(p, summaries, tile, lists, use).run();
+  KeyScheduler<Use>(p, summaries, tile, lists, use).run();
 }
 
 }  // namespace

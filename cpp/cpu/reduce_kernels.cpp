@@ -7,7 +7,7 @@ namespace dmattn::cpu {
 namespace {
 
 constexpr int64_t kTaskElements = 1 << 16;
-constexpr int64_t kColumns = 128;  // neighbouring sequences that are walked at once
+constexpr int64_t kColumns = 128;  // neighbouring sequences that are reduced at once
 constexpr int kChunkLevels = 8;
 static_assert((1 << kChunkLevels) == kChunkLanes);
 constexpr int64_t kLanesAtOnce = kStep, kRowsAtOnce = 4;
@@ -233,10 +233,10 @@ void with_kind(const ReduceParams& p, const Use& use) {
 // Work of pass one comes in units: a chunk of a sequence, or of up to kColumns neighbouring ones. A task is several units.
 int64_t column_blocks(const ReduceParams& p) { return ceil_of_quotient(p.inner, kColumns); }
 
-int64_t units_of(const ReduceParams& p) { return p.outer * (walks_columns(p) ? column_blocks(p) : p.inner) * chunks_of(p); }
+int64_t units_of(const ReduceParams& p) { return p.outer * (reduces_columns(p) ? column_blocks(p) : p.inner) * chunks_of(p); }
 
 int64_t units_per_task(const ReduceParams& p) {
-  const int64_t width = walks_columns(p) ? least(p.inner, kColumns) : 1;
+  const int64_t width = reduces_columns(p) ? least(p.inner, kColumns) : 1;
   return ceil_of_quotient(kTaskElements, width * least(p.count, kChunk));
 }
 
@@ -261,7 +261,7 @@ void reduce_unit(const ReduceParams& p, int64_t unit) {
   const int64_t chunks = chunks_of(p), chunk = unit % chunks, place = unit / chunks;
   const int64_t n = least(p.count - chunk * kChunk, kChunk);
   input += chunk * kChunk * p.stride;
-  if (!walks_columns(p)) {
+  if (!reduces_columns(p)) {
     const auto* from = input + place / p.inner * p.outer_stride + place % p.inner * p.inner_stride;
     return store_chunk<K>(p, place, chunk, chunks, reduce_chunk<Stored, typename K::Join>(from, p.stride, n));
   }

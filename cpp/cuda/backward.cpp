@@ -49,7 +49,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
-  if (part.turns) part.turns += terms / kTurnQueries;
+  if (part.semaphores) part.semaphores += terms / kSemaphoreQueries;
   part.lse += terms, part.lse_rest2 += terms;
   if (part.row_hash) part.row_hash += terms;
   if (part.seen) part.seen += (batch * p.heads + head) / part.heads_at_once * part.seen_words;
@@ -108,19 +108,19 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, cudaStream_t s
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
     by_keys.batches_per_block = plan.batches_per_block, by_keys.kv_heads_per_block = plan.kv_heads_per_block;
-    if (!plan.key_major_takes_lists) by_keys.live_keys = {};
-    check_cuda(sm80::key_major(by_keys, plan.key_major, stream), "attention kernel");
+    if (!plan.backward_dkdv_takes_lists) by_keys.live_keys = {};
+    check_cuda(sm80::backward_dkdv(by_keys, plan.backward_dkdv, stream), "attention kernel");
     // Zeros for keys that were not gathered.
     if (by_keys.live_keys.index) DMATTN_CUDA_CHECK(launch_store_key_sums(by_keys, stream));
-    check_cuda(sm80::query_major(by_queries, plan.query_major, stream), "attention kernel");
+    check_cuda(sm80::backward_dq(by_queries, plan.backward_dq, stream), "attention kernel");
   } else if (call.key_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    check_cuda(sm80::query_major(call, plan.query_major, stream), "attention kernel");
+    check_cuda(sm80::backward_dq(call, plan.backward_dq, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
     const size_t bytes = static_cast<size_t>(plan.workspace.query_sums.bytes);
     DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, bytes, stream));
-    check_cuda(sm80::key_major(call, plan.key_major, stream), "attention kernel");
+    check_cuda(sm80::backward_dkdv(call, plan.backward_dkdv, stream), "attention kernel");
     DMATTN_CUDA_CHECK(launch_store_query_sums(call, stream));
   }
 }
@@ -134,7 +134,7 @@ void lay_out(BackwardCall& call, const BackwardPlan::Workspace& workspace, void*
   call.lse = workspace.lse.in<float>(memory);
   call.lse_rest2 = workspace.lse_rest2.in<float>(memory);
   call.row_hash = workspace.row_hash.in<uint32_t>(memory);
-  call.turns = workspace.turns.in<int32_t>(memory);
+  call.semaphores = workspace.semaphores.in<int32_t>(memory);
   call.seen = workspace.seen.in<uint32_t>(memory);
 }
 
@@ -189,7 +189,7 @@ BackwardResults backward_op(BackwardArguments given) {
   lay_out(call, workspace, memory.data());
   clear(workspace.zero_bias, memory.data(), stream);
   clear(workspace.flags, memory.data(), stream);
-  clear(workspace.turns, memory.data(), stream);
+  clear(workspace.semaphores, memory.data(), stream);
   if (plan.adds_zero_bias) {
     p.bias = bias_of_zeros(workspace.zero_bias.in<float>(memory.data()), p);
     p.bias_row_stride = 0, p.bias_dtype = DType::kFloat32;
@@ -197,7 +197,7 @@ BackwardResults backward_op(BackwardArguments given) {
   call.live_keys = find_keys(p, plan.lists, workspace.lists.in<int32_t>(memory.data()), stream);
   int32_t* const flags = workspace.flags.in<int32_t>(memory.data());
   call.row_flags = flags ? flags : call.live_keys.row_flags;
-  int32_t* const tile_counter = flags ? flags + 1 : call.live_keys.ticket;
+  int32_t* const tile_counter = flags ? flags + 1 : call.live_keys.tile_counter;
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = plan.padded_queries;
   call.heads_at_once = static_cast<int>(plan.heads_at_once), call.seen_words = static_cast<int>(plan.seen_words);

@@ -67,13 +67,13 @@ struct BackwardCall {
   PerHead grad_bias;           // float [B|1, H|Hkv|1, Sq, Sk]
   // Sums in fp32 in global memory; null: this kernel does not add there. Both end with a spare row for what is computed for rows
   // that do not exist.
-  float* query_sums = nullptr;       // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that walk queries, zeroed
-  float* key_sums = nullptr;         // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
+  float* query_sums = nullptr;  // [B, H, Sq] + [1] rows of sum_width(D): grad_query of kernels that loop over queries, zeroed
+  float* key_sums = nullptr;    // [B, Hkv, Sk] + [1] rows of sum_width(D) + sum_width(Dv): grad_key | grad_value
   bool query_sums_in_tiles = false;  // [B, H, padded_queries / 64, sum_width(D) / 8] tiles instead, in the order of tile_place
-  // Whose turn it is to add, zeroed; null: sums have no fixed order. Keys in order: how many tiles of keys have added to the
-  // chunk of queries that begins here, and at the next element to its second piece. Gathered keys, [B, Hkv, segments] of it: the
-  // first key that a segment's list has not added to key_sums.
-  int32_t* turns = nullptr;  // [B, H, padded_queries / kTurnQueries]
+  // Semaphores that fix the order of sums, zeroed; null: sums have no fixed order. Keys in order (dq semaphore): how many tiles
+  // of keys have added to the chunk of queries that begins here, and at the next element to its second piece. Gathered keys (dkdv
+  // semaphore), [B, Hkv, segments] of it: the first key that a segment's list has not added to key_sums.
+  int32_t* semaphores = nullptr;  // [B, H, padded_queries / kSemaphoreQueries]
   // Where keys come in order: how many query heads of a group a block of Hopper's takes one after the other.
   int heads_at_once = 1;
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some

@@ -18,7 +18,7 @@ LiveKeys lay_out_lists(const KeyLists& lists, int32_t* memory) {
   keys.index = memory + lists.index;
   keys.counts = memory + lists.counts, keys.partial = memory + lists.partial, keys.live = memory + lists.live;
   keys.count = memory + lists.count, keys.shift = memory + lists.shift;
-  keys.row_flags = memory + lists.ticket + 1;
+  keys.row_flags = memory + lists.tile_counter + 1;
   return keys;
 }
 
@@ -33,7 +33,7 @@ LiveKeys find_keys(const AttentionParams& p, const KeyLists& lists, int32_t* mem
     return keys;
   }
   if (lists.has_lists()) keys = lay_out_lists(lists, memory);
-  keys.ticket = memory + lists.ticket;
+  keys.tile_counter = memory + lists.tile_counter;
   keys.batches = lists.batches, keys.heads = lists.heads, keys.head_divisor = lists.head_divisor;
   keys.batch_stride = lists.batches > 1 ? lists.heads : 0;
   if (lists.kind == KeyLists::Kind::kRanges) {

@@ -30,7 +30,7 @@ ForwardResults forward_op(AttentionArguments given) {
   call.over_scale = static_cast<float>(1.0 / p.scale);
   call.live_keys = find_keys(p, plan.lists, plan.workspace.lists.in<int32_t>(memory.data()), device.stream());
   call.live_keys.is_direct = plan.keys == KeySource::kDirect;
-  if (!call.live_keys.ticket) call.live_keys.ticket = plan.workspace.tile_counter.in<int32_t>(memory.data());
+  if (!call.live_keys.tile_counter) call.live_keys.tile_counter = plan.workspace.tile_counter.in<int32_t>(memory.data());
   if (plan.keys == KeySource::kCompact) {
     call.compact.key = plan.workspace.compact_key.in<void>(memory.data());
     call.compact.value = plan.workspace.compact_value.in<void>(memory.data());

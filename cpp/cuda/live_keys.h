@@ -28,21 +28,21 @@ struct LiveKeys {
   int2* lists = nullptr;     // [mask heads, most_lists]: where in index and span the list of a segment begins, and its length
   // Scratch of the kernels that make the lists. A group is some neighbouring live keys: where they begin, how many they are, and
   // the first and last position of their spans together.
-  int4* groups = nullptr;        // [mask heads, parts, kPartGroups]
-  int64_t count_blocks = 0;      // blocks that share the parts of a mask head while they are counted
-  int32_t* counts = nullptr;     // [mask heads, count_blocks, 2, segments]
-  int32_t* partial = nullptr;    // [mask heads, count_blocks]: does a block have live keys that only some queries see?
-  int32_t* live = nullptr;       // [mask heads, parts]: how many of a part's keys are live
-  int32_t* ticket = nullptr;     // one int: tiles that blocks have drawn; zeroed with the lists
-  int32_t* row_flags = nullptr;  // one int for backward (BackwardCall::row_flags); likewise
-  bool keeps_live = false;       // are the live keys read, even where no list is made of them?
-  bool joins = false;            // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
-  bool by_lifetime = false;      // with several parts of keys: do those that a segment's last query sees come first in its list?
-  bool lengthens = false;        // are segments longer than they need be, where their lists are then hardly longer?
-  int64_t capacity = 0;          // kEntriesPerKey * Sk, for one segment just Sk
-  int64_t most_lists = 0;        // lists that a mask head may have
-  int64_t parts = 0;             // parts of kPartKeys keys
-  int64_t batch_stride = 0;      // 0 or heads, counted in mask heads
+  int4* groups = nullptr;           // [mask heads, parts, kPartGroups]
+  int64_t count_blocks = 0;         // blocks that share the parts of a mask head while they are counted
+  int32_t* counts = nullptr;        // [mask heads, count_blocks, 2, segments]
+  int32_t* partial = nullptr;       // [mask heads, count_blocks]: does a block have live keys that only some queries see?
+  int32_t* live = nullptr;          // [mask heads, parts]: how many of a part's keys are live
+  int32_t* tile_counter = nullptr;  // one int: tiles that blocks have drawn; zeroed with the lists
+  int32_t* row_flags = nullptr;     // one int for backward (BackwardCall::row_flags); likewise
+  bool keeps_live = false;          // are the live keys read, even where no list is made of them?
+  bool joins = false;               // are all queries one segment (of shift kOneSegment) when each of them sees all live keys?
+  bool by_lifetime = false;  // with several parts of keys: do those that a segment's last query sees come first in its list?
+  bool lengthens = false;    // are segments longer than they need be, where their lists are then hardly longer?
+  int64_t capacity = 0;      // kEntriesPerKey * Sk, for one segment just Sk
+  int64_t most_lists = 0;    // lists that a mask head may have
+  int64_t parts = 0;         // parts of kPartKeys keys
+  int64_t batch_stride = 0;  // 0 or heads, counted in mask heads
   int64_t batches = 0, heads = 0, head_divisor = 1;
 
   // The mask head of a query head.
@@ -50,8 +50,8 @@ struct LiveKeys {
     return batch * batch_stride + head / static_cast<int>(head_divisor);
   }
 
-  // There are no lists: a walk looks up the spans of all keys that a tile may see. For short sequences, where making lists takes
-  // longer than reading what is not in them, and for a key_bias without intervals, where there are no spans to look up.
+  // There are no lists: the scheduler looks up the spans of all keys that a tile may see. For short sequences, where making lists
+  // takes longer than reading what is not in them, and for a key_bias without intervals, where there are no spans to look up.
   bool is_direct = false;
   // Are keys gathered, from lists or without?
   __host__ __device__ bool gathers() const { return index || is_direct; }
@@ -69,7 +69,7 @@ struct LiveKeys {
 cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // One list for all queries, up to kMostOneList of them and of keys: `shortest` says that they are one segment.
 cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
-// ranges, and the ticket behind them, which is set to zero.
+// ranges, and the tile counter behind them, which is set to zero.
 cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 

@@ -43,8 +43,8 @@ inline int64_t blocks_per_mask_head(int64_t parts, int64_t mask_heads, int64_t o
   return best;
 }
 
-// Queries for which BackwardCall::turns has an element: at most half of a chunk, which may be added in two pieces.
-inline constexpr int kTurnQueries = 32;
+// Queries for which BackwardCall::semaphores has an element: at most half of a chunk, which may be added in two pieces.
+inline constexpr int kSemaphoreQueries = 32;
 
 // Floats in a row of sums of `dim` elements.
 constexpr int64_t sum_width(int64_t dim) { return (dim + 15) / 16 * 16; }

@@ -277,6 +277,6 @@ FAULTS = [
             "wide heads of one list have no sums", PLAN + "test_one_list_of_a_wide_kernel_has_sums"),
     in_file("cuda/host/instances.cpp", "instance.dim < width || (best && instance.dim > best->dim)", "instance.dim < width",
             "a kernel for wider heads is taken where a narrower one would do", PLAN + "test_kernels_of_forward_on_hopper"),
-    in_file("cuda/host/plan_forward.cpp", "if (items >= kEndOfTiles) return false;", "",
+    in_file("cuda/host/plan_forward.cpp", "if (work_tiles >= kEndOfTiles) return false;", "",
             "more tiles than have numbers are launched", PLAN + "test_more_tiles_than_have_numbers_are_refused"),
 ]  # fmt: skip

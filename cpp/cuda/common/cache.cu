@@ -65,8 +65,8 @@ struct StepSlots : Slots {
 // One new token of each sequence -> the slots of each head.
 __global__ __launch_bounds__(kUpdateThreads) void update_kernel(const __grid_constant__ CacheParams p) {
   __shared__ Worst shared[kUpdateThreads / 32];
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int task = static_cast<int>(blockIdx.x);
   if (p.lengths && p.lengths[task / static_cast<int>(p.kv_heads)] <= 0) return;
   StepSlots slots(p, task, shared);
@@ -80,8 +80,8 @@ __global__ __launch_bounds__(kUpdateThreads) void update_kernel(const __grid_con
 
 // count [B] -> the slots as they were so many tokens ago, or empty where that is not known.
 __global__ __launch_bounds__(kUpdateThreads) void rewind_kernel(const __grid_constant__ CacheParams p) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int task = static_cast<int>(blockIdx.x);
   Slots slots(p, task);
   const int32_t count = p.count[slots.batch], kept = min(min(p.kept[task], p.rewind), slots.step);
@@ -195,8 +195,8 @@ __device__ int find_piece(const CacheParams& p, const ChunkKeys& chunk, int base
 // all_position, all_slot, all_end -> what each slot takes (in the workspace), entered, steps, kept.
 __global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_constant__ CacheParams p, int32_t* workspace) {
   __shared__ int begin[kPiece], before[kPiece], warp_sums[kPlaceThreads / 32];
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int task = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const Slots slots(p, task);
   const ChunkKeys chunk(p, task, slots.batch, workspace);
@@ -247,8 +247,8 @@ __global__ __launch_bounds__(kPlaceThreads) void places_kernel(const __grid_cons
 
 // What places_kernel says -> slots. A warp copies a row.
 __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constant__ CacheParams p, int32_t* workspace) {
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kCopyThreads / 32) + threadIdx.x / 32;
   if (row >= p.batch * p.kv_heads * p.slots) return;
   const int task = static_cast<int>(row / p.slots), slot = static_cast<int>(row % p.slots);
@@ -279,8 +279,8 @@ __global__ __launch_bounds__(kCopyThreads) void copy_kernel(const __grid_constan
 // share a row.
 __global__ __launch_bounds__(kJoinThreads) void join_kernel(const __grid_constant__ JoinParams join) {
   __shared__ int positions[kJoinThreads], index[kJoinRows];
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const CacheParams& p = join.cache;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kJoinLanes;
   const int old_blocks = (join.visible + kJoinRows - 1) / kJoinRows;

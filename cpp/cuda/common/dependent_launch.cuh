@@ -1,9 +1,9 @@
-// Launches of kernels that follow each other closely. On compute capability 9.0 the blocks of a kernel come onto the SMs while
-// those of the kernel before leave, and wait on the SMs ("programmatic dependent launch", CUDA programming guide).
+// Launches of kernels that follow each other closely. On compute capability 9.0 the blocks of a kernel start on the SMs while
+// those of the kernel before finish, and wait there ("programmatic dependent launch", CUDA programming guide).
 //
-// Nobody else waits: a kernel launched by launch_dependent calls wait_for_kernel_before in every thread, before it reads or
+// Nobody else waits: a kernel launched by launch_dependent calls griddepcontrol_wait in every thread, before it reads or
 // writes anything global. As every kernel of a chain waits, the end of the last is the end of all. What the chain writes is read
-// by plain loads: __ldg and __restrict__ promise that nobody wrote it since the kernel came.
+// by plain loads: __ldg and __restrict__ promise that nobody has written it since the kernel began.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,15 +14,15 @@
 namespace dmattn::cuda {
 
 // Waits for the end of the kernel before and for all that it wrote.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel's blocks come onto the SMs from now on. Where both kernels have few blocks and two of the next one's fit
+// Lets the next kernel's blocks start on the SMs from now on. Where both kernels have few blocks and two of the next one's fit
 // on an SM, those may share the SMs that are free now and leave the others idle afterwards: measure it then.
-__device__ __forceinline__ void let_kernel_after_come() {
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -47,14 +47,13 @@ inline bool has_dependent_launch() {
 #endif
 }
 
-// Which cluster sizes of up to 16 blocks a kernel's devices have room for: bit size - 1 says yes, bit size + 15 no.
+// Which cluster sizes of up to 16 blocks a kernel's devices can hold: bit size - 1 says yes, bit size + 15 no.
 using ClusterSizes = std::array<std::atomic<uint32_t>, 64>;
 
-// Does the current device have room for a cluster of so many blocks? One of more than 8 needs that many multiprocessors beside
+// Does the current device hold a cluster of so many blocks at once? One of more than 8 needs that many multiprocessors beside
 // each other, which some devices lack. Asked once for each size.
 template <class... Parameters>
-bool has_room_for_cluster(void (*kernel)(Parameters...), unsigned cluster, unsigned threads, size_t shared_bytes,
-                          ClusterSizes& known) {
+bool cluster_fits(void (*kernel)(Parameters...), unsigned cluster, unsigned threads, size_t shared_bytes, ClusterSizes& known) {
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
   const bool has_place = device < static_cast<int>(known.size());

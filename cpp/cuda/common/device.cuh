@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t lanes_before() {
 // Is bit n set?
 __device__ __forceinline__ bool has_bit(uint32_t bits, uint32_t n) { return (bits >> n) & 1; }
 
-// blockIdx.x, read anew at every call: what is computed from it need not stay in registers over a long loop.
+// blockIdx.x, read again at every call, so that what is computed from it need not stay in registers over a long loop.
 __device__ __forceinline__ uint32_t block_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
@@ -52,10 +52,10 @@ __device__ __forceinline__ uint32_t thread_index() {
   return index;
 }
 
-// The same pointer, of which the compiler knows nothing: what is computed from values behind it is not kept in registers over a
-// loop.
+// The same pointer, hidden from the compiler's analysis: it loads values behind the pointer again instead of keeping them, and
+// what is computed from them, in registers over a loop.
 template <class T>
-__device__ __forceinline__ const T* read_anew(const T* p) {
+__device__ __forceinline__ const T* opaque_reload(const T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }

@@ -7,8 +7,8 @@
 #include "device.cuh"
 #include "kernel_limits.cuh"
 #include "logits.cuh"
+#include "scheduler.cuh"
 #include "visibility.cuh"
-#include "walk.cuh"
 
 namespace dmattn::cuda {
 namespace {

@@ -27,8 +27,8 @@ __global__ __launch_bounds__(kMergeThreads) void merge_parts_kernel(const __grid
   const float* const part_out = call.part_out + row_index * call.parts * value_dim + column;
   int run = 1;  // parts of a warp
   while (run * kMergeWarps < call.parts) run *= 2;
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   const int block_keys = call.split_keys * call.block_splits;
   const int parts = (length_of(p, batch) + block_keys - 1) / block_keys;  // that were written

@@ -8,10 +8,11 @@
 namespace dmattn::cuda {
 namespace {
 
-#define DMATTN_ROW(KERNEL, DTYPE, DIM, VARIANT, ROOM) {Kernel::KERNEL, DType::DTYPE, DIM, Variant::VARIANT, sm80::Room::ROOM},
+#define DMATTN_ROW(KERNEL, DTYPE, DIM, VARIANT, SMEM_BUDGET) \
+  {Kernel::KERNEL, DType::DTYPE, DIM, Variant::VARIANT, sm80::SmemBudget::SMEM_BUDGET},
 constexpr Instance kSm80Forward[] = {DMATTN_ROWS_SM80_FORWARD(DMATTN_ROW)};
-constexpr Instance kSm80QueryMajor[] = {DMATTN_ROWS_SM80_QUERY_MAJOR(DMATTN_ROW)};
-constexpr Instance kSm80KeyMajor[] = {DMATTN_ROWS_SM80_KEY_MAJOR(DMATTN_ROW)};
+constexpr Instance kSm80BackwardDq[] = {DMATTN_ROWS_SM80_BACKWARD_DQ(DMATTN_ROW)};
+constexpr Instance kSm80BackwardDkdv[] = {DMATTN_ROWS_SM80_BACKWARD_DKDV(DMATTN_ROW)};
 constexpr Instance kSm90Forward[] = {DMATTN_ROWS_SM90_FORWARD(DMATTN_ROW)};
 constexpr Instance kSm90Backward[] = {DMATTN_ROWS_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
@@ -24,20 +25,21 @@ constexpr InstanceList list_of(const Instance (&instances)[kCount]) {
 }  // namespace
 
 Build configured_build(bool has_sm90) {
-  return {
-      has_sm90,
-      {list_of(kSm80Forward), list_of(kSm80QueryMajor), list_of(kSm80KeyMajor), list_of(kSm90Forward), list_of(kSm90Backward)}};
+  return {has_sm90,
+          {list_of(kSm80Forward), list_of(kSm80BackwardDq), list_of(kSm80BackwardDkdv), list_of(kSm90Forward),
+           list_of(kSm90Backward)}};
 }
 
-const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant, sm80::Room room) {
+const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
+                              sm80::SmemBudget smem_budget) {
   const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
   const Instance* best = nullptr;
   for (const Instance& instance : build.of(kernel)) {
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
-    if (instance.room != sm80::Room::kAny && instance.room != room) continue;
+    if (instance.smem_budget != sm80::SmemBudget::kAny && instance.smem_budget != smem_budget) continue;
     if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
-    if (best && instance.dim == best->dim && best->room == room && instance.room != room) continue;
-    if (best && instance.dim == best->dim && best->room == instance.room && best->variant == variant) continue;
+    if (best && instance.dim == best->dim && best->smem_budget == smem_budget && instance.smem_budget != smem_budget) continue;
+    if (best && instance.dim == best->dim && best->smem_budget == instance.smem_budget && best->variant == variant) continue;
     best = &instance;
   }
   return best;
@@ -46,8 +48,8 @@ const Instance* find_instance(const Build& build, Kernel kernel, const Attention
 const char* name_of(Kernel kernel) {
   switch (kernel) {
     case Kernel::kSm80Forward: return "sm80 forward";
-    case Kernel::kSm80QueryMajor: return "sm80 query-major backward";
-    case Kernel::kSm80KeyMajor: return "sm80 key-major backward";
+    case Kernel::kSm80BackwardDq: return "sm80 query-major backward";
+    case Kernel::kSm80BackwardDkdv: return "sm80 key-major backward";
     case Kernel::kSm90Forward: return "sm90 forward";
     case Kernel::kSm90Backward: return "sm90 backward";
     case Kernel::kNone: break;
@@ -81,13 +83,14 @@ const char* name_of(DType dtype) {
 std::string name_of(const Instance& instance) {
   std::ostringstream text;
   text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/" << name_of(instance.variant);
-  if (instance.room != sm80::Room::kAny) text << (instance.room == sm80::Room::kLarge ? "/large" : "/small");
+  if (instance.smem_budget != sm80::SmemBudget::kAny)
+    text << (instance.smem_budget == sm80::SmemBudget::kLarge ? "/large" : "/small");
   return text.str();
 }
 
 std::string compiled(const Build& build) {
   std::ostringstream text;
-  for (const Kernel kernel : {Kernel::kSm80Forward, Kernel::kSm80QueryMajor, Kernel::kSm80KeyMajor}) {
+  for (const Kernel kernel : {Kernel::kSm80Forward, Kernel::kSm80BackwardDq, Kernel::kSm80BackwardDkdv}) {
     for (const Instance& instance : build.of(kernel)) text << (text.tellp() > 0 ? ", " : "") << name_of(instance);
   }
   return text.str();

@@ -8,7 +8,7 @@
 
 namespace dmattn::cuda {
 
-enum class Kernel : int32_t { kSm80Forward, kSm80QueryMajor, kSm80KeyMajor, kSm90Forward, kSm90Backward, kNone };
+enum class Kernel : int32_t { kSm80Forward, kSm80BackwardDq, kSm80BackwardDkdv, kSm90Forward, kSm90Backward, kNone };
 inline constexpr int kKernels = static_cast<int>(Kernel::kNone);
 
 struct Instance {
@@ -16,7 +16,7 @@ struct Instance {
   DType dtype = DType::kBFloat16;
   int dim = 0;  // the largest head size that it takes
   Variant variant = Variant::kPlain;
-  sm80::Room room = sm80::Room::kAny;  // shared memory that it needs; of Hopper's always kAny
+  sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny;  // shared memory that it needs; of Hopper's always kAny
 };
 
 struct InstanceList {
@@ -37,10 +37,10 @@ struct Build {
 // All instances that this build is configured for; without CUDA those that a build with CUDA would have.
 Build configured_build(bool has_sm90);
 
-// The instance of the smallest head size that is large enough; of those the one that may use `room`, and of those the one of the
-// variant rather than the general one. Null: there is none.
+// The instance of the smallest head size that is large enough; of those the one that fits `smem_budget`, and of those the one of
+// the variant rather than the general one. Null: there is none.
 const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
-                              sm80::Room room = sm80::Room::kAny);
+                              sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny);
 
 // For errors and for people.
 const char* name_of(Kernel kernel);
@@ -52,7 +52,7 @@ std::string compiled(const Build& build);
 
 // What dispatch compares: the same kernel, not one that could serve in its place.
 inline bool operator==(const Instance& a, const Instance& b) {
-  return a.kernel == b.kernel && a.dtype == b.dtype && a.dim == b.dim && a.variant == b.variant && a.room == b.room;
+  return a.kernel == b.kernel && a.dtype == b.dtype && a.dim == b.dim && a.variant == b.variant && a.smem_budget == b.smem_budget;
 }
 
 }  // namespace dmattn::cuda

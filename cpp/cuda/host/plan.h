@@ -54,7 +54,7 @@ struct Reasons {
   const char* keys = nullptr;
 };
 
-// How Hopper's forward cuts the call into tiles, and in which order blocks take them: ForwardWork (sm90/schedule.cuh) has the
+// How Hopper's forward cuts the call into tiles, and in which order blocks take them: ForwardWork (sm90/work_tile.cuh) has the
 // same fields.
 struct ForwardSchedule {
   int tiles = 0, queries = 0, log2_heads_per_tile = 0, end_tiles = 0, blocks = 0;
@@ -93,19 +93,19 @@ struct BackwardParts {
   bool is_one = false;                      // the whole call is one launch
 };
 
-// One launch of Hopper's backward: BackwardWork (sm90/schedule.cuh) has the same fields.
+// One launch of Hopper's backward: BackwardWork (sm90/work_tile.cuh) has the same fields.
 struct BackwardSchedule {
   int tiles = 0, heads = 0, shares = 1, blocks = 0;
-  uint32_t items = 0, head_groups = 0, section_head_groups = 0;
-  uint32_t static_items = 0;  // the first items, which blocks have without drawing
-  bool draws_late = false;    // a block draws its next item only when it has asked for all queries of the one before
+  uint32_t work_tiles = 0, head_groups = 0, section_head_groups = 0;
+  uint32_t static_work_tiles = 0;  // the first work_tiles, which blocks have without drawing
+  bool draws_late = false;         // a block draws its next item only when it has asked for all queries of the one before
 };
 
 struct BackwardPlan {
   Family family = Family::kNone;
-  Instance instance;                // of Hopper's kernel
-  Instance key_major, query_major;  // of the portable kernels; Kernel::kNone where one does not run
-  Tile tile, key_major_tile, query_major_tile;
+  Instance instance;                    // of Hopper's kernel
+  Instance backward_dkdv, backward_dq;  // of the portable kernels; Kernel::kNone where one does not run
+  Tile tile, backward_dkdv_tile, backward_dq_tile;
   KeySource keys = KeySource::kAll;
   KeyLists lists;  // of kLists, and the order of query tiles beside a block mask
   Reasons why;
@@ -120,14 +120,14 @@ struct BackwardPlan {
   BackwardParts parts;  // of Hopper's kernels
   // Of the key-major portable kernel: what one block takes one after the other, for gradients in a fixed order.
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
-  bool key_major_takes_lists = false;  // in a deterministic call
+  bool backward_dkdv_takes_lists = false;  // in a deterministic call
 
   struct Workspace {
     Region zero_bias, lists;
     Region query_sums, key_sums;                   // fp32 sums of gradients
     Region lse2, delta, lse, lse_rest2, row_hash;  // terms of each query
     Region flags;                                  // row_flags and the tile counter, where there are no lists
-    Region turns, seen;
+    Region semaphores, seen;
     int64_t bytes = 0;
   } workspace;
 };

@@ -1,10 +1,10 @@
 // Plans attention backward.
 //
-// The Hopper kernel is key-major: it adds up grad_query in fp32 in global memory and, where live keys are gathered from more
-// than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic call blocks do that
-// in turns. The portable family takes the other calls. Without a mask its key-major kernel adds up grad_query; with gathered keys
-// or a block mask its query-major kernel adds up rows of grad_key and grad_value. A deterministic call runs both, each without
-// its adds to global memory.
+// A block of the Hopper kernel keeps a tile of keys. It adds up grad_query in fp32 in global memory and, where live keys are
+// gathered from more than one list or blocks share the heads of a group, rows of grad_key and grad_value too. In a deterministic
+// call blocks do that one after the other, in the order of semaphores. The portable family takes the other calls. Without a mask
+// its dkdv kernel adds up grad_query; with gathered keys or a block mask its dq kernel adds up rows of grad_key and grad_value. A
+// deterministic call runs both, each without its adds to global memory.
 #include <cmath>
 
 #include "../../errors.h"
@@ -16,7 +16,7 @@ namespace dmattn::cuda {
 namespace {
 
 constexpr int64_t kFloatBytes = 4;
-constexpr int64_t kEndOfItems = int64_t{1} << 31;  // so many items have no numbers
+constexpr int64_t kEndOfWorkTiles = int64_t{1} << 31;  // so many work_tiles have no numbers
 
 sm90::BackwardShape shape_of(const Instance& instance) {
   return sm90::find_backward_shape(instance.dim, sm90::has_options(instance.variant));
@@ -88,13 +88,13 @@ KeyChoice choose_keys(const BackwardParams& b, const AttentionParams& p, const T
 
 // Where keys come in order: how many query heads of a group a block takes one after the other. The whole group, whose gradients
 // then stay in registers, or fewer, whose gradients are added up in key_sums: where intervals differ, those that share them, and
-// where there would be so few items that blocks would end at different times.
+// where there would be so few work_tiles that blocks would end at different times.
 int64_t find_heads_at_once(const AttentionParams& p, const Instance& in_order, int processors) {
-  constexpr int64_t kItemsPerProcessor = 3;
+  constexpr int64_t kWorkTilesPerProcessor = 3;
   const int64_t group = p.heads / p.kv_heads, most = heads_that_share_intervals(p);
   const int64_t tiles = tiles_of(p.key_length, shape_of(in_order).keys) * p.batch * p.kv_heads;
   for (int64_t parts = group / most; parts < group; ++parts) {
-    if (group % parts == 0 && tiles * parts >= kItemsPerProcessor * processors) return group / parts;
+    if (group % parts == 0 && tiles * parts >= kWorkTilesPerProcessor * processors) return group / parts;
   }
   return 1;
 }
@@ -102,7 +102,7 @@ int64_t find_heads_at_once(const AttentionParams& p, const Instance& in_order, i
 // Is every live key in one list of the Hopper kernel alone? Then its gradients need no sums in memory. That takes one segment for
 // all queries, which for few queries costs less than the sums, and a group of heads that share their mask. The kernel of wide
 // heads adds sums.
-bool has_one_visit(const AttentionParams& p, const Instance& instance) {
+bool has_one_tile_visit(const AttentionParams& p, const Instance& instance) {
   return heads_that_share_intervals(p) == p.heads / p.kv_heads && p.query_length <= kMostOneList &&
          p.key_length <= kMostOneList && !is_wide(instance);
 }
@@ -166,7 +166,8 @@ void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   const bool is_sm90 = plan.family == Family::kSm90;
   if (is_sm90 && p.dropout_seed) workspace.row_hash = add_region(workspace.bytes, bytes);
   if (!plan.lists.has_lists()) workspace.flags = add_region(workspace.bytes, 2 * sizeof(int32_t));
-  if (is_sm90 && plan.deterministic) workspace.turns = add_region(workspace.bytes, terms / kTurnQueries * sizeof(int32_t));
+  if (is_sm90 && plan.deterministic)
+    workspace.semaphores = add_region(workspace.bytes, terms / kSemaphoreQueries * sizeof(int32_t));
   if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
 }
 
@@ -219,7 +220,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
   plan.heads_at_once = is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
   KeyListOptions options;
-  options.is_one = is_fast && is_gathered && has_one_visit(p, plan.instance);
+  options.is_one = is_fast && is_gathered && has_one_tile_visit(p, plan.instance);
   const bool sums_keys = plan.heads_at_once < group || (is_gathered && !options.is_one);
   plan.parts = cut_into_parts(b, gradients, plan, sums_keys, group_heads);
   if (is_gathered) {
@@ -245,7 +246,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
     workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
   }
   place_terms(p, plan);
-  if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads).items == 0)
+  if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads).work_tiles == 0)
     return "a launch has 2^31 tiles or more";
   // Without a mask and causality the kernel meets every pair, so it stores every element of a grad_bias that no two share.
   const bool owns_bias = gradients.bias.data && gradients.bias.head_divisor == 1 && gradients.bias.batch_stride != 0;
@@ -258,22 +259,27 @@ Tile tile_of(sm80::BackwardShape shape) { return {shape.queries, shape.keys}; }
 
 // Has the key-major kernel lists in a deterministic call? Heads of a group that see different keys cannot share a gathered tile,
 // nor can a key be in different tiles of heads that share a block.
-bool key_major_takes_lists(const AttentionParams& p, const BackwardPlan& plan) {
+bool backward_dkdv_takes_lists(const AttentionParams& p, const BackwardPlan& plan) {
   const bool shares_blocks = plan.batches_per_block * plan.kv_heads_per_block > 1 && plan.lists.batches * plan.lists.heads > 1;
   return !shares_blocks && plan.lists.head_divisor % (p.heads / p.kv_heads) == 0;
 }
 
-void plan_key_major(const AttentionParams& p, const Target& target, sm80::Room room, bool is_gathered, BackwardPlan& plan) {
+void plan_backward_dkdv(const AttentionParams& p, const Target& target, sm80::SmemBudget smem_budget, bool is_gathered,
+                        BackwardPlan& plan) {
   const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
   const bool is_plain =
       variant_of(p, is_gathered) == Variant::kPlain && !has_mask && plan.batches_per_block * plan.kv_heads_per_block == 1;
-  plan.key_major = find_portable(target, Kernel::kSm80KeyMajor, p, is_plain ? Variant::kPlain : Variant::kGeneral, room);
-  plan.key_major_tile = tile_of(sm80::find_backward_shape(sm80::kKeyMajorRows, plan.key_major.dim, plan.key_major.room));
+  plan.backward_dkdv =
+      find_portable(target, Kernel::kSm80BackwardDkdv, p, is_plain ? Variant::kPlain : Variant::kGeneral, smem_budget);
+  plan.backward_dkdv_tile =
+      tile_of(sm80::find_backward_shape(sm80::kBackwardDkdvRows, plan.backward_dkdv.dim, plan.backward_dkdv.smem_budget));
 }
 
-void plan_query_major(const AttentionParams& p, const Target& target, sm80::Room room, bool is_gathered, BackwardPlan& plan) {
-  plan.query_major = find_portable(target, Kernel::kSm80QueryMajor, p, variant_of(p, is_gathered), room);
-  plan.query_major_tile = tile_of(sm80::find_backward_shape(sm80::kQueryMajorRows, plan.query_major.dim, plan.query_major.room));
+void plan_backward_dq(const AttentionParams& p, const Target& target, sm80::SmemBudget smem_budget, bool is_gathered,
+                      BackwardPlan& plan) {
+  plan.backward_dq = find_portable(target, Kernel::kSm80BackwardDq, p, variant_of(p, is_gathered), smem_budget);
+  plan.backward_dq_tile =
+      tile_of(sm80::find_backward_shape(sm80::kBackwardDqRows, plan.backward_dq.dim, plan.backward_dq.smem_budget));
 }
 
 BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, const Target& target, BackwardPlan plan,
@@ -281,7 +287,8 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   constexpr int64_t kLargeSharedBytes = 163 * 1024;
   const AttentionParams& p = b.forward;
   check_length_without_lists(p, false);
-  const sm80::Room room = target.device.shared_bytes >= kLargeSharedBytes ? sm80::Room::kLarge : sm80::Room::kSmall;
+  const sm80::SmemBudget smem_budget =
+      target.device.shared_bytes >= kLargeSharedBytes ? sm80::SmemBudget::kLarge : sm80::SmemBudget::kSmall;
   const bool has_lists = gathers(p), has_blocks = p.mask.tiles.data;
   plan.family = Family::kSm80;
   plan.heads_at_once = p.heads / p.kv_heads;
@@ -301,14 +308,14 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
     const Together together(p, gradients);
     if (together.batches) plan.batches_per_block = p.batch;
     if (together.kv_heads) plan.kv_heads_per_block = p.kv_heads;
-    plan.key_major_takes_lists = has_lists && key_major_takes_lists(p, plan);
-    plan_key_major(p, target, room, plan.key_major_takes_lists, plan);
-    plan_query_major(p, target, room, has_lists, plan);
+    plan.backward_dkdv_takes_lists = has_lists && backward_dkdv_takes_lists(p, plan);
+    plan_backward_dkdv(p, target, smem_budget, plan.backward_dkdv_takes_lists, plan);
+    plan_backward_dq(p, target, smem_budget, has_lists, plan);
   } else if (has_lists || has_blocks) {
-    plan_query_major(p, target, room, has_lists, plan);
+    plan_backward_dq(p, target, smem_budget, has_lists, plan);
     workspace.key_sums = add_region(workspace.bytes, (p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p) * kFloatBytes);
   } else {
-    plan_key_major(p, target, room, false, plan);
+    plan_backward_dkdv(p, target, smem_budget, false, plan);
     workspace.query_sums =
         add_region(workspace.bytes, (p.batch * p.heads * p.query_length + 1) * sum_width(p.head_dim) * kFloatBytes);
   }
@@ -334,20 +341,21 @@ BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionPara
     schedule.shares = plan.deterministic ? 1 : static_cast<int>(shares);
     tiles = segments * schedule.shares;
   }
-  const int64_t items = tiles * head_groups;
-  if (items >= kEndOfItems) return schedule;
+  const int64_t work_tiles = tiles * head_groups;
+  if (work_tiles >= kEndOfWorkTiles) return schedule;
   schedule.tiles = static_cast<int>(tiles);
-  schedule.items = static_cast<uint32_t>(items), schedule.head_groups = static_cast<uint32_t>(head_groups);
+  schedule.work_tiles = static_cast<uint32_t>(work_tiles), schedule.head_groups = static_cast<uint32_t>(head_groups);
   // What the keys of a head all meet: its queries, their gradients and their sums.
   const int64_t head_group_bytes = p.query_length * (p.head_dim * 6 + p.value_dim * 2) * schedule.heads;
   schedule.section_head_groups = head_groups_in_section(head_groups, head_group_bytes, kSectionBytes);
-  schedule.blocks = static_cast<int>(std::min<int64_t>(items, plan.processors));
-  schedule.static_items = plan.deterministic ? 0 : static_cast<uint32_t>(schedule.blocks);
+  schedule.blocks = static_cast<int>(std::min<int64_t>(work_tiles, plan.processors));
+  schedule.static_work_tiles = plan.deterministic ? 0 : static_cast<uint32_t>(schedule.blocks);
   // An item of fewer chunks of queries does not hide the latency of a late draw, and those of lists of several segments are
   // short.
-  constexpr int64_t kLongItem = 32;
+  constexpr int64_t kLongWorkTile = 32;
   const bool has_segments = is_gathered && has_key_sums;
-  schedule.draws_late = plan.deterministic || (!has_segments && p.query_length * schedule.heads >= kLongItem * plan.tile.rows);
+  schedule.draws_late =
+      plan.deterministic || (!has_segments && p.query_length * schedule.heads >= kLongWorkTile * plan.tile.rows);
   return schedule;
 }
 

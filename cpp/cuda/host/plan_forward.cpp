@@ -146,8 +146,8 @@ bool schedule_tiles(const AttentionParams& p, const Target& target, ForwardPlan&
   schedule.log2_heads_per_tile = sm90::copies_bias(plan.instance.variant) ? 0 : find_log2_heads_per_tile(p, rows);
   const int64_t heads_per_tile = int64_t{1} << schedule.log2_heads_per_tile, queries = rows >> schedule.log2_heads_per_tile,
                 head_groups = p.batch * p.heads / heads_per_tile, tiles = tiles_of(p.query_length, queries),
-                items = tiles * head_groups;
-  if (items >= kEndOfTiles) return false;
+                work_tiles = tiles * head_groups;
+  if (work_tiles >= kEndOfTiles) return false;
   schedule.queries = static_cast<int>(queries), schedule.tiles = static_cast<int>(tiles);
   schedule.head_groups = static_cast<uint32_t>(head_groups);
   const int64_t head_group_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * heads_per_tile * p.kv_heads / p.heads;
@@ -156,13 +156,13 @@ bool schedule_tiles(const AttentionParams& p, const Target& target, ForwardPlan&
   schedule.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, schedule.head_groups)
                                           : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
   schedule.end_tiles = is_local ? schedule.tiles / 8 : 0;
-  const int64_t blocks = std::min<int64_t>(items, target.device.processors);
+  const int64_t blocks = std::min<int64_t>(work_tiles, target.device.processors);
   schedule.blocks = static_cast<int>(blocks);
   // Where there is no counter that another kernel has cleared, and tiles are short, clearing one takes longer than blocks would
   // wait for each other.
   constexpr int64_t kFewRounds = 32;
-  schedule.is_static = plan.keys == KeySource::kDirect && is_local && items <= kFewRounds * blocks;
-  schedule.draws_tiles = items > blocks && !schedule.is_static;
+  schedule.is_static = plan.keys == KeySource::kDirect && is_local && work_tiles <= kFewRounds * blocks;
+  schedule.draws_tiles = work_tiles > blocks && !schedule.is_static;
   return true;
 }
 

@@ -39,8 +39,9 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, Variant variant, sm80::Room room) {
-  const Instance* const instance = find_instance(target.build, kernel, p, variant, room);
+Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, Variant variant,
+                       sm80::SmemBudget smem_budget) {
+  const Instance* const instance = find_instance(target.build, kernel, p, variant, smem_budget);
   if (!instance) {
     fail("no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim, "; compiled: ", compiled(target.build));
   }

@@ -37,7 +37,7 @@ uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, i
 
 // The portable instance that serves the call, or the refusal that says what was compiled.
 Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, Variant variant,
-                       sm80::Room room = sm80::Room::kAny);
+                       sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny);
 
 // Why the portable kernels run a call that Hopper's were not asked for.
 const char* reason_without_hopper(const Target& target);

@@ -46,7 +46,7 @@ KeyLists plan_lists(const AttentionParams& p, const KeyListOptions& options) {
   lists.live = add(all_parts);
   lists.count = add(mask_heads);
   lists.shift = add(mask_heads);
-  lists.ticket = add(2);  // and row_flags
+  lists.tile_counter = add(2);  // and row_flags
   return lists;
 }
 
@@ -54,8 +54,8 @@ KeyLists plan_ranges(const AttentionParams& p, int queries) {
   KeyLists lists = with_mask_heads(p, KeyLists::Kind::kRanges);
   lists.range_queries = queries;
   lists.range_count = ceil_div(p.query_length, queries);
-  lists.ticket = 2 * lists.batches * lists.heads * lists.range_count;
-  lists.elements = lists.ticket + 1;
+  lists.tile_counter = 2 * lists.batches * lists.heads * lists.range_count;
+  lists.elements = lists.tile_counter + 1;
   return lists;
 }
 

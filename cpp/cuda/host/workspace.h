@@ -34,7 +34,7 @@ struct KeyLists {
   bool keeps_live = false, joins = false, by_lifetime = false, lengthens = false;
   int shortest = 0;
   int64_t capacity = 0, most_lists = 0, parts = 0, count_blocks = 0;
-  int64_t span = 0, lists = 0, index = 0, counts = 0, partial = 0, live = 0, count = 0, shift = 0, ticket = 0;
+  int64_t span = 0, lists = 0, index = 0, counts = 0, partial = 0, live = 0, count = 0, shift = 0, tile_counter = 0;
   // kRanges:
   int range_queries = 0;
   int64_t range_count = 0;

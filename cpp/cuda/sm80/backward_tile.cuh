@@ -7,19 +7,19 @@
 
 #include "../calls.h"
 #include "../common/logits.cuh"
-#include "walk.cuh"
+#include "scheduler.cuh"
 
 namespace dmattn::cuda::sm80 {
 
-// Does the host choose this room on GPUs of this architecture? If not, the kernel is compiled to a trap. Code for 8.0 also runs
-// on 8.6 and 8.9, and as PTX on later GPUs, so it has every room.
-constexpr bool is_chosen(Room room) {
+// Does the host choose this shared-memory budget on GPUs of this architecture? If not, the kernel is compiled to a trap. Code for
+// 8.0 also runs on 8.6 and 8.9, and as PTX on later GPUs, so it has every budget.
+constexpr bool is_chosen(SmemBudget smem_budget) {
 #ifdef __CUDA_ARCH__
   constexpr int kArchitecture = __CUDA_ARCH__;
-  if (kArchitecture == 860 || kArchitecture == 890 || kArchitecture / 100 == 12) return room != Room::kLarge;
-  if (kArchitecture == 900 || kArchitecture / 100 == 10) return room != Room::kSmall;
+  if (kArchitecture == 860 || kArchitecture == 890 || kArchitecture / 100 == 12) return smem_budget != SmemBudget::kLarge;
+  if (kArchitecture == 900 || kArchitecture / 100 == 10) return smem_budget != SmemBudget::kSmall;
 #endif
-  return room == Room::kLarge || room == Room::kSmall || room == Room::kAny;
+  return smem_budget == SmemBudget::kLarge || smem_budget == SmemBudget::kSmall || smem_budget == SmemBudget::kAny;
 }
 
 // Is this a row that sees nothing, and whose query or grad_out is not finite? Not even a weight of 0 may be multiplied with

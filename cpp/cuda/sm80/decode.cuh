@@ -1,4 +1,4 @@
-// Decoding for sm80 and later: a block walks some splits of a sequence's keys for all query heads that share a key head.
+// Decoding for sm80 and later: a block loops over some splits of a sequence's keys for all query heads that share a key head.
 //
 // What counts is that enough bytes are on their way all the time. So each slice of the keys has a team of warps with a ring of
 // its own and meets the other teams at the end of a split alone, and the ring runs on over the splits of a block.
@@ -23,7 +23,7 @@ struct DecodeSizes {
   static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = kSlices * kTeamThreads;
   static constexpr int kTileRows = 16 * kTeamWarps, kChunkKeys = kKeys * kSlices;  // of a block
   static constexpr int kQuads = kDim / 4;                                          // groups of four columns in a row
-  static constexpr int kItems = kTileRows * kQuads / kThreads;                     // of each thread, an item is a quad of a row
+  static constexpr int kQuadsPerThread = kTileRows * kQuads / kThreads;            // of a row, for each thread
 };
 
 template <int kDim, DecodeRows kRows>
@@ -97,7 +97,7 @@ struct ScoreTerms {
   }
 };
 
-// The end of a split: warps leave what they found in their slice's stage, and each thread adds up its items over the slices.
+// The end of a split: warps leave what they found in their slice's stage, and each thread adds up its quads over the slices.
 template <int kDim, DecodeRows kRows>
 struct Exchange {
   using Sizes = DecodeSizes<kDim, kRows>;
@@ -128,7 +128,7 @@ struct Exchange {
     }
   }
 
-  // What all slices found for an item.
+  // What all slices found for a quad.
   __device__ __forceinline__ Part take(int row, int quad) const {
     Part parts[Sizes::kSlices];
 #pragma unroll
@@ -198,13 +198,14 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   const bool bias_is_shared = static_cast<int>(p.key_bias.head_divisor) % call.group == 0;
   using Token = TokenShared<kDim, Sizes::kThreads / 32>;
   [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
-  uint8_t* const mail = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
+  uint8_t* const inbox = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
   if (call.is_cluster) {
     if (thread == 0) {
-      if constexpr (kTakesToken) token_shared.box.open(call.parts * (Sizes::kThreads / 32) * static_cast<int>(sizeof(float4)));
-      ClusterShares<kDim>(call.parts, here.rows).open(mail, here.part);
+      if constexpr (kTakesToken)
+        token_shared.exchange.expect(call.parts * (Sizes::kThreads / 32) * static_cast<int>(sizeof(float4)));
+      ClusterReduceLayout<kDim>(call.parts, here.rows).expect(inbox, here.part);
     }
-    Mailbox::arrive();
+    DsmemExchange::cluster_arrive();
   }
   ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{p, here.batch, here.kv_head,
                                                                        here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
@@ -213,8 +214,8 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   copies.key_bias_stages = shared_address(&shared.key_bias[slice][0][0]);
   copies.key_bias = bias_is_shared ? row_of<const float>(p.key_bias, here.batch, here.kv_head * call.group) : nullptr;
   if (!p.page_table) copies.find_places(0);
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   [[maybe_unused]] auto token = begin_token<kDim, Sizes::kThreads / 32>(given, token_shared, here);
   here.find_length(call);
@@ -256,9 +257,9 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   float out[1][kDim / 8][4];
   clear(out);
   OnlineSoftmax<1, true> softmax;
-  Part items[Sizes::kItems][kDecodeLevels];  // sums of splits that wait for their neighbours
+  Part split_sums[Sizes::kQuadsPerThread][kDecodeLevels];  // sums of splits that wait for their neighbours
 #pragma unroll 1
-  for (int i = 0; copies.chunks <= 0 && i < Sizes::kItems; ++i) items[i][0] = Part::nothing();
+  for (int i = 0; copies.chunks <= 0 && i < Sizes::kQuadsPerThread; ++i) split_sums[i][0] = Part::nothing();
   const int split_chunks = call.split_keys / Sizes::kChunkKeys;
   int splits = 0, until = split_chunks;  // done, and the chunk behind the present one
 
@@ -269,7 +270,8 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     copies.start(chunk + kStages - 1);
     copy_async_commit();
     if constexpr (kTakesToken) {
-      token.mend(shared.stages[slice][chunk % kStages], shared.key_bias[slice][chunk % kStages], copies.first_key_of(chunk));
+      token.patch_token(shared.stages[slice][chunk % kStages], shared.key_bias[slice][chunk % kStages],
+                        copies.first_key_of(chunk));
     }
     const uint32_t key_tile = copies.stages + chunk % kStages * copies.kStageBytes,
                    value_tile = key_tile + copies.kStageBytes / 2;
@@ -295,7 +297,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     if (has_rows) exchange.leave(slice, tile_row, here.rows, softmax, out[0], copies.has_bad_page);
     __syncthreads();
     for (int i = 0, at = thread; at < here.rows * Sizes::kQuads; at += Sizes::kThreads, ++i) {
-      add_part(items[i], splits, is_last, exchange.take(at / Sizes::kQuads, at % Sizes::kQuads));
+      add_part(split_sums[i], splits, is_last, exchange.take(at / Sizes::kQuads, at % Sizes::kQuads));
     }
     __syncthreads();
     clear(out);
@@ -303,14 +305,14 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     ++splits, until += split_chunks;
   }
   copy_async_wait<0>();
-  const auto part_at = [&](int i) { return items[i][0]; };
+  const auto part_at = [&](int i) { return split_sums[i][0]; };
   if constexpr (kRows == DecodeRows::kFew) {
     if (call.is_cluster) {
-      if constexpr (!kTakesToken) Mailbox::meet();
-      share_out<T, kDim, Sizes::kThreads>(call, here, mail, part_at);
+      if constexpr (!kTakesToken) DsmemExchange::cluster_wait();
+      cluster_reduce<T, kDim, Sizes::kThreads>(call, here, inbox, part_at);
     }
   }
-  if (!call.is_cluster) hand_on<T, kDim, Sizes::kThreads>(call, here, part_at);
+  if (!call.is_cluster) write_partial<T, kDim, Sizes::kThreads>(call, here, part_at);
   if constexpr (kTakesToken) {
     if (here.part == 0) token.write();
   }
@@ -325,7 +327,7 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   using Token = TokenShared<kDim, Sizes::kThreads / 32>;
   static_assert(kBytes + (kTakesToken ? Token::bytes(1) : 0) <= 99 * 1024);
   const int bytes = kBytes + (kTakesToken ? Token::bytes(call.parts) : 0) +
-                    (call.is_cluster ? ClusterShares<kDim>(call.parts, call.rows).bytes() : 0);
+                    (call.is_cluster ? ClusterReduceLayout<kDim>(call.parts, call.rows).bytes() : 0);
   const auto kernel = decode_kernel<T, kDim, kRows, Call>;
   static KernelAttribute shared_bytes, large_clusters;
   cudaError_t status = allow_shared_bytes(shared_bytes, kernel, bytes);
@@ -335,7 +337,7 @@ cudaError_t launch_decode(const Call& given, cudaStream_t stream) {
   }
   if (status != cudaSuccess) return status;
   static ClusterSizes known{};
-  if (cluster > 1 && !has_room_for_cluster(kernel, cluster, Sizes::kThreads, bytes, known)) return cudaErrorInvalidClusterSize;
+  if (cluster > 1 && !cluster_fits(kernel, cluster, Sizes::kThreads, bytes, known)) return cudaErrorInvalidClusterSize;
   const int64_t tiles = (call.rows + Sizes::kTileRows - 1) / Sizes::kTileRows;
   const int64_t blocks = call.p.batch * call.p.kv_heads * call.parts * tiles;
   return launch_dependent_clusters(kernel, cluster, grid_of(blocks), Sizes::kThreads, bytes, stream, given);

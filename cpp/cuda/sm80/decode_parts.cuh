@@ -1,10 +1,10 @@
-// What the kernels of decoding share: which keys and rows a block has, the rings that keys come through, and how blocks hand on
-// what they found.
+// What the decoding kernels share: which keys and rows a block has, the rings that keys are copied into, and how blocks combine
+// their partial results.
 #pragma once
 
-#include "../common/cluster.cuh"
 #include "../common/dependent_launch.cuh"
 #include "../common/parts.cuh"
+#include "../ptx/cluster.cuh"
 #include "tile.cuh"
 #include "tiles.h"
 
@@ -113,36 +113,38 @@ struct ChunkCopies {
   }
 };
 
-// How the blocks of a cluster add up what they found: each has a share of the items, four columns of a row each, and the others
-// send it their parts of them. The mail lies behind what else a block has in shared memory.
+// How the blocks of a cluster add up their partial results: each block reduces a share of the quads (four columns of a row), and
+// the others send it their parts of them. The inbox lies behind what else a block has in shared memory.
 template <int kDim>
-struct ClusterShares {
+struct ClusterReduceLayout {
   static constexpr int kQuads = kDim / 4;
-  int parts, items, share;  // share: items of a block, less for the last
+  int parts, quads, share;  // share: quads of a block, less for the last
 
-  __host__ __device__ __forceinline__ ClusterShares(int parts, int rows)
-      : parts(parts), items(rows * kQuads), share((items + parts - 1) / parts) {}
-  __host__ __device__ __forceinline__ int bytes() const { return kHead + parts * share * kItemBytes; }
-  __device__ __forceinline__ int items_of(int part) const { return max(0, min(share, items - part * share)); }
-  __device__ __forceinline__ Mailbox& box(uint8_t* mail) const { return *reinterpret_cast<Mailbox*>(mail); }
-  __device__ __forceinline__ void open(uint8_t* mail, int part) const { box(mail).open(items_of(part) * parts * kItemBytes); }
-  // What `part` found for an item of the share.
-  __device__ __forceinline__ float4* values(uint8_t* mail, int part, int item) const {
-    return reinterpret_cast<float4*>(mail + kHead) + part * share + item;
+  __host__ __device__ __forceinline__ ClusterReduceLayout(int parts, int rows)
+      : parts(parts), quads(rows * kQuads), share((quads + parts - 1) / parts) {}
+  __host__ __device__ __forceinline__ int bytes() const { return kHead + parts * share * kQuadBytes; }
+  __device__ __forceinline__ int quads_of(int part) const { return max(0, min(share, quads - part * share)); }
+  __device__ __forceinline__ DsmemExchange& exchange(uint8_t* inbox) const { return *reinterpret_cast<DsmemExchange*>(inbox); }
+  __device__ __forceinline__ void expect(uint8_t* inbox, int part) const {
+    exchange(inbox).expect(quads_of(part) * parts * kQuadBytes);
   }
-  __device__ __forceinline__ float2* sums(uint8_t* mail, int part, int item) const {
-    return reinterpret_cast<float2*>(mail + kHead + parts * share * sizeof(float4)) + part * share + item;
+  // What `part` found for a quad of the share.
+  __device__ __forceinline__ float4* values(uint8_t* inbox, int part, int quad) const {
+    return reinterpret_cast<float4*>(inbox + kHead) + part * share + quad;
+  }
+  __device__ __forceinline__ float2* sums(uint8_t* inbox, int part, int quad) const {
+    return reinterpret_cast<float2*>(inbox + kHead + parts * share * sizeof(float4)) + part * share + quad;
   }
 
  private:
-  static constexpr int kHead = 16, kItemBytes = sizeof(float4) + sizeof(float2);
-  static_assert(sizeof(Mailbox) <= kHead);
+  static constexpr int kHead = 16, kQuadBytes = sizeof(float4) + sizeof(float2);
+  static_assert(sizeof(DsmemExchange) <= kHead);
 };
 
-// Hands on what a block found, part_at(i) for item i of each thread: writes the end result where the block has all
-// keys, otherwise its part.
+// Writes what a block found, part_at(i) for quad i of each thread: the end result where the block has all keys, otherwise its
+// part.
 template <class T, int kDim, int kThreads, class Tile, class PartAt>
-__device__ __forceinline__ void hand_on(const DecodeCall& call, const Tile& here, PartAt part_at) {
+__device__ __forceinline__ void write_partial(const DecodeCall& call, const Tile& here, PartAt part_at) {
   constexpr int kQuads = kDim / 4;
   const DecodeParams& p = call.p;
   const int64_t first_row = (here.batch * p.kv_heads + here.kv_head) * call.rows + here.first_row;
@@ -161,27 +163,27 @@ __device__ __forceinline__ void hand_on(const DecodeCall& call, const Tile& here
 }
 
 // The same for the blocks of a cluster: each sends its parts to those who add them up, and writes the end result of its share.
-// All blocks have met.
+// All blocks have passed the cluster barrier.
 template <class T, int kDim, int kThreads, class Tile, class PartAt>
-__device__ __forceinline__ void share_out(const DecodeCall& call, const Tile& here, uint8_t* mail, PartAt part_at) {
+__device__ __forceinline__ void cluster_reduce(const DecodeCall& call, const Tile& here, uint8_t* inbox, PartAt part_at) {
   constexpr int kQuads = kDim / 4;
-  const ClusterShares<kDim> shares(call.parts, here.rows);
-  Mailbox& box = shares.box(mail);
-  for (int i = 0, at = static_cast<int>(threadIdx.x); at < shares.items; at += kThreads, ++i) {
-    const int to = at / shares.share, item = at - to * shares.share;
+  const ClusterReduceLayout<kDim> shares(call.parts, here.rows);
+  DsmemExchange& exchange = shares.exchange(inbox);
+  for (int i = 0, at = static_cast<int>(threadIdx.x); at < shares.quads; at += kThreads, ++i) {
+    const int to = at / shares.share, quad = at - to * shares.share;
     const Part part = part_at(i);
-    box.send(shares.values(mail, here.part, item), to, part.values);
-    box.send(shares.sums(mail, here.part, item), to, part.sums);
+    exchange.send(shares.values(inbox, here.part, quad), to, part.values);
+    exchange.send(shares.sums(inbox, here.part, quad), to, part.sums);
   }
-  box.wait();
-  for (int item = static_cast<int>(threadIdx.x); item < shares.items_of(here.part); item += kThreads) {
+  exchange.wait();
+  for (int quad = static_cast<int>(threadIdx.x); quad < shares.quads_of(here.part); quad += kThreads) {
     Part parts[kMostClusterParts];
 #pragma unroll
     for (int i = 0; i < kMostClusterParts; ++i) {
       parts[i] = Part::nothing();
-      if (i < call.parts) parts[i] = {*shares.sums(mail, i, item), *shares.values(mail, i, item)};
+      if (i < call.parts) parts[i] = {*shares.sums(inbox, i, quad), *shares.values(inbox, i, quad)};
     }
-    const int at = here.part * shares.share + item, row = at / kQuads, column = at % kQuads * 4;
+    const int at = here.part * shares.share + quad, row = at / kQuads, column = at % kQuads * 4;
     if (column >= call.p.value_dim) continue;
     finish_row<T>(call.p, here.batch, RowPlace(call, here.kv_head, here.first_row + row), column, merge_all(parts));
   }

@@ -3,8 +3,8 @@
 #include <sstream>
 
 #include "../launch_table.h"
-#include "backward_keys.cuh"
-#include "backward_queries.cuh"
+#include "backward_dkdv.cuh"
+#include "backward_dq.cuh"
 #include "decode.cuh"
 #include "dispatch.h"
 #include "forward.cuh"
@@ -16,19 +16,20 @@ namespace {
 using ForwardLaunch = cudaError_t(const ForwardCall&, cudaStream_t);
 using BackwardLaunch = cudaError_t(const BackwardCall&, cudaStream_t);
 
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM) \
-  {{Kernel::kSm80Forward, DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM}, launch_forward<TYPE, DIM, Variant::VARIANT>},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                               \
+  {{Kernel::kSm80Forward, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
+   launch_forward<TYPE, DIM, Variant::VARIANT>},
 constexpr LaunchRow<ForwardLaunch> kForward[] = {DMATTN_SM80_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM)                            \
-  {{Kernel::kSm80QueryMajor, DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM}, \
-   launch_query_major<TYPE, DIM, Variant::VARIANT, Room::ROOM>},
-constexpr LaunchRow<BackwardLaunch> kQueryMajor[] = {DMATTN_SM80_QUERY_MAJOR(DMATTN_ROW)};
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                                  \
+  {{Kernel::kSm80BackwardDq, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
+   launch_backward_dq<TYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET>},
+constexpr LaunchRow<BackwardLaunch> kBackwardDq[] = {DMATTN_SM80_BACKWARD_DQ(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, ROOM)                          \
-  {{Kernel::kSm80KeyMajor, DType::DTYPE, DIM, Variant::VARIANT, Room::ROOM}, \
-   launch_key_major<TYPE, DIM, Variant::VARIANT, Room::ROOM>},
-constexpr LaunchRow<BackwardLaunch> kKeyMajor[] = {DMATTN_SM80_KEY_MAJOR(DMATTN_ROW)};
+#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                                    \
+  {{Kernel::kSm80BackwardDkdv, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
+   launch_backward_dkdv<TYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET>},
+constexpr LaunchRow<BackwardLaunch> kBackwardDkdv[] = {DMATTN_SM80_BACKWARD_DKDV(DMATTN_ROW)};
 #undef DMATTN_ROW
 
 template <class Call>
@@ -38,11 +39,11 @@ struct DecodeInstance {
   DecodeRows rows;
   cudaError_t (*launch)(const Call&, cudaStream_t);
 };
-#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, ROOM) \
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, SMEM_BUDGET) \
   {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, DecodeCall>},
 constexpr DecodeInstance<DecodeCall> kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, ROOM) \
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, SMEM_BUDGET) \
   {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, StepCall>},
 constexpr DecodeInstance<StepCall> kStep[] = {DMATTN_SM80_STEP(DMATTN_ROW)};
 #undef DMATTN_ROW
@@ -67,12 +68,12 @@ cudaError_t forward(const ForwardCall& call, const Instance& instance, cudaStrea
   return find_launch(kForward, instance)(call, stream);
 }
 
-cudaError_t query_major(const BackwardCall& call, const Instance& instance, cudaStream_t stream) {
-  return find_launch(kQueryMajor, instance)(call, stream);
+cudaError_t backward_dq(const BackwardCall& call, const Instance& instance, cudaStream_t stream) {
+  return find_launch(kBackwardDq, instance)(call, stream);
 }
 
-cudaError_t key_major(const BackwardCall& call, const Instance& instance, cudaStream_t stream) {
-  return find_launch(kKeyMajor, instance)(call, stream);
+cudaError_t backward_dkdv(const BackwardCall& call, const Instance& instance, cudaStream_t stream) {
+  return find_launch(kBackwardDkdv, instance)(call, stream);
 }
 
 cudaError_t decode(const DecodeCall& call, cudaStream_t stream) { return launch(kDecode, call, stream); }

@@ -9,7 +9,7 @@
 #include "../common/kernel_limits.cuh"
 #include "../common/logits.cuh"
 #include "../common/softmax.cuh"
-#include "walk.cuh"
+#include "scheduler.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -53,12 +53,12 @@ __global__ __launch_bounds__(
       copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
     }
   }
-  KeyWalk<kVariant, kThreads, kShape.queries, kShape.keys> walk(p, call.live_keys, shared.queues, batch, head, here.kv_head,
-                                                                first_query);
+  KeyScheduler<kVariant, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head,
+                                                                          here.kv_head, first_query);
   Chunk chunk, coming;
   int buffer = 0;
-  bool has_chunk = walk.next(shared.stage[0], chunk);
-  if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[0], chunk);
+  bool has_chunk = scheduler.next(shared.stage[0], chunk);
+  if (has_chunk) scheduler.template load_keys<kDim>(key_tile, shared.stage[0], chunk);
   copy_async_commit();
 
   float out[kM][kDim / 8][4];
@@ -81,10 +81,10 @@ __global__ __launch_bounds__(
     // Wait for the keys; no warp reads the values of the chunk before any more, so start the copies of this chunk's.
     copy_async_wait<0>();
     __syncthreads();
-    walk.template load_values<kDim>(value_tile, stage, chunk);
+    scheduler.template load_values<kDim>(value_tile, stage, chunk);
     copy_async_commit();
-    // The gathered walk needs many registers, so it comes here, where few are in use.
-    if (kVariant == Variant::kGathered) has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
+    // Scheduling gathered keys needs many registers, so it is done here, where few are in use.
+    if (kVariant == Variant::kGathered) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
 
     // Multiply scores = Q K^T.
     float scores[kM][kN][4];
@@ -110,7 +110,7 @@ __global__ __launch_bounds__(
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int at = column + 8 * n + e, key = walk.key_of(stage, chunk, at);
+          const int at = column + 8 * n + e, key = scheduler.key_of(stage, chunk, at);
           const float key_bias = p.key_bias.data ? stage.key_bias[at] : 0.0f;
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
@@ -125,13 +125,13 @@ __global__ __launch_bounds__(
       }
     }
     // Hide what some queries of the tile do not see.
-    if (walk.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, walk.low());
+    if (scheduler.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, scheduler.low());
 
     // Wait for the values; no warp reads these keys any more, so start the copies of the next ones.
     copy_async_wait<0>();
     __syncthreads();
-    if (kVariant != Variant::kGathered) has_chunk = walk.next(shared.stage[buffer ^ 1], coming);
-    if (has_chunk) walk.template load_keys<kDim>(key_tile, shared.stage[buffer ^ 1], coming);
+    if (kVariant != Variant::kGathered) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
+    if (has_chunk) scheduler.template load_keys<kDim>(key_tile, shared.stage[buffer ^ 1], coming);
     copy_async_commit();
 
     // Turn scores into weights, and rescale the sums if a maximum moved.
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(
             for (int n = 0; n < kN; ++n) {
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const int key = walk.key_of(stage, chunk, column + 8 * n + e);
+                const int key = scheduler.key_of(stage, chunk, column + 8 * n + e);
                 if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) scores[m][n][2 * r + e] = 0.0f;
               }
             }

@@ -48,55 +48,55 @@ constexpr bool is_valid(ForwardShape s) {
          s.keys <= s.warps * 32;
 }
 
-// Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. The query-major kernel keeps its
-// queries and walks the keys, the key-major kernel the other way round. Of what it walks it reads one tile early (values,
-// grad_out) and one late (keys, queries); each has room for as many chunks as it has stages.
+// Backward: `queries` by `keys` scores at a time, held by warps in a grid of `warp_rows` rows. backward_dq keeps its queries and
+// loops over the keys, backward_dkdv the other way round. Of each chunk one tile is read early (values, grad_out) and one late
+// (keys, queries); each has as many buffers as stages.
 struct BackwardShape {
   int queries, keys, warps, warp_rows, early_stages, late_stages, blocks_per_sm;
 };
 
 // Shared memory of a backward kernel. kLarge: up to 163 KB. kSmall: up to 99 KB, for GPUs without the kLarge one. kAny: up to 99
 // KB, on all GPUs, because there is no kLarge one.
-enum class Room : int32_t { kLarge, kSmall, kAny };
+enum class SmemBudget : int32_t { kLarge, kSmall, kAny };
 
 struct BackwardRow {
   int dim;
-  Room room;
+  SmemBudget smem_budget;
   BackwardShape shape;
 };
 // clang-format off
-inline constexpr BackwardRow kQueryMajorRows[] = {
-    //dim room           queries  keys  warps  warp_rows  early_stages  late_stages  blocks_per_sm
-    { 64, Room::kLarge, {    128,   64,     8,         4,            1,           1,             1}},
-    { 64, Room::kSmall, {    128,   64,     8,         4,            1,           1,             1}},
-    {128, Room::kLarge, {    128,   64,     8,         4,            1,           2,             1}},
-    {128, Room::kSmall, {     64,   64,     8,         4,            1,           1,             1}},
-    {256, Room::kLarge, {     64,   32,     8,         4,            1,           1,             1}},
-    {256, Room::kSmall, {     32,   32,     4,         2,            1,           1,             1}},
+inline constexpr BackwardRow kBackwardDqRows[] = {
+    //dim smem_budget          queries  keys  warps  warp_rows  early_stages  late_stages  blocks_per_sm
+    { 64, SmemBudget::kLarge, {    128,   64,     8,         4,            1,           1,             1}},
+    { 64, SmemBudget::kSmall, {    128,   64,     8,         4,            1,           1,             1}},
+    {128, SmemBudget::kLarge, {    128,   64,     8,         4,            1,           2,             1}},
+    {128, SmemBudget::kSmall, {     64,   64,     8,         4,            1,           1,             1}},
+    {256, SmemBudget::kLarge, {     64,   32,     8,         4,            1,           1,             1}},
+    {256, SmemBudget::kSmall, {     32,   32,     4,         2,            1,           1,             1}},
 };
 
-inline constexpr BackwardRow kKeyMajorRows[] = {
-    //dim room           queries  keys  warps  warp_rows  early_stages  late_stages  blocks_per_sm
-    { 64, Room::kLarge, {    128,  128,     8,         4,            2,           2,             1}},
-    { 64, Room::kSmall, {     64,  128,     8,         2,            1,           2,             1}},
-    {128, Room::kLarge, {     64,  128,     8,         2,            2,           2,             1}},
-    {128, Room::kSmall, {     64,   64,     8,         2,            1,           1,             1}},
-    {256, Room::kLarge, {     32,   64,     8,         2,            1,           1,             1}},
-    {256, Room::kSmall, {     32,   32,     4,         2,            1,           1,             1}},
+inline constexpr BackwardRow kBackwardDkdvRows[] = {
+    //dim smem_budget          queries  keys  warps  warp_rows  early_stages  late_stages  blocks_per_sm
+    { 64, SmemBudget::kLarge, {    128,  128,     8,         4,            2,           2,             1}},
+    { 64, SmemBudget::kSmall, {     64,  128,     8,         2,            1,           2,             1}},
+    {128, SmemBudget::kLarge, {     64,  128,     8,         2,            2,           2,             1}},
+    {128, SmemBudget::kSmall, {     64,   64,     8,         2,            1,           1,             1}},
+    {256, SmemBudget::kLarge, {     32,   64,     8,         2,            1,           1,             1}},
+    {256, SmemBudget::kSmall, {     32,   32,     4,         2,            1,           1,             1}},
 };
 // clang-format on
 
 template <int kCount>
-constexpr BackwardShape find_backward_shape(const BackwardRow (&rows)[kCount], int dim, Room room) {
+constexpr BackwardShape find_backward_shape(const BackwardRow (&rows)[kCount], int dim, SmemBudget smem_budget) {
   for (const BackwardRow& row : rows) {
-    if (row.dim == dim && (row.room == Room::kLarge) == (room == Room::kLarge)) return row.shape;
+    if (row.dim == dim && (row.smem_budget == SmemBudget::kLarge) == (smem_budget == SmemBudget::kLarge)) return row.shape;
   }
   return {};  // no kernel compiles with it
 }
-template <int kDim, Room kRoom>
-inline constexpr BackwardShape kQueryMajorShape = find_backward_shape(kQueryMajorRows, kDim, kRoom);
-template <int kDim, Room kRoom>
-inline constexpr BackwardShape kKeyMajorShape = find_backward_shape(kKeyMajorRows, kDim, kRoom);
+template <int kDim, SmemBudget kSmemBudget>
+inline constexpr BackwardShape kBackwardDqShape = find_backward_shape(kBackwardDqRows, kDim, kSmemBudget);
+template <int kDim, SmemBudget kSmemBudget>
+inline constexpr BackwardShape kBackwardDkdvShape = find_backward_shape(kBackwardDkdvRows, kDim, kSmemBudget);
 
 constexpr bool is_valid(BackwardShape s) {
   if (s.queries == 0) return false;
@@ -114,7 +114,7 @@ constexpr bool are_valid(const Row (&rows)[kCount]) {
   }
   return true;
 }
-static_assert(are_valid(kForwardRows) && are_valid(kQueryMajorRows) && are_valid(kKeyMajorRows));
+static_assert(are_valid(kForwardRows) && are_valid(kBackwardDqRows) && are_valid(kBackwardDkdvRows));
 
 // Decode: a block has 16 rows of queries and heads, or (kMany) as many as `row_warps` warps of 16 rows have. Its warps form a
 // grid of row_warps by slices. Slice s takes chunks s, s + slices, ... of `keys`; each has a ring of its own with room for as

@@ -1,11 +1,11 @@
 // How a decoding kernel takes a new token into the bounded cache whose keys it reads.
 //
-// Keys are copied as they were, and the rows that the token changes are mended in shared memory. A block sees the scores of its
+// Keys are copied as they were, and the rows that the token changes are patched in shared memory. A block sees the scores of its
 // own keys alone, and one block writes, when all have read.
 #pragma once
 
 #include "../common/cache_slots.cuh"
-#include "../common/cluster.cuh"
+#include "../ptx/cluster.cuh"
 #include "../step.h"
 #include "decode_parts.cuh"
 
@@ -17,7 +17,7 @@ template <int kDim, int kWarps>
 struct alignas(128) TokenShared {
   static constexpr int kPieces = 2 * kDim / 8;  // of key and value
   uint4 rows[2][kPieces];
-  Mailbox box;  // for what other blocks found
+  DsmemExchange exchange;  // for what other blocks found
   __device__ __forceinline__ float4* worst() { return reinterpret_cast<float4*>(this + 1); }
   // A multiple of 128.
   static __host__ __device__ constexpr int bytes(int parts) {
@@ -129,14 +129,14 @@ struct TokenStep {
       }
     }
     found = worst_of_warp(found);
-    const float4 mail{found.score, __int_as_float(found.position), __int_as_float(found.slot), 0.0f};
+    const float4 message{found.score, __int_as_float(found.position), __int_as_float(found.slot), 0.0f};
     if (is_cluster) {
-      Mailbox::meet();
-      if (lane < parts) shared.box.send(&shared.worst()[part * kWarps + warp], lane, mail);
-      shared.box.wait();
+      DsmemExchange::cluster_wait();
+      if (lane < parts) shared.exchange.send(&shared.worst()[part * kWarps + warp], lane, message);
+      shared.exchange.wait();
     } else {
       parts = 1;
-      if (lane == 0) shared.worst()[warp] = mail;
+      if (lane == 0) shared.worst()[warp] = message;
     }
     __syncthreads();
     found = none_is_worst(p);
@@ -150,9 +150,10 @@ struct TokenStep {
   }
   // Puts the rows that change into a chunk of keys first, first + 1, .. that was copied before they did.
   template <int kKeys>
-  __device__ __forceinline__ void mend(DecodeStage<kDim, kKeys>& stage, float* key_bias, int first) const {
-    mend_row(stage, key_bias, plan.selected_slot - first, plan.selected_row == kNewRow ? 0 : 1, plan.score_of(plan.selected_row));
-    mend_row(stage, key_bias, plan.young_slot - first, 0, plan.score_of_new);
+  __device__ __forceinline__ void patch_token(DecodeStage<kDim, kKeys>& stage, float* key_bias, int first) const {
+    patch_row(stage, key_bias, plan.selected_slot - first, plan.selected_row == kNewRow ? 0 : 1,
+              plan.score_of(plan.selected_row));
+    patch_row(stage, key_bias, plan.young_slot - first, 0, plan.score_of_new);
   }
   // Writes the token, by all threads of one block.
   __device__ __forceinline__ void write() const {
@@ -191,8 +192,8 @@ struct TokenStep {
     }
   }
   template <int kKeys>
-  __device__ __forceinline__ void mend_row(DecodeStage<kDim, kKeys>& stage, float* key_bias, int row, int which,
-                                           float score) const {
+  __device__ __forceinline__ void patch_row(DecodeStage<kDim, kKeys>& stage, float* key_bias, int row, int which,
+                                            float score) const {
     if (row < 0 || row >= kKeys) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int at = lane; at < kRowPieces; at += 32) {

@@ -2,10 +2,10 @@
 #include <algorithm>
 
 #include "../launch_table.h"
-#include "backward_wide.cuh"
+#include "backward/kernel_wide.cuh"
 #include "dispatch.h"
 #include "encode_maps.h"
-#include "forward.cuh"
+#include "forward/kernel.cuh"
 #include "sm90_instances.h"
 
 namespace dmattn::cuda::sm90 {
@@ -50,18 +50,18 @@ ForwardWork work_of(const ForwardSchedule& schedule, int* tile_counter) {
   work.tiles = schedule.tiles, work.queries = schedule.queries;
   work.head_groups = schedule.head_groups, work.section_head_groups = schedule.section_head_groups;
   work.end_tiles = schedule.end_tiles, work.log2_heads_per_tile = schedule.log2_heads_per_tile;
-  work.ticket = schedule.draws_tiles ? tile_counter : nullptr;
-  work.is_dealt = schedule.is_static;
+  work.tile_counter = schedule.draws_tiles ? tile_counter : nullptr;
+  work.has_static_schedule = schedule.is_static;
   return work;
 }
 
 BackwardWork work_of(const BackwardSchedule& schedule, int* tile_counter) {
   BackwardWork work;
-  work.items = schedule.items, work.tiles = schedule.tiles;
+  work.work_tiles = schedule.work_tiles, work.tiles = schedule.tiles;
   work.head_groups = schedule.head_groups, work.section_head_groups = schedule.section_head_groups;
   work.heads = schedule.heads, work.shares = schedule.shares;
-  work.dealt = schedule.static_items;
-  work.ticket = schedule.items > schedule.static_items ? tile_counter : nullptr;
+  work.static_work_tiles = schedule.static_work_tiles;
+  work.tile_counter = schedule.work_tiles > schedule.static_work_tiles ? tile_counter : nullptr;
   work.draws_late = schedule.draws_late;
   return work;
 }
@@ -86,7 +86,7 @@ cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStrea
   const Variant variant = plan.instance.variant;
   ForwardCall call = given;
   set_options(call, variant);
-  const ForwardWork work = work_of(plan.schedule, call.live_keys.ticket);
+  const ForwardWork work = work_of(plan.schedule, call.live_keys.tile_counter);
   const int keys = plan.tile.keys, heads_per_tile = 1 << work.log2_heads_per_tile, heads_per_warp = std::min(heads_per_tile, 16);
   ForwardMaps maps;
   encode(&maps.query, map_of_groups(p.query, p.head_dim, p, heads_per_tile, heads_per_tile, work.queries));
@@ -100,8 +100,8 @@ cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStrea
   }
   if (copies_bias(variant)) encode(&maps.bias, map_of_bias(p, plan.tile.rows));
   // Nothing has cleared the counter where there are neither lists nor ranges.
-  if (work.ticket && plan.lists.kind == KeyLists::Kind::kNone) {
-    const cudaError_t status = cudaMemsetAsync(work.ticket, 0, sizeof(int), stream);
+  if (work.tile_counter && plan.lists.kind == KeyLists::Kind::kNone) {
+    const cudaError_t status = cudaMemsetAsync(work.tile_counter, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
   return find_launch(kForward, plan.instance)(call, work, maps, plan.schedule.blocks, stream);

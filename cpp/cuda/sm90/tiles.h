@@ -38,23 +38,23 @@ constexpr bool has_key_bias(Variant v) { return gathers_keys(v) || has_options(v
 // May the call have a block mask?
 constexpr bool takes_blocks(Variant v) { return v == Variant::kPlain || v == Variant::kGeneral; }
 
-// A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. Then come warps that
-// load, half of them keys and half of them values, and warps that walk the keys: a warpgroup for each of the two jobs, or one
+// A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. The warps after
+// those load, half of them keys and half of them values, or schedule the keys: a warpgroup for each of the two jobs, or one
 // warpgroup for both.
 struct ForwardShape {
   int consumers;
   int keys;         // of a chunk
   int stages;       // chunks of keys, of values, and of a bias that tensor copies bring, in flight
-  int query_tiles;  // 2: the next tile's queries come while one is computed, and its output leaves from their place
-  int notes;        // chunks that may be described ahead of their use
-  int loading_warps, walking_warps;
-  int computing_registers, loading_registers, walking_registers;  // per thread
+  int query_tiles;  // 2: the next tile's queries are loaded while one is computed, and its output leaves from their place
+  int descriptors;  // chunks that may be described ahead of their use
+  int loading_warps, scheduler_warps;
+  int computing_registers, loading_registers, scheduler_registers;  // per thread
 
   constexpr int rows() const { return consumers * 64; }
-  constexpr int threads() const { return consumers * kWarpgroup + (loading_warps + walking_warps) * 32; }
+  constexpr int threads() const { return consumers * kWarpgroup + (loading_warps + scheduler_warps) * 32; }
   constexpr int loaders() const { return loading_warps * 16; }  // threads that load keys; as many load values
-  constexpr int walkers() const { return walking_warps * 32; }
-  constexpr bool shares_warpgroup() const { return loading_warps + walking_warps == 4; }
+  constexpr int scheduler_threads() const { return scheduler_warps * 32; }
+  constexpr bool shares_warpgroup() const { return loading_warps + scheduler_warps == 4; }
 };
 
 // Columns of a panel of a bias in shared memory, so few that chunks may have any multiple of 32 keys.
@@ -71,32 +71,32 @@ struct ForwardRow {
 };
 // clang-format off
 inline constexpr ForwardRow kForwardRows[] = {
-    //                                                                             warps:            registers of a thread:
-    //dim variant                     consumers  keys  stages  query_tiles  notes  loading  walking  computing  loading  walking
-    { 64, Variant::kDense,           {        3,  128,      2,           2,     8,       2,       2,       160,      32,      32}},
-    { 64, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
-    { 64, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
-    { 64, Variant::kGathered,        {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
-    { 64, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       184,      48,      96}},
-    { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
-    { 64, Variant::kDenseBias,       {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
-    { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,     8,       2,       2,       144,      80,      80}},
-    { 64, Variant::kRange,           {        3,   96,      3,           2,     8,       2,       2,       152,      56,      56}},
-    {128, Variant::kDense,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
-    {128, Variant::kKeyBias,         {        2,  128,      2,           2,     8,       4,       4,       200,      56,      56}},
-    {128, Variant::kPlain,           {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
-    {128, Variant::kGathered,        {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
-    {128, Variant::kGeneral,         {        2,   64,      2,           2,     4,       4,       4,       192,      48,      80}},
-    {128, Variant::kDenseOptions,    {        2,  128,      2,           2,     8,       4,       4,       200,      40,      72}},
-    {128, Variant::kDenseBias,       {        2,   96,      2,           2,     8,       4,       4,       200,      40,      72}},
-    {128, Variant::kGatheredOptions, {        3,   64,      3,           2,     8,       2,       2,       144,      80,      80}},
-    {128, Variant::kRange,           {        3,   80,      2,           2,     8,       2,       2,       152,      56,      56}},
-    {256, Variant::kDense,           {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
-    {256, Variant::kPlain,           {        2,   32,      4,           1,     4,       4,       4,       192,      48,      80}},
-    {256, Variant::kGathered,        {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
-    {256, Variant::kDenseOptions,    {        2,   80,      2,           1,     4,       4,       4,       216,      40,      40}},
-    {256, Variant::kGatheredOptions, {        2,   64,      2,           1,     4,       4,       4,       208,      56,      40}},
-    {256, Variant::kGeneral,         {        2,   32,      4,           1,     4,       4,       4,       200,      32,      80}},
+    //                                                                                   warps:               registers of a thread:
+    //dim variant                     consumers  keys  stages  query_tiles  descriptors  loading  scheduler  computing  loading  scheduler
+    { 64, Variant::kDense,           {        3,  128,      2,           2,           8,       2,         2,       160,      32,        32}},
+    { 64, Variant::kKeyBias,         {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
+    { 64, Variant::kPlain,           {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, Variant::kGathered,        {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
+    { 64, Variant::kGeneral,         {        2,   64,      2,           2,           4,       4,         4,       184,      48,        96}},
+    { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, Variant::kDenseBias,       {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
+    { 64, Variant::kRange,           {        3,   96,      3,           2,           8,       2,         2,       152,      56,        56}},
+    {128, Variant::kDense,           {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
+    {128, Variant::kKeyBias,         {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
+    {128, Variant::kPlain,           {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, Variant::kGathered,        {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
+    {128, Variant::kGeneral,         {        2,   64,      2,           2,           4,       4,         4,       192,      48,        80}},
+    {128, Variant::kDenseOptions,    {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, Variant::kDenseBias,       {        2,   96,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, Variant::kGatheredOptions, {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
+    {128, Variant::kRange,           {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
+    {256, Variant::kDense,           {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
+    {256, Variant::kPlain,           {        2,   32,      4,           1,           4,       4,         4,       192,      48,        80}},
+    {256, Variant::kGathered,        {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
+    {256, Variant::kDenseOptions,    {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
+    {256, Variant::kGatheredOptions, {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
+    {256, Variant::kGeneral,         {        2,   32,      4,           1,           4,       4,         4,       200,      32,        80}},
 };
 // clang-format on
 
@@ -112,25 +112,26 @@ inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, kVariant)
 template <int kDim, Variant kVariant>
 inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
 
-// Where a block mask may be given, chunks have to fill its tiles, and a thread of the walk looks at one key of a chunk and at one
-// query. With fewer than three notes or two stages the warps would wait for each other for ever: the walk holds a note back until
-// the next is begun, and a chunk is computed beside the one before it.
+// Where a block mask may be given, chunks have to fill its tiles, and a thread of the scheduler looks at one key of a chunk and
+// at one query. With fewer than three descriptors or two stages the warps would wait for each other for ever: the scheduler holds
+// a descriptor back until the next is begun, and a chunk is computed beside the one before it.
 constexpr bool is_valid(ForwardShape s, Variant variant) {
-  for (const int registers : {s.computing_registers, s.loading_registers, s.walking_registers}) {
+  for (const int registers : {s.computing_registers, s.loading_registers, s.scheduler_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
   const bool has_blocks = takes_blocks(variant);
-  const bool is_split = s.loading_warps == 4 && s.walking_warps == 4, is_shared = s.loading_warps == 2 && s.walking_warps == 2;
+  const bool is_split = s.loading_warps == 4 && s.scheduler_warps == 4,
+             is_shared = s.loading_warps == 2 && s.scheduler_warps == 2;
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   const int pool = 65536 / s.threads() / 8 * 8 * s.threads();
-  const int others = s.shares_warpgroup() ? s.loading_registers : s.loading_registers + s.walking_registers;
-  return (is_split || (is_shared && s.loading_registers == s.walking_registers)) &&
+  const int others = s.shares_warpgroup() ? s.loading_registers : s.loading_registers + s.scheduler_registers;
+  return (is_split || (is_shared && s.loading_registers == s.scheduler_registers)) &&
          (!gathers_keys(variant) || s.keys % s.loaders() == 0) &&
          (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
          s.keys % (is_dense(variant) || variant == Variant::kRange ? 16 : 32) == 0 &&
-         (!copies_bias(variant) || s.keys % kBiasColumns == 0) && s.keys <= (has_blocks ? s.walkers() : 256) &&
-         (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.walkers() >= 128)) && s.stages >= 2 && s.notes >= 3 &&
-         (s.query_tiles == 1 || s.query_tiles == 2);
+         (!copies_bias(variant) || s.keys % kBiasColumns == 0) && s.keys <= (has_blocks ? s.scheduler_threads() : 256) &&
+         (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.scheduler_threads() >= 128)) && s.stages >= 2 &&
+         s.descriptors >= 3 && (s.query_tiles == 1 || s.query_tiles == 2);
 }
 
 // Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and one

@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(32 * kWarps, kVector == 1 ? 2 : kRowsPerSm) re
   const int thread = static_cast<int>(threadIdx.x) % 32;
   const int64_t chunks = chunks_of(p), stride = kVector == 1 ? p.stride : 1;
   const auto lane_of = [=](int i) { return (i / kVector * 32 + thread) * kVector + i % kVector; };
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int64_t task = int64_t{blockIdx.x} * warps + warp; task < tasks; task += int64_t{gridDim.x} * warps) {
     const int64_t result = tasks == chunks ? 0 : task / chunks, chunk = task - result * chunks;
     const auto* from = sequence<K>(p, result) + chunk * kChunk * p.stride;
@@ -324,8 +324,8 @@ __global__ void __launch_bounds__(32 * kWarps, kVector == 1 ? 2 : kRowsPerSm) re
   static_assert(kSequences > 0 && kLoads <= 32);
   const int thread = static_cast<int>(threadIdx.x) % 32, n = static_cast<int>(p.count);
   const int64_t per_outer = ceil_of_quotient(p.inner, kSequences), stride = kVector == 1 ? p.stride : 1;
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   int64_t task = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   for (; task < tasks; task += int64_t{gridDim.x} * kWarps) {
     const int64_t outer = p.outer == 1 ? 0 : task / per_outer, first = (task - outer * per_outer) * kSequences;
@@ -365,8 +365,8 @@ __device__ T join_column(const T* from, int step, int count) {
 
 // The same, where neighbouring sequences lie closer than the elements of one. A block reduces a chunk of kVector * columns
 // sequences, columns = kColumnsBlock / rows. `groups` of kOwned lanes have elements, a power of two. Thread (row, column) owns
-// the lanes group * kOwned + j of kVector neighbouring sequences, group = row, row + rows, ... in turn. It loads elements of all
-// those sequences at once: with kVector > 1 they lie one after the other.
+// the lanes group * kOwned + j of kVector neighbouring sequences, group = row, row + rows, ..., one after the other. It loads
+// elements of all those sequences at once: with kVector > 1 they lie one after the other.
 template <class K, int kVector>
 __global__ void __launch_bounds__(kColumnsBlock, kVector == 1 ? 2 : kColumnsPerSm)
     reduce_columns(ReduceParams p, int rows, int groups, int64_t tasks) {
@@ -375,8 +375,8 @@ __global__ void __launch_bounds__(kColumnsBlock, kVector == 1 ? 2 : kColumnsPerS
   const int columns = kColumnsBlock / rows, sequences = columns * kVector;
   const int row = static_cast<int>(threadIdx.x) / columns, own = static_cast<int>(threadIdx.x) % columns * kVector;
   const int64_t chunks = chunks_of(p), blocks = ceil_of_quotient(p.inner, sequences);
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t chunk = task / blocks % chunks, outer = task / blocks / chunks, first_sequence = task % blocks * sequences;
     const auto* from = static_cast<const Narrow<K>*>(p.input) + outer * p.outer_stride + (first_sequence + own) * p.inner_stride +
@@ -429,8 +429,8 @@ __global__ void __launch_bounds__(kBlock) reduce_partials(ReduceParams p, int64_
   using P = typename K::Partial;
   __shared__ P of_groups[kOwnedPartials * kBlock / 32];  // of 32 lanes each
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warps = threads / 32;
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int64_t result = blockIdx.x; result < p.outer * p.inner; result += gridDim.x) {
     const auto* partials = static_cast<const Wide<K>*>(p.partials) + result * chunks;
     P owned[kOwnedPartials];
@@ -467,8 +467,8 @@ __global__ void __launch_bounds__(kBlock) reduce_partials(ReduceParams p, int64_
 template <class K>
 __global__ void __launch_bounds__(kColumnsBlock) reduce_few_partials(ReduceParams p, int64_t chunks) {
   using P = typename K::Partial;
-  wait_for_kernel_before();
-  let_kernel_after_come();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   int64_t result = static_cast<int64_t>(blockIdx.x) * kColumnsBlock + threadIdx.x;
   for (; result < p.outer * p.inner; result += static_cast<int64_t>(gridDim.x) * kColumnsBlock) {
     const auto* partials = static_cast<const Wide<K>*>(p.partials) + result * chunks;
@@ -529,8 +529,8 @@ cudaError_t launch_short_rows(const ReduceParams& p, cudaStream_t stream) {
 template <class K>
 cudaError_t launch_pass_one(const ReduceParams& p, cudaStream_t stream) {
   constexpr int kSize = static_cast<int>(sizeof(Narrow<K>)), kVector = kSize == 1 ? 8 : 16 / kSize;
-  constexpr int kAcross = sizeof(Wide<K>) == 8 ? 2 : 4;  // sequences of a thread that walks several
-  if (walks_columns(p)) {
+  constexpr int kAcross = sizeof(Wide<K>) == 8 ? 2 : 4;  // sequences of a thread that reduces several
+  if (reduces_columns(p)) {
     return has_vectors_across(p, kSize, kAcross) ? launch_columns<K, kAcross>(p, stream) : launch_columns<K, 1>(p, stream);
   }
   if (p.count > kChunkLanes) return p.stride == 1 ? launch_rows<K, kVector>(p, stream) : launch_rows<K, 1>(p, stream);

@@ -1,0 +1,248 @@
+// The portable backward by queries: a block keeps 128 queries and loops over the keys they see. grad_query stays in registers;
+// rows of grad_key and grad_value are added in fp32 to global memory.
+//
+// This is the kernel for scattered keys: the work follows the number of keys that the tile sees, and the gradient of a
+// gathered key goes back to the place of its row.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/kernel_limits.cuh"
+#include "backward_tile.cuh"
+
+namespace dmattn::cuda::sm80 {
+
+template <int kDim, SmemBudget kSmemBudget>
+struct alignas(128) BackwardDqShared {
+  static constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
+  uint16_t query[kShape.queries * kDim];  // at the end grad_query leaves from here
+  uint16_t grad_out[kShape.queries * kDim];
+  uint16_t key[kShape.late_stages][kShape.keys * kDim];
+  uint16_t value[kShape.keys * kDim];
+  uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
+  uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
+  KeyStage<kShape.queries, kShape.keys> stage[2];
+  KeyQueues<kShape.warps * 32, kShape.keys> queues;
+};
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
+// Sq, D], and rows of key_sums. A block has one tile of queries of one head and loops over chunks of keys; scores are [queries,
+// keys].
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+__global__ __launch_bounds__(
+    kBackwardDqShape<kDim, kSmemBudget>.warps * 32,
+    kBackwardDqShape<kDim, kSmemBudget>.blocks_per_sm) void backward_dq_kernel(const __grid_constant__ BackwardCall call) {
+  if constexpr (!is_chosen(kSmemBudget)) {
+    __trap();
+    return;
+  }
+  constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
+  constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
+  constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
+  constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<BackwardDqShared<kDim, kSmemBudget>*>(shared_bytes);
+  const AttentionParams& p = call.b.forward;
+  const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
+
+  const QueryTile<kShape.queries> here(p, call.live_keys);
+  const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
+  const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
+
+  const uint32_t query_tile = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out);
+  const uint32_t value_tile = shared_address(shared.value), key_tile_0 = shared_address(shared.key);
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+
+  // Start the copies of the queries and of the first chunk's keys and values.
+  const auto copy_queries = [&](uint32_t tile, const TensorView& tensor, int width) {
+    const char* const from = rows_of_head(tensor, batch, head);
+    const RowCopy<kDim, kThreads> copy(width);
+#pragma unroll 4
+    for (int r = 0; r < kShape.queries; r += copy.kRows) {
+      const int query = first_query + copy.row + r;
+      const bool wanted = query < p.query_length;
+      copy.start(tile, r, from + (wanted ? query : 0) * tensor.row_stride * 2, wanted);
+    }
+  };
+  copy_queries(query_tile, p.query, head_dim);
+  copy_queries(grad_out_tile, call.b.grad_out, value_dim);
+  KeyScheduler<kVariant, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head, kv_head,
+                                                                          first_query);
+  Chunk chunk, coming;
+  int buffer = 0;
+  const auto copy_keys = [&](int to, const Chunk& of) {
+    scheduler.template load_keys<kDim>(key_tile_0 + (kShape.late_stages == 2 ? to : 0) * kShape.keys * kDim * 2, shared.stage[to],
+                                       of);
+  };
+  const auto copy_values = [&](int to, const Chunk& of) {
+    scheduler.template load_values<kDim>(value_tile, shared.stage[to], of);
+  };
+  bool has_chunk = scheduler.next(shared.stage[0], chunk);
+  if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
+  copy_async_commit();
+
+  // The general variant subtracts lse as it is, the others in base 2.
+  float lse2[kM][2], lse_rest2[kM][2], delta[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row = (batch * p.heads + head) * call.padded_queries + first_query + warp_row + 16 * m + 8 * r + lane / 4;
+      lse2[m][r] = (kVariant == Variant::kGeneral ? call.lse : call.lse2)[row];
+      lse_rest2[m][r] = kVariant == Variant::kGeneral ? call.lse_rest2[row] : 0.0f;
+      delta[m][r] = call.delta[row];
+    }
+  }
+  // Clear rows that see nothing but are not finite, here and in shared memory.
+  bool has_bad = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!is_bad_row(lse2[m][r], delta[m][r])) continue;
+      has_bad = true;
+      delta[m][r] = 0.0f;
+    }
+  }
+  if (__syncthreads_or(has_bad)) {
+    copy_async_wait<0>();
+    __syncthreads();
+    for (int row = threadIdx.x; row < kShape.queries; row += kThreads) {
+      const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + row;
+      if (!is_bad_row(call.lse2[at], call.delta[at])) continue;
+      clear_row<kDim>(shared.query, row);
+      clear_row<kDim>(shared.grad_out, row);
+    }
+  }
+  float grad_query[kM][kDimN][4];
+  clear(grad_query);
+  const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
+  const bool rows_are_huge = kVariant == Variant::kGathered && (*call.row_flags & kHugeRows) != 0;
+  float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
+
+  while (has_chunk) {
+    auto& stage = shared.stage[buffer];
+    const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kShape.keys * kDim * 2;
+    copy_async_wait<0>();
+    __syncthreads();
+
+    // Scores and their gradients, to shared memory.
+    float scores[kM][kN][4], grad_scores[kM][kN][4];
+    clear(scores);
+    multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(key_tile, warp_column, 0));
+    if (kVariant != Variant::kGeneral && scheduler.needs_test(stage, chunk))
+      hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
+    const int column = warp_column + lane % 4 * 2;  // of the thread's first element
+    const auto compare_values = [&](auto are_exponents) {
+      clear(grad_scores);
+      multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                     Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
+                                       put_probabilities<T, kVariant, decltype(are_exponents)::value>(
+                                           PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
+                                           stage.key_bias, column, part, total);
+                                     });
+    };
+    if (kVariant == Variant::kGathered && rows_are_huge) {
+      to_exponents(scores, call, stage.key_bias,
+                   (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4, column);
+      compare_values(std::true_type{});
+    } else {
+      compare_values(std::false_type{});
+    }
+    // Turn them into gradients of the scores.
+    ColumnSums<kN> sums;
+    if constexpr (kVariant == Variant::kGeneral) {
+      to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk,
+                      scheduler.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
+                      [&](int column) { return scheduler.key_of(stage, chunk, column); });
+    } else {
+      to_gradients(scores, grad_scores, delta);
+      if (kVariant == Variant::kGathered) sums.add(grad_scores);
+    }
+    // Add the gradient of key_bias.
+    if (kVariant != Variant::kPlain && grad_key_bias) {
+      sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
+        const int key = scheduler.key_of(stage, chunk, column);
+        if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+      });
+    }
+    if (kVariant == Variant::kGeneral)
+      put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+    put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+    __syncthreads();
+
+    // The values are read: start on the next chunk.
+    has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
+    if (has_chunk) copy_values(buffer ^ 1, coming);
+    if (has_chunk && kShape.late_stages == 2) copy_keys(buffer ^ 1, coming);
+    copy_async_commit();
+
+    // Rows of grad_value and grad_key, and grad_query. The rows of one product are added beside the next.
+    const int part_of_query = warp % kColumns * kDimN * 8;
+    if (call.key_sums) {
+      const uint64_t row_bytes = static_cast<uint32_t>(key_width + value_width) * 4;
+      char* const first_row = reinterpret_cast<char*>(call.key_sums) + (batch * p.kv_heads + kv_head) * p.key_length * row_bytes;
+      char* const no_row = reinterpret_cast<char*>(call.key_sums) + p.batch * p.kv_heads * p.key_length * row_bytes;
+      float *key_rows[2][2], *value_rows[2][2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int key = scheduler.key_of(stage, chunk, key_row + 16 * m + 8 * r + lane / 4);
+          const bool is_key = key >= 0 && key < p.key_length;
+          key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
+          value_rows[m][r] = key_rows[m][r] + key_width;
+        }
+      }
+      float grad_value[2][kRowN][4], grad_key[2][kRowN][4];
+      clear(grad_value);
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+      clear(grad_key);
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part,
+                                                  AddRows<2, kRowN>{grad_value, value_rows, row_part, value_width});
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query,
+                                                       AddRows<2, kRowN>{grad_key, key_rows, row_part, key_width});
+    } else {
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
+    }
+    if (kShape.late_stages == 1 && has_chunk) {
+      __syncthreads();
+      copy_keys(buffer ^ 1, coming);
+      copy_async_commit();
+    }
+    chunk = coming;
+    buffer ^= 1;
+  }
+
+  copy_async_wait<0>();
+  __syncthreads();
+  put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8,
+                    [&](int m, int r) { return lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
+  __syncthreads();
+  store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
+    const int query = first_query + r;
+    return query < p.query_length ? rows_of_head(call.b.grad_query, batch, head) + query * call.b.grad_query.row_stride * 2
+                                  : nullptr;
+  });
+}
+
+template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+cudaError_t launch_backward_dq(const BackwardCall& call, cudaStream_t stream) {
+  constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
+  constexpr int kBytes = sizeof(BackwardDqShared<kDim, kSmemBudget>);
+  static_assert(kBytes <= (kSmemBudget == SmemBudget::kLarge ? 163 : 99) * 1024);
+  const auto kernel = backward_dq_kernel<T, kDim, kVariant, kSmemBudget>;
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
+  if (status != cudaSuccess) return status;
+  const AttentionParams& p = call.b.forward;
+  const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm80

@@ -1,0 +1,93 @@
+// The gradients of a chunk's weights become gradients of its scores in the Hopper backward, and of the biases.
+#pragma once
+
+#include "weights.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+// For variants with options: the gradients of four scores, of two keys and two queries, from those of the weights. slopes: of
+// each key; delta: of each query.
+template <class T>
+__device__ __forceinline__ void differentiate_with_options(float (&gradients)[4], uint32_t first_slopes, uint32_t second_slopes,
+                                                           const float* delta, float keep_probability, float bias_factor,
+                                                           float (&bias_sum)[2]) {
+  const float2 deltas = *reinterpret_cast<const float2*>(delta);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float2 pair = Element<T>::widen_pair(e / 2 == 0 ? first_slopes : second_slopes);
+    const float slope = e % 2 == 0 ? pair.x : pair.y, kept = fmaxf(slope, 0.0f) * gradients[e];
+    gradients[e] = fmaf(-fabsf(slope), (e % 2 == 0 ? deltas.x : deltas.y) * keep_probability, kept);
+    bias_sum[e / 2] = fmaf(gradients[e], bias_factor, bias_sum[e / 2]);
+  }
+}
+
+// Replaces each gradient of a weight by delta minus it. delta_of: of the thread's queries.
+template <int kN>
+__device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4], const float* delta_of) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) grad_scores[i][e] = (e % 2 == 0 ? delta.x : delta.y) - grad_scores[i][e];
+  }
+}
+
+// Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. Without options grad_scores
+// is passed as delta minus the gradients of the weights. delta_of: of the thread's queries.
+template <class T, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
+                                                     const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
+                                                     const float* delta_of, float (&bias_sum)[2]) {
+  constexpr bool kCaps = may_cap(kVariant) && !has_pair_bias(kVariant);
+  const bool is_apart = has_apart_bias<kCaps>(call);
+  if (is_apart) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float2 delta = *reinterpret_cast<const float2*>(&delta_of[8 * i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + r]);
+        bias_sum[r] = fmaf(pair.x, fmaf(-delta.x, call.keep_probability, grad_scores[i][2 * r]), bias_sum[r]);
+        bias_sum[r] = fmaf(pair.y, fmaf(-delta.y, call.keep_probability, grad_scores[i][2 * r + 1]), bias_sum[r]);
+      }
+    }
+  }
+  const float bias_factor = is_apart ? 0.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    if constexpr (has_options(kVariant)) {
+      differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
+                                    call.keep_probability, bias_factor, bias_sum);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
+        grad_scores[i][e] *= -(e % 2 == 0 ? pair.x : pair.y);
+        if (has_key_bias(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
+      }
+    }
+  }
+}
+
+// For variants with a bias of single pairs, where differentiate_scores leaves gradients of the logits. Adds them to the gradient
+// of the bias, if it is wanted. With softcap they become gradients of the scores only then.
+template <class T, int kDim, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void differentiate_bias(const BackwardCall& call, const KeyDescriptor& tile,
+                                                   const QueryDescriptor& descriptor, float (&gradients)[kN][4],
+                                                   const uint32_t (&slopes)[kSteps][4], const uint32_t (&cap_slopes)[kSteps][4]) {
+  if constexpr (has_pair_bias(kVariant)) {
+    if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, descriptor}.add_gradients(gradients, slopes);
+  }
+  if constexpr (has_pair_bias(kVariant) && may_cap(kVariant)) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 slope = Element<__half>::widen_pair(cap_slopes[i / 2][i % 2 * 2 + r]);
+        gradients[i][2 * r] *= slope.x, gradients[i][2 * r + 1] *= slope.y;
+      }
+    }
+  }
+}
+
+}  // namespace dmattn::cuda::sm90

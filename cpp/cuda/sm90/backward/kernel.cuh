@@ -1,0 +1,347 @@
+// Attention backward for Hopper. A block stays on its multiprocessor and takes tile after tile of keys. It has three warpgroups:
+// two compute, each with 64 keys of a tile and all the queries that see it, and the third loads. grad_key and grad_value stay in
+// registers, and grad_query is added in fp32 to global memory.
+//
+// Scores are kept transposed, keys by queries. Probabilities and score gradients are then operands of their products straight
+// from registers, and only the score gradients go through shared memory, for grad_query.
+#pragma once
+
+#include "../../common/kernel_limits.cuh"
+#include "epilogue.cuh"
+#include "gradients.cuh"
+#include "load_kv.cuh"
+#include "load_q.cuh"
+#include "semaphore.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+// Clears queries that see nothing, where query or grad_out is not finite: not even a weight of 0 may be multiplied with those.
+// Their delta is NaN.
+template <int kDim, bool kHasOptions>
+__device__ __forceinline__ void clear_bad_rows(BackwardShared<kDim, kHasOptions>& shared, uint32_t stage) {
+  constexpr int kQueries = BackwardShared<kDim, kHasOptions>::kShape.queries;
+  constexpr int kThreads = kConsumers * kWarpgroup, kEach = kThreads / kQueries;
+  group_sync(kClearBarrier, kThreads);
+  const int thread = static_cast<int>(thread_index()), row = thread / kEach;
+  const bool is_bad = shared.lse2[stage][row] == -negative_infinity() && shared.delta[stage][row] != shared.delta[stage][row];
+  __syncwarp();
+  if (is_bad) {
+#pragma unroll 1
+    for (int tensor = 0; tensor < 2; ++tensor) {
+      uint16_t* const tile = tensor == 0 ? shared.query[stage] : shared.grad_out[stage];
+#pragma unroll 1
+      for (int panel = 0; panel < kDim / 64; ++panel) {
+#pragma unroll 1
+        for (int i = thread % kEach; i < 8; i += kEach) {
+          reinterpret_cast<uint4*>(tile)[(panel * kQueries * 128 + row * 128) / 16 + i] = {0, 0, 0, 0};
+        }
+      }
+    }
+    if (thread % kEach == 0) shared.delta[stage][row] = 0.0f;
+  }
+  fence_async();
+  group_sync(kClearBarrier, kThreads);
+}
+
+// The products of a computing warpgroup, by described tiles in shared memory. Each function issues one, and its end has to be
+// awaited.
+template <class T, int kDim, bool kHasOptions>
+struct BackwardProducts {
+  using Shared = BackwardShared<kDim, kHasOptions>;
+  static constexpr int kQueries = Shared::kShape.queries, kN = kQueries / 8, kSteps = kQueries / 16, kOut = kDim / 8;
+  static constexpr int kPart = Shared::kPartColumns;  // columns of grad_query that a warpgroup computes
+  static constexpr int kKeyPanel = kBackwardKeys * 128, kQueryPanel = kQueries * 128;
+  const uint32_t group = same_in_lanes(threadIdx.x / kWarpgroup);
+  uint32_t keys, queries, scores;
+
+  __device__ __forceinline__ explicit BackwardProducts(const Shared& shared)
+      : keys(same_in_lanes(describe_panels(shared_address(shared.key), kKeyPanel))),
+        queries(same_in_lanes(describe_panels(shared_address(shared.query), kQueryPanel))),
+        scores(same_in_lanes(describe_panels(shared_address(shared.grad_score), kKeyPanel))) {}
+
+  // The queries and the grad_out of the chunk with this descriptor.
+  __device__ __forceinline__ uint32_t queries_of(uint32_t descriptor) const {
+    return queries + descriptor % Shared::kShape.query_stages * step_of(kQueries * kDim * 2);
+  }
+  __device__ __forceinline__ uint32_t grad_outs_of(uint32_t descriptor) const {
+    return queries_of(descriptor) + step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  }
+
+  // to = keys * queries^T
+  __device__ __forceinline__ void begin_scores(float (&to)[kN][4], uint32_t descriptor) const {
+    begin_rows(to, keys + group * step_of(64 * 128), queries_of(descriptor));
+  }
+  // to -= values * grad_out^T, or with options, which start from nothing, to = values * grad_out^T
+  __device__ __forceinline__ void begin_grad_scores(float (&to)[kN][4], uint32_t descriptor) const {
+    begin_rows<!kHasOptions>(to, keys + step_of(offsetof(Shared, value) - offsetof(Shared, key)) + group * step_of(64 * 128),
+                             grad_outs_of(descriptor));
+  }
+  template <bool kSubtracts = false>
+  __device__ __forceinline__ void begin_rows(float (&to)[kN][4], uint32_t a, uint32_t b) const {
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      Product<T, kQueries>::template from_shared<false, false, kSubtracts ? -1 : 1>(
+          to, complete(a + step_of_columns(k, kKeyPanel)), complete(b + step_of_columns(k, kQueryPanel)), kSubtracts || k > 0);
+    }
+    commit_products();
+  }
+  // A sum over queries: to += operand * rows, which are queries or grad_out.
+  __device__ __forceinline__ void begin_sums(float (&to)[kOut][4], const uint32_t (&operand)[kSteps][4], uint32_t rows) const {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) Product<T, kDim>::from_registers(to, operand[k], complete(rows + step_of(k * (16 * 128))));
+    commit_products();
+  }
+  // The sum over keys: this warpgroup's part of grad_query, of the score gradients of this chunk.
+  __device__ __forceinline__ void begin_grad_query(float (&to)[kPart / 8][4], uint32_t chunk) const {
+    const uint32_t a = scores + step_of((group * Shared::kPartQueries) % kQueries / 64 * kKeyPanel) +
+                       chunk % 2 * step_of(kBackwardKeys * kQueries * 2);
+    const uint32_t b = keys + step_of((group * kPart) % kDim / 64 * kKeyPanel + (group * kPart) % kDim % 64 * 2);
+#pragma unroll
+    for (int k = 0; k < kBackwardKeys / 16; ++k) {
+      Product<T, kPart>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
+                                                    complete(b + step_of(k * (16 * 128))), k > 0);
+    }
+    commit_products();
+  }
+};
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of
+// queries. Scores and their gradients are [64 keys, queries].
+template <class T, int kDim, Variant kVariant>
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  using Products = BackwardProducts<T, kDim, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
+  const AttentionParams& p = call.b.forward;
+  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
+      descriptor_empty{shared_address(shared.descriptor_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
+  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
+  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
+  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
+      semaphore_released{shared_address(&shared.semaphore_released)};
+  const Products products(shared);
+
+  float grad_key[kOut][4], grad_value[kOut][4];
+
+  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
+  float bias_2[2] = {}, bias_sum[2] = {};
+  int head = -1;
+  uint32_t n = 0;  // the number of the descriptor of queries
+  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
+  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t descriptor, uint32_t tile_visit) {
+    if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(descriptor - tile_visit);
+    add_grad_query<Shared, kDim>(shared.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products.group,
+                                 static_cast<int>(p.head_dim));
+    if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(descriptor - tile_visit));
+  };
+  for (uint32_t tile_visit = 0;; ++tile_visit) {
+    descriptor_full.wait_full(tile_visit);
+    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
+    if (tile.head < 0) break;
+    head = -1;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
+    }
+
+    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
+    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A tile visit's first chunk
+    // computes a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on
+    // all ways through the loop.
+    bool has_chunk_before = false;
+    float scores[kN][4], grad_scores[kN][4];
+    bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
+    // Waits for the next descriptor; false: it ends the tile visit.
+    auto await_chunk = [&] {
+      query_full.wait_full(n);
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
+      const bool has_chunk = !descriptor.ends_tile_visit;
+      has_test = descriptor.has_test;
+      if (kHasBias) is_new_head = descriptor.head != head;
+      if (descriptor.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
+      return has_chunk;
+    };
+    // Starts grad_scores at delta, from which the product is then subtracted.
+    auto start_grad_scores = [&] {
+      const float* const delta = &shared.delta[n % kShape.query_stages][ScorePlace<kDim>().column];
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        const float2 pair = *reinterpret_cast<const float2*>(&delta[8 * i]);
+        grad_scores[i][0] = grad_scores[i][2] = pair.x, grad_scores[i][1] = grad_scores[i][3] = pair.y;
+      }
+    };
+    // Issues grad_scores -= V dO^T, or with options grad_scores = V dO^T.
+    auto begin_grad_scores = [&] {
+      pin(grad_scores);
+      begin_products();
+      products.begin_grad_scores(grad_scores, n);
+    };
+    // Issues scores = K Q^T.
+    auto begin_scores = [&] {
+      pin(scores);
+      begin_products();
+      products.begin_scores(scores, n);
+    };
+    key_full.wait_full(tile_visit);
+    bool has_chunk = await_chunk();
+    begin_scores();
+    value_full.wait_full(tile_visit);
+    if (!kHasOptions) start_grad_scores();
+    wait_products<0>();
+    pin(scores);
+    while (has_chunk) {
+      // Descriptors that ended a tile visit do not count as chunks.
+      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
+      float grad_query[kPart / 8][4];
+      uint32_t weights[kSteps][4], gradients[kSteps][4];
+      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // with options; with softcap beside a bias of single pairs
+      // With options registers do not suffice for both products before the scores are weighed.
+      if (!kHasOptions) begin_grad_scores();
+      if (kHasBias && is_new_head) {
+        if (!kIsGathered || !call.semaphores) flush_bias<kDim>(call, tile, head, bias_sum);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
+                            bias_2);
+      }
+      if (kHasBias) head = descriptor.head;
+
+      weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
+                                     cap_slopes);
+      if (kHasOptions) begin_grad_scores();
+      // Issue grad_value += weights dO, and wait for grad_scores.
+      pin(grad_value);
+      begin_products();
+      products.begin_sums(grad_value, weights, products.grad_outs_of(n));
+      wait_products<1>();
+      pin(grad_scores);
+      // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
+      // fp32 would not fit into registers.
+      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
+                                        bias_sum);
+      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
+      narrow<T>(gradients, grad_scores);
+      // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
+      if (has_chunk_before) score_full.wait_full(chunk - 1);
+      pin(grad_query);
+      pin(grad_key);
+      begin_products();
+      products.begin_grad_query(grad_query, chunk - 1);
+      products.begin_sums(grad_key, gradients, products.queries_of(n));
+      // Leave the score gradients in shared memory for grad_query.
+      score_empty.wait_empty(chunk);
+      put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
+      // Wait for the three products; the chunk's place is free.
+      wait_products<0>();
+      pin(grad_value);
+      pin(grad_query);
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n));
+      ++n;
+      // Issue the scores of the next chunk. Only then announce the score gradients: by now they have reached shared memory, and
+      // the fence takes no time. Add grad_query of the chunk before to global memory.
+      has_chunk = await_chunk();
+      begin_scores();
+      fence_async();
+      barrier_arrive(score_full.at(chunk));
+      if (has_chunk_before) {
+        barrier_arrive(score_empty.at(chunk - 1));
+        add(grad_query, n - 2, tile_visit);
+      }
+      has_chunk_before = true;
+      if (!kHasOptions) start_grad_scores();
+      wait_products<0>();
+      pin(scores);
+    }
+
+    // End the tile visit: compute the last chunk's grad_query, then write grad_key and grad_value.
+    const uint32_t chunks = n - tile_visit;
+    if (has_chunk_before) score_full.wait_full(chunks - 1);
+    float grad_query[kPart / 8][4];
+    pin(grad_query);
+    begin_products();
+    products.begin_grad_query(grad_query, chunks - 1);
+    wait_products<0>();
+    pin(grad_query);
+    barrier_arrive(tile_empty.at(tile_visit));
+    barrier_arrive(query_empty.at(n));
+    if (kIsGathered && call.semaphores) semaphore_acquired.wait_full(tile_visit);
+    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
+    const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
+    const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
+    if (has_chunk_before) {
+      barrier_arrive(score_empty.at(chunks - 1));
+      add(grad_query, n - 1, tile_visit);
+    }
+    barrier_arrive(descriptor_empty.at(tile_visit));
+    ++n;
+    if (call.key_sums) {
+      if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      if (kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(tile_visit));
+    } else if constexpr (kIsGathered) {  // this tile visit is the only one of its keys
+      store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+    } else {
+      const int row = first_key + ScorePlace<kDim>().row;
+      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
+    }
+  }
+}
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
+// keys, one thread loads chunks of queries, and another warp handles the semaphores where sums have a fixed order.
+template <class T, int kDim, Variant kVariant>
+__global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
+                                                                       const __grid_constant__ BackwardWork work,
+                                                                       const __grid_constant__ BackwardMaps maps) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  // Set up the barriers.
+  if (threadIdx.x == 0) {
+    init_barriers_of_loads(shared, call.semaphores);
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(shared_address(&shared.score_full[i]), kComputingThreads);
+      barrier_init(shared_address(&shared.score_empty[i]), kComputingThreads);
+    }
+    fence_barrier_init();
+    shared.row_flags = *call.row_flags;
+  }
+  __syncthreads();
+  // Give each warp its role.
+  if (threadIdx.x < kConsumers * kWarpgroup) {
+    take_registers<kShape.computing_registers>();
+    compute_gradients<T, kDim, kVariant>(call, shared);
+  } else {
+    give_registers<kShape.loading_registers>();
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    if (thread < kLoaders) {
+      load_keys<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread == kLoaders) {
+      load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread >= kLoaders + 32 && call.semaphores) {
+      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+    }
+  }
+}
+
+template <class T, int kDim, Variant kVariant>
+cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
+                            cudaStream_t stream) {
+  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
+  const auto kernel = backward_kernel<T, kDim, kVariant>;
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, kBytes, stream>>>(call, work, maps);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm90

@@ -1,0 +1,393 @@
+// Attention backward for Hopper and head sizes from 129 to 256: blocks as in kernel.cuh, whose two computing warpgroups share
+// one tile of 64 keys.
+//
+// The sums grad_key and grad_value of 64 keys by 256 columns are half of all registers, so each warpgroup has half of their
+// columns, which needs the probabilities and the score gradients of all 64 queries of a chunk. Each computes them for half of the
+// queries and leaves them in shared memory, where both read them as operands.
+//
+// Estimate for a chunk of 64 x 64: its five products take 2,560 cycles of the tensor cores, or 3,072 where the narrow products
+// for scores wait for operands from shared memory. Query, grad_out and the sums of grad_query move 128 KiB between the
+// multiprocessor and L2. 400 TFLOP/s on 132 multiprocessors are 5,900 cycles a chunk.
+#pragma once
+
+#include "kernel.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+inline constexpr int kWideDim = 256;
+
+template <bool kHasOptions>
+struct alignas(1024) BackwardShared<kWideDim, kHasOptions> {
+  static constexpr BackwardShape kShape = kBackwardShape<kWideDim, kHasOptions>;
+  static constexpr bool kSplitsChunks = true;                       // grad_out of a chunk is announced after its query
+  static constexpr int kPieces = 2;                                 // in which grad_query of a chunk is added
+  static constexpr int kKeyDescriptors = 2, kQueryDescriptors = 8;  // as for smaller heads
+  static_assert(kQueryDescriptors > kShape.query_stages + 2);
+  uint16_t key[kShape.keys * kWideDim];
+  uint16_t value[kShape.keys * kWideDim];
+  uint16_t query[kShape.query_stages][kShape.queries * kWideDim];
+  uint16_t grad_out[kShape.query_stages][kShape.queries * kWideDim];
+  uint16_t weight[kShape.keys * kShape.queries];         // keys by queries: probabilities
+  uint16_t grad_score[2][kShape.keys * kShape.queries];  // keys by queries
+  alignas(128) float lse2[kShape.query_stages][kShape.queries];
+  alignas(128) float delta[kShape.query_stages][kShape.queries];
+  KeyDescriptor key_descriptors[kKeyDescriptors];
+  QueryDescriptor query_descriptors[kQueryDescriptors];
+  uint32_t work_tile, query_tile_visit;  // the work tile drawn last; the tile visit whose queries are loaded
+  int row_flags;                         // a copy
+  uint64_t descriptor_full[kKeyDescriptors], descriptor_empty[kKeyDescriptors];
+  uint64_t key_full, value_full, tile_empty;
+  uint64_t query_full[kShape.query_stages], grad_out_full[kShape.query_stages], query_empty[kShape.query_stages];
+  uint64_t weight_full, weight_empty, score_full;
+  // As for smaller heads.
+  uint64_t semaphore_acquired, semaphore_released, tile_visit_loaded;
+  alignas(128) uint32_t row_hash[kShape.query_stages][kShape.queries];
+};
+
+// As for smaller heads, but both warpgroups have the same keys, the second one the later half of the queries. The warpgroup's
+// columns of grad_query, too, begin at first_column.
+template <>
+struct ScorePlace<kWideDim> {
+  int lane, column, row, first_row, first_column;
+  __device__ __forceinline__ ScorePlace() {
+    const int thread = static_cast<int>(thread_index()), group = thread / kWarpgroup;
+    lane = thread % 32, column = group * (kBackwardShape<kWideDim, false>.queries / kConsumers) + lane % 4 * 2;
+    first_row = thread % kWarpgroup / 32 * 16, row = first_row + lane / 4, first_column = group * (kWideDim / kConsumers);
+  }
+  __device__ __forceinline__ int thread() const { return first_column + first_row * 2 + lane; }
+  static_assert(kWideDim / kConsumers == kWarpgroup);  // so first_column is the warpgroup's first thread, too
+};
+
+// Probabilities or score gradients of the warp, 16 keys by half of the queries, to their tile in shared memory.
+template <int kSteps>
+__device__ __forceinline__ void put_scores(uint32_t tile, const uint32_t (&scores)[kSteps][4]) {
+  const ScorePlace<kWideDim> place;
+  const int tile_row = place.first_row + place.lane % 16;
+  const uint32_t to = tile + tile_row * 128;
+  const uint32_t swizzle = ((place.column / 8 + place.lane / 16) ^ (tile_row % 8)) * 16;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) store_matrix(to + (swizzle ^ k * 32), scores[k][0], scores[k][1], scores[k][2], scores[k][3]);
+}
+
+// Adds a piece of grad_query, 64 queries by kTiles * 8 columns, to global memory, in tiles of sums. to: the thread's place in the
+// first tile; columns: how many of the piece there are.
+template <int kTiles>
+__device__ __forceinline__ void add_wide_grad_query(float* to, int columns, const float (&from)[kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    if (i * 8 >= columns) break;
+    add_4(to + i * kSumTile, from[i][0], from[i][1], from[i][2], from[i][3]);
+  }
+}
+
+// The products of a warpgroup. Each is issued; committing and waiting are up to the caller.
+template <class T, bool kHasOptions>
+struct WideProducts {
+  using Shared = BackwardShared<kWideDim, kHasOptions>;
+  static constexpr BackwardShape kShape = Shared::kShape;
+  static constexpr int kMine = kShape.queries / kConsumers;  // queries of the warpgroup's scores
+  static constexpr int kColumns = kWideDim / kConsumers;     // of the warpgroup's sums
+  static constexpr int kPiece = 64;                          // columns of grad_query that are computed at a time
+  static constexpr int kKeyPanel = kShape.keys * 128, kQueryPanel = kShape.queries * 128;
+  static constexpr uint32_t kQueryStep = step_of(kShape.queries * kWideDim * 2);
+  static constexpr uint32_t kToValues = step_of(offsetof(Shared, value) - offsetof(Shared, key));
+  static constexpr uint32_t kToGradOuts = step_of(offsetof(Shared, grad_out) - offsetof(Shared, query));
+  static constexpr uint32_t kScoreStep = step_of(kShape.keys * kShape.queries * 2);
+  static constexpr uint32_t kToGradScores = step_of(offsetof(Shared, grad_score) - offsetof(Shared, weight));
+  uint32_t keys, my_key_columns, my_queries, my_query_columns, weights;  // tiles, or parts of them, as they are described
+
+  __device__ __forceinline__ explicit WideProducts(const Shared& shared) {
+    const uint32_t group = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);  // the same in all lanes
+    keys = describe_panels(shared_address(shared.key), kKeyPanel);
+    my_key_columns = keys + step_of(group * (kColumns / 64) * kKeyPanel);
+    const uint32_t queries = describe_panels(shared_address(shared.query), kQueryPanel);
+    my_queries = queries + step_of(group * kMine * 128);
+    my_query_columns = queries + step_of(group * (kColumns / 64) * kQueryPanel);
+    weights = describe_panels(shared_address(shared.weight), kKeyPanel);
+  }
+
+  // to = keys * queries^T, or values * grad_out^T, for half of the queries.
+  __device__ __forceinline__ void begin_rows(float (&to)[kMine / 8][4], uint32_t a, uint32_t b) const {
+#pragma unroll
+    for (int k = 0; k < kWideDim / 16; ++k) {
+      Product<T, kMine>::from_shared(to, complete(a + step_of_columns(k, kKeyPanel)),
+                                     complete(b + step_of_columns(k, kQueryPanel)), k > 0);
+    }
+  }
+  __device__ __forceinline__ void begin_scores(float (&to)[kMine / 8][4], uint32_t stage) const {
+    begin_rows(to, keys, my_queries + stage * kQueryStep);
+  }
+  __device__ __forceinline__ void begin_grad_scores(float (&to)[kMine / 8][4], uint32_t stage) const {
+    begin_rows(to, keys + kToValues, my_queries + kToGradOuts + stage * kQueryStep);
+  }
+
+  // to += scores * queries, or scores * grad_out: half of the columns of a sum over queries.
+  __device__ __forceinline__ void begin_sums(float (&to)[kColumns / 8][4], uint32_t a, uint32_t b) const {
+#pragma unroll
+    for (int k = 0; k < kShape.queries / 16; ++k) {
+      Product<T, kColumns>::template from_shared<false, true>(to, complete(a + step_of(k * 32)),
+                                                              complete(b + step_of(k * (16 * 128))), true);
+    }
+  }
+  __device__ __forceinline__ void begin_grad_value(float (&to)[kColumns / 8][4], uint32_t stage) const {
+    begin_sums(to, weights, my_query_columns + kToGradOuts + stage * kQueryStep);
+  }
+  __device__ __forceinline__ void begin_grad_key(float (&to)[kColumns / 8][4], uint32_t stage, uint32_t chunk) const {
+    begin_sums(to, weights + kToGradScores + chunk % 2 * kScoreStep, my_query_columns + stage * kQueryStep);
+  }
+
+  // to = grad_scores^T * keys: a piece of half of the columns.
+  __device__ __forceinline__ void begin_grad_query(float (&to)[kPiece / 8][4], int piece, uint32_t chunk) const {
+    const uint32_t a = weights + kToGradScores + chunk % 2 * kScoreStep;
+#pragma unroll
+    for (int k = 0; k < kShape.keys / 16; ++k) {
+      Product<T, kPiece>::template from_shared<true>(to, complete(a + step_of(k * (16 * 128))),
+                                                     complete(my_key_columns + step_of(piece * kKeyPanel + k * (16 * 128))),
+                                                     k > 0);
+    }
+  }
+};
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: a tile of 64 keys against chunks of 64 queries.
+// Its scores and their gradients are [64 keys, 32 queries], its sums have 128 columns.
+template <class T, Variant kVariant>
+__device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
+                                                       BackwardShared<kWideDim, has_options(kVariant)>& shared) {
+  using Shared = BackwardShared<kWideDim, has_options(kVariant)>;
+  using Products = WideProducts<T, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8;
+  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
+  const AttentionParams& p = call.b.forward;
+  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
+      descriptor_empty{shared_address(shared.descriptor_empty)};
+  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
+      tile_empty{shared_address(&shared.tile_empty)};
+  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)},
+      grad_out_full{shared_address(shared.grad_out_full)};
+  const Ring<1> weight_full{shared_address(&shared.weight_full)}, weight_empty{shared_address(&shared.weight_empty)},
+      score_full{shared_address(&shared.score_full)};
+  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
+      semaphore_released{shared_address(&shared.semaphore_released)};
+  const Products products(shared);
+  float grad_key[kOut][4], grad_value[kOut][4];
+  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
+  float bias_2[2] = {}, bias_sum[2] = {};
+  int head = -1;
+  uint32_t n = 0;  // the number of the descriptor of queries
+  for (uint32_t tile_visit = 0;; ++tile_visit) {
+    descriptor_full.wait_full(tile_visit);
+    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
+    if (tile.head < 0) break;
+    head = -1;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
+    }
+
+    // The tensor cores always have a product to do beside what the threads do. Scores are begun beside the sums of the chunk
+    // before. The two pieces of grad_query have the same registers one after the other and are added a chunk late, each beside
+    // products that last as long. A tile visit's first chunk computes a piece that means nothing, and its last begins scores that
+    // mean nothing, so that registers are the same on all ways through the loop.
+    const uint32_t first_chunk = n - tile_visit;  // descriptors that ended a tile visit do not count
+    float scores[kN][4], grad_scores[kN][4], grad_query[Products::kPiece / 8][4];
+    auto begin_scores = [&] {
+      query_full.wait_full(n);
+      pin(scores);
+      begin_products();
+      products.begin_scores(scores, n % kShape.query_stages);
+      commit_products();
+      return !shared.query_descriptors[n % Shared::kQueryDescriptors].ends_tile_visit;
+    };
+    // Where the warp's part of grad_query of the last chunk is added, and how many floats a row there has.
+    float* to = nullptr;
+    const int width = static_cast<int>(sum_width(p.head_dim));
+    // Where sums have a fixed order, each piece of a chunk is added when the semaphore allows it.
+    auto add = [&](int piece, uint32_t chunk) {
+      const int columns = width - ScorePlace<kDim>().first_column - piece * Products::kPiece;
+      const uint32_t number = chunk * Shared::kPieces + piece;
+      if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(number);
+      add_wide_grad_query(to + piece * Products::kPiece * 64, columns, grad_query);
+      if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(number));
+    };
+    key_full.wait_full(tile_visit);
+    bool has_chunk = begin_scores();
+    value_full.wait_full(tile_visit);
+    wait_products<0>();
+    while (has_chunk) {
+      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
+      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
+      uint32_t weights[kSteps][4], gradients[kSteps][4];
+      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // as for smaller heads
+      // Scores = K Q^T are there. Issue grad_scores = V dO^T.
+      grad_out_full.wait_full(n);
+      pin(scores);
+      pin(grad_query);
+      if (shared.row_flags & kBadRows) clear_bad_rows(shared, stage);
+      pin(grad_scores);
+      begin_products();
+      products.begin_grad_scores(grad_scores, stage);
+      commit_products();
+      // Hide scores, and turn the others into probabilities.
+      if (kHasBias && descriptor.head != head) {
+        flush_bias<kDim>(call, tile, head, bias_sum);
+        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
+                            bias_2);
+      }
+      head = descriptor.head;
+      int column;  // of the thread's first query
+      if constexpr (kHasOptions) {
+        weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, true, scores, bias_2, bias_sum, weights, slopes,
+                                       cap_slopes);
+        column = ScorePlace<kDim>().column;
+      } else {
+        hide_scores<kDim, kVariant>(p, tile, descriptor, scores);
+        column = ScorePlace<kDim>().column;
+        if (kHasBias && (shared.row_flags & kHugeRows)) {
+          weigh_huge_scores<kDim>(call, tile, descriptor, scores);
+        } else {
+          weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+        }
+        narrow<T>(weights, scores);
+      }
+      // Leave them in shared memory, and issue grad_value += weights dO when the other warpgroup has, too.
+      weight_empty.wait_empty(chunk);
+      put_scores(shared_address(shared.weight), weights);
+      fence_async();
+      barrier_arrive(weight_full.at(chunk));
+      weight_full.wait_full(chunk);
+      pin(grad_value);
+      begin_products();
+      products.begin_grad_value(grad_value, stage);
+      commit_products();
+
+      // Add the first piece of grad_query = grad_scores^T K of the chunk before to global memory, and issue the second.
+      if (chunk > first_chunk) add(0, chunk - 1);
+      pin(grad_query);
+      begin_products();
+      products.begin_grad_query(grad_query, 1, chunk - 1);
+      commit_products();
+      // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
+      wait_products<2>();
+      pin(grad_scores);
+      const float* const delta = &shared.delta[stage][column];
+      if (!kHasOptions) subtract_from_delta(grad_scores, delta);
+      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, delta, bias_sum);
+      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
+      narrow<T>(gradients, grad_scores);
+      // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
+      // because both have left the weights of this chunk.
+      put_scores(shared_address(shared.grad_score[chunk % 2]), gradients);
+      fence_async();
+      barrier_arrive(score_full.at(chunk));
+      score_full.wait_full(chunk);
+      pin(grad_key);
+      begin_products();
+      products.begin_grad_key(grad_key, stage, chunk);
+      commit_products();
+      // Issue the scores of the next chunk. Add the second piece of the chunk before, and issue the first of this one.
+      ++n;
+      has_chunk = begin_scores();
+      wait_products<2>();
+      pin(grad_value);
+      pin(grad_query);
+      barrier_arrive(weight_empty.at(chunk));
+      if (chunk > first_chunk) add(1, chunk - 1);
+      const ScorePlace<kDim> place;
+      to = descriptor.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
+      pin(grad_query);
+      begin_products();
+      products.begin_grad_query(grad_query, 0, chunk);
+      commit_products();
+      // The chunk's place is free when grad_key is there.
+      wait_products<2>();
+      pin(grad_key);
+      barrier_arrive(query_empty.at(n - 1));
+      wait_products<0>();
+    }
+
+    // End the tile visit: add the last pieces of grad_query, then write grad_key and grad_value.
+    const bool is_empty = n - tile_visit == first_chunk;
+    pin(scores);
+    pin(grad_query);
+    if (!is_empty) {
+      add(0, n - 1 - tile_visit);
+      pin(grad_query);
+      begin_products();
+      products.begin_grad_query(grad_query, 1, n - 1 - tile_visit);
+      commit_products();
+      wait_products<0>();
+      pin(grad_query);
+      add(1, n - 1 - tile_visit);
+    }
+    barrier_arrive(tile_empty.at(tile_visit));
+    barrier_arrive(query_empty.at(n));
+    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
+    const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
+    const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
+    barrier_arrive(descriptor_empty.at(tile_visit));
+    ++n;
+    if (kIsGathered || call.key_sums) {
+      if (is_empty) continue;  // nothing was added
+      add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+    } else {
+      const int row = first_key + ScorePlace<kDim>().row;
+      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
+    }
+  }
+}
+
+// query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
+// grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel.
+template <class T, int kDim, Variant kVariant>
+__global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(const __grid_constant__ BackwardCall call,
+                                                                            const __grid_constant__ BackwardWork work,
+                                                                            const __grid_constant__ BackwardMaps maps) {
+  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  // Set up the barriers.
+  if (threadIdx.x == 0) {
+    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.semaphores);
+    for (int i = 0; i < kShape.query_stages; ++i) barrier_init(shared_address(&shared.grad_out_full[i]), 1);
+    for (uint64_t* const barrier : {&shared.weight_full, &shared.weight_empty, &shared.score_full}) {
+      barrier_init(shared_address(barrier), kComputingThreads);
+    }
+    fence_barrier_init();
+    shared.row_flags = *call.row_flags;
+  }
+  __syncthreads();
+  // Give each warp its role.
+  if (threadIdx.x < kConsumers * kWarpgroup) {
+    take_registers<kShape.computing_registers>();
+    compute_wide_gradients<T, kVariant>(call, shared);
+  } else {
+    give_registers<kShape.loading_registers>();
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    if (thread < kLoaders) {
+      load_keys<kDim, kVariant>(call, work, maps, shared);
+    } else if (thread == kLoaders) {
+      load_queries<kDim, kVariant>(call, work, maps, shared);
+    } else if (!gathers_keys(kVariant) && thread >= kLoaders + 32 && call.semaphores) {
+      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+    }
+  }
+}
+
+template <class T, int kDim, Variant kVariant>
+cudaError_t launch_backward_wide(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
+                                 cudaStream_t stream) {
+  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
+  const auto kernel = backward_wide_kernel<T, kDim, kVariant>;
+  static KernelAttribute shared_bytes;
+  const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(blocks), kBackwardThreads, kBytes, stream>>>(call, work, maps);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn::cuda::sm90

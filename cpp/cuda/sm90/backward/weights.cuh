@@ -1,0 +1,225 @@
+// The scores of a chunk become probabilities in the Hopper backward, with masks, softcap, dropout and biases. Scores are
+// transposed, keys by queries.
+#pragma once
+
+#include "../../common/logits.cuh"
+#include "bias.cuh"
+
+namespace dmattn::cuda::sm90 {
+
+// Scores that spans or the bits of a block mask hide become -inf.
+template <int kDim, Variant kVariant, int kN>
+__device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
+                                            const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
+  // Hide what spans hide.
+  if (descriptor.needs_test) {
+    const ScorePlace<kDim> place;
+    const int position = descriptor.first_query + static_cast<int>(p.key_length - p.query_length) + place.column;
+    const Seen span[2] = {tile.span[place.row], tile.span[place.row + 8]};
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!span[e / 2].sees(position + 8 * i + e % 2)) scores[i][e] = negative_infinity();
+      }
+    }
+  }
+  // Hide what the bits of a block mask hide.
+  if (!gathers_keys(kVariant) && !is_dense(kVariant) && descriptor.bits) {
+    const int words = static_cast<int>(p.mask.tile_k) / 32;
+    const ScorePlace<kDim> place;
+    const uint32_t* const bits = descriptor.bits + place.column * words + place.row / 32;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t word = bits[(8 * i + e) * words] >> (place.row % 32);
+        if (!has_bit(word, 0)) scores[i][e] = negative_infinity();
+        if (!has_bit(word, 8)) scores[i][2 + e] = negative_infinity();
+      }
+    }
+  }
+}
+
+// Scores become probabilities exp(score - lse) in rows whose lse may be huge.
+template <int kDim, int kN>
+__device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, const KeyDescriptor& tile,
+                                                  const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
+  const AttentionParams& p = call.b.forward;
+  const ScorePlace<kDim> place;
+  const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + place.column;
+  const float* const bias = row_of<const float>(p.key_bias, tile.batch, descriptor.head);
+  float bias_of[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = key_at<kDim>(tile, place.row + 8 * r);
+    bias_of[r] = bias && key >= 0 ? bias[key] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int64_t at = terms + 8 * i + e % 2;
+      scores[i][e] = exp2_approx(
+          probability_exponent(fmaf(scores[i][e], call.logit_scale, bias_of[e / 2]), call.lse[at], call.lse_rest2[at]));
+    }
+  }
+}
+
+// Scores become probabilities exp(score - lse). bias_2: key_bias of the thread's two keys in base 2; lse2_of: lse of the chunk's
+// queries.
+template <Variant kVariant, int kN>
+__device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float* lse2_of, int column, const float (&bias_2)[2],
+                                             float scale_2) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    const float2 lse2 = *reinterpret_cast<const float2*>(&lse2_of[column + 8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
+      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, has_key_bias(kVariant) ? bias_2[e / 2] + minus_lse2 : minus_lse2));
+    }
+  }
+}
+
+// Scores become tanh(score * scale), by the function that forward has where there is a bias: a tangent that is off would make
+// weights larger than 1. cap_slopes: the derivative of softcap for each, in float16 whatever T is, because it is at most 1. It is
+// 0 where a score is not a number; such a score is hidden later.
+template <int kSteps, int kN>
+__device__ __forceinline__ void cap_scores(float (&scores)[kN][4], float scale, uint32_t (&cap_slopes)[kSteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) {
+    float slopes[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float tangent = tanh_by_exp(scores[i][e] * scale);
+      slopes[e] = __saturatef(fmaf(-tangent, tangent, 1.0f));
+      scores[i][e] = tangent;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      cap_slopes[i / 2][i % 2 * 2 + r] = Element<__half>::narrow_pair(slopes[2 * r], slopes[2 * r + 1]);
+    }
+  }
+}
+
+// Is the gradient of key_bias another one than that of the scores, and wanted? With softcap the slope of tanh is no part of it.
+template <bool kCaps>
+__device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
+  return kCaps && call.cap_scale != 0.0f && call.grad_key_bias.data;
+}
+
+// For variants with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
+// probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
+// them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs add to a
+// gradient of key_bias of its own is added to bias_sum.
+template <class T, int kDim, bool kCaps, int kSteps, int kN>
+__device__ __forceinline__ void weigh_with_options(const BackwardCall& call, const KeyDescriptor& tile,
+                                                   const QueryDescriptor& descriptor, const float (&scores)[kN][4],
+                                                   const float* lse2_of, const float* delta_of, const uint32_t* row_hash,
+                                                   const float (&bias_2)[2], bool has_huge_rows, uint32_t (&weights)[kSteps][4],
+                                                   uint32_t (&slopes)[kSteps][4], float (&bias_sum)[2]) {
+  const AttentionParams& p = call.b.forward;
+  const int column = ScorePlace<kDim>().column;
+  const float curve = kCaps && call.cap_scale != 0.0f ? -1.0f : 0.0f;
+  const auto weigh = [&](auto exponent_of) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float weight[2], slope[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float score = scores[i][2 * r + e];
+          weight[e] = exp2_approx(exponent_of(score, i, r, e));
+          // Hidden: 0, whatever the product.
+          slope[e] = kCaps ? weight[e] * __saturatef(fmaf(score * curve, score, 1.0f)) : weight[e];
+        }
+        weights[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(weight[0], weight[1]);
+        slopes[i / 2][i % 2 * 2 + r] = Element<T>::narrow_pair(slope[0], slope[1]);
+      }
+      asm volatile("" ::: "memory");  // not all loads at once: registers are short here
+    }
+  };
+  if (has_huge_rows) {
+    const int64_t terms = (tile.batch * p.heads + descriptor.head) * call.padded_queries + descriptor.first_query + column;
+    weigh([&](float score, int i, int r, int e) {
+      const int64_t at = terms + 8 * i + e;
+      return probability_exponent(kCaps ? fmaf(score, call.logit_scale, bias_2[r]) : score + bias_2[r], call.lse[at],
+                                  call.lse_rest2[at]);
+    });
+  } else {
+    weigh([&](float score, int i, int r, int e) {
+      return fmaf(score, kCaps ? call.scale_2 : kLog2e, bias_2[r] - lse2_of[column + 8 * i + e]);
+    });
+  }
+  // Drop weights.
+  if (call.threshold != 0) {
+    uint32_t key_hash[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      key_hash[r] = dropout_key_hash(static_cast<uint32_t>(key_at<kDim>(tile, ScorePlace<kDim>().row + 8 * r)));
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const uint2 hashes = *reinterpret_cast<const uint2*>(&row_hash[column + 8 * i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t kept = (dropout_keeps_pair(hashes.x, key_hash[r], call.threshold) ? 0xffffu : 0u) |
+                              (dropout_keeps_pair(hashes.y, key_hash[r], call.threshold) ? 0xffff0000u : 0u);
+        if (has_apart_bias<kCaps>(call)) {
+          const float2 dropped = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + r] & ~kept);
+          const float2 delta = *reinterpret_cast<const float2*>(&delta_of[column + 8 * i]);
+          bias_sum[r] -= fmaf(dropped.x, delta.x, dropped.y * delta.y) * call.keep_probability;
+        }
+        weights[i / 2][i % 2 * 2 + r] &= kept;
+        slopes[i / 2][i % 2 * 2 + r] |= ~kept & 0x80008000u;
+      }
+    }
+  }
+}
+
+// Narrows a block of scores to operands of a product.
+template <class T, int kSteps, int kN>
+__device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&from)[kN][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto& four = from[2 * k + i / 2];
+      to[k][i] = Element<T>::narrow_pair(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+// A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
+// gradients, and with softcap beside a bias of single pairs cap_slopes, for differentiate_bias. has_test: are there scores to
+// hide?
+template <class T, int kDim, Variant kVariant, int kSteps, int kN>
+__device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared,
+                                            const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
+                                            bool has_test, float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
+                                            uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                            uint32_t (&cap_slopes)[kSteps][4]) {
+  constexpr bool kHasPairBias = has_pair_bias(kVariant);
+  const bool has_huge_rows = shared.row_flags & kHugeRows;
+  if constexpr (kHasPairBias) {
+    if constexpr (may_cap(kVariant)) cap_scores(scores, call.cap_scale, cap_slopes);
+    BiasOfScores<T, kDim>{call, tile, descriptor}.add_to(scores);
+  } else if (has_options(kVariant) && call.cap_scale != 0.0f) {
+    to_tangents(scores, call.cap_scale);
+  }
+  if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, descriptor, scores);
+  if constexpr (has_options(kVariant)) {
+    weigh_with_options<T, kDim, !kHasPairBias>(call, tile, descriptor, scores, shared.lse2[stage], shared.delta[stage],
+                                               shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
+  } else {
+    if (has_key_bias(kVariant) && has_huge_rows) {
+      weigh_huge_scores<kDim>(call, tile, descriptor, scores);
+    } else {
+      weigh_scores<kVariant>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
+    }
+    narrow<T>(weights, scores);
+  }
+}
+
+}  // namespace dmattn::cuda::sm90
