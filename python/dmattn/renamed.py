@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,8 +46,19 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def renamed_attribute(old: str, new: str) -> property:
-    """A property under the old name of an attribute."""
+class OldName(property):
+    """What :func:`renamed_attribute` makes."""
+
+
+class HidesOldNames:
+    """``dir()`` of an instance lists no old names, so that what looks at every attribute, as torch.jit.trace does, causes no warning."""
+
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if not isinstance(getattr(type(self), name, None), OldName)]
+
+
+def renamed_attribute(old: str, new: str) -> OldName:
+    """A property under the old name of an attribute, for a class that :class:`HidesOldNames`."""
 
     def get(self: Any) -> Any:
         _warn(old, new)
@@ -57,7 +68,7 @@ def renamed_attribute(old: str, new: str) -> property:
         _warn(old, new)
         setattr(self, new, value)
 
-    return property(get, put, doc=f"The old name of ``{new}``.")
+    return OldName(get, put, doc=f"The old name of ``{new}``.")
 
 
 def with_new_names(saved: dict[str, Any], **names: str) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from dmattn.nn.positions import checked_positions, documents_of
 from dmattn.nn.rotation import rotation_table, turned, turning_pairs
 from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
 from dmattn.nn.shards import own_part
-from dmattn.renamed import renamed, renamed_attribute, with_new_names
+from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
 from dmattn.unsupported import scripting_refused
 
 
-class DynamicMaskAttention(nn.Module):
+class DynamicMaskAttention(HidesOldNames, nn.Module):
     """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
     learned.
 

@@ -12,13 +12,13 @@ from transformers.cache_utils import CacheLayerMixin
 from dmattn import checks
 from dmattn.cache import BoundedCache
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
-from dmattn.renamed import renamed, renamed_attribute, with_new_names
+from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
 
 REWIND = 32
 """How many tokens can be taken back unless another number is asked for: more than assisted generation proposes by default."""
 
 
-class BoundedLayer(CacheLayerMixin):  # type: ignore[misc]
+class BoundedLayer(HidesOldNames, CacheLayerMixin):  # type: ignore[misc]
     """One layer of a transformers cache, held in a :class:`dmattn.BoundedCache` of fixed size (or, with local heads, a ``MixedCache``).
 
     Only layers with dmattn's selection can use it: which keys are kept is decided by their scores. It counts all tokens it was given,

@@ -20,11 +20,11 @@ from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
 from dmattn.nn.scores import recency_of, score_loss, slopes_of
-from dmattn.renamed import renamed_attribute, with_new_names
+from dmattn.renamed import HidesOldNames, renamed_attribute, with_new_names
 from dmattn.sizes import padded
 
 
-class SelectingAttention(nn.Module):
+class SelectingAttention(HidesOldNames, nn.Module):
     """The forward pass of a transformers attention layer in the Llama family, with the keys that its scores select.
 
     A base beside the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
