@@ -39,9 +39,10 @@ TORCHES = ("2.10.*", "2.12.*", "newest")
 OUTPUT = ROOT / "benchmarks/results/wheel_matrix.json"
 QUICK = (
     "ops/test_library.py", "ops/test_forward.py", "ops/test_backward.py", "ops/test_select.py", "masks/test_masks.py",
-    "masks/test_masks_as_data.py", "ops/test_errors.py", "ops/test_dynamic_mask_attention.py", "ops/test_sdpa.py", "ops/test_autograd.py", "ops/test_registration.py",
-    "ops/test_decode.py", "cache/test_cache.py", "ops/test_varlen.py", "ops/test_reduce.py", "masks/test_stats.py", "nn/test_layer.py",
-    "ops/test_model_arguments.py", "distributed/test_wrappers.py", "ops/test_profiling.py",
+    "masks/test_masks_as_data.py", "ops/test_errors.py", "ops/test_dynamic_mask_attention.py", "ops/test_sdpa.py",
+    "ops/test_autograd.py", "ops/test_registration.py", "ops/test_decode.py", "cache/test_cache.py", "ops/test_varlen.py",
+    "ops/test_reduce.py", "masks/test_stats.py", "nn/test_layer.py", "ops/test_model_arguments.py",
+    "distributed/test_wrappers.py", "ops/test_profiling.py",
 )  # fmt: skip
 # Long tests of arithmetic, which no torch and no Python changes.
 QUICK_BUT = "not (drawn or 20000 or 65535 or instruction_set or brute_force)"
