@@ -36,11 +36,6 @@ def test_drawn_cases(device, data):
     assert_matches_reference(data.draw(attention_cases(device)))
 
 
-@given(data=st.data())
-def test_drawn_cases_in_one_dtype(device, dtype, data):
-    assert_matches_reference(data.draw(attention_cases(device, dtype=dtype)))
-
-
 @pytest.mark.parametrize(("Sq", "Sk"), [(1, 1), (1, 500), (500, 1), (127, 129), (333, 65), (65, 333)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_ragged_lengths(device, dtype, Sq, Sk, causal):
@@ -51,7 +46,10 @@ def test_ragged_lengths(device, dtype, Sq, Sk, causal):
 def test_nothing_in_some_dimension(device, dtype, B, H, Sq, Sk):
     bias = torch.zeros(B, H, Sq, Sk, device=device)
     key_bias = torch.zeros(B, H, Sk, device=device)
-    assert_matches_reference(make(device, dtype, B=B, H=H, Sq=Sq, Sk=Sk, bias=bias, key_bias=key_bias))
+    results = assert_matches_reference(make(device, dtype, B=B, H=H, Sq=Sq, Sk=Sk, bias=bias, key_bias=key_bias))
+    if Sk == 0:
+        assert not results["out"].any()
+        assert (results["lse"] == -torch.inf).all()
 
 
 @pytest.mark.parametrize(("H", "Hkv"), [(6, 1), (6, 2), (6, 3)])
@@ -101,15 +99,6 @@ def test_only_some_tensors_want_gradients(device, dtype):
         grad_out, grad_lse = (g.to(t.dtype) for g, t in zip(case.incoming_gradients(), (out, lse), strict=True))
         (gradient,) = torch.autograd.grad((out, lse), wanted, (grad_out, grad_lse))
         assert torch.equal(gradient, everything[f"grad_{name}"])
-
-
-def test_gradient_through_out_alone(device, dtype):
-    case = make(device, dtype, is_causal=True, grad_through_lse=False)
-    assert_matches_reference(case)
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in case.leaves().items()}
-    out = case.with_leaves(leaves).call()[0]
-    gradients = torch.autograd.grad(out, list(leaves.values()), case.incoming_gradients()[0].to(out.dtype))
-    assert_close_to_reference(case, {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)})
 
 
 def test_gradient_through_lse_alone(device, dtype):
@@ -168,17 +157,6 @@ def test_gradcheck(options):
     def fn(query, key, value, key_bias, bias):
         out, lse = dmattn.attention(query, key, value, key_bias=key_bias, bias=bias, return_lse=True, **options)
         return out, torch.where(torch.isinf(lse), 0.0, lse)
-
-    assert torch.autograd.gradcheck(fn, leaves)
-
-
-@pytest.mark.slow
-def test_gradcheck_of_dynamic_mask_attention():
-    sizes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9)]
-    leaves = [strategies.random_tensor(size, i, torch.float64).requires_grad_() for i, size in enumerate(sizes)]
-
-    def fn(*given_leaves):
-        return dmattn.dynamic_mask_attention(*given_leaves, 3, return_lse=True)
 
     assert torch.autograd.gradcheck(fn, leaves)
 
@@ -508,17 +486,6 @@ def test_one_key_of_a_tile_ends_with_a_chunk_of_queries(device, dtype, alone, la
     for causal in (False, True):
         case = make(device, dtype, Sq=256, D=16, mask=mask, visible=mask.to_bool(256, 256), key_bias=key_bias, is_causal=causal)
         assert_matches_reference(case)
-
-
-@pytest.mark.parametrize("D", [16, 72])  # on Hopper chunks of 128 and of 64 queries
-@pytest.mark.parametrize("last", [62, 63, 64, 127, 128])
-def test_keys_that_end_with_a_chunk_of_queries(device, dtype, last, D):
-    """All keys of a tile are seen up to query ``last``, or up to the one before."""
-    for end in (last, last + 1):
-        ends = torch.full((200,), end, dtype=torch.int32, device=device)
-        mask = IntervalMask(ends * 0 - 1000, ends)
-        key_bias = strategies.random_tensor((200,), 3, device=device)
-        assert_matches_reference(make(device, dtype, Sq=200, D=D, mask=mask, visible=mask.to_bool(200, 200), key_bias=key_bias))
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(16, 64), (64, 8), (40, 56)])
