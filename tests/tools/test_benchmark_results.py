@@ -585,21 +585,3 @@ def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
     assert report.pages(tmp_path, check=False) == ["README.md"]
     assert "a table" in (tmp_path / "README.md").read_text()
     assert report.pages(tmp_path, check=True) == []
-<<<<<<< HEAD
-    monkeypatch.setattr(plots, "is_possible", lambda: False)
-    assert report.pages(tmp_path, check=True) == []  # only drawing needs it
-    with pytest.raises(records.BadResultError, match="plots need matplotlib"):
-        report.pages(tmp_path, check=False)
-=======
-
-
-def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(__main__, "checkout", lambda: None)
-    assert __main__.main(["report"]) == 2
-    assert "without them it needs a checkout" in capsys.readouterr().err
-    monkeypatch.setattr(__main__, "checkout", lambda: tmp_path)
-    monkeypatch.setattr(report, "pages", lambda root, check: ["a page"])
-    assert __main__.main(["report", "--check"]) == 1
-    assert "a page: differs from benchmarks/results" in capsys.readouterr().out
-    assert __main__.main(["report"]) == 0
->>>>>>> main
