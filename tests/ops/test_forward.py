@@ -8,6 +8,7 @@ import math
 import dmattn
 import pytest
 import torch
+from cases import make
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import (
     AttentionCase,
@@ -23,13 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 INF = float("inf")
-
-
-def make(device, dtype, B=1, H=2, Hkv=None, Sq=70, Sk=None, D=32, Dv=None, seed=0, **options) -> AttentionCase:
-    Hkv, Sk, Dv = H if Hkv is None else Hkv, Sq if Sk is None else Sk, D if Dv is None else Dv
-    sizes = ((B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv))
-    tensors = (strategies.random_tensor(size, seed + i, dtype, device) for i, size in enumerate(sizes))
-    return AttentionCase(*tensors, **options)
 
 
 @given(data=st.data())

@@ -495,10 +495,7 @@ def test_vmap_over_masks_in_second_gradients(small_tiles):
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_vmap_of_select(device, in_dims, causal):
-    scores, segments = (
-        tensor((V, V, 2, 20), 0, device=device),
-        torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=device),
-    )
+    scores, segments = (tensor((V, V, 2, 20), 0, device=device), torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=device))
     segments[0, :, :, :7] = 7
     given_tensors = [x[0] if dim is None else x for x, dim in zip((scores, segments), in_dims, strict=True)]
     for beside in ((), (3, 2)) if causal else ((),):

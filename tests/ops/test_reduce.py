@@ -104,10 +104,7 @@ def test_whole_tensors(dtype, device):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [
-        *itertools.product(LAYOUTS[:1], DTYPES),
-        *itertools.product(LAYOUTS[1:], (torch.float64, torch.bfloat16, torch.int8)),
-    ],
+    [*itertools.product(LAYOUTS[:1], DTYPES), *itertools.product(LAYOUTS[1:], (torch.float64, torch.bfloat16, torch.int8))],
     ids=str,
 )
 def test_dimensions_and_layouts(layout, dtype, device):

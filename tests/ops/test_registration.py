@@ -139,9 +139,7 @@ def test_opcheck_decode(arguments):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [((4, 3, 2, 5), torch.float32), ((4, 0, 0, 0), torch.bfloat16), ((0, 3, 2, 1), torch.float64)],
-    ids=str,
+    ("sizes", "dtype"), [((4, 3, 2, 5), torch.float32), ((4, 0, 0, 0), torch.bfloat16), ((0, 3, 2, 1), torch.float64)], ids=str
 )
 def test_opcheck_cache(sizes, dtype):
     window, local, sink_keys, rewind = sizes

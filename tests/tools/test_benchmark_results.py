@@ -12,19 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark_calls import BENCHMARKS, SMALL, assert_refused, script
-from dmattn_bench import (
-    __main__,
-    compare,
-    earlier_report,
-    measure,
-    page_tables,
-    plots,
-    records,
-    report,
-    serve,
-    suite,
-    tables,
-)
+from dmattn_bench import __main__, compare, earlier_report, measure, page_tables, plots, records, report, serve, suite, tables
 
 # Of benchmarks/sweep.py.
 SWEEP = [
