@@ -438,21 +438,7 @@ def test_doge_models_are_timed_and_wrong_logits_are_refused(monkeypatch, tmp_pat
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import doge
 
-    sizes = [
-        "--width",
-        "256",
-        "--vocabulary",
-        "512",
-        "--window",
-        "32",
-        "--lengths",
-        "64",
-        "128",
-        "--layers",
-        "1",
-        "--repeats",
-        "1",
-    ]
+    sizes = ["--width", "256", "--vocabulary", "512", "--window", "32", "--lengths", "64", "128", "--layers", "1", "--repeats", "1"]
     path = tmp_path / "doge.json"
     monkeypatch.setattr(sys, "argv", ["doge.py", "--device", "cpu", *sizes, "--output", str(path)])
     doge.main()
