@@ -392,6 +392,11 @@ def test_from_flex(name, lengths):
     assert_consistent(mask)
 
 
+def test_from_flex_default_block_size_and_no_batch():
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
+    assert torch.equal(BlockMask.from_flex(flex).to_bool()[0, 0], torch.ones(300, 300, dtype=torch.bool).tril())
+
+
 def test_documents_are_in_order_and_every_mask_serves_its_own_lengths():
     documents, ends = IntervalMask.documents(30, torch.tensor([0, 10, 30])), torch.arange(1, 31, dtype=torch.int32)[None, None]
     assert documents.is_in_order

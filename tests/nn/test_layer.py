@@ -181,13 +181,7 @@ def test_the_loss_is_its_formula(local, sink_keys, softcap, documents):
         tensor(shape, i, torch.float64) for i, shape in enumerate(((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24), (1, 2, 24)))
     )
     base = IntervalMask.documents(24, torch.tensor([*documents, 24])) if len(documents) > 1 else None
-    given = {
-        "base": base,
-        "local": local,
-        "sink_keys": sink_keys,
-        "queries": 24,
-        "softcap": softcap,
-    }  # one query of each of 24 parts: all of them
+    given = {"base": base, "local": local, "sink_keys": sink_keys, "queries": 24, "softcap": softcap}  # every query
     ours = score_loss(query, key, scores, key_bias=bias, **given)
     torch.testing.assert_close(ours, loss_by_hand(query, key, scores, bias, documents, local, sink_keys, softcap))
     torch.testing.assert_close(score_loss(query, key, scores, key_bias=bias.repeat_interleave(2, 1), **given), ours)
