@@ -6,7 +6,7 @@
 
 #include "../common/cache_slots.cuh"
 #include "../ptx/cluster.cuh"
-#include "../step.h"
+#include "../decode_call.h"
 #include "decode_parts.cuh"
 
 namespace dmattn::cuda::sm80 {
