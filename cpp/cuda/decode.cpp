@@ -25,14 +25,19 @@ DecodeCall call_of(const DecodeParams& p, const DecodePlan& plan, void* workspac
 }
 
 void run_decode(CheckedDecode& checked, const Device& device, Clusters clusters) {
-  const DecodePlan plan = plan_decode(checked.params, target_of(device), clusters);
+  const DecodeParams& p = checked.params;
+  DecodePlan plan = plan_decode(p, target_of(device), clusters);
   if (plan.instance.kernel == Kernel::kNone) return;
   align_caches(checked);
-  const OwnedWorkspace memory(checked.query, plan.workspace.bytes);
-  const DecodeCall call = call_of(checked.params, plan, memory.data());
-  const cudaError_t status = sm80::decode(call, plan.instance, device.stream());
-  if (plan.is_cluster && status == cudaErrorInvalidClusterSize) return run_decode(checked, device, Clusters::kNever);
-  check_cuda(status, "decode kernel");
+  if (plan.is_cluster) {
+    const cudaError_t status = sm80::decode(call_of(p, plan, nullptr), plan.instance, device.stream());
+    if (status != cudaErrorInvalidClusterSize) return check_cuda(status, "decode kernel");
+    plan = plan_decode(p, target_of(device), Clusters::kNever);
+  }
+  std::optional<Tensor> memory;
+  if (plan.workspace.bytes > 0) memory = empty_on(checked.query, {plan.workspace.bytes}, ScalarType::Byte);
+  const DecodeCall call = call_of(p, plan, memory ? memory->data_ptr() : nullptr);
+  check_cuda(sm80::decode(call, plan.instance, device.stream()), "decode kernel");
   if (call.part_out) DMATTN_CUDA_CHECK(launch_merge_parts(call, device.stream()));
 }
 
