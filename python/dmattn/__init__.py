@@ -1,7 +1,7 @@
 """dmattn: sparse attention for PyTorch, with dynamic masks in O(N) memory, forward and backward.
 
-Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:`IntervalMask`, :class:`BlockMask` and :class:`IndexMask`; the layer is
-:class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
+Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:`IntervalMask`, :class:`BlockMask` and :class:`IndexMask`;
+the layer is :class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
 """
 
 import torch

@@ -62,7 +62,8 @@ def attention(
             dimension; the output keeps the stride order.
         key: [B, Hkv, Sk, D] with H % Hkv == 0 (GQA, MQA).
         value: [B, Hkv, Sk, Dv]. D and Dv: multiples of 8 up to 256.
-        mask: IntervalMask, BlockMask, IndexMask, an intersection of such (``interval & block``), or bool [B|1, H|Hkv|1, Sq|1, Sk] with leading dimensions optional, True = visible.
+        mask: IntervalMask, BlockMask, IndexMask, an intersection of such (``interval & block``), or bool [B|1, H|Hkv|1, Sq|1, Sk] with leading
+            dimensions optional, True = visible.
         key_bias: added to every logit of a key, [B|1, H|Hkv|1, Sk], differentiable.
         bias: added to the logits, [B|1, H|Hkv|1, Sq|1, Sk] with leading dimensions optional, differentiable.
         is_causal: also hide keys later than the query's position.

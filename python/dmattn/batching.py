@@ -85,7 +85,7 @@ def forward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inpu
 
 
 def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, the last options -> five gradients."""
+    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, more options -> five gradients."""
     size, batch = info.batch_size, batch_of(inputs[2], in_dims[2])
     needs, lse_rest = inputs[23:25], inputs[25]
     out_dims = (0, 0, 0, *(0 if need else None for need in needs))

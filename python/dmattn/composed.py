@@ -248,7 +248,8 @@ def per_query_head(given: Tensor, heads: int) -> Tensor:
 
 
 class TileSum(torch.autograd.Function):
-    """``apply(function, problem, start, end, tiles, bits, indices, index_offset, dropout_seed, *operands)`` -> the function's results, summed over tiles.
+    """``apply(function, problem, start, end, tiles, bits, indices, index_offset, dropout_seed, *operands)`` -> the function's results, summed
+    over tiles.
 
     Operands are [.., B, heads, S, size] (key_bias and lse with size 1), masks as in the op ``forward``. What stands before B
     are dimensions that were vmapped over: every operand and every mask but bits has them, each with its full size.

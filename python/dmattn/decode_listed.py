@@ -43,7 +43,8 @@ def decode_listed(
 
     def as_sequences(given: Tensor) -> Tensor:
         """[B, H, T, x] as [B * heads * T, group, x]."""
-        return given.unflatten(1, (heads, group)).transpose(2, 3).flatten(0, 2)
+        sequences: Tensor = given.unflatten(1, (heads, group)).transpose(2, 3).flatten(0, 2)
+        return sequences
 
     rows = Rows(keys, cache.page_table, sizes.kv_heads)
     bias = None if key_bias is None else as_sequences(rows.bias(key_bias, sizes))

@@ -120,12 +120,12 @@ def _forward_flops(
     columns: Tensor | None, bits: Tensor | None, indices: Tensor | None, index_offset: Tensor | None, key_bias: Tensor | None,
     bias: Tensor | None, dropout_seed: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    return _attention_flops(query, value, Masks(start, end, tiles, bits, indices, index_offset), is_causal, key.shape[2], options[6:])
+    return _attention_flops(
+        query, value, Masks(start, end, tiles, bits, indices, index_offset), is_causal, key.shape[2], options[6:]
+    )
 
 
-def _attention_flops(
-    query: Tensor, value: Tensor, masks: Masks, is_causal: bool, keys: int, lists: Sequence[int]
-) -> int:
+def _attention_flops(query: Tensor, value: Tensor, masks: Masks, is_causal: bool, keys: int, lists: Sequence[int]) -> int:
     """lists: how lists are read; last numbers that have their defaults may be left out."""
     batch, heads, length, size = query.shape
     block, local, sinks = (*lists, *LISTS[len(lists) :])

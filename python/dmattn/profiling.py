@@ -13,6 +13,7 @@ import torch
 
 from dmattn import autograd, ops
 from dmattn.call import NO_MASK
+from dmattn.composed import LISTS
 from dmattn.stats import count
 
 Call = Callable[..., Any]
@@ -37,7 +38,7 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     log, nvtx = (is_on(name, environment) for name in VARIABLES)
     if log:
         ops.forward = logged(ops.forward, lambda inputs: (inputs[3:11], inputs[14], inputs[21:24]))
-        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[7], ()))
+        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[7], LISTS))
     if nvtx and torch.version.cuda is None:
         warnings.warn("DMATTN_NVTX: this torch was built without CUDA and has no NVTX, so nothing is marked", stacklevel=2)
     elif nvtx:
@@ -46,7 +47,7 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         autograd._gradients = marked("dmattn.backward", autograd._gradients)
 
 
-def logged(op: Call, mask_of: Callable[[tuple[Any, ...]], tuple[Any, bool, tuple[int, ...]]]) -> Call:
+def logged(op: Call, mask_of: Callable[[tuple[Any, ...]], tuple[Any, bool, tuple[int, int, int]]]) -> Call:
     """An op of attention with a line on stderr for each eager call that it serves. Reading the mask waits for its device.
 
     Args:

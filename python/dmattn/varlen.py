@@ -25,17 +25,17 @@ from dmattn.sizes import Sizes, fitting_lists, interval_rows, key_bias_rows, siz
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
-    key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
+    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
-    key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
+    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @renamed(sink="sink_keys")
@@ -128,7 +128,9 @@ def varlen_attention(
     if key_bias is not None:
         key_bias = _key_rows("key_bias", key_bias, query, key, (query.shape[1], key.shape[1], 1), "[Tk] or [Tk, H|Hkv|1]")
     packed = Packed(query, key, value, ends_q, ends_k, scores, key_bias)
-    rules = Rules(is_causal, mask, index, window, local, sink_keys, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
+    rules = Rules(
+        is_causal, mask, index, window, local, sink_keys, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic
+    )
     most = checks.MAX_LENGTH
     if max(query.shape[0], key.shape[0]) <= most:
         out, lse = attend_packed(packed, rules)
@@ -156,7 +158,7 @@ class Rules(NamedTuple):
 
     is_causal: bool
     mask: IntervalMask | None
-    index: IndexMask | None
+    listed: IndexMask | None
     window: int | None  # None: nothing is selected
     local: int
     sink_keys: int
@@ -184,11 +186,11 @@ def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> t
     is_causal = rules.is_causal and packed.ends_k is None
     options = options_of(
         sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic,
-        is_in_order=rules.index is None and rules.window is None and (rules.mask is None or rules.mask.is_in_order),
+        is_in_order=rules.listed is None and rules.window is None and (rules.mask is None or rules.mask.is_in_order),
     )  # fmt: skip
     masks: MaskTensors = (start, end, *NO_MASK[2:])
-    if rules.index is not None:
-        lists, local = packed_lists(packed, rules.index, sizes)
+    if rules.listed is not None:
+        lists, local = packed_lists(packed, rules.listed, sizes)
         masks = (start, end, *NO_MASK[2:6], lists, None)
         options = options._replace(most_keys=bounds.fewer(lists.shape[3] + local, checks.MAX_LENGTH), index_local=local)
     out, lse = attend(query, key, value, sizes, masks, key_bias, rules.bias, options)
@@ -265,14 +267,18 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     ends_q = packed.ends_q.to(sizes.device, non_blocking=True).long()
     ends_k = ends_q if packed.ends_k is None else packed.ends_k.to(sizes.device, non_blocking=True).long()
     query = torch.arange(sizes.query_length, device=sizes.device)
-    document = torch.searchsorted(ends_q, query, right=True)  # counted from 1; queries behind the last are in one more, which is empty
+    document = torch.searchsorted(
+        ends_q, query, right=True
+    )  # counted from 1; queries behind the last are in one more, which is empty
     first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
     fitting_lists(index, sizes)
     lists = with_four_dims(index.keys())
     own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
     local = index.local
     if packed.ends_k is not None and local:
-        last = query[:, None] - with_last_twice(ends_q).index_select(0, document)[:, None] + end_key - first_key  # of the document's keys
+        last = (
+            query[:, None] - with_last_twice(ends_q).index_select(0, document)[:, None] + end_key - first_key
+        )  # of the document's keys
         own.append((last - torch.arange(local, device=sizes.device)).expand(1, 1, -1, -1))
         local = 0
     entries = torch.cat([given.expand(-1, lists.shape[1], -1, -1) for given in own], dim=3)
@@ -294,7 +300,9 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
     """
     if packed.query.device.type != "cuda" or max(packed.query.shape[0], packed.key.shape[0]) > checks.MAX_LENGTH_IN_ORDER:
         return False
-    has_more = any(given is not None for given in (packed.scores, packed.key_bias, rules.mask, rules.index, rules.window, rules.bias))
+    has_more = any(
+        given is not None for given in (packed.scores, packed.key_bias, rules.mask, rules.listed, rules.window, rules.bias)
+    )
     is_plain = not (has_more or rules.softcap or rules.dropout_p or rules.deterministic)
     return (
         is_plain
@@ -312,7 +320,7 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
 def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor, Tensor]:
     """:func:`attend_packed` for any number of tokens, in calls of at most ``longest``, cut between documents."""
     queries, keys = packed.query.shape[0], packed.key.shape[0]
-    for name, left_out in (("mask", rules.mask), ("mask", rules.index), ("bias", rules.bias)):
+    for name, left_out in (("mask", rules.mask), ("mask", rules.listed), ("bias", rules.bias)):
         if left_out is not None:
             raise ValueError(f"{name}: expected None for more than {longest} packed tokens, got Tq={queries}, Tk={keys}")
     device = packed.query.device

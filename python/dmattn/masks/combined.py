@@ -50,7 +50,9 @@ class CombinedMask(MaskData):
         interval, block, index = self.interval, self.block, self.index
         Sk = None if interval is None else interval.key_length
         if block is not None and Sk is not None and not block.fits(block.query_length, Sk):
-            raise ValueError(f"block: expected a BlockMask for Sk={Sk} keys like the interval mask, got one for {block.key_length}")
+            raise ValueError(
+                f"block: expected a BlockMask for Sk={Sk} keys like the interval mask, got one for {block.key_length}"
+            )
         if block is not None and index is not None and not block.fits(index.query_length, block.key_length):
             raise ValueError(
                 f"index: expected an IndexMask for Sq={block.query_length} queries like the block mask, got one for {index.query_length}"
@@ -102,7 +104,13 @@ class CombinedMask(MaskData):
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
         interval, block, index = self.interval, self.block, self.index
-        Sq = index._drawn_length(Sq) if block is None and index is not None else block._drawn_length(Sq) if block else self.query_length
+        Sq = (
+            index._drawn_length(Sq)
+            if block is None and index is not None
+            else block._drawn_length(Sq)
+            if block
+            else self.query_length
+        )
         Sk = self.key_length
         if Sk is None:
             assert index is not None

@@ -192,9 +192,7 @@ class IndexMask(MaskData):
         return cls._of_lists(lists, block_size, is_causal, local, sink_keys)
 
     @classmethod
-    def _of_lists(
-        cls, lists: Tensor, block_size: int, is_causal: bool = False, local: int = 0, sink_keys: int = 0
-    ) -> IndexMask:
+    def _of_lists(cls, lists: Tensor, block_size: int, is_causal: bool = False, local: int = 0, sink_keys: int = 0) -> IndexMask:
         """From int32 lists that were made here."""
         return cls._build(indices=lists, block_size=block_size, is_causal=is_causal, local=local, sink_keys=sink_keys)
 
@@ -214,7 +212,8 @@ class IndexMask(MaskData):
             )
         own, others = _alike([self, other], "other")
         listed = own.indices.shape[3]
-        a, b = same_heads(*_of_one_length([own.indices, others.indices]), "other")
+        a, b = _of_one_length([own.indices, others.indices])
+        a, b = same_heads(a, b, "other")
         batch, heads = (m if n == 1 else n for m, n in zip(a.shape[:2], b.shape[:2], strict=True))
         a, b = (given.expand(batch, heads, -1, -1).contiguous() for given in (a[..., :listed], b))
         b = F.pad(b, (0, 1), value=bounds.FOREVER).sort(dim=-1).values  # so that every number of a has a place in b
@@ -334,7 +333,9 @@ def _alike(masks: Sequence[IndexMask], name: str) -> list[IndexMask]:
     for mask in masks:
         if not mask.fits(first.query_length):
             raise ValueError(f"{name}: expected index masks for Sq={first.query_length} queries, got one for {mask.query_length}")
-    return [mask if mask.block_size == unit else mask._replace(indices=narrow(mask.keys(unit)), block_size=unit) for mask in masks]
+    return [
+        mask if mask.block_size == unit else mask._replace(indices=narrow(mask.keys(unit)), block_size=unit) for mask in masks
+    ]
 
 
 def _of_one_length(lists: Sequence[Tensor]) -> list[Tensor]:
@@ -360,7 +361,7 @@ def _takes_part(
     def between(first: Tensor, last: Tensor) -> Tensor:
         """For keys from first to last, of each block."""
         first, newest = first.clamp(min=sink_keys), position - local
-        free = first <= torch.minimum(last, newest)
+        free: Tensor = first <= torch.minimum(last, newest)
         return free if is_causal else free | (torch.maximum(first, position + 1) <= last)
 
     if base is None:
