@@ -371,7 +371,8 @@ def _takes_part(
     start, end = same_heads(base.start, base.end, "end")
     checks.same_device("base", start, position, "scores")
     seen = (start[:, :, None] <= position) & (position < end[:, :, None]) & between(key, key)
-    return F.pad(seen, (0, -keys % block)).unflatten(3, (-1, block)).any(4)
+    blocks: Tensor = F.pad(seen, (0, -keys % block)).unflatten(3, (-1, block))
+    return blocks.any(4)
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
