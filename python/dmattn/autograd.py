@@ -25,13 +25,8 @@ TENSORS = (
 )  # fmt: skip
 OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-LAST = (
-    "is_in_order",
-    "most_keys",
-    "index_block",
-    "index_local",
-    "index_sinks",
-)  # hints and how lists are read: they may be left out
+# Hints, and how lists are read; they may be left out.
+LAST = ("is_in_order", "most_keys", "index_block", "index_local", "index_sinks")
 OPTIONS_END = len(TENSORS) + len(OPTIONS)
 INPUTS = OPTIONS_END + len(LAST)
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
