@@ -27,16 +27,16 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
     mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
     local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
-    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
-    return_lse: Literal[False] = False,
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
+    sinks: Tensor | None = None, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
     mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
     local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
-    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
-    return_lse: Literal[True],
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
+    sinks: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @renamed(sink="sink_keys")
 def varlen_attention(

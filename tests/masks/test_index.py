@@ -70,7 +70,11 @@ def test_what_no_sequence_has_is_listed_nowhere(device, entry, block):
 def test_and_is_the_intersection(device, data):
     shape = data.draw(strategies.shapes(max_length=100, min_length=1))
     local, sink_keys = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 3))
-    strategy = st.one_of(strategies.index_masks(shape, device), strategies.interval_masks(shape, device), strategies.block_masks_from_bool(shape, device))
+    strategy = st.one_of(
+        strategies.index_masks(shape, device),
+        strategies.interval_masks(shape, device),
+        strategies.block_masks_from_bool(shape, device),
+    )
     parts = data.draw(st.lists(strategy, min_size=2, max_size=4))
     made, visible = [], torch.ones((1, 1, shape.Sq, shape.Sk), dtype=torch.bool, device=device)
     for part in parts:
@@ -96,6 +100,7 @@ def test_and_is_the_intersection(device, data):
 
 def best_by_hand(scores, k, position, keys, block, is_causal, base, local, sink_keys):
     """The places that one query selects, by sorting; base: bool [keys]."""
+
     def competes(place):
         own = [j for j in range(place * block, min(keys, place * block + block)) if not is_causal or j <= position]
         return any(bool(base[j]) and j >= sink_keys and not position - local < j <= position for j in own)
@@ -114,7 +119,9 @@ def test_selection_is_brute_force(device, data):
     given_scores = tensor((shape.B, heads, shape.Sq, places), data.draw(strategies.seeds()))
     if data.draw(st.booleans()):
         given_scores = (given_scores * 1.5).round()
-        given_scores = torch.where(given_scores == 2, INF, torch.where(given_scores == -2, -INF, torch.where(given_scores == 3, math.nan, given_scores)))
+        given_scores = torch.where(
+            given_scores == 2, INF, torch.where(given_scores == -2, -INF, torch.where(given_scores == 3, math.nan, given_scores))
+        )
     given_scores = given_scores.to(dtype)
     k, is_causal = data.draw(st.integers(0, places + 2)), data.draw(st.booleans())
     local, sink_keys = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 3))
@@ -179,7 +186,12 @@ def kinds():
     index = IndexMask(lists(3, 2, 20, 5), 2, is_causal=True, local=4, sink_keys=1)
     interval = IntervalMask.padding(24, torch.tensor([24, 9, 17]))
     block = BlockMask.from_bool(torch.rand(3, 1, 20, 24, generator=torch.Generator().manual_seed(4)) < 0.7, 32)
-    return {"index": index, "interval & index": interval & index, "block & index": block & index, "all three": index & block & interval}
+    return {
+        "index": index,
+        "interval & index": interval & index,
+        "block & index": block & index,
+        "all three": index & block & interval,
+    }
 
 
 def same(a, b):
@@ -246,10 +258,15 @@ def test_trees_of_earlier_programs_name_no_parts():
 
 
 def test_described():
-    assert repr(kinds()["index"]) == "IndexMask(shape=[3, 2, 20, 5], block_size=2, is_causal=True, local=4, sink_keys=1, dtype=int32, device='cpu')"
+    assert (
+        repr(kinds()["index"])
+        == "IndexMask(shape=[3, 2, 20, 5], block_size=2, is_causal=True, local=4, sink_keys=1, dtype=int32, device='cpu')"
+    )
     assert repr(kinds()["block & index"]).startswith("CombinedMask(shape=[3, 2, 20, 24], block=BlockMask(")
     assert (IntervalMask.padding(24, 9) & IndexMask(lists(20, 5))).shape == (1, 1, 20, 24)
-    assert (IntervalMask(torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)) & IndexMask(lists(20, 5))).shape == (1, 1, 20, 1)
+    assert (
+        IntervalMask(torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)) & IndexMask(lists(20, 5))
+    ).shape == (1, 1, 20, 1)
 
 
 # Counting and looking ---------------------------------------------------------------------------------------------------------------
@@ -260,7 +277,10 @@ def test_pairs_are_counted(device, data):
     shape = data.draw(strategies.shapes(max_length=60, min_length=1))
     drawn, interval = data.draw(strategies.index_masks(shape, device)), data.draw(strategies.interval_masks(shape, device))
     full = (shape.B, shape.H, shape.Sq, shape.Sk)
-    for mask, visible in ((drawn.mask, drawn.visible), (drawn.mask & interval.mask, per_query_head(drawn.visible, shape.H) & per_query_head(interval.visible, shape.H))):
+    for mask, visible in (
+        (drawn.mask, drawn.visible),
+        (drawn.mask & interval.mask, per_query_head(drawn.visible, shape.H) & per_query_head(interval.visible, shape.H)),
+    ):
         seen = per_query_head(visible, shape.H).expand(full)
         assert dmattn.visible_pairs(mask, shape.Sq, shape.Sk, batch=shape.B, heads=shape.H) == int(seen.sum())
         counted = dmattn.stats((shape.B, shape.H, shape.Sq, 16), mask, (shape.B, shape.Hkv, shape.Sk, 16), tile=(16, 16))
@@ -274,7 +294,10 @@ def test_pairs_are_counted(device, data):
 def test_weights_are_those_of_the_bool_mask(device, dtype, data):
     shape = data.draw(strategies.shapes(max_length=40, min_length=1))
     drawn = data.draw(strategies.index_masks(shape, device))
-    query, key = tensor((shape.B, shape.H, shape.Sq, shape.D), 1, dtype, device), tensor((shape.B, shape.Hkv, shape.Sk, shape.D), 2, dtype, device)
+    query, key = (
+        tensor((shape.B, shape.H, shape.Sq, shape.D), 1, dtype, device),
+        tensor((shape.B, shape.Hkv, shape.Sk, shape.D), 2, dtype, device),
+    )
     rows = data.draw(st.none() | st.lists(st.integers(0, shape.Sq - 1), min_size=1, max_size=4))
     made, expected = (dmattn.attention_weights(query, key, mask, rows=rows) for mask in (drawn.mask, drawn.visible))
     assert torch.equal(made, expected)
@@ -307,18 +330,40 @@ def test_decoding_sees_what_is_listed(device, data):
     paged = data.draw(st.booleans())
     capacity = -(-shape.Sk // page) * page if paged else shape.Sk
     drawn = data.draw(strategies.index_masks(strategies.Shape(shape.B, shape.H, shape.Hkv, queries, shape.Sk, 8, 8), device))
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, shape.Sk), min_size=shape.B, max_size=shape.B)), dtype=torch.int32, device=device)
+    lengths = torch.tensor(
+        data.draw(st.lists(st.integers(0, shape.Sk), min_size=shape.B, max_size=shape.B)), dtype=torch.int32, device=device
+    )
     query = tensor((shape.B, shape.H, queries, shape.D), 1, dtype, device)
     key, value = (tensor((shape.B, shape.Hkv, capacity, size), 2 + size, dtype, device) for size in (shape.D, shape.Dv))
-    bias = data.draw(st.none() | strategies.key_biases(strategies.Shape(shape.B, shape.H, shape.Hkv, queries, capacity, 8, 8), dtype, device))
+    bias = data.draw(
+        st.none() | strategies.key_biases(strategies.Shape(shape.B, shape.H, shape.Hkv, queries, capacity, 8, 8), dtype, device)
+    )
     sinks = data.draw(st.none() | strategies.sinks_of_heads(shape, dtype, device))
     position = lengths.view(-1, 1, 1, 1) - queries + torch.arange(queries, device=device)[:, None]
     j = torch.arange(capacity, device=device)
     visible = strategies.listed_rows(drawn.mask, position, capacity) & (j <= position)
 
-    def decode(query, key, value, mask, *, key_bias, bias, is_causal, scale, softcap, dropout_p, dropout_seed, deterministic, return_lse, sinks=None):
+    def decode(
+        query,
+        key,
+        value,
+        mask,
+        *,
+        key_bias,
+        bias,
+        is_causal,
+        scale,
+        softcap,
+        dropout_p,
+        dropout_seed,
+        deterministic,
+        return_lse,
+        sinks=None,
+    ):
         # What nobody sees is never read: it may hold anything.
-        hidden = ~per_query_head(visible, query.shape[1]).expand(-1, query.shape[1], -1, -1).any(2).unflatten(1, (key.shape[1], -1)).any(2)
+        hidden = ~per_query_head(visible, query.shape[1]).expand(-1, query.shape[1], -1, -1).any(2).unflatten(
+            1, (key.shape[1], -1)
+        ).any(2)
         key, value = (given.masked_fill(hidden[..., None], math.nan) for given in (key, value))
         table = None
         if paged:
@@ -334,7 +379,17 @@ def test_decoding_sees_what_is_listed(device, data):
             return_lse=return_lse,
         )  # fmt: skip
 
-    case = AttentionCase(query, key, value, drawn.mask, visible, key_bias=bias, softcap=data.draw(st.sampled_from((0.0, 5.0))), sinks=sinks, description=drawn.description)
+    case = AttentionCase(
+        query,
+        key,
+        value,
+        drawn.mask,
+        visible,
+        key_bias=bias,
+        softcap=data.draw(st.sampled_from((0.0, 5.0))),
+        sinks=sinks,
+        description=drawn.description,
+    )
     assert_matches_reference(case, decode, gradients=False)
 
 
@@ -355,7 +410,9 @@ def test_a_page_that_is_none_empties_its_sequence():
     pages = tensor((3, 16, 1, 8), 1)
     table, lengths = torch.tensor([[0, 1], [2, 7]], dtype=torch.int32), torch.tensor([20, 20], dtype=torch.int32)
     mask = IndexMask(torch.zeros(1, 1, 1, 1, dtype=torch.int32))
-    out, lse = dmattn.decode_attention(tensor((2, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True)
+    out, lse = dmattn.decode_attention(
+        tensor((2, 1, 1, 8), 2), pages, pages, lengths, page_table=table, mask=mask, return_lse=True
+    )
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert (lse > -INF).flatten().tolist() == [True, False]
 

@@ -36,7 +36,10 @@ def arguments(device, dtype):
         "key alone": ((q.detach(), k, v.detach(), *(None,) * 11, *plain), (1,)),
         "key_bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 8, key_bias, None, None, *plain), (11,)),
         "bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 9, bias, None, *plain), (12,)),
-        "everything": ((q, k, v, None, end, *tables, None, None, key_bias, bias, seed, True, 0.25, 4.0, 0.3, True), (0, 1, 2, 11, 12)),
+        "everything": (
+            (q, k, v, None, end, *tables, None, None, key_bias, bias, seed, True, 0.25, 4.0, 0.3, True),
+            (0, 1, 2, 11, 12),
+        ),
     }
 
 

@@ -643,9 +643,7 @@ def test_ops_refuse_tables_no_tile_could_have():
     for words in (2**59, 2**58):
         bits = torch.empty(0, dtype=torch.int32).as_strided((0, 32, words), (1, 1, 1))
         with pytest.raises(RuntimeError, match="bits: expected"):
-            torch.ops.dmattn.forward(
-                q, q, q, None, None, tiles, rows, columns, bits, *(None,) * 5, False, 1.0, 0.0, 0.0, False
-            )
+            torch.ops.dmattn.forward(q, q, q, None, None, tiles, rows, columns, bits, *(None,) * 5, False, 1.0, 0.0, 0.0, False)
 
 
 def test_select_refuses_a_mix_of_devices():

@@ -58,7 +58,9 @@ def forward_patterns():
         "start": (*grad, interval.start, None, *none[2:], *options),
         "interval": (*grad, interval.start, interval.end, *none[2:], *options),
         "block": (*grad, None, None, *tables, *none[6:], *options),
-        "everything": (*grad, None, interval.end, *tables, None, None, key_bias.requires_grad_(), bias.requires_grad_(), seed, True, 0.25, 4.0, 0.3, True),
+        "everything": (
+            *grad, None, interval.end, *tables, None, None, key_bias.requires_grad_(), bias.requires_grad_(), seed, True, 0.25, 4.0, 0.3, True,
+        ),
         "key_bias": (q, k, v, *none[:8], key_bias.detach().requires_grad_(), None, None, *options),
         "bias in bfloat16": (*inputs(dtype=torch.bfloat16), *none[:9], bias.detach().bfloat16().requires_grad_(), None, *options),
         "float64": (*inputs(dtype=torch.float64), *none, *options),
