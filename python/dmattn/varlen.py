@@ -275,9 +275,9 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
     local = index.local
     if packed.ends_k is not None and local:
-        last = (
-            query[:, None] - with_last_twice(ends_q).index_select(0, document)[:, None] + end_key - first_key
-        )  # of the document's keys
+        # Where the query stands among its document's keys.
+        behind = with_last_twice(ends_q).index_select(0, document) - query
+        last = end_key - first_key - behind[:, None]
         own.append((last - torch.arange(local, device=sizes.device)).expand(1, 1, -1, -1))
         local = 0
     entries = torch.cat([given.expand(-1, lists.shape[1], -1, -1) for given in own], dim=3)
