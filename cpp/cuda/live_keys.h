@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "key_lists/key_unions.h"
 #include "sizes.h"
 
 namespace dmattn::cuda {
@@ -62,6 +63,8 @@ struct LiveKeys {
   int64_t range_count = 0;
   int range_queries = 0;  // as many as the rows of a tile
 
+  KeyUnions unions;  // of a call with index lists
+
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
 };
@@ -71,6 +74,8 @@ cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys
 cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // ranges, and the tile counter behind them, which is set to zero.
 cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
+// The lists of unions.tiles tiles of queries of each mask head. Clears tile_counter, if given.
+cudaError_t launch_key_unions(const AttentionParams& p, const KeyUnions& unions, int32_t* tile_counter, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

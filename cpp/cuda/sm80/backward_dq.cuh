@@ -239,7 +239,7 @@ cudaError_t launch_backward_dq(const BackwardCall& call, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
-  const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;
+  const int64_t blocks = query_tiles_of(p, call.live_keys, kShape.queries) * p.batch * p.heads;
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

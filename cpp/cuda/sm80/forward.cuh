@@ -199,7 +199,7 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
-  const int64_t blocks = (call.p.query_length + kShape.queries - 1) / kShape.queries * call.p.batch * call.p.heads;
+  const int64_t blocks = query_tiles_of(call.p, call.live_keys, kShape.queries) * call.p.batch * call.p.heads;
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

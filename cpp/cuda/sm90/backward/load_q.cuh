@@ -72,10 +72,11 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const uint32_t* bits = is_dense(kVariant) ? nullptr : bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + descriptor.first_place / 32 % words;
+      const bool has_union = gathers_keys(kVariant) && call.live_keys.unions.key;
       const int64_t terms = (descriptor.batch * p.heads + head) * call.padded_queries + first_query;
       shared.query_descriptors[n % Shared::kQueryDescriptors] = {bits,        call.query_sums + terms * sum_width(p.head_dim),
                                                                  first_query, head,
-                                                                 false,       !is_whole || bits,
+                                                                 false,       !is_whole || bits || has_union,
                                                                  !is_whole,   (shared.row_flags & kBadRows) != 0};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = has_options(kVariant) && call.row_hash;

@@ -63,6 +63,24 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
     descriptor_full.sleep_full(tile_visit);
     const KeyDescriptor& descriptor = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
     if (descriptor.head < 0) return;
+    const KeyUnions& unions = call.live_keys.unions;
+    if (gathers_keys(kVariant) && unions.key) {
+      const int64_t list = unions.list_of(descriptor.batch, descriptor.head, descriptor.from);
+      const int tile = descriptor.from / unions.queries - unions.first_tile, count = unions.count[list];
+      const int32_t* const index = unions.key + list * unions.capacity;
+      int32_t* const semaphores =
+          call.semaphores + (descriptor.batch * static_cast<int>(p.kv_heads) + descriptor.kv_head) * unions.tiles;
+      // The next later tile that has keys: each waits for the one behind it.
+      int next = 1;
+      while (tile + next < unions.tiles && unions.count[list + next] == 0) ++next;
+      const int stop = descriptor.first_place + kShape.keys;
+      if (tile + next < unions.tiles) wait_dkdv_semaphore(semaphores + tile + next, index[min(stop, count) - 1]);
+      barrier_arrive(begun.at(tile_visit));
+      ended.sleep_full(tile_visit);
+      release_dkdv_semaphore(semaphores + tile, stop < count ? index[stop] : kLastPosition);
+      barrier_arrive(descriptor_empty.at(tile_visit));
+      continue;
+    }
     if constexpr (gathers_keys(kVariant)) {
       const LiveKeys& live_keys = call.live_keys;
       const int64_t mask_head = live_keys.mask_head_of(descriptor.batch, descriptor.head);

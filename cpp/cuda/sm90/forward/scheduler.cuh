@@ -162,6 +162,7 @@ class Scheduler {
   // ---- gathered keys (scheduler_lists.cuh) ----
 
   __device__ __forceinline__ void schedule_live_keys();
+  __device__ __forceinline__ void schedule_union();
   template <bool kIsDirect>
   __device__ __forceinline__ void schedule_list();
   __device__ __forceinline__ void schedule_compact();
@@ -193,6 +194,7 @@ class Scheduler {
     asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(ones) : "r"(first));
     return ones;
   }
+  __device__ __forceinline__ uint32_t reduce_tested(uint32_t mine);
   __device__ __forceinline__ uint32_t describe_seen(Descriptor& descriptor, const Span (&spans)[kRowsPerThread], int tested);
 
   static constexpr bool kMayBeDirect = kVariant == Variant::kGathered && kDim <= kMostDirectDim;
@@ -227,3 +229,4 @@ class Scheduler {
 #include "scheduler_lists.cuh"
 #include "scheduler_masks.cuh"
 #include "scheduler_order.cuh"
+#include "scheduler_union.cuh"

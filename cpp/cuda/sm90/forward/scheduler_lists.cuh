@@ -9,6 +9,10 @@ template <int kDim, Variant kVariant>
 __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_live_keys() {
   const LiveKeys& live_keys = call_.live_keys;
   const AttentionParams& p = call_.p;
+  if (gathers_keys(kVariant) && live_keys.unions.key) {
+    schedule_union();
+    return;
+  }
   if (kVariant == Variant::kGathered && live_keys.is_direct && !p.mask.start.data && !p.mask.end.data) {
     schedule_in_order();
     return;
