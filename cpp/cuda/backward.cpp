@@ -68,7 +68,7 @@ void clear(const Region& region, void* memory, cudaStream_t stream) {
   DMATTN_CUDA_CHECK(cudaMemsetAsync(region.in<char>(memory), 0, static_cast<size_t>(region.bytes), stream));
 }
 
-// Sets what the variants with options of Hopper's kernels read.
+// Sets what the instances with options of Hopper's kernels read.
 void set_options(BackwardCall& call) {
   const AttentionParams& p = call.b.forward;
   call.logit_scale = call.scale;

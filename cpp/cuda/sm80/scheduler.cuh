@@ -73,7 +73,7 @@ struct Chunk {
   bool is_union = false;    // union_seen is filled in and decides
 };
 
-template <Variant kVariant, int kThreads, int kQueries, int kKeys>
+template <class Traits, int kThreads, int kQueries, int kKeys>
 class KeyScheduler {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
@@ -106,15 +106,14 @@ class KeyScheduler {
     __syncthreads();
   }
 
-  __device__ __forceinline__ bool gathered() const {
-    return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : is_gathered_;
-  }
+  __device__ __forceinline__ bool gathered() const { return Traits::kGathers || (Traits::kMayGather && is_gathered_); }
+  __device__ __forceinline__ bool is_union() const { return Traits::kIsUnion || (Traits::kMayBeUnion && is_union_); }
   __device__ __forceinline__ int low() const { return sources().low; }
 
   // Prepares the next chunk in `stage`; false when no chunk is left. All threads take part, and may read the stage on return.
   __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
-    chunk.is_union = is_union_ && gathered();
-    if (chunk.is_union) return next_of_union(stage);
+    chunk.is_union = is_union();
+    if (is_union()) return next_of_union(stage);
     return gathered() ? next_gathered(stage) : next_in_order(stage, chunk);
   }
 
@@ -392,7 +391,7 @@ class KeyScheduler {
   }
 
   __device__ __forceinline__ void copy_key_bias(Stage& stage, const Chunk& chunk) {
-    if (kVariant == Variant::kPlain || !sources().key_bias || threadIdx.x >= kKeys) return;
+    if (Traits::kBias == Bias::kNone || !sources().key_bias || threadIdx.x >= kKeys) return;
     const int key = chunk.first_key + static_cast<int>(threadIdx.x);
     const bool is_key = key < p_.key_length;
     copy_async_4(shared_address(&stage.key_bias[threadIdx.x]), sources().key_bias + (is_key ? key : 0), is_key);
@@ -419,22 +418,6 @@ __device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chun
 template <int kM, int kN, class Stage>
 __device__ __forceinline__ void hide(float (&scores)[kM][kN][4], const Stage& stage, const Chunk& chunk, int row, int column,
                                      int low) {
-  if (chunk.is_union) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int at = row + 16 * m + 8 * r;
-          const uint2 pair = *reinterpret_cast<const uint2*>(&stage.union_seen[at / 32][column + 8 * n]);
-          if (!has_bit(pair.x, at % 32)) scores[m][n][2 * r] = negative_infinity();
-          if (!has_bit(pair.y, at % 32)) scores[m][n][2 * r + 1] = negative_infinity();
-        }
-      }
-    }
-    return;
-  }
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const Span left = stage.span[column + 8 * n], right = stage.span[column + 8 * n + 1];
@@ -458,6 +441,24 @@ __device__ __forceinline__ void hide(float (&scores)[kM][kN][4], const Stage& st
         const uint32_t bits = stage.bits[row + 16 * m + 8 * r][(column + 8 * n) / 32] >> (column + 8 * n) % 32;
         if (!(bits & 1)) scores[m][n][2 * r] = negative_infinity();
         if (!(bits & 2)) scores[m][n][2 * r + 1] = negative_infinity();
+      }
+    }
+  }
+}
+
+// Likewise, for a chunk of a union.
+template <int kM, int kN, class Stage>
+__device__ __forceinline__ void hide_of_union(float (&scores)[kM][kN][4], const Stage& stage, int row, int column) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = row + 16 * m + 8 * r;
+        const uint2 pair = *reinterpret_cast<const uint2*>(&stage.union_seen[at / 32][column + 8 * n]);
+        if (!has_bit(pair.x, at % 32)) scores[m][n][2 * r] = negative_infinity();
+        if (!has_bit(pair.y, at % 32)) scores[m][n][2 * r + 1] = negative_infinity();
       }
     }
   }

@@ -20,44 +20,42 @@ __device__ __forceinline__ uint32_t rows_of_queries(uint32_t bits, int shift) {
   }
 }
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_union() {
-  if constexpr (gathers_keys(kVariant)) {
-    const KeyUnions& unions = call_.live_keys.unions;
-    const int64_t list = unions.list_of(batch_, head_, first_query_);
-    const int32_t* const keys = unions.key + list * unions.capacity;
-    const uint32_t* const bits = unions.seen + list * unions.capacity * unions.words;
-    const int count = unions.count[list], shift = work_.log2_heads_per_tile;
-    for (int begin = 0; begin < count; begin += kKeys) {
-      const int taken = min(kKeys, count - begin);
-      int key[kRowsPerThread];
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_union() {
+  const KeyUnions& unions = call_.live_keys.unions;
+  const int64_t list = unions.list_of(batch_, head_, first_query_);
+  const int32_t* const keys = unions.key + list * unions.capacity;
+  const uint32_t* const bits = unions.seen + list * unions.capacity * unions.words;
+  const int count = unions.count[list], shift = work_.log2_heads_per_tile;
+  for (int begin = 0; begin < count; begin += kKeys) {
+    const int taken = min(kKeys, count - begin);
+    int key[kRowsPerThread];
 #pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        const int row = thread_ + i * kThreads;
-        key[i] = row < taken ? keys[begin + row] : 0;
-      }
-      Descriptor& descriptor = begin_chunk();
-      if (thread_ == 0) descriptor.rows_present = taken;
-      uint32_t mine = 0;
-#pragma unroll
-      for (int i = 0; i < kRowsPerThread; ++i) {
-        const int row = thread_ + i * kThreads;
-        if (row >= kKeys) break;
-        const uint32_t* const of_key = bits + static_cast<int64_t>(begin + row) * unions.words;
-#pragma unroll
-        for (int group = 0; group < kRows / 16; ++group) {  // 16 rows of the tile, those of a computing warp
-          const int query = group * 16 >> shift;
-          const uint32_t rows = row < taken ? rows_of_queries(of_key[query / 32] >> query % 32, shift) : 0;
-          descriptor.seen[group][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows);
-          if (rows != 0xffffu) mine |= 1u << group;
-        }
-        descriptor.index[index_place<kKeys>(row)] = key[i];
-        describe_hash(descriptor, row, key[i]);
-      }
-      const uint32_t tested = reduce_tested(mine);
-      accept(tested ? kSpans | tested : 0);
-      if (begin + kKeys < count) publish(0);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread_ + i * kThreads;
+      key[i] = row < taken ? keys[begin + row] : 0;
     }
+    Descriptor& descriptor = begin_chunk();
+    if (thread_ == 0) descriptor.rows_present = taken;
+    uint32_t mine = 0;
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int row = thread_ + i * kThreads;
+      if (row >= kKeys) break;
+      const uint32_t* const of_key = bits + static_cast<int64_t>(begin + row) * unions.words;
+#pragma unroll
+      for (int group = 0; group < kRows / 16; ++group) {  // 16 rows of the tile, those of a computing warp
+        const int query = group * 16 >> shift;
+        const uint32_t rows = row < taken ? rows_of_queries(of_key[query / 32] >> query % 32, shift) : 0;
+        descriptor.seen[group][Descriptor::seen_place(row)] = static_cast<uint16_t>(rows);
+        if (rows != 0xffffu) mine |= 1u << group;
+      }
+      descriptor.index[index_place<kKeys>(row)] = key[i];
+      describe_hash(descriptor, row, key[i]);
+    }
+    const uint32_t tested = reduce_tested(mine);
+    accept(tested ? kSpans | tested : 0);
+    if (begin + kKeys < count) publish(0);
   }
 }
 
