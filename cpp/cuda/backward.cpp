@@ -120,7 +120,7 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t
 
 // Runs the portable kernels and what turns their sums into gradients.
 void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, cudaStream_t stream) {
-  if (plan.deterministic) {
+  if (plan.deterministic && plan.keys != KeySource::kUnions) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
     by_keys.batches_per_block = plan.batches_per_block, by_keys.kv_heads_per_block = plan.kv_heads_per_block;
@@ -131,7 +131,8 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, 
     check_cuda(sm80::backward_dq(by_queries, plan.backward_dq, stream), "attention kernel");
   } else if (call.key_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    for_each_round(call, call.b.forward, plan.unions, memory, nullptr, stream, [&](const BackwardCall& round) {
+    for_each_round(call, call.b.forward, plan.unions, memory, call.tile_counter, stream, [&](const BackwardCall& round) {
+      if (round.live_keys.unions.first_tile > 0) clear(plan.workspace.semaphores, memory, stream);
       check_cuda(sm80::backward_dq(round, plan.backward_dq, stream), "attention kernel");
     });
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
@@ -213,6 +214,8 @@ BackwardResults backward_op(BackwardArguments given) {
   call.scale = static_cast<float>(p.scale), call.scale_2 = static_cast<float>(p.scale * kLog2OfE);
   call.padded_queries = plan.padded_queries;
   call.heads_at_once = static_cast<int>(plan.heads_at_once), call.seen_words = static_cast<int>(plan.seen_words);
+
+  call.tile_counter = tile_counter, call.chained_heads = plan.chained_heads;
 
   const bool is_sm90 = plan.family == Family::kSm90;
   call.query_sums_in_tiles = is_sm90;

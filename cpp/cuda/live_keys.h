@@ -54,8 +54,6 @@ struct LiveKeys {
   // There are no lists: the scheduler looks up the spans of all keys that a tile may see. For short sequences, where making lists
   // takes longer than reading what is not in them, and for a key_bias without intervals, where there are no spans to look up.
   bool is_direct = false;
-  // Are keys gathered, from lists or without?
-  __host__ __device__ bool gathers() const { return index || is_direct; }
 
   // There are no lists, and keys are taken in order. A range says from the first to the last key that some of range_queries
   // neighbouring queries see: Sk minus the first, and the one behind the last; 0 where none is seen.
@@ -64,6 +62,9 @@ struct LiveKeys {
   int range_queries = 0;  // as many as the rows of a tile
 
   KeyUnions unions;  // of a call with index lists
+
+  // Are keys gathered, from lists, without or from unions?
+  __host__ __device__ bool gathers() const { return index || is_direct || unions.key; }
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]

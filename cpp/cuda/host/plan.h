@@ -124,6 +124,7 @@ struct BackwardPlan {
   // Of the portable dkdv kernel: what one block takes one after the other, for gradients in a fixed order.
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
   bool backward_dkdv_takes_lists = false;  // in a deterministic call
+  int64_t chained_heads = 1;               // of the portable dq kernel, likewise with index lists (BackwardCall)
 
   struct Workspace {
     Region zero_bias, lists;

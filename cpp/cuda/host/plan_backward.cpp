@@ -181,7 +181,7 @@ void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   const bool is_sm90 = plan.family == Family::kSm90;
   if (is_sm90 && p.dropout_seed) workspace.row_hash = add_region(workspace.bytes, bytes);
   if (!plan.lists.has_lists()) workspace.flags = add_region(workspace.bytes, 2 * sizeof(int32_t));
-  if (is_sm90 && plan.deterministic)
+  if (plan.deterministic && (is_sm90 || plan.keys == KeySource::kUnions))
     workspace.semaphores = add_region(workspace.bytes, terms / kSemaphoreQueries * sizeof(int32_t));
   if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
 }
@@ -240,7 +240,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
   plan.heads_at_once = is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
   KeyListOptions options;
-  options.is_one = is_fast && is_gathered && has_one_tile_visit(p, plan.instance);
+  options.is_one = is_fast && choice.keys == KeySource::kLists && has_one_tile_visit(p, plan.instance);
   const bool sums_keys = plan.heads_at_once < group || (is_gathered && !options.is_one);
   plan.parts = cut_into_parts(b, gradients, plan, sums_keys, group_heads);
   if (choice.keys == KeySource::kLists) {
@@ -311,7 +311,6 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
       target.device.shared_bytes >= kLargeSharedBytes ? sm80::SmemBudget::kLarge : sm80::SmemBudget::kSmall;
   const bool has_unions = has_index_lists(p) && p.query_length > 0 && p.key_length > 0;
   const bool has_lists = gathers(p) && !has_unions, has_blocks = p.mask.tiles.data;
-  check(!(has_unions && b.deterministic), "deterministic: index lists have no fixed order of sums yet");
   plan.family = Family::kSm80;
   plan.heads_at_once = p.heads / p.kv_heads;
   plan.why.family = why;
@@ -328,7 +327,11 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   } else {
     plan.why.keys = "there is no mask, or causality alone";
   }
-  if (b.deterministic) {
+  if (b.deterministic && has_unions) {
+    const Together together(p, gradients);
+    plan.chained_heads = together.batches || together.kv_heads ? p.batch * p.heads : p.heads / p.kv_heads;
+  }
+  if (b.deterministic && !has_unions) {
     const Together together(p, gradients);
     if (together.batches) plan.batches_per_block = p.batch;
     if (together.kv_heads) plan.kv_heads_per_block = p.kv_heads;

@@ -78,7 +78,7 @@ KeyUnionLists plan_unions(const AttentionParams& p, int64_t queries, int64_t& by
   unions.heads = std::max<int64_t>(p.heads / unions.head_divisor, 1);
   // Every query may list other keys.
   const int64_t local = lists.local > 0 ? lists.local + queries : 0;
-  unions.capacity = std::min((queries * lists.count << lists.log2_block) + local + lists.sinks, p.key_length);
+  unions.capacity = std::clamp<int64_t>((queries * lists.count << lists.log2_block) + local + lists.sinks, 1, p.key_length);
   const int64_t mask_heads = unions.batches * unions.heads, list_bytes = unions.capacity * 4 * (1 + unions.words);
   const int64_t fit = kMostBytes / std::max<int64_t>(mask_heads * list_bytes, 1),
                 least = ceil_div(kLeastTiles, p.batch * p.heads);

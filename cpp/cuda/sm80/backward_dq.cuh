@@ -9,6 +9,7 @@
 
 #include "../common/kernel_limits.cuh"
 #include "backward_tile.cuh"
+#include "union_order.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -23,6 +24,8 @@ struct alignas(128) BackwardDqShared {
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
   KeyStage<kShape.queries, kShape.keys> stage[2];
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
+  uint32_t number;                                 // of the block, where sums have a fixed order
+  float bias_sums[kShape.warp_rows][kShape.keys];  // likewise: the gradient of key_bias
 };
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
@@ -45,7 +48,11 @@ __global__ __launch_bounds__(
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
-  const QueryTile<kShape.queries> here(p, call.live_keys);
+  uint32_t number = block_index();
+  if (Traits::kMayBeUnion && call.semaphores) number = draw_number(call.tile_counter, shared.number);
+  const QueryTile<kShape.queries> here(p, call.live_keys, number);
+  const UnionOrder order(call, number, query_tiles_of(p, call.live_keys, kShape.queries));
+  const bool is_ordered = Traits::kMayBeUnion && order.is_ordered;
   const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
@@ -125,6 +132,7 @@ __global__ __launch_bounds__(
   while (has_chunk) {
     auto& stage = shared.stage[buffer];
     const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kShape.keys * kDim * 2;
+    if (is_ordered) order.begin_chunk(stage.index[kShape.keys - 1]);
     copy_async_wait<0>();
     __syncthreads();
 
@@ -169,13 +177,24 @@ __global__ __launch_bounds__(
     if (Traits::kBias != Bias::kNone && grad_key_bias) {
       sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
         const int key = scheduler.key_of(stage, chunk, column);
-        if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+        if (is_ordered) {
+          shared.bias_sums[warp / kColumns][column] = sum;
+        } else if (key >= 0 && key < p.key_length) {
+          atomicAdd(grad_key_bias + key, sum);
+        }
       });
     }
     if (Traits::kLogits == Logits::kAny)
       put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
     put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
+    if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias && threadIdx.x < kShape.keys) {
+      const int key = scheduler.key_of(stage, chunk, static_cast<int>(threadIdx.x));
+      float sum = 0.0f;
+#pragma unroll
+      for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.bias_sums[row][threadIdx.x];
+      if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+    }
 
     // The values are read: start on the next chunk.
     has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
@@ -218,7 +237,9 @@ __global__ __launch_bounds__(
     }
     chunk = coming;
     buffer ^= 1;
+    if (is_ordered && has_chunk) order.end_chunk(shared.stage[buffer].index[0]);
   }
+  if (is_ordered) order.finish();
 
   copy_async_wait<0>();
   __syncthreads();

@@ -19,9 +19,8 @@ DMATTN_HOST_DEVICE inline int64_t query_tiles_of(const AttentionParams& p, const
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
-  __device__ __forceinline__ QueryTile(const AttentionParams& p, const LiveKeys& live_keys) {
+  __device__ __forceinline__ QueryTile(const AttentionParams& p, const LiveKeys& live_keys, uint32_t index = block_index()) {
     const uint32_t tiles = static_cast<uint32_t>(query_tiles_of(p, live_keys, kQueries));
-    uint32_t index = block_index();
     if (kQueries == kQueryPadding && live_keys.order) index = static_cast<uint32_t>(live_keys.order[index]);
     const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
     const uint32_t batch_head = index / tiles;

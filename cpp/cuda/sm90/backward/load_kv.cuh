@@ -39,10 +39,10 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
       const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
       const int64_t list = unions.list_of(work_tile.batch, work_tile.head, from);
       const uint32_t* const seen = unions.seen + (list * unions.capacity + first_place + row) * unions.words;
-#pragma unroll
-      for (int word = 0; word < kBackwardUnionWords; ++word) {
-        descriptor.union_seen[row][word] = key >= 0 && word < unions.words ? seen[word] : 0;
-      }
+      // Two words of 64 queries, or four of 128 (plan_unions_of_part).
+      const uint2* const pairs = reinterpret_cast<const uint2*>(seen);
+      const uint2 none = {0, 0}, first = key >= 0 ? pairs[0] : none, second = key >= 0 && unions.words > 2 ? pairs[1] : none;
+      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {first.x, first.y, second.x, second.y};
     }
     bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
     bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);

@@ -1,6 +1,7 @@
 // The warp of the Hopper backward that gives sums a fixed order, by semaphores in global memory.
 #pragma once
 
+#include "../../common/key_semaphore.cuh"
 #include "load_q.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -17,17 +18,6 @@ __device__ __forceinline__ void release_dq_semaphore(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Waits until the list before has added its keys up to last_key, and says that this one has added its own before next_key.
-__device__ __forceinline__ void wait_dkdv_semaphore(const int32_t* next_key, int last_key) {
-  int reached;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(next_key) : "memory");
-  } while (reached <= last_key);
-}
-__device__ __forceinline__ void release_dkdv_semaphore(int32_t* to, int next_key) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(next_key) : "memory");
-}
-
 // Where sums have a fixed order: waits for the semaphores of the block's tiles of keys, tells the computing warps when they may
 // add, and releases the semaphores when they have added. By one warp, whose first thread alone does this.
 //
@@ -42,6 +32,7 @@ __device__ __forceinline__ void release_dkdv_semaphore(int32_t* to, int next_key
 //
 // Gathered keys: one block has the whole list of a segment, so no other block adds to its grad_query. The dkdv semaphore orders
 // the adds to grad_key and grad_value: the lists of a head add a key from the last segment to the first. Lists are in key order.
+// (Unions of index lists likewise, with tiles of queries in place of segments.)
 // In front of a key that two of them share, that of the later segment has fewer keys, because more have died. So it reaches that
 // key first.
 template <int kDim, class Traits>
@@ -73,11 +64,16 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
       // The next later tile that has keys: each waits for the one behind it.
       int next = 1;
       while (tile + next < unions.tiles && unions.count[list + next] == 0) ++next;
+      const int32_t* const before = tile + next < unions.tiles ? semaphores + tile + next : nullptr;
       const int stop = descriptor.first_place + kShape.keys;
-      if (tile + next < unions.tiles) wait_dkdv_semaphore(semaphores + tile + next, index[min(stop, count) - 1]);
+      const bool is_last = stop >= count;
+      if (before) wait_dkdv_semaphore(before, index[min(stop, count) - 1]);
       barrier_arrive(begun.at(tile_visit));
       ended.sleep_full(tile_visit);
-      release_dkdv_semaphore(semaphores + tile, stop < count ? index[stop] : kLastPosition);
+      // The tile before may have keys that this one has not: they count as added when that tile has added them.
+      int reached = kLastPosition;
+      if (before) reached = wait_dkdv_semaphore(before, is_last ? kLastPosition - 1 : 0);
+      release_dkdv_semaphore(semaphores + tile, min(is_last ? kLastPosition : index[stop], reached));
       barrier_arrive(descriptor_empty.at(tile_visit));
       continue;
     }
