@@ -102,7 +102,7 @@ def test_every_row_of_the_table_is_still_what_these_tests_are_about():
     assert table is not None
     rows = [line.split("|")[1:4] for line in table.group(0).strip().split("\n")[2:]]
     assert [("Hopper" in forward_column, "ortable" in backward_column) for _, forward_column, backward_column in rows] == [
-        (True, False), (True, False), (True, False), (True, False), (True, True), (True, True),
+        (True, False), (True, False), (True, False), (True, False), (True, True), (True, True), (True, False), (False, True), (True, True),
     ]  # fmt: skip
 
 
@@ -120,6 +120,8 @@ def test_every_row_of_the_table_is_still_what_these_tests_are_about():
         ({"interval_heads": 2, "is_in_order": True, "key_length": 2000}, (64, "in order/scaled/none")),
         ({"interval_heads": 2, "is_in_order": True, "query_length": 2000}, (64, "range/scaled/none")),
         ({"key_bias_heads": 2}, (64, "intervals/scaled/key")),
+        ({"index_heads": 2}, (64, "union/scaled/key")),
+        ({"index_heads": 2, "key_bias_heads": 2, "softcap": 5.0}, (64, "union/capped/key")),
         ({"key_bias_heads": 2, "head_dim": 256}, (256, "gathered/scaled/key")),
         ({"softcap": 5.0}, (64, "all/capped/none")),
         ({"softcap": 5.0, "block_heads": 1}, (64, "any/any/pair")),
@@ -147,6 +149,8 @@ def test_kernels_of_forward_on_hopper(call, expected):
         ({"interval_heads": 2}, (64, "gathered/scaled/key")),
         ({"interval_heads": 2, "is_in_order": True}, (64, "in order/scaled/none")),
         ({"key_bias_heads": 2}, (64, "intervals/scaled/key")),
+        ({"index_heads": 2}, (64, "union/scaled/key")),
+        ({"index_heads": 2, "key_bias_heads": 2, "softcap": 5.0}, (64, "union/capped/key")),
         ({"key_bias_heads": 2, "block_heads": 1}, (64, "in order/capped/key")),
         ({"dropout_p": 0.1}, (64, "in order/capped/key")),
         ({"dropout_p": 0.1, "interval_heads": 2, "head_dim": 256}, (256, "gathered/capped/key")),
