@@ -444,7 +444,9 @@ def test_a_mask_that_is_not_saved(mask):
 
 
 def test_a_buffer_of_something_else():
-    with pytest.raises(TypeError, match="mask: expected an IntervalMask, a BlockMask or interval & block, got Tensor"):
+    with pytest.raises(
+        TypeError, match="mask: expected an IntervalMask, a BlockMask, an IndexMask or an intersection, got Tensor"
+    ):
         MaskBuffer(torch.ones(3, 3, dtype=torch.bool))
 
 

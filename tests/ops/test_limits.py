@@ -35,7 +35,7 @@ def test_the_longest_length_is_taken(device, dtype, Sq, Sk):
     expected = value[:, :, :1].expand(1, 1, Sq, 8)  # keys are equal, so weights are, and sums of whole numbers are exact
     results = [
         dmattn.attention(query, key, value),
-        ops.forward(query, key, value, *(None,) * 9, *OPTIONS)[0],
+        ops.forward(query, key, value, *(None,) * 11, *OPTIONS)[0],
         dmattn.scaled_dot_product_attention(query, key, value),
     ]
     for out in results:
@@ -60,7 +60,7 @@ def test_one_more_is_refused():
         with pytest.raises(ValueError, match=rf"query, key: expected lengths up to {LONGEST}, got Sq=.*{LONGEST + 1}"):
             dmattn.attention(Sq, Sk, Sk)
         with pytest.raises(RuntimeError, match=rf"(query|key): expected a length up to {LONGEST}, got {LONGEST + 1}"):
-            ops.forward(Sq, Sk, Sk, *(None,) * 9, *OPTIONS)
+            ops.forward(Sq, Sk, Sk, *(None,) * 11, *OPTIONS)
     with pytest.raises(RuntimeError, match=rf"scores: expected a length up to {LONGEST}, got {LONGEST + 1}"):
         ops.select(key[..., 0], None, 3, True)
     with pytest.raises(ValueError, match=rf"value: expected a length up to {LONGEST}, got {LONGEST + 1}"):
