@@ -14,12 +14,12 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyD
   // Hide what the union of index lists hides.
   if constexpr (Traits::kIsUnion) {
     const ScorePlace<kDim> place;
-    const int first_word = (descriptor.first_query - tile.from) / 32;
+    const int first_word = (descriptor.first_query - tile.from + place.column) / 32;
 #pragma unroll
     for (int word = 0; word < kN / 4; ++word) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t bits = tile.union_seen[place.row + 8 * r][first_word + word] >> place.column;
+        const uint32_t bits = tile.union_seen[place.row + 8 * r][first_word + word] >> place.column % 32;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
