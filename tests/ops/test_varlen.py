@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 import types
+import warnings
 
 import dmattn
 import pytest
