@@ -3,7 +3,8 @@
 Random lists share almost nothing between neighbouring queries, which is the hardest case. Skewed lists are drawn from scores that favour some
 keys for all queries: the keys that 16, 32, 64 or 128 neighbouring queries list together, over those of one query, are then as many as lists of a
 trained model had (2.1 to 3.8, 2.4 to 4.7, 2.7 to 5.4 and 2.9 to 5.9 over six layers, at 256 of 4,096 keys). The factors of every case are
-in the results. Whole eager calls, the making of unions included; the peer is cuDNN's dense causal kernel on a GPU, torch's choice on a CPU, by turns.
+in the results. Whole eager calls, the making of unions included. The peer is cuDNN's dense causal kernel on a GPU, torch's choice on a CPU, by
+turns.
 """
 
 from __future__ import annotations
