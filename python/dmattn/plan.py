@@ -55,7 +55,8 @@ def forward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = Non
         call: sizes ``batch``, ``heads``, ``kv_heads``, ``query_length``, ``key_length``, ``head_dim``, ``value_dim``; ``dtype``;
             ``interval_heads``, ``block_heads``, ``index_heads``, ``key_bias_heads``, ``bias_heads``: how many heads the mask or bias has,
             0 (default) where it is not given; ``index_count``, ``index_block``: entries of an index list, and keys of an entry;
-            ``batches_differ``; ``is_causal``, ``is_in_order``, ``most_keys`` (how many keys a query sees at most, 0: not known), ``bias_dtype``, ``scale``, ``softcap``, ``dropout_p``, ``deterministic``.
+            ``batches_differ``; ``is_causal``, ``is_in_order``, ``most_keys`` (how many keys a query sees at most, 0: not known),
+            ``bias_dtype``, ``scale``, ``softcap``, ``dropout_p``, ``deterministic``.
         device: ``major`` of the compute capability, ``processors``, ``shared_bytes``, ``family`` ("auto", "sm80", "sm90"), ``has_sm90``
             (does the build have Hopper's kernels) and ``sizes`` (head sizes a build is trimmed to). Default: an H200.
 
