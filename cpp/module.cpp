@@ -144,6 +144,7 @@ nb::dict forward_plan(const nb::dict& call, const nb::dict& device) {
   made["workspace"] = workspace_dict({{"lists", w.lists},
                                       {"union keys", plan.unions.key},
                                       {"union bits", plan.unions.seen},
+                                      {"union counts", plan.unions.count},
                                       {"tile_counter", w.tile_counter},
                                       {"compact_key", w.compact_key},
                                       {"compact_value", w.compact_value},
@@ -183,7 +184,8 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"semaphores", w.semaphores},
                                       {"lists", w.lists},
                                       {"union keys", plan.unions.key},
-                                      {"union bits", plan.unions.seen}},
+                                      {"union bits", plan.unions.seen},
+                                      {"union counts", plan.unions.count}},
                                      w.bytes);
   return made;
 }
