@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.attention import key_scores, selected_attention
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
 from dmattn.nn.positions import checked_positions, documents_of
-from dmattn.nn.rotation import rotation_table, turned, turning_pairs
-from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
+from dmattn.nn.rotation import both_turned, rotation_table, turning_pairs
+from dmattn.nn.scores import explored, gumbel_like, initial_slopes, of_selecting_heads, recency_of, slopes_of
 from dmattn.nn.shards import own_part
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
 from dmattn.unsupported import scripting_refused
@@ -281,13 +281,16 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
 
     def mask(self, ranks: Tensor, base: IntervalMask | None = None, *, window: int | None = None) -> IntervalMask:
         """Which queries see which key, from what keys are selected by; see :meth:`ranked`."""
+        window = self.window if window is None else window
+        return IntervalMask.top_k(
+            self._selecting(ranks), window, self.is_causal, base, local=self.local, sink_keys=self.sink_keys
+        )
+
+    def _selecting(self, ranks: Tensor) -> Tensor:
         ranks = ranks.detach()
         if self.noise and self.training:
             ranks = ranks + self.noise * gumbel_like(ranks)
-        if self.local_heads:  # a score of -inf never wins a place, so local windows and sinks are all that these heads see
-            ranks = F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
-        window = self.window if window is None else window
-        return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink_keys=self.sink_keys)
+        return of_selecting_heads(ranks, self.local_heads) if self.local_heads else ranks
 
     def new_cache(self, batch_size: int, *, rewind: int = 0, num_kv_heads: int | None = None) -> BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``local_heads`` a :class:`MixedCache`.
@@ -386,16 +389,10 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         # Scores read values as another view, so that compiled layers add up both gradients as the values lie in memory.
         ranks, bias = self.ranked(hidden_states, rows[2].transpose(1, 2))
         dropout = self.dropout if self.training else 0.0
-        if bias is ranks and not self.local_heads and not (self.noise and self.training):
-            out = dynamic_mask_attention(
-                query, key, value, ranks, self.window if window is None else window, is_causal=self.is_causal, base=base,
-                local=self.local, sink_keys=self.sink_keys, softcap=self.softcap, dropout_p=dropout,
-            )  # fmt: skip
-        else:
-            out = attention(
-                query, key, value, self.mask(ranks, base, window=window), key_bias=bias, is_causal=self.is_causal,
-                softcap=self.softcap, dropout_p=dropout,
-            )  # fmt: skip
+        out, _ = selected_attention(
+            query, key, value, self._selecting(ranks), self.window if window is None else window, bias, self.is_causal, base, self.local,
+            self.sink_keys, softcap=self.softcap, dropout_p=dropout,
+        )  # fmt: skip
         if not with_score_loss:
             result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
@@ -403,11 +400,8 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             "key_bias": bias, "base": base, "local": self.local, "sink_keys": self.sink_keys, "queries": self.score_queries,
             "last": self.last_queries, "sharp": self.sharp_queries, "first_head": self.local_heads, "softcap": self.softcap,
         }  # fmt: skip
-        if self.explore and self.training:
-            out, losses = explored(query, key, value, out, ranks, **options)
-        else:
-            losses = score_loss(query, key, ranks, **options)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), losses.mean()
+        out, loss = explored(query, key, value, out, ranks, self.explore and self.training, mean=True, **options)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), loss
 
     def _check_cached(self) -> None:
         if not self.is_causal:
@@ -472,13 +466,9 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
                 rotation = self.rotation(positions, query.dtype)
                 if rotation[0].shape[0] not in (1, batch) or rotation[0].shape[1] != length:
                     raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
-            heads = None
             if self.rotated_heads is not None:
                 self._check_dealt_out(key.shape[2])
-                heads = self.rotated_heads
-            group = query.shape[2] // key.shape[2]
-            query = turned(query, rotation, heads and heads * group)
-            key = turned(key, rotation, heads)
+            query, key = both_turned(query, key, rotation, key.shape[2] if self.rotated_heads is None else self.rotated_heads)
         if not heads_first:
             return query, key, value
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.nn.opaque import is_opaque, opaque
 from dmattn.sharding import beside
 
 
@@ -66,3 +69,37 @@ def turned(x: Tensor, table: tuple[Tensor, Tensor], heads: int | None = None) ->
     first, second = x[..., :half], x[..., half : 2 * half]
     unturned = (x[..., 2 * half :],) if 2 * half < x.shape[3] else ()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), dim=-1)
+
+
+def both_turned(query: Tensor, key: Tensor, table: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """query [B, S, H, D] and key [B, S, Hkv, D], of which the first ``heads`` key heads and their query heads are rotated."""
+    if is_opaque(query) and table[0].shape[3] and not any(part.requires_grad for part in table):
+        both: tuple[Tensor, Tensor] = torch.ops.dmattn_nn.turned(query, key, *table, heads)
+        return both
+    return turned(query, table, heads * (query.shape[2] // key.shape[2])), turned(key, table, heads)
+
+
+@opaque("turned")
+def _turned(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, heads: int, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    return both_turned(query, key, (cos, -sin if back else sin), heads)
+
+
+@_turned.register_fake
+def _(query: Tensor, key: Tensor, cos: Tensor, *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in (query, key)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, _, cos, sin, ctx.heads, _ = inputs
+    ctx.dtype = query.dtype
+    ctx.save_for_backward(cos, sin)
+
+
+def _turned_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    back = torch.ops.dmattn_nn.turned(*grads, *ctx.saved_tensors, ctx.heads, True)
+    return *(grad.to(ctx.dtype) for grad in back), None, None, None, None
+
+
+_turned.register_autograd(_turned_back, setup_context=_save)
