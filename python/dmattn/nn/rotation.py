@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.nn.opaque import is_opaque, opaque
+from dmattn.nn.opaque import opaque
 from dmattn.sharding import beside
 
 
@@ -73,33 +73,32 @@ def turned(x: Tensor, table: tuple[Tensor, Tensor], heads: int | None = None) ->
 
 def both_turned(query: Tensor, key: Tensor, table: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
     """query [B, S, H, D] and key [B, S, Hkv, D], of which the first ``heads`` key heads and their query heads are rotated."""
-    if is_opaque(query) and table[0].shape[3] and not any(part.requires_grad for part in table):
-        both: tuple[Tensor, Tensor] = torch.ops.dmattn_nn.turned(query, key, *table, heads)
-        return both
     return turned(query, table, heads * (query.shape[2] // key.shape[2])), turned(key, table, heads)
 
 
-@opaque("turned")
-def _turned(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, heads: int, back: bool = False
+@opaque("rotated")
+def rotated(
+    query: Tensor, key: Tensor, positions: Tensor | None, theta: float, factor: float, heads: int, back: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return both_turned(query, key, (cos, -sin if back else sin), heads)
+    """:func:`both_turned` to positions [B|1, S], by default 0, 1, ..., or back."""
+    positions = torch.arange(query.shape[1], device=query.device)[None] if positions is None else positions
+    cos, sin = rotation_table(positions, query.shape[3], theta, factor, query.dtype)
+    query, key = both_turned(query, key, (cos, -sin if back else sin), heads)
+    return query.contiguous(), key.contiguous()
 
 
-@_turned.register_fake
-def _(query: Tensor, key: Tensor, cos: Tensor, *_: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype)) for x in (query, key)]
+@rotated.register_fake
+def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, _, cos, sin, ctx.heads, _ = inputs
-    ctx.dtype = query.dtype
-    ctx.save_for_backward(cos, sin)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, positions, *ctx.options, _ = inputs
+    ctx.save_for_backward(positions)
 
 
-def _turned_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    back = torch.ops.dmattn_nn.turned(*grads, *ctx.saved_tensors, ctx.heads, True)
-    return *(grad.to(ctx.dtype) for grad in back), None, None, None, None
+def _rotated_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return *rotated(*grads, *ctx.saved_tensors, *ctx.options, True), *(None,) * 5
 
 
-_turned.register_autograd(_turned_back, setup_context=_save)
+rotated.register_autograd(_rotated_back, setup_context=_save)

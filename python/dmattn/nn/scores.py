@@ -1,4 +1,4 @@
-"""What makes scores of keys learn which keys to keep: a bias by position, noise, and a loss that shows them dense attention."""
+"""What makes scores of keys learn which keys to keep: a bias by position, and a loss that shows them dense attention."""
 
 from __future__ import annotations
 
@@ -41,17 +41,20 @@ def recency_of(log_slope: Tensor, length: int) -> Tensor:
     return slope[None, :, None] * beside(slope, torch.arange(length, device=slope.device, dtype=slope.dtype))
 
 
-def gumbel_like(scores: Tensor) -> Tensor:
-    """Noise under which the best scores are a sample without replacement from softmax(scores), drawn from torch's generator."""
-    uniform = torch.rand_like(scores, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6)))
+def with_recency(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores [B, Hkv, S] with recency, [B, Hkv, S], and the recency, [1, Hkv, S])."""
+    if is_opaque(scores):
+        both: tuple[Tensor, Tensor] = _with_recency(scores, log_slope)
+        return both
+    recency = recency_of(log_slope, scores.shape[2])
+    return scores + recency, recency
 
 
 def of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
     """Ranks [B, Hkv, S] in which those of the first ``local_heads`` heads are -inf, which never wins a place: local keys and sinks are all that
     these heads see."""
     if is_opaque(ranks):
-        result: Tensor = torch.ops.dmattn_nn.of_selecting_heads(ranks, local_heads)
+        result: Tensor = _of_selecting_heads(ranks, local_heads)
         return result
     return F.pad(ranks[:, local_heads:], (0, 0, local_heads, 0), value=-math.inf)
 
@@ -162,7 +165,7 @@ def explored(
             certain = IntervalMask.top_k(scores, 0, base=base, local=local, sink_keys=sink_keys).end
     others = (queries, last, sharp, first_head, local, sink_keys, options.scale, options.softcap)
     if is_opaque(scores):
-        loss, rows, _ = torch.ops.dmattn_nn.score_loss(query.detach(), key.detach(), scores, key_bias, ends, certain, *others, mean)
+        loss, rows, _ = _score_loss_op(query.detach(), key.detach(), scores, key_bias, ends, certain, *others, mean)
     else:
         with torch.no_grad():
             loss, rows, gradient = _score_loss(query, key, scores, key_bias, ends, certain, *others)
@@ -170,7 +173,7 @@ def explored(
         loss = loss.mean() if mean else loss
     if explore:
         given = (query, key, value, out, key_bias, ends, rows, options.scale, options.softcap)
-        out = torch.ops.dmattn_nn.explored(*given)[0] if is_opaque(scores) else _explored(*given)
+        out = _explored_op(*given)[0] if is_opaque(scores) else _explored(*given)
     return out, loss
 
 
@@ -273,6 +276,47 @@ def _is_first(rows: Tensor) -> Tensor:
 # What compiled code calls on a CPU ----------------------------------------------------------------------------------------------------
 
 
+@opaque("with_recency")
+def _with_recency(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    ranks, recency = with_recency(scores, log_slope)
+    return ranks.contiguous(), recency
+
+
+@_with_recency.register_fake
+def _(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(log_slope.dtype, torch.float32)
+    ranks = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, dtype))
+    return ranks, ranks.new_empty((1, *scores.shape[1:]), dtype=dtype)
+
+
+@opaque("with_recency_backward")
+def _with_recency_backward(of_ranks: Tensor, of_recency: Tensor, log_slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of scores, in the order in which a linear layer left them, [B, S, Hkv], and of the slopes' logarithms."""
+    of_both = (of_ranks.sum(0) + of_recency[0]) * torch.arange(of_ranks.shape[2], device=of_ranks.device)
+    of_scores = of_ranks.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return of_scores.transpose(1, 2), (of_both.sum(1) * slopes_of(log_slope)).to(log_slope.dtype)
+
+
+@_with_recency_backward.register_fake
+def _(of_ranks: Tensor, _: Tensor, log_slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return of_ranks.transpose(1, 2).new_empty(of_ranks.transpose(1, 2).shape, dtype=dtype).transpose(1, 2), torch.empty_like(
+        log_slope
+    )
+
+
+def _save_slopes(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(inputs[1])
+
+
+def _recency_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _with_recency_backward(*grads, *ctx.saved_tensors, ctx.dtype)
+    return both
+
+
+_with_recency.register_autograd(_recency_gradients, setup_context=_save_slopes)
+
+
 @opaque("score_loss", tags=(torch.Tag.nondeterministic_seeded,))
 def _score_loss_op(
     query: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, ends: Tensor | None, certain: Tensor | None, queries: int,
@@ -299,8 +343,19 @@ def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _score_loss_gradient(ctx: Any, of_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    gradient = (of_loss[..., None] * ctx.saved_tensors[0]).to(ctx.dtype)
-    return None, None, F.pad(gradient, (0, 0, ctx.first_head, 0)), *(None,) * 12
+    of_scores = _score_loss_backward(of_loss, *ctx.saved_tensors, ctx.first_head, ctx.dtype)
+    return None, None, of_scores, *(None,) * 12
+
+
+@opaque("score_loss_backward")
+def _score_loss_backward(of_loss: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
+    return F.pad(of_loss[..., None] * gradient, (0, 0, first_head, 0)).to(dtype)
+
+
+@_score_loss_backward.register_fake
+def _(_: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
+    batch, heads, length = gradient.shape
+    return gradient.new_empty((batch, heads + first_head, length), dtype=dtype)
 
 
 _score_loss_op.register_autograd(_score_loss_gradient, setup_context=_save_gradient)
@@ -337,7 +392,16 @@ def _explored_backward(
     of_dense = torch.where(_is_first(rows)[:, None], grad.index_select(2, rows), 0.0).to(dense.dtype)
     options = (key_bias, None, None, False, scale, softcap, 0.0, False, key_bias is not None, False, rest)
     of_drawn, of_key, of_value, of_bias, _ = torch.ops.dmattn.backward(
-        of_dense, None, _drawn_queries(query, rows, is_real), key, value, dense, lse, *_bounds(rows, key, ends), *NO_MASK[2:], *options
+        of_dense,
+        None,
+        _drawn_queries(query, rows, is_real),
+        key,
+        value,
+        dense,
+        lse,
+        *_bounds(rows, key, ends),
+        *NO_MASK[2:],
+        *options,
     )
     if is_real is not None:
         of_drawn = torch.where(repeat_heads(is_real, query.shape[1])[..., None], of_drawn, 0.0)
@@ -370,7 +434,7 @@ def _save_explored(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _explored_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    *gradients, of_bias = torch.ops.dmattn_nn.explored_backward(grad, *saved, *ctx.options)
+    *gradients, of_bias = _explored_backward(grad, *saved, *ctx.options)
     return *gradients, None if saved[3] is None else of_bias, *(None,) * 4
 
 
