@@ -38,7 +38,7 @@ def renamed(*, into: Callable[..., Any] = dict, **names: str) -> Callable[[Calla
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             fields: dict[str, dict[str, Any]] = {}
-            for old, new in names.items() if not names.keys().isdisjoint(kwargs) else ():
+            for old, new in names.items():
                 if old in kwargs:
                     argument, _, field = new.partition(".")
                     given = field in fields.get(argument, ()) or argument in kwargs

@@ -60,15 +60,15 @@ class ScoreRecipe:
         return cls(**plain | others)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.score, nn.Module) and self.score not in ("exp", "linear"):
-            error = ValueError if isinstance(self.score, str) else TypeError
-            got = repr(self.score) if isinstance(self.score, str) else type(self.score).__name__
-            raise error(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {got}")
+        if not isinstance(self.score, nn.Module | str):
+            raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(self.score).__name__}")
+        if isinstance(self.score, str) and self.score not in ("exp", "linear"):
+            raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {self.score!r}")
         if self.recency is not None and checks.number("recency", self.recency, low=0.0, high=checks.MAX_FACTOR) == 0:
             raise ValueError(f"recency: expected None, or a number > 0, got {self.recency}")
-        if self.local_heads != "half":
+        if not isinstance(self.local_heads, str) or self.local_heads != "half":
             checks.natural_int("local_heads", self.local_heads)
-        if self.rotated_heads not in (None, "local"):
+        if self.rotated_heads is not None and (not isinstance(self.rotated_heads, str) or self.rotated_heads != "local"):
             checks.positive_int("rotated_heads", self.rotated_heads)
         for name in ("select_only", "sharp", "explore"):
             checks.flag(name, getattr(self, name))
