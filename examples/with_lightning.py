@@ -27,7 +27,9 @@ class LanguageModel(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.attention = DynamicMaskAttention(WIDTH, 4, window=8, local=8, recipe=ScoreRecipe.doge(score="linear", select_only=True))
+        self.attention = DynamicMaskAttention(
+            WIDTH, 4, window=8, local=8, recipe=ScoreRecipe.doge(score="linear", select_only=True)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[float] = []
 

@@ -8,7 +8,6 @@ import pytest
 import rank_shards
 import torch
 from dmattn import IntervalMask
-from dmattn.nn import DynamicMaskAttention
 from dmattn.testing import strategies
 from layers import layer_with
 from rank_pool import Ranks

@@ -9,7 +9,6 @@ import inspect
 import json
 import operator
 import pickle
-import warnings
 from pathlib import Path
 
 import dmattn
@@ -20,7 +19,6 @@ from dmattn.distributed import context_parallel_attention
 from dmattn.nn import DynamicMaskAttention, MultiheadAttention, ScoreRecipe, score_loss
 from dmattn.nn.attention import OLD_NAMES
 from dmattn.renamed import renamed
-from dmattn.testing import strategies
 
 Q, K, V = (torch.randn(2, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 SCORES = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(5))
@@ -94,30 +92,6 @@ def test_a_value_by_place_and_by_its_old_name_is_refused():
         IntervalMask.documents(12, ENDS, True, causal=True)
 
 
-def test_signatures_have_the_new_names_in_the_old_order():
-    assert [*inspect.signature(IntervalMask.top_k).parameters] == ["scores", "window", "is_causal", "base", "local", "sink_keys"]
-    assert [*inspect.signature(IntervalMask.streaming).parameters] == ["Sk", "sink_keys", "local", "device"]
-    names = [*inspect.signature(DynamicMaskAttention).parameters]
-    assert len(names) == 14
-    assert {"sink_keys", "recipe"} <= {*names}
-
-
-def test_a_user_sees_the_warning_once_for_each_place():
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            IntervalMask.top_k(SCORES, 3, causal=True)
-    assert len(warned) == 1
-
-
-def test_strategies_take_the_old_name():
-    shape = strategies.Shape(1, 2, 2, 6, 6, 8, 8)
-    with pytest.warns(FutureWarning, match="causal is called is_causal now"):
-        strategies.document_masks(shape, causal=True)
-    with pytest.warns(FutureWarning, match="causal is called is_causal now"):
-        strategies.top_k_masks(shape, causal=True)
-
-
 def test_compiled_and_exported_calls_take_old_names_without_a_graph_break():
     expected = dynamic_mask_attention(Q, K, V, SCORES, 3, sink_keys=2)
 
@@ -153,6 +127,7 @@ def test_old_arguments_of_the_layer_are_fields_of_its_recipe(old, value):
 
 
 def test_a_layer_and_one_of_old_arguments_are_the_same():
+    assert len(inspect.signature(DynamicMaskAttention).parameters) == 14
     old = {"score": "linear", "select_only": True, "recency": 0.5, "local_heads": 1, "explore": True, "score_queries": 7}
     with pytest.warns(FutureWarning) as warned:
         layer = DynamicMaskAttention(16, 2, 3, local=2, **old)
