@@ -114,11 +114,9 @@ OF_RECIPES = {
 def test_old_arguments_of_the_layer_are_fields_of_its_recipe(old, value):
     new = OLD_NAMES[old]
     field = new.removeprefix("recipe.")
-    make = seeded(lambda **options: DynamicMaskAttention(16, 2, 3, local=2, **options))
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now") as warned:
         layer = DynamicMaskAttention(16, 2, 3, local=2, **{old: value})
-        assert torch.isfinite(make(**{old: value})).all()
-    assert {warning.filename for warning in warned} == {__file__}
+    assert [warning.filename for warning in warned] == [__file__]
     assert layer.recipe == ScoreRecipe.doge(**{field: value})
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
         assert DynamicMaskAttention.recommended(16, 2, 8, **{old: value}).recipe == ScoreRecipe(**{field: value})
