@@ -158,7 +158,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         if heads < 2:
             raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
         local, selecting = visible // 4, heads - heads // 2
-        chosen = {"window": (visible - local) * heads // selecting, "local": local, "recipe": ScoreRecipe()}
+        chosen: dict[str, Any] = {"window": (visible - local) * heads // selecting, "local": local, "recipe": ScoreRecipe()}
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     sink = renamed_attribute("sink", "sink_keys")

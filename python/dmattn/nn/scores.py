@@ -217,16 +217,17 @@ def _score_loss(
     if certain is None and (local or sink_keys):
         certain = IntervalMask.streaming(length, sink_keys, local, device=key.device).end
 
-    def from_first(given: Tensor | None) -> Tensor | None:
+    def from_first(given: Any) -> Any:
         return given if given is None or given.shape[1] == 1 else given[:, given.shape[1] // kv_heads * first_head :]
 
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     parts = (_drawn_queries(query, rows, is_real), key, of_heads, key_bias, rows, is_real, ends, certain)
-    given = [part if part is of_heads or part is rows else from_first(part) for part in parts]
+    given: list[Any] = [part if part is of_heads or part is rows else from_first(part) for part in parts]
+    given += [sharp, scale, softcap]
     if scores.device.type == "cpu" and not torch.compiler.is_exporting():
-        loss, gradient = _in_parts(*given, sharp, scale, softcap)
+        loss, gradient = _in_parts(*given)
     else:
-        loss, gradient = _loss_and_gradient(*given, sharp, scale, softcap, batch=scores.shape[0])
+        loss, gradient = _loss_and_gradient(*given, batch=scores.shape[0])
     return loss, rows, gradient
 
 
