@@ -99,6 +99,18 @@ __device__ __forceinline__ void find_key_sums(const BackwardCall& call, int batc
   }
 }
 
+// Adds the gradient of key_bias of a chunk of a union, the sums of the block's warps in their order. A thread takes a key.
+template <class Shared, class Stage>
+__device__ __forceinline__ void add_bias_in_order(const Shared& shared, const Stage& stage, const AttentionParams& p,
+                                                  float* grad_key_bias) {
+  if (threadIdx.x >= Shared::kShape.keys) return;
+  const int key = stage.index[threadIdx.x];
+  float sum = 0.0f;
+#pragma unroll
+  for (int row = 0; row < Shared::kShape.warp_rows; ++row) sum += shared.bias_sums[row][threadIdx.x];
+  if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+}
+
 // Scores and their gradients of a chunk of keys against the tile of queries: probabilities and score gradients to shared memory.
 // Of a block of scores the warp has the rows from warp_row and the columns from warp_column on. grad_key_bias: of the head, null:
 // not wanted. rows_are_huge: some lse may be.
@@ -237,13 +249,7 @@ __global__ __launch_bounds__(
     put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
                                warp_column, lane, rows_are_huge, grad_key_bias);
     __syncthreads();
-    if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias && threadIdx.x < kShape.keys) {
-      const int key = scheduler.key_of(stage, chunk, static_cast<int>(threadIdx.x));
-      float sum = 0.0f;
-#pragma unroll
-      for (int row = 0; row < kShape.warp_rows; ++row) sum += shared.bias_sums[row][threadIdx.x];
-      if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
-    }
+    if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias) add_bias_in_order(shared, stage, p, grad_key_bias);
 
     // The values are read: start on the next chunk.
     has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
