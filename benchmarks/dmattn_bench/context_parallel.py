@@ -152,19 +152,17 @@ def exchange_only(job: Job) -> None:
     ops = torch.ops.dmattn_distributed
     if job.world == 2:
         selection = job.options.window, 0, 0
-        rows = ops.fetch(job.key, job.value, job.scores[..., None], None, *selection, chunks.lengths, job.rank, chunks.group, [])[
-            :3
-        ]
+        place = chunks.lengths, job.rank, chunks.group, None
+        (bias, key, value), *_ = ops.fetch([job.scores[..., None], job.key, job.value], *selection, *place)
+        rows = key, value, bias
         torch.autograd.grad(rows, job.inputs[1:], [torch.ones_like(x) for x in rows])
         return
-    scores = ops.gather_scores(job.scores.detach(), chunks.lengths, job.rank, chunks.group, [])
+    scores = ops.gather_scores(job.scores.detach(), chunks.lengths, job.rank, chunks.group, None)
     end = torch.ops.dmattn.select(scores, None, job.options.window, True)
     counts = needs.slots_from_bound(job.options.window, chunks)
     slots = needs.slots_of(None, end, chunks, job.options.kv_heads, counts[job.rank])
-    bias = job.scores[..., None]
-    key, value, bias, _ = ops.carry(
-        job.key, job.value, bias, None, end, slots, counts, chunks.lengths, job.rank, chunks.group, []
-    )
+    place = chunks.lengths, job.rank, chunks.group, None
+    (key, value, bias), _ = ops.carry([job.key, job.value, job.scores[..., None]], None, end, slots, counts, *place)
     torch.autograd.grad((key, value, bias), job.inputs[1:], [torch.ones_like(x) for x in (key, value, bias)])
 
 
