@@ -19,11 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dmattn import checks
 from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
-from dmattn.masks.heads import repeat_heads
-from dmattn.masks.tables import elements
+from dmattn.stats import queries_of_keys, visible_rows
 
 COUNTER = "torch.utils.flop_counter"
-CHUNK = 1 << 22  # elements of interval & block that are counted at once
+CHUNK = 1 << 22  # elements of a block mask that are counted at once
 
 
 def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = False, batch: int = 1, heads: int = 1) -> int:
@@ -74,52 +73,19 @@ def _pairs(
     if any(isinstance(t, FakeTensor) or t.is_meta for t in (start, end, tiles) if t is not None):
         return batch * heads * Sq * Sk
     if tiles is not None and bits is not None:
-        return _pairs_by_element(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
+        chunks = visible_rows(start, end, tiles, bits, is_causal, Sq, Sk, max(1, CHUNK // max(Sk, 1)))
+        return sum(int(chunk.sum()) * _repeats(chunk, batch, heads) for _, chunk in chunks)
     if start is None and end is None:
         before = max(0, Sk - Sq)  # a query at position p sees p + 1 keys
         return batch * heads * ((Sk * (Sk + 1) - before * (before + 1)) // 2 if is_causal else Sq * Sk)
-    device = next(t.device for t in (start, end) if t is not None)
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, device)
+    first, last = queries_of_keys(start, end, is_causal, Sq, Sk)
     count = (last - first).clamp(min=0)
-    return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
+    return int(count.sum()) * _repeats(count, batch, heads)
 
 
-def _interval_bounds(
-    start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int, device: torch.device | None
-) -> tuple[Tensor, Tensor]:
-    """The queries' positions a key is visible to, [first, last) within [Sk - Sq, Sk), int64 [B|1, H|Hkv|1, Sk]."""
-    keys = torch.arange(Sk, device=device)[None, None]
-    first = torch.full_like(keys, Sk - Sq) if start is None else start.long().clamp(min=Sk - Sq).expand(-1, -1, Sk)
-    last = torch.full_like(keys, Sk) if end is None else end.long().clamp(max=Sk).expand(-1, -1, Sk)
-    first = torch.maximum(first, keys) if is_causal else first
-    heads = max(first.shape[1], last.shape[1])
-    first, last = torch.broadcast_tensors(repeat_heads(first, heads), repeat_heads(last, heads))
-    return first, last
-
-
-def _pairs_by_element(
-    start: Tensor | None,
-    end: Tensor | None,
-    tiles: Tensor,
-    bits: Tensor,
-    is_causal: bool,
-    batch: int,
-    heads: int,
-    Sq: int,
-    Sk: int,
-) -> int:
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, tiles.device)
-    total = 0
-    rows = max(1, CHUNK // max(Sk, 1))
-    visible = elements(tiles, bits, Sq, Sk)
-    share = max(first.shape[1], visible.shape[1])
-    first, last, visible = (repeat_heads(t, share) for t in (first, last, visible))
-    for row in range(0, Sq, rows):
-        position = torch.arange(row, min(row + rows, Sq), device=tiles.device)[:, None] + (Sk - Sq)
-        inside = (first[:, :, None] <= position) & (position < last[:, :, None])
-        chunk = inside & visible[:, :, row : row + rows]
-        total += int(chunk.sum()) * (batch * heads // max(1, chunk.shape[0] * chunk.shape[1]))
-    return total
+def _repeats(given: Tensor, batch: int, heads: int) -> int:
+    """How many batches and heads each of a mask's own stands for."""
+    return batch * heads // max(1, given.shape[0] * given.shape[1])
 
 
 def _forward_flops(

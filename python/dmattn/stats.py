@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -244,19 +244,42 @@ def count(
     )
 
 
-def _by_intervals(
-    start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
-) -> tuple[Any, ...]:
-    """(visible pairs, live keys, computed pairs, active tiles, full tiles, whether a query sees a later key), tensors [B|1, H|Hkv|1]."""
+def queries_of_keys(start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """The queries [first, last) that see each key under an interval mask, int64 [B|1, H|Hkv|1, Sk]; none where last <= first."""
     device = next((given.device for given in (start, end) if given is not None), torch.device("cpu"))
     key, base = torch.arange(keys, device=device), keys - queries
-    # The queries [first, last) that see each key, [.., Sk].
     first = torch.zeros((1, 1, keys), dtype=torch.int64, device=device) if start is None else start.long() - base
     last = torch.full((1, 1, keys), queries, device=device) if end is None else end.long() - base
     first, last = same_heads(first.expand(-1, -1, keys), last.expand(-1, -1, keys), "end", "start")
     first, last = torch.broadcast_tensors(first, last)
     first = torch.maximum(first, key - base) if is_causal else first
-    first, last = first.clamp(0, queries), last.clamp(0, queries)
+    return first.clamp(0, queries), last.clamp(0, queries)
+
+
+def visible_rows(
+    start: Tensor | None, end: Tensor | None, tiles: Tensor, bits: Tensor, is_causal: bool, queries: int, keys: int, rows: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For so many queries at a time their numbers [rows, 1] and what they see of a block mask, bool [B|1, H|Hkv|1, rows, Sk]."""
+    key, base = torch.arange(keys, device=tiles.device), keys - queries
+    for row in range(0, queries, rows):
+        query = torch.arange(row, min(row + rows, queries), device=tiles.device)[:, None]
+        visible = visible_in_blocks(tiles, bits, query, key)
+        if is_causal:
+            visible = visible & (key <= query + base)
+        if start is not None:
+            visible = torch.logical_and(*same_heads(visible, start[:, :, None] <= query + base, "start", "tiles"))
+        if end is not None:
+            visible = torch.logical_and(*same_heads(visible, query + base < end[:, :, None], "end", "tiles"))
+        yield query, visible
+
+
+def _by_intervals(
+    start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
+) -> tuple[Any, ...]:
+    """(visible pairs, live keys, computed pairs, active tiles, full tiles, whether a query sees a later key), tensors [B|1, H|Hkv|1]."""
+    first, last = queries_of_keys(start, end, is_causal, queries, keys)
+    device = first.device
+    key = torch.arange(keys, device=device)
     seen = last > first
     first, last = torch.where(seen, first, 0), torch.where(seen, last, 0)
 
@@ -289,7 +312,7 @@ def _by_intervals(
         )
         live_keys[b, h], computed[b, h] = live.sum(), (live.sum(0) * queries_of).sum()
         active[b, h], full[b, h] = (live > 0).sum(), (whole == keys_of).sum()
-    sees_later = bool((seen & (first + base < key)).any())
+    sees_later = bool((seen & (first + (keys - queries) < key)).any())
     return (last - first).sum(-1), live_keys, computed, active, full, sees_later
 
 
@@ -297,7 +320,7 @@ def _by_elements(
     start: Tensor | None, end: Tensor | None, tiles: Tensor, bits: Tensor, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
 ) -> tuple[Any, ...]:  # fmt: skip
     """The same for a block mask, alone or beside intervals: every element is looked at, a few rows of tiles at a time."""
-    device, base = tiles.device, keys - queries
+    device = tiles.device
     key = torch.arange(keys, device=device)
     tile_q, tile_k = tile
     columns = -(-keys // tile_k)
@@ -306,15 +329,7 @@ def _by_elements(
     pairs, live_keys, computed, active, full = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(5))
     area = torch.nn.functional.pad(torch.ones_like(key), (0, columns * tile_k - keys)).view(columns, tile_k).sum(1)
     sees_later = False
-    for row in range(0, queries, tile_q):
-        query = torch.arange(row, min(row + tile_q, queries), device=device)[:, None]
-        visible = visible_in_blocks(tiles, bits, query, key)
-        if is_causal:
-            visible = visible & (key <= query + base)
-        if start is not None:
-            visible = torch.logical_and(*same_heads(visible, start[:, :, None] <= query + base, "start", "tiles"))
-        if end is not None:
-            visible = torch.logical_and(*same_heads(visible, query + base < end[:, :, None], "end", "tiles"))
+    for query, visible in visible_rows(start, end, tiles, bits, is_causal, queries, keys, tile_q):
         seen, count_of = visible.any(2), visible.sum(2)
         in_tiles = torch.nn.functional.pad(count_of, (0, columns * tile_k - keys)).unflatten(-1, (columns, tile_k)).sum(-1)
         pairs += count_of.sum(-1)
@@ -322,7 +337,7 @@ def _by_elements(
         active += (in_tiles > 0).sum(-1)
         full += (in_tiles == area * len(query)).sum(-1) if keys else 0
         computed += ((in_tiles > 0) * area * len(query)).sum(-1)
-        sees_later = sees_later or bool((visible & (key > query + base)).any())
+        sees_later = sees_later or bool((visible & (key > query + (keys - queries))).any())
     return pairs, live_keys, computed, active, full, sees_later
 
 
