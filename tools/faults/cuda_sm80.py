@@ -10,13 +10,13 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects, environment)
 
 
-FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
-LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
+FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "cuda/test_cuda_live_keys.py::", "cuda/test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 RAGGED, CAPPED = BACKWARD + "test_ragged_lengths", BACKWARD + "test_softcap_and_dropout"
 LISTS = LIVE_KEYS + "test_lists_of_long_problems"
 SCHEDULED = "sm80_forward sm80_backward_dq"
-DECODE, STEP = "test_decode.py::", "test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
+DECODE, STEP = "ops/test_decode.py::", "cache/test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
 FAR_APART = DECODE + "test_few_keys_far_apart"
 IN_CLUSTERS = "DMATTN_FAMILY=auto"  # where blocks decode together; with sm80 none does
 

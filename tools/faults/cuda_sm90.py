@@ -12,16 +12,16 @@ def in_file(
     return Fault("cuda_sm90", f"cpp/cuda/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
 
 
-FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
-LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
+FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "cuda/test_cuda_live_keys.py::", "cuda/test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
-GRADIENTS = "test_cuda_gradients.py::"
+GRADIENTS = "cuda/test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE, WIDE_OPTIONS = BACKWARD + "test_wide_heads", BACKWARD + "test_options_of_wide_heads"
-ALL_KEYS = "test_key_sources.py::test_keys_that_are_never_selected_may_hold_anything"
+ALL_KEYS = "cuda/test_key_sources.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
 COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kDenseBias"
-RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
+RANGES, RANGED = "masks/test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
     "sm90_forward*kGathered",
@@ -49,7 +49,7 @@ FAULTS = [
     in_file("sm90/gather.cuh", "if (has_bit(bits, row)) store_zeros_16(", "if (row < 0) store_zeros_16(",
             "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
     in_file("sm90/forward/scheduler_masks.cuh", "(min(span[i].last - low_, work_.queries) << shift) / 16;", "(work_.queries << shift) / 16;",
-            "keys in order that the last queries of a tile do not see are not tested", "test_key_sources.py::test_every_window_gives_what_the_reference_gives test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
+            "keys in order that the last queries of a tile do not see are not tested", "cuda/test_key_sources.py::test_every_window_gives_what_the_reference_gives masks/test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
     in_file("sm90/forward/scheduler_masks.cuh", "if (!is_seen) descriptor.index[index_place<kKeys>(thread_)] = -1;", "",
             "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("sm90/forward/scheduler_masks.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
@@ -132,7 +132,7 @@ FAULTS = [
     in_file("sm90/backward/bias.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
             "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kPlainBias"),
     in_file("sm90/forward/kernel.cuh", "    } else if (moves) {", "    } else if (moves && n > 1000) {",
-            "sums are not rescaled when a maximum grows", "test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
+            "sums are not rescaled when a maximum grows", "ops/test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
     # Backward.
     in_file("sm90/backward/kernel.cuh", "        if (!kIsGathered || !call.semaphores) flush_bias<kDim>(call, tile, head, bias_sum);", "",
             "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),

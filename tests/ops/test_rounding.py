@@ -1,7 +1,7 @@
 """How the CPU kernels store bfloat16 and float16, halfway values, subnormals, infinities, NaN.
 
 One or two keys with equal logits make results that are exact in float32, so that what is stored is torch's own rounding, bit for bit.
-tests/test_levels.py runs the checks for each instruction set.
+tests/ops/test_levels.py runs the checks for each instruction set.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import dmattn
 import pytest
 
 pytest.importorskip("tomllib")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("hub_layout", ROOT / "cmake/hub/layout.py")
 assert spec is not None
 assert spec.loader is not None

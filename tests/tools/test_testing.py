@@ -316,7 +316,7 @@ def test_a_case_prints_in_one_line():
 )
 def test_thresholds_are_those_of_the_kernels(header, named):
     """The headers and the strategies name the same lengths; on the CPU, all that there are."""
-    path = Path(__file__).parent.parent / header
+    path = Path(__file__).parents[2] / header
     constants = {"kMaxWidth": None}  # a width, not a length
     for name, value in re.findall(r"^(?:inline )?constexpr \w+ (k\w+) = ([\w* ]+);", path.read_text(), re.M):
         product = 1

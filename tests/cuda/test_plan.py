@@ -14,7 +14,7 @@ pytest.importorskip("dmattn._C", exc_type=ImportError)
 from dmattn import plan
 
 CALL = {"batch": 2, "heads": 4, "kv_heads": 2, "query_length": 300, "head_dim": 64, "is_causal": True}
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def forward(device=None, **call):

@@ -1,4 +1,4 @@
-"""Holds results of the package against tests/brute_force.py, within the one tolerance rule of dmattn.testing."""
+"""Holds results of the package against tests/support/brute_force.py, within the one tolerance rule of dmattn.testing."""
 
 from __future__ import annotations
 

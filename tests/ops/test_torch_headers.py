@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CPP = [path for path in (ROOT / "cpp").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
 TORCH = Path(torch.__file__).parent
 HEADERS = [

@@ -4,8 +4,8 @@ HYPOTHESIS_PROFILE=nightly draws 5,000 examples an op, those of decoding, of the
 side by side. DMATTN_FUZZ_LOG=path.json has every shard write what it did beside path; the file as a program makes one summary of them. On a GPU,
 for one family after the other:
 
-    DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/test_fuzz.py
-    python tests/test_fuzz.py fuzz.json
+    DMATTN_FAMILY=sm80 HYPOTHESIS_PROFILE=nightly OMP_NUM_THREADS=2 DMATTN_FUZZ_LOG=fuzz.json python -m pytest -n 10 tests/ops/test_fuzz.py
+    python tests/ops/test_fuzz.py fuzz.json
 """
 
 from __future__ import annotations

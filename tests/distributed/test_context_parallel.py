@@ -670,7 +670,7 @@ def test_a_rank_that_is_missing_or_gone_is_torchs_own_error():
 
 # Programs ------------------------------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def started(world, script, *arguments):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._inductor.codecache  # torch 2.10 forgets to, and then cannot load a package
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "aot_inductor"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "aot_inductor"
 
 
 def run(*command: str | Path) -> str:

@@ -11,7 +11,7 @@ import dmattn
 import pytest
 import wheel_matrix
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "benchmarks/results/wheel_matrix.json"
 
 

@@ -18,7 +18,7 @@ import planted_faults
 import pytest
 from faults import KINDS, all_faults
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FAULTS = all_faults()
 
 
@@ -58,7 +58,7 @@ def test_the_list_is_printed():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
     finished = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
-    assert "cpu/convert.h: bfloat16 is truncated  [test_rounding.py]" in finished.stdout
+    assert "cpu/convert.h: bfloat16 is truncated  [ops/test_rounding.py]" in finished.stdout
 
 
 def test_outcomes_are_added_to_a_table(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 import dmattn
 import selection
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 SCHEMA = TESTS.parent / "cpp" / "schema.cpp"
 LEFT_OUT = selection.NOT_QUICK | {"gpu"}  # markers of tests that do not run, in the quick set or on a machine without a GPU
 MODULES = [
@@ -53,7 +53,7 @@ def quick_names() -> frozenset[str]:
     """What the test functions of the quick set name, and the helpers that they name, and so on."""
     wanted: set[str] = set()
     helpers: dict[str, set[str]] = defaultdict(set)
-    for path in TESTS.glob("*.py"):
+    for path in TESTS.rglob("*.py"):
         tree = ast.parse(path.read_text())
         of_all = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
         is_left_out = any(LEFT_OUT & markers(node) for node in of_all)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dmattn_bench import __main__
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = ["--device", "cpu", "--lengths", "96", "--repeats", "2", "--seconds", "0.01", "--no-memory", "--threads", "1"]
 
 

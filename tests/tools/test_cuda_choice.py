@@ -13,7 +13,7 @@ import dmattn
 import pytest
 from dmattn.__main__ import report
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or ""
 ALL = "80-real;90a-real;100-real;120-real;80-virtual"
 PROJECT = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from dmattn import fake
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -46,7 +46,7 @@ def test_one_schema_block_in_one_file():
 
 def test_every_op_has_a_fake_an_opcheck_and_a_refusal():
     names = schema_names()
-    checked = set(re.findall(r"opcheck\(\s*ops\.(\w+)\.default", (ROOT / "tests/test_registration.py").read_text()))
+    checked = set(re.findall(r"opcheck\(\s*ops\.(\w+)\.default", (ROOT / "tests/ops/test_registration.py").read_text()))
     assert sorted(fake.OPS) == sorted(names)
     assert checked == names
     for name in names:
@@ -401,7 +401,7 @@ def own_tolerances(source: str) -> list[str]:
 
 def test_numeric_tests_use_the_one_tolerance_rule():
     """The rule is in dmattn.testing.tolerance: no test holds results to numbers of its own."""
-    found = {path.name: own_tolerances(path.read_text()) for path in tracked("tests/test_*.py")}
+    found = {path.name: own_tolerances(path.read_text()) for path in tracked("tests/*/test_*.py")}
     assert not {name: places for name, places in found.items() if places}
 
 
@@ -453,10 +453,9 @@ OTHER_WORDS = (
     "docs/kernels/",
     "docs/lab/",
     "docs/generated/",
-    "tests/faults/",
     "tools/faults/",
-    "tests/test_codebase.py",
-    "tests/test_renamed.py",
+    "tests/tools/test_codebase.py",
+    "tests/ops/test_renamed.py",
 )
 
 

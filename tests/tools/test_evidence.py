@@ -20,7 +20,7 @@ import pytest
 import torch
 from evidence import facts, record_fuzz
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 COMMIT = "0123456"
 CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce"}
@@ -92,7 +92,7 @@ def provenance(device):
 """,
     "pyproject.toml": """
 [tool.pytest.ini_options]
-pythonpath = ["tests"]
+pythonpath = ["tests/support"]
 addopts = ["--strict-markers", "--import-mode=importlib"]
 markers = ["gpu: as there"]
 """,
@@ -105,14 +105,16 @@ def checkout(tmp_path):
     """A folder like the repository whose tests take no time, on a machine that seems to have a GPU."""
     tests = tmp_path / "checkout/tests"
     tests.mkdir(parents=True)
-    shutil.copy(TESTS / "selection.py", tests)
+    for folder in ("support", "ops", "cuda"):
+        (tests / folder).mkdir()
+    shutil.copy(TESTS / "support/selection.py", tests / "support")
     (tests.parent / "tools").mkdir()
     for name in ("evidence.sh", "evidence.py"):
         shutil.copy(TESTS.parent / "tools" / name, tests.parent / "tools")
-    (tests / "devices.py").write_text('DEVICE = "cuda"\n')
+    (tests / "support/devices.py").write_text('DEVICE = "cuda"\n')
     (tests / "conftest.py").write_text("from selection import pytest_addoption, pytest_collection_modifyitems\n")
-    (tests / "test_sanitized.py").write_text(WRITES_ITS_NAME)
-    (tests / "test_fuzz.py").write_text(FUZZ)
+    (tests / "cuda/test_sanitized.py").write_text(WRITES_ITS_NAME)
+    (tests / "ops/test_fuzz.py").write_text(FUZZ)
     for name, text in STAND_INS.items():
         (tests.parent / name).parent.mkdir(parents=True, exist_ok=True)
         (tests.parent / name).write_text(text)
@@ -200,7 +202,7 @@ def test_what_goes_wrong_under_a_sanitizer_is_a_failure(checkout, environment, s
 
 
 def test_without_a_gpu_nothing_counts_as_passed(checkout):
-    (checkout / "tests/devices.py").write_text('DEVICE = "cpu"\n')
+    (checkout / "tests/support/devices.py").write_text('DEVICE = "cpu"\n')
     fuzz = checkout / "out/a-gpu/fuzz.json"
     fuzz.parent.mkdir(parents=True)
     fuzz.write_text("{}")
@@ -254,9 +256,9 @@ def test_a_shard_has_to_be_one_of_its_number(checkout):
 def test_the_marker_follows_the_device(checkout, there):
     """Who takes the fixture, itself or through another one, has the marker where the device is a GPU; who is marked is skipped where not."""
     tests = checkout / "tests"
-    (tests / "devices.py").write_text(f"DEVICE = {there!r}\n")
-    (tests / "test_sanitized.py").unlink()
-    (tests / "test_fuzz.py").write_text(
+    (tests / "support/devices.py").write_text(f"DEVICE = {there!r}\n")
+    (tests / "cuda/test_sanitized.py").unlink()
+    (tests / "ops/test_fuzz.py").write_text(
         """
 import pytest
 @pytest.fixture
@@ -313,7 +315,7 @@ def test_one_place_asks_for_a_gpu():
 @pytest.mark.long
 def test_the_nightly_profile_draws_5000_examples_of_every_op(run_python):
     assert hypothesis.settings.get_profile("nightly").max_examples >= 5000
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import test_fuzz; print(*test_fuzz.CHECKS, test_fuzz.SHARDS)"
-    printed = run_python("-c", program, str(TESTS), HYPOTHESIS_PROFILE="nightly").stdout.split()
+    program = "import test_fuzz; print(*test_fuzz.CHECKS, test_fuzz.SHARDS)"
+    printed = run_python("-c", program, HYPOTHESIS_PROFILE="nightly").stdout.split()
     assert set(printed[:-1]) == CHECKED_OPS
     assert int(printed[-1]) > 1

@@ -11,7 +11,7 @@ import torch
 from dmattn import BoundedCache
 from dmattn.testing import tolerance
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
