@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention, needs, record_traffic
 from dmattn.distributed.chunks import Chunks
-from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_sums_by_another_way
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -34,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dmattn_bench.measure import CannotRunError, JobOptions, WrongResultError
 from dmattn_bench.records import Row, provenance
 from dmattn_bench.rows import to_json
+from dmattn_bench.two_ways import assert_same_by_another_way, assert_same_sums_by_another_way
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
 

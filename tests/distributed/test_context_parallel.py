@@ -19,6 +19,7 @@ from dmattn import IntervalMask
 from dmattn.distributed import agreement, context_parallel_attention
 from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
+from dmattn_bench import two_ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankError, Ranks
@@ -192,7 +193,7 @@ def test_scores_and_key_bias_together(ranks, cuts, bias_heads):
     wanted = [out, *torch.autograd.grad((out, lse), list(leaves.values()), (grad_out, grad_out[..., 0]))]
     for name, expected in zip(("out", *(f"grad_{name}" for name in leaves)), wanted, strict=True):
         got = torch.cat([answer[0][name] for answer in answers], dim=2)
-        tolerance.assert_same_in_another_order(got, expected, expected.dtype)
+        two_ways.assert_same_in_another_order(got, expected, expected.dtype)
 
 
 @pytest.mark.parametrize("cuts", [[0, 20], [0, 10, 20], [0, 0, 20], [0, 20, 20], [0, 7, 8, 20]], ids=str)
@@ -205,7 +206,7 @@ def test_gradients_of_scores_and_key_bias_add_up_apart(ranks, cuts, heads, bias_
     leaves = {name: tensor(shape, seed, torch.float32, "cpu") for seed, (name, shape) in enumerate(shapes.items())}
     for pairs in ranks.run("rank_calls:gradients_of_two_passes", [(part, {"window": 5}) for part in cut(leaves, cuts)]):
         for got, expected in pairs:
-            tolerance.assert_same_in_another_order(got, expected, torch.float32)
+            two_ways.assert_same_in_another_order(got, expected, torch.float32)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -250,7 +251,7 @@ def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = dmattn.dynamic_mask_attention(query, key, value, scores, 8, dropout_p=0.5)
-    tolerance.assert_same_in_another_order(torch.cat(answers, dim=2), expected, torch.float64)
+    two_ways.assert_same_in_another_order(torch.cat(answers, dim=2), expected, torch.float64)
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("scores", [[16, 16], [40, 40]]), ("mask", [[16, 16, 10], [24, 24, 20]])])
@@ -287,7 +288,7 @@ def test_on_one_dimension_of_a_mesh(ranks):
     answers = ranks.run("rank_calls:on_meshes", [(parts[rank % 2],) for rank in range(4)])
     expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7)
     for first in (0, 2):
-        tolerance.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
+        two_ways.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_few_keys_that_can_be_selected(ranks, options, wide):
     for cuts in ([0, 30, 60], [0, 50, 60], [0, 0, 60], [0, 60, 60], [0, 20, 30, 60]):
         out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
         expected = dmattn.dynamic_mask_attention(query, key, value, scores, **options)
-        tolerance.assert_same_in_another_order(out, expected, torch.float32)
+        two_ways.assert_same_in_another_order(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores and bias"])
@@ -328,7 +329,7 @@ def test_chunks_whose_lengths_change_between_calls(ranks):
         for _ in range(2):
             out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
             expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2)
-            tolerance.assert_same_in_another_order(out, expected, torch.float64)
+            two_ways.assert_same_in_another_order(out, expected, torch.float64)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -376,7 +377,7 @@ def test_a_mask_whose_tensors_change_is_read_again(ranks, world):
     found = ranks.run("rank_calls:calls_around_a_change", given)
     for place, left in enumerate((1, 5)):
         whole = dmattn.attention(query, key, value, IntervalMask.sliding_window(length, left))
-        tolerance.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
+        two_ways.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
 
 
 def arguments():
@@ -698,7 +699,7 @@ def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
             losses.append(torch.tensor(json.loads(output.read_text())["losses"], dtype=torch.float64))
     assert losses[0][-1] < losses[0][0]
     for other in losses[1:]:
-        tolerance.assert_same_in_another_order(other, losses[0], torch.float64)
+        two_ways.assert_same_in_another_order(other, losses[0], torch.float64)
 
 
 def test_the_benchmark_runs_on_two_ranks(tmp_path):

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from dmattn.testing import strategies
-from dmattn.testing.tolerance import assert_sum_close
+from dmattn_bench.two_ways import assert_sum_close
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch.autograd import forward_ad

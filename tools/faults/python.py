@@ -402,8 +402,6 @@ FAULTS = [
             "OFF in capitals is warned of", "ops/test_profiling.py::test_nothing_is_replaced_without_the_variables"),
     in_file("stats.py", "if len(sizes) != 2:", "if False:",
             "a tile of three numbers is let through", "masks/test_stats.py::test_bad_arguments"),
-    in_file("testing/tolerance.py", "reach = math.isqrt(along.shape[-1])", "reach = along.shape[-1]",
-            "a row is as large as the largest of all", "tools/test_testing.py::test_one_wrong_row_among_many_is_seen"),
     in_file("testing/functions.py", "is_causal=case.is_causal and not has_causal", "is_causal=False",
             "a function without is_causal is not told of it", "tools/test_testing.py::test_a_causal_mask_comes_with_the_bools_where_a_function_has_no_other_argument_for_it"),
     in_file("testing/strategies.py", "case if \"blind_queries\" in allowed else _seeing(case)", "case",
