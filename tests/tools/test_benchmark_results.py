@@ -721,18 +721,11 @@ def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
     monkeypatch.setattr(report, "short_table", lambda name, results: "a table")
     monkeypatch.setitem(report.SHORT_TABLES, "mine", {})
-    ran = []
-    monkeypatch.setattr(report.runpy, "run_path", lambda path, run_name: ran.append((path, list(sys.argv))))
     assert report.pages(tmp_path, check=True) == ["README.md"]
     assert "a table" not in (tmp_path / "README.md").read_text()
     assert report.pages(tmp_path, check=False) == ["README.md"]
     assert "a table" in (tmp_path / "README.md").read_text()
-    assert [Path(path).name for path, _ in ran] == ["draw.py", "pictures.py"]
     assert report.pages(tmp_path, check=True) == []
-    monkeypatch.setattr(plots, "is_possible", lambda: False)
-    assert report.pages(tmp_path, check=True) == []  # only drawing needs it
-    with pytest.raises(records.BadResultError, match="plots need matplotlib"):
-        report.pages(tmp_path, check=False)
 
 
 def test_pages_need_a_checkout(monkeypatch, tmp_path, capsys):

@@ -451,7 +451,7 @@ OTHER_WORDS = (
     "CHANGELOG.md",
     "cpp/",
     "docs/kernels/",
-    "docs/lab/",
+    "research/lab/",
     "docs/generated/",
     "tools/faults/",
     "tests/tools/test_codebase.py",

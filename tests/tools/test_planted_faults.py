@@ -122,7 +122,7 @@ def test_an_interrupted_run_says_what_it_knows(tmp_path):
 
 def test_faults_of_kernels_are_built_for_the_size_they_name():
     instances = [f"CMakeFiles/x.dir/generated/{name}.cu.o" for name in (
-        "sm80_key_major_64", "sm90_forward_64_kDense", "sm80_decode_256", "sm90_forward_256_kDense", "sm90_backward_wide_256_kPlain"
+        "sm80_key_major_64", "sm90_forward_64_kAll", "sm80_decode_256", "sm90_forward_256_kAll", "sm90_backward_wide_256_kInOrder"
     )]  # fmt: skip
     common = "CMakeFiles/x.dir/cpp/cuda/common/reduce/sum.cu.o"
     assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [*instances[:2], common]

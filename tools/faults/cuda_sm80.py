@@ -89,7 +89,7 @@ FAULTS = [
             "odd keys see one query too many", RAGGED),
     in_file("sm80/backward_dkdv.cuh", "stop_ = min(query_length, bounds[3] - shift_);", "stop_ = min(query_length, bounds[2] - shift_);",
             "the loop over queries ends with the first key that does", BACKWARD + "test_dead_keys_full_of_nan_leave_gradients_alone " + BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key " + BACKWARD + "test_deterministic_is_the_gradient_too"),
-    in_file("sm80/backward_dkdv.cuh", "                                      lane);\n        __syncthreads();", "                                      lane);",
+    in_file("sm80/backward_dkdv.cuh", "                                    lane);\n        __syncthreads();", "                                    lane);",
             "warps do not wait for the scores of the others", RAGGED + " " + BACKWARD + "test_deterministic_is_the_gradient_too"),
     in_file("sm80/backward_dkdv.cuh", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return 1.0f; });",
             "grad_key lacks the scale in backward_dkdv", RAGGED),
