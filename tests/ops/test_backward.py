@@ -601,7 +601,7 @@ def call_op(case, tables, gradients=True):
     """The ops themselves with a block mask: out, lse and gradients."""
     tensors = (case.query, case.key, case.value)
     options = (case.is_causal, case.query.shape[3] ** -0.5, 0.0, 0.0, True)
-    masks = (None, None, *tables, None, None, None)
+    masks = (None, None, *tables, *(None,) * 5)
     out, lse, *rest = torch.ops.dmattn.forward(*tensors, *masks, *options)
     results = {"out": out, "lse": lse}
     if gradients:

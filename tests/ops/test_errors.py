@@ -86,7 +86,7 @@ PUBLIC = {
     "too long": (lambda: attend(Q[:1, :1].expand(1, 1, 10, 16), K[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 16), V[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 8)), ValueError, "expected lengths up to 1048576, got Sq=10, Sk=1048577"),
     # mask
     "mask of floats": (lambda: attend(mask=torch.ones(10, 12)), TypeError, "mask: expected dtype bool, got float32"),
-    "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got list"),
+    "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got list"),
     "mask does not broadcast": (lambda: attend(mask=torch.ones(10, 11, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [10, 11]"),
     "mask of 3 heads": (lambda: attend(mask=torch.ones(3, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [3, 10, 12]"),
     "mask of rank 5": (lambda: attend(mask=torch.ones(1, 1, 1, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk], got shape [1, 1, 1, 10, 12]"),
@@ -378,7 +378,8 @@ def test_public_call(call, error, message):
 
 ops = torch.ops.dmattn
 TABLES = (BLOCK.tiles, BLOCK.rows, BLOCK.columns, BLOCK.bits)
-FORWARD = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed",
+FORWARD = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "indices", "index_offset", "key_bias",
+           "bias", "dropout_seed",
            "is_causal", "scale", "softcap", "dropout_p", "deterministic")  # fmt: skip
 
 
@@ -405,7 +406,7 @@ def decode_op(**changes):
 def backward(**changes):
     out, lse, _ = forward()
     head = {"grad_out": out, "grad_lse": None, "query": Q, "key": K, "value": V, "out": out, "lse": lse}
-    rest = dict.fromkeys(FORWARD[3:12]) | {
+    rest = dict.fromkeys(FORWARD[3:14]) | {
         "is_causal": False,
         "scale": 1.0,
         "softcap": 0.0,
@@ -419,6 +420,7 @@ def tables(**changes):
     return dict(zip(("tiles", "rows", "columns", "bits"), TABLES, strict=True)) | changes
 
 
+LISTS = torch.zeros(1, 1, 10, 3, dtype=torch.int32)
 WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  # no copy of it can be made
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 DIRECT = {
@@ -464,6 +466,15 @@ DIRECT = {
     "softcap too small": (lambda: forward(softcap=1e-39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e-39"),
     "softcap denormal": (lambda: backward(softcap=5e-324), "softcap: expected 0 or a number from 1e-30 to 1e[+]30"),
     "softcap beyond float32": (lambda: forward(softcap=1e39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e[+]39"),
+    "lists of rank 3": (lambda: forward(indices=LISTS[0]), "indices: expected .B.1, H.Hkv.1, Sq, K."),
+    "lists of 9 queries": (lambda: forward(indices=LISTS[:, :, 1:]), "indices: expected .B.1, H.Hkv.1, Sq, K."),
+    "lists dtype": (lambda: forward(indices=LISTS.long()), "indices: expected dtype int32, got int64"),
+    "lists in blocks of 3": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=3), "index_block: expected a power of two from 1 to 128, got 3"),
+    "lists in blocks of 256": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=256), "index_block: expected a power of two from 1 to 128, got 256"),
+    "local of lists": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=1, index_local=-1), "index_local: expected a number of keys"),
+    "sinks of lists": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=1, index_local=0, index_sinks=-1), "index_sinks: expected a number of keys"),
+    "offset without lists": (lambda: forward(index_offset=LENGTHS), "index_offset: expected none without indices"),
+    "three offsets": (lambda: forward(indices=LISTS, index_offset=INTS[:3]), "index_offset: expected .1. or .B. with B=2, got .3."),
     "start of 2^40 keys": (lambda: forward(start=WIDE), "start: expected .*, got .1, 1, 1099511627776."),
     "end of 2^40 keys": (lambda: forward(end=WIDE), "end: expected .*, got .1, 1, 1099511627776."),
     "key_bias of 2^40 keys": (lambda: forward(key_bias=WIDE.view(torch.float32)), "key_bias: expected .*, got .1, 1, 1099511627776."),
@@ -588,9 +599,7 @@ def test_ops_refuse_tables_no_tile_could_have():
     for words in (2**59, 2**58):
         bits = torch.empty(0, dtype=torch.int32).as_strided((0, 32, words), (1, 1, 1))
         with pytest.raises(RuntimeError, match="bits: expected"):
-            torch.ops.dmattn.forward(
-                q, q, q, None, None, tiles, rows, columns, bits, None, None, None, False, 1.0, 0.0, 0.0, False
-            )
+            torch.ops.dmattn.forward(q, q, q, None, None, tiles, rows, columns, bits, *(None,) * 5, False, 1.0, 0.0, 0.0, False)
 
 
 def test_select_refuses_a_mix_of_devices():

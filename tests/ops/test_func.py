@@ -116,7 +116,7 @@ def ours(query, key, value, key_bias, bias):
 
 
 def direct(query, key, value, key_bias, bias):
-    masks = (MASK.start, MASK.end, None, None, None, None)
+    masks = (MASK.start, MASK.end, *(None,) * 6)
     return ops.forward(query, key, value, *masks, key_bias, bias[None], None, True, 8**-0.5, 3.0, 0.0, False)[:2]
 
 
@@ -337,7 +337,7 @@ def test_no_way_of_forward_mode_gives_silent_zeros(device, dtype):
     scores = tensor((1, 2, 6), 4, device=device)
     layer = dmattn.nn.DynamicMaskAttention(32, 2, window=3, dtype=dtype, device=device)
     hidden = tensor((1, 6, 32), 5, dtype, device)
-    plain = (*(None,) * 9, True, 0.25, 0.0, 0.0, False)
+    plain = (*(None,) * 11, True, 0.25, 0.0, 0.0, False)
     out, lse, _ = ops.forward(query, key, value, *plain)
     ways = {
         "attention": (lambda x: dmattn.attention(x, key, value), query),
@@ -572,7 +572,7 @@ def test_the_backward_op_is_differentiable():
     """out and lse are what forward gives for the other arguments; all derivatives are in those of the others."""
     query, key, value, key_bias, bias = leaves()
     grad_out, grad_lse = tensor((2, 4, 7, 16), 30, torch.float64), tensor((2, 4, 7), 31, torch.float64)
-    options = (*(None,) * 6, key_bias, bias[None], None, True, 0.3, 0.0, 0.0, False)
+    options = (*(None,) * 8, key_bias, bias[None], None, True, 0.3, 0.0, 0.0, False)
 
     def gradients(grad_out, grad_lse, query, key, value):
         with torch.no_grad():
