@@ -90,7 +90,7 @@ void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const
   const Dropout<R> dropout(p, tile);
   const int64_t queries = padded<R>(tile.rows), width = padded<R>(p.head_dim), value_width = padded<R>(p.value_dim);
   load_tile<R>(b, tile, s);
-  for_each_chunk(p, shared.summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, shared.summaries, tile, s.lists, [&](const KeyChunk& chunk) {
     differentiate_chunk<R>(b, tile, terms, dropout, chunk, s);
     if (key_bias_sums) add_key_bias_grad<R>(chunk, queries, s.grad_logit, key_bias_sums);
     if (shared.adds_bias_grad) add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));

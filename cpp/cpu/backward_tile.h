@@ -20,7 +20,7 @@ struct BackwardScratch {
   Matrix<R> bias, slope;              // [chunk, queries], without data when there is no bias or softcap
   Matrix<R> grad_query;               // [queries, D]
   R *lse, *lse_rest, *delta;          // [queries]
-  KeyLists* lists;
+  KeyLists lists;
 
   DMATTN_INLINE BackwardScratch(Arena& arena, const AttentionParams& p) {
     query_rows = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
@@ -37,7 +37,7 @@ struct BackwardScratch {
     lse = arena.take<R>(kMaxTileQueries);
     lse_rest = arena.take<R>(kMaxTileQueries);
     delta = arena.take<R>(kMaxTileQueries);
-    lists = arena.take<KeyLists>(1);
+    lists = take_key_lists(arena, p);
   }
 };
 

@@ -70,7 +70,7 @@ void shared_bias_task(const BackwardCall& c, const Summaries& summaries, int64_t
       const LogitTerms<R> terms = logit_terms<R>(p, tile);
       const Dropout<R> dropout(p, tile);
       load_tile<R>(b, tile, s);
-      for_each_chunk(p, summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
+      for_each_chunk(p, summaries, tile, s.lists, [&](const KeyChunk& chunk) {
         differentiate_chunk<R>(b, tile, terms, dropout, chunk, s);
         add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
       });

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t kSummaryKeys = 64;                       // per entry of a mask's summary
 constexpr int64_t kPieceDepth = 64;                        // terms of a product that are summed before pieces are
 constexpr int64_t kMaxTileQueries = 128;                   // changes speed, never results
+constexpr int64_t kListTileQueries = 32;                   // of a tile whose queries have index lists
 constexpr int64_t kChunkKeys = 128;                        // live keys computed at once; changes speed, never results
 constexpr int64_t kUnsummedQueries = 2 * kMaxTileQueries;  // up to here no summary is made of a mask
 constexpr int64_t kMaxWidth = 256;                         // of D and Dv

@@ -5,6 +5,7 @@
 // need no test of each pair. A key that no query of the tile sees is never handed out, so its NaN or inf has no effect.
 #pragma once
 
+#include "index_lists.h"
 #include "summary.h"
 
 namespace dmattn::cpu {
@@ -22,15 +23,15 @@ struct KeyChunk {
   RowMask masks[kChunkKeys];
 };
 
-// The two chunks that a scheduler is filling, in scratch memory.
+// What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show.
 struct KeyLists {
-  KeyChunk full, partial;
+  KeyChunk *full, *partial;
+  ListedBits listed;
 };
 
-template <class Word>
-DMATTN_INLINE Word bits_below(int64_t n) {
-  constexpr int64_t kBits = sizeof(Word) * 8;
-  return n <= 0 ? Word(0) : n >= kBits ? ~Word(0) : static_cast<Word>((Word(1) << n) - 1);
+DMATTN_INLINE KeyLists take_key_lists(Arena& arena, const AttentionParams& p) {
+  KeyChunk* const full = arena.take<KeyChunk>(1);
+  return {full, arena.take<KeyChunk>(1), take_listed_bits(arena, p)};
 }
 
 DMATTN_INLINE RowMask rows_between(int64_t first, int64_t last) {
@@ -62,7 +63,7 @@ DMATTN_INLINE void transpose_bits(uint32_t* rows) {
 template <class Use>
 class KeyScheduler {
  public:
-  KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists, const Use& use)
+  KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, const KeyLists& lists, const Use& use)
       : mask_(p.mask), tile_(tile), lists_(lists), use_(use), all_rows_(rows_between(0, tile.rows)) {
     first_position_ = static_cast<int32_t>(tile.position);
     last_position_ = static_cast<int32_t>(tile.position + tile.rows - 1);
@@ -75,7 +76,7 @@ class KeyScheduler {
   }
 
   void run() {
-    lists_.full.count = lists_.partial.count = 0;
+    lists_.full->count = lists_.partial->count = 0;
     if (mask_.tiles.data) {
       visit_mask_tiles();
     } else {
@@ -132,16 +133,20 @@ class KeyScheduler {
     const int64_t first = max_of(block * kSummaryKeys, range_first),
                   count = min_of((block + 1) * kSummaryKeys, range_last) - first;
     BlockBits block_bits = classify(first, count);
+    const BlockBits listed = listed_keys(first);
+    block_bits.live &= listed.live;
     if (block_bits.live == 0) return;
-    RowMask columns[kSummaryKeys];
-    if (bits_) transpose_columns(first, count, columns);
-    const uint64_t sure = bits_ ? 0 : block_bits.full;
+    RowMask columns[kSummaryKeys], listed_columns[kSummaryKeys];
+    if (bits_) transpose_columns(bits_ + (first - range_first_) / 32, mask_.tile_k / 32, count, columns);
+    if (listed.live != listed.full) transpose_columns(lists_.listed.row(0) + first / 32, lists_.listed.stride, count, listed_columns);
+    const uint64_t sure = bits_ ? 0 : block_bits.full & listed.full;
     for (uint64_t left = sure; left; left &= left - 1) push_full(static_cast<int32_t>(first + __builtin_ctzll(left)));
     for (uint64_t left = block_bits.live & ~sure; left; left &= left - 1) {
       const int k = __builtin_ctzll(left);
       const bool whole_interval = (block_bits.full >> k) & 1U;
       RowMask rows = whole_interval ? all_rows_ : interval_rows(first + k);
       if (bits_) rows = intersect(rows, columns[k]);
+      if (listed.live != listed.full) rows = intersect(rows, listed_columns[k]);
       push(static_cast<int32_t>(first + k), rows);
     }
   }
@@ -174,6 +179,17 @@ class KeyScheduler {
     return {bits.live & live, bits.full & full};
   }
 
+  // live: some query of the tile has the key in its list. full: every query has.
+  BlockBits listed_keys(int64_t first) const {
+    if (!lists_.listed.data) return {~uint64_t{0}, ~uint64_t{0}};
+    BlockBits bits = {0, ~uint64_t{0}};
+    for (int64_t i = 0; i < tile_.rows; ++i) {
+      const uint64_t row = lists_.listed.at(i, first);
+      bits.live |= row, bits.full &= row;
+    }
+    return bits;
+  }
+
   RowMask interval_rows(int64_t key) const {
     int64_t first = start_ ? start_[key] - tile_.position : 0;
     if (mask_.is_causal) first = max_of(first, key - tile_.position);
@@ -181,10 +197,9 @@ class KeyScheduler {
   }
 
   // Bits are stored by query: 32 keys in a word. Here they are turned into one mask of queries for each key.
-  void transpose_columns(int64_t first, int64_t count, RowMask* columns) const {
-    const int64_t stride = mask_.tile_k / 32;
+  void transpose_columns(const uint32_t* words, int64_t stride, int64_t count, RowMask* columns) const {
     for (int64_t j = 0; j < count; j += 32) {
-      const uint32_t* word = bits_ + (first + j - range_first_) / 32;
+      const uint32_t* word = words + j / 32;
       for (int w = 0; w < kMaxTileQueries / 32; ++w) {
         uint32_t square[32];
         for (int i = 0; i < 32; ++i) square[i] = 32 * w + i < tile_.rows ? word[(32 * w + i) * stride] : 0;
@@ -199,21 +214,21 @@ class KeyScheduler {
     for (int w = 0; w < kMaxTileQueries / 32; ++w) any |= rows.words[w], missing |= rows.words[w] ^ all_rows_.words[w];
     if (any == 0) return;
     if (missing == 0) return push_full(key);
-    KeyChunk& chunk = lists_.partial;
+    KeyChunk& chunk = *lists_.partial;
     chunk.keys[chunk.count] = key;
     chunk.masks[chunk.count++] = rows;
     if (chunk.count == kChunkKeys) emit(chunk, 0);
   }
 
   void push_full(int32_t key) {
-    KeyChunk& chunk = lists_.full;
+    KeyChunk& chunk = *lists_.full;
     chunk.keys[chunk.count++] = key;
     if (chunk.count == kChunkKeys) emit(chunk, chunk.count);
   }
 
   // Hands out what is left of both chunks, as one chunk when it fits.
   void finish() {
-    KeyChunk &full = lists_.full, &partial = lists_.partial;
+    KeyChunk &full = *lists_.full, &partial = *lists_.partial;
     const int64_t sure = full.count;
     if (sure > 0 && sure + partial.count <= kChunkKeys) {
       for (int64_t k = 0; k < partial.count; ++k) {
@@ -234,7 +249,7 @@ class KeyScheduler {
 
   const MaskParams& mask_;
   const QueryTile& tile_;
-  KeyLists& lists_;
+  const KeyLists& lists_;
   const Use& use_;
   const RowMask all_rows_;
   const int32_t *start_ = nullptr, *end_ = nullptr;          // [Sk]
@@ -246,8 +261,9 @@ class KeyScheduler {
 };
 
 template <class Use>
-DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists,
-                                  const Use& use) {
+DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile,
+                                  const KeyLists& lists, const Use& use) {
+  if (lists.listed.data) list_keys(p, tile, lists.listed);
   KeyScheduler<Use>(p, summaries, tile, lists, use).run();
 }
 
