@@ -78,15 +78,40 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
 }
 
 template <class R>
-void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
+void load_rows(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
   const AttentionParams& p = b.forward;
   copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.head_dim, s.query_rows);
   copy_rows<R>(b.grad_out, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.value_dim, s.grad_out_rows);
   load_row_terms<R>(b, tile, s);
+}
+
+template <class R>
+void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
+  const AttentionParams& p = b.forward;
+  load_rows<R>(b, tile, s);
   transpose<R>(s.query_rows, tile.rows, p.head_dim, s.query);
   transpose<R>(s.grad_out_rows, tile.rows, p.value_dim, s.grad_out);
   clear(s.grad_query, 0, tile.rows, padded<R>(p.head_dim));
 }
+
+// Of pairs of queries and keys, in a vector: the probability after dropout, and the gradient of the logit P (dP - delta).
+template <class R>
+struct PairGradient {
+  Vec<R> dropped, grad;
+
+  // exponent: logit - lse. grad_probability: dP, of the probability after dropout. scale: that of dropout, if it is active.
+  DMATTN_INLINE PairGradient(Vec<R> exponent, Vec<R> grad_probability, Vec<R> delta, bool is_dropout, Vec<R> scale) {
+    // Never above 1, whatever rounding did to a large logit.
+    const Vec<R> probability = exp_of<R>(exponent > R(0) ? Vec<R>{} : exponent);
+    dropped = probability;
+    if (is_dropout) {
+      grad_probability = scale == R(0) ? Vec<R>{} : grad_probability * scale;
+      dropped *= scale;
+    }
+    const Vec<R> slope = probability * (grad_probability - delta);
+    grad = probability == R(0) ? Vec<R>{} : slope;
+  }
+};
 
 // In place, logits become probabilities P after dropout, and their gradients dP become those of the logits, P (dP - delta).
 template <class R>
@@ -94,18 +119,11 @@ void differentiate_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R
   for (int64_t k = 0; k < chunk.count; ++k) {
     R *probability_row = s.probability.row(k), *grad_row = s.grad_logit.row(k);
     for (int64_t i = 0; i < width; i += kLanes<R>) {
-      // Never above 1, whatever rounding did to a large logit.
-      const Vec<R> exponent = load<R>(probability_row + i) - load<R>(s.lse + i) - load<R>(s.lse_rest + i);
-      const Vec<R> probability = exp_of<R>(exponent > R(0) ? Vec<R>{} : exponent);
-      Vec<R> grad = load<R>(grad_row + i), dropped = probability;
-      if (dropout.active) {
-        const Vec<R> scale = dropout.scales(chunk.keys[k], i);
-        grad = scale == R(0) ? Vec<R>{} : grad * scale;
-        dropped *= scale;
-      }
-      const Vec<R> slope = probability * (grad - load<R>(s.delta + i));
-      store<R>(probability_row + i, dropped);
-      store<R>(grad_row + i, probability == R(0) ? Vec<R>{} : slope);
+      const PairGradient<R> pair(load<R>(probability_row + i) - load<R>(s.lse + i) - load<R>(s.lse_rest + i),
+                                 load<R>(grad_row + i), load<R>(s.delta + i), dropout.active,
+                                 dropout.active ? dropout.scales(chunk.keys[k], i) : Vec<R>{});
+      store<R>(probability_row + i, pair.dropped);
+      store<R>(grad_row + i, pair.grad);
     }
   }
 }
@@ -126,8 +144,8 @@ void differentiate_chunk(const BackwardParams& b, const QueryTile& tile, const L
 }
 
 template <class R>
-void apply_slope(const KeyChunk& chunk, int64_t width, const BackwardScratch<R>& s) {
-  for (int64_t k = 0; k < chunk.count; ++k) {
+void apply_slope(int64_t rows, int64_t width, const BackwardScratch<R>& s) {
+  for (int64_t k = 0; k < rows; ++k) {
     for (int64_t i = 0; i < width; i += kLanes<R>) {
       store<R>(s.grad_logit.row(k) + i, load<R>(s.grad_logit.row(k) + i) * load<R>(s.slope.row(k) + i));
     }

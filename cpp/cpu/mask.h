@@ -16,7 +16,8 @@ struct RowMask {
   uint32_t words[kMaxTileQueries / 32];
 };
 
-// Every query of the tile sees keys [0, full); keys [full, count) are seen by the queries in their mask.
+// Every query of the tile sees keys [0, full); keys [full, count) are seen by the queries in their mask. The last key is
+// repeated up to whole vectors.
 struct KeyChunk {
   int64_t count, full;
   int32_t keys[kChunkKeys];
@@ -58,6 +59,8 @@ DMATTN_INLINE void transpose_bits(uint32_t* rows) {
     }
   }
 }
+
+constexpr int64_t kFewRows = 8;  // up to here transposing 32 rows is not worth while
 
 // Collects the keys that one tile of queries sees into chunks. `Use` is called with each chunk.
 template <class Use>
@@ -138,7 +141,7 @@ class KeyScheduler {
     if (block_bits.live == 0) return;
     RowMask columns[kSummaryKeys], listed_columns[kSummaryKeys];
     if (bits_) transpose_columns(bits_ + (first - range_first_) / 32, mask_.tile_k / 32, count, columns);
-    if (listed.live != listed.full) transpose_columns(lists_.listed.row(0) + first / 32, lists_.listed.stride, count, listed_columns);
+    if (listed.live != listed.full && tile_.rows > kFewRows) transpose_columns(lists_.listed.row(0) + first / 32, lists_.listed.stride, count, listed_columns);
     const uint64_t sure = bits_ ? 0 : block_bits.full & listed.full;
     for (uint64_t left = sure; left; left &= left - 1) push_full(static_cast<int32_t>(first + __builtin_ctzll(left)));
     for (uint64_t left = block_bits.live & ~sure; left; left &= left - 1) {
@@ -146,7 +149,7 @@ class KeyScheduler {
       const bool whole_interval = (block_bits.full >> k) & 1U;
       RowMask rows = whole_interval ? all_rows_ : interval_rows(first + k);
       if (bits_) rows = intersect(rows, columns[k]);
-      if (listed.live != listed.full) rows = intersect(rows, listed_columns[k]);
+      if (listed.live != listed.full) rows = intersect(rows, tile_.rows > kFewRows ? listed_columns[k] : listed_rows(first + k));
       push(static_cast<int32_t>(first + k), rows);
     }
   }
@@ -188,6 +191,13 @@ class KeyScheduler {
       bits.live |= row, bits.full &= row;
     }
     return bits;
+  }
+
+  // The queries of a tile of few that have the key in their lists.
+  RowMask listed_rows(int64_t key) const {
+    RowMask mask = {};
+    for (int64_t i = 0; i < tile_.rows; ++i) mask.words[0] |= ((lists_.listed.row(i)[key / 32] >> (key % 32)) & 1U) << i;
+    return mask;
   }
 
   RowMask interval_rows(int64_t key) const {
@@ -243,6 +253,7 @@ class KeyScheduler {
 
   void emit(KeyChunk& chunk, int64_t full) {
     chunk.full = full;
+    for (int64_t k = chunk.count; k < padded<float>(chunk.count); ++k) chunk.keys[k] = chunk.keys[k - 1];
     use_(static_cast<const KeyChunk&>(chunk));
     chunk.count = 0;
   }
@@ -260,11 +271,18 @@ class KeyScheduler {
   int64_t range_first_ = 0;         // first key of that tile
 };
 
+// `lists` hold what index lists show to the tile.
+template <class Use>
+DMATTN_INLINE void walk_keys(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, const KeyLists& lists,
+                             const Use& use) {
+  KeyScheduler<Use>(p, summaries, tile, lists, use).run();
+}
+
 template <class Use>
 DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile,
                                   const KeyLists& lists, const Use& use) {
   if (lists.listed.data) list_keys(p, tile, lists.listed);
-  KeyScheduler<Use>(p, summaries, tile, lists, use).run();
+  walk_keys(p, summaries, tile, lists, use);
 }
 
 }  // namespace
