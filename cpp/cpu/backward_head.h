@@ -119,13 +119,27 @@ void backward_task(const BackwardCall& c, const BackwardShared<R>& shared, int64
       const int64_t stride = bias_rows > 1 ? p.key_length : 0;
       R* const head_sums = key_bias_sums ? key_bias_sums + set * joint_heads(p) * stride : nullptr;
       if (p.mask.index.entries.data) {
-        backward_list_tile<R>(c, shared.summaries, tile, {sums, head_sums, stride, shared.adds_bias_grad}, s);
+        backward_list_tile<R>(c, shared.summaries, tile, {&sums, head_sums, stride, shared.adds_bias_grad}, s);
       } else {
         backward_tile<R>(c, shared, tile.tile, sums, head_sums, s);
       }
     }
   }
   if (!shared.direct && shared.parts == 1) write_key_grads<R>(c.params, batch, kv_head, 0, p.key_length, sums);
+}
+
+// One task = one tile of one shared bias.
+template <class R>
+void shared_bias_task(const BackwardCall& c, const Summaries& summaries, int64_t task, void* scratch) {
+  Arena arena(scratch);
+  const BackwardScratch<R> s(arena, c.params.forward);
+  for_each_bias_tile(c, task, [&](const QueryTile& tile) {
+    if (c.params.forward.mask.index.entries.data) {
+      backward_list_tile<R>(c, summaries, ListTile{tile, 1}, {nullptr, nullptr, 0, true}, s);
+    } else {
+      bias_grad_tile<R>(c, summaries, tile, s);
+    }
+  });
 }
 
 DMATTN_INLINE int64_t reduce_blocks(const AttentionParams& p) { return ceil_div(p.key_length, kReduceKeys); }

@@ -14,11 +14,11 @@ struct KeySums {
   Matrix<R> key, value;  // [Sk, D], [Sk, Dv]
 };
 
-// What backward of lists is given beside the tile: sums of grad_key_bias [bias_rows, Sk] and whether grad_bias is added up here.
+// The gradients that are added up here, or null.
 template <class R>
 struct ListGrads {
-  const KeySums<R>& sums;
-  R* key_bias;  // of the tile's first head; null: not wanted
+  const KeySums<R>* sums;  // null: grad_bias alone is wanted
+  R* key_bias;             // of the tile's first head
   int64_t key_bias_stride;
   bool adds_bias;
 };
@@ -82,7 +82,7 @@ void backward_list_part(const BackwardCall& c, const Summaries& summaries, const
   const AttentionParams& p = b.forward;
   const int64_t rows = tile.rows(), width = padded<R>(p.head_dim), value_width = padded<R>(p.value_dim);
   load_list_rows<R>(b, tile, s);
-  walk_keys(p, summaries, tile.tile, lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, summaries, tile.tile, lists, [&](const KeyChunk& chunk) {
     const GatheredRows<const R> key = rows_of<R>(p.key, p, tile.tile, chunk, p.head_dim, s.key, numbers);
     const GatheredRows<const R> value = rows_of<R>(p.value, p, tile.tile, chunk, p.value_dim, s.value, numbers);
     for_each_row_block<R>(rows, [&](int64_t i, auto count) {
@@ -96,17 +96,18 @@ void backward_list_part(const BackwardCall& c, const Summaries& summaries, const
                            s.grad_logit.row(i));
     }
     if (to.key_bias || to.adds_bias) add_list_bias_grads<R>(c, tile, chunk, s.grad_logit, to);
+    if (!to.sums) return;
     if (p.softcap > 0) apply_slope<R>(rows, padded<R>(chunk.count), s);
     for_each_row_block<R>(rows, [&](int64_t i, auto count) {
       constexpr int kRows = decltype(count)::kRows;
       scatter_rows<kRows, R>(from_row(s.probability, i), from_row(s.grad_out_rows, i), chunk.count, value_width, R(1),
-                             {to.sums.value.data, to.sums.value.stride, chunk.keys});
+                             {to.sums->value.data, to.sums->value.stride, chunk.keys});
       scatter_rows<kRows, R>(from_row(s.grad_logit, i), from_row(s.query_rows, i), chunk.count, width, static_cast<R>(p.scale),
-                             {to.sums.key.data, to.sums.key.stride, chunk.keys});
+                             {to.sums->key.data, to.sums->key.stride, chunk.keys});
       add_rows<kRows, R>(from_row(s.grad_logit, i), key, chunk.count, width, from_row(s.grad_query, i));
     });
   });
-  for (int64_t i = 0; i < tile.heads; ++i) write_query_grads<R>(b, tile.of_head(i), i * tile.tile.rows, s);
+  for (int64_t i = 0; to.sums && i < tile.heads; ++i) write_query_grads<R>(b, tile.of_head(i), i * tile.tile.rows, s);
 }
 
 template <class R>

@@ -40,7 +40,7 @@ void forward_list_part(const AttentionParams& p, const Summaries& summaries, con
   for (int64_t i = 0; i < tile.rows(); ++i) {
     for (int64_t d = 0; d < value_width; ++d) s.out.row(i)[d] = 0;
   }
-  walk_keys(p, summaries, tile.tile, lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, summaries, tile.tile, lists, [&](const KeyChunk& chunk) {
     const GatheredRows<const R> key = rows_of<R>(p.key, p, tile.tile, chunk, p.head_dim, s.key, numbers);
     const GatheredRows<const R> value = rows_of<R>(p.value, p, tile.tile, chunk, p.value_dim, s.value, numbers);
     for_each_row_block<R>(tile.rows(), [&](int64_t i, auto count) {

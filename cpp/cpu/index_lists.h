@@ -1,4 +1,6 @@
-// The keys that index lists show to the queries of a tile, as bits: one row of them for each query.
+// The keys that index lists show to a few queries: a byte for each key, a bit of it for each query.
+//
+// Setting bits makes one set of the lists whatever their order, and puts duplicates together.
 #pragma once
 
 #include "../limits.h"
@@ -7,69 +9,103 @@
 namespace dmattn::cpu {
 namespace {
 
-// Bit j % 32 of word j / 32 of row i: query i of the tile sees key j. Without data there are no lists.
-struct ListedBits {
-  uint32_t* data;
-  int64_t stride;  // words in a row: 64 keys at a time can be read of the last ones
-  DMATTN_INLINE uint32_t* row(int64_t i) const { return data + i * stride; }
-  // Whether query i sees keys first to first + 63; first is a multiple of 32.
-  DMATTN_INLINE uint64_t at(int64_t i, int64_t first) const { return load_as<uint64_t>(row(i) + first / 32); }
+constexpr int64_t kLineKeys = 64;
+constexpr int64_t kListQueries = 8;  // at most so many queries at once: the bits of a byte
+
+// Bit i of byte j: query i sees key j. A line is 64 bytes; those whose byte in `lines` is 0 are all 0.
+struct ListedKeys {
+  uint8_t *bytes, *lines;  // null: there are no lists
+  int64_t count;           // lines
 };
 
-DMATTN_INLINE ListedBits take_listed_bits(Arena& arena, const AttentionParams& p) {
-  if (!p.mask.index.entries.data) return {nullptr, 0};
-  const int64_t stride = round_up(p.key_length, kMaxIndexBlock) / 32 + 2;
-  return {arena.take<uint32_t>(tile_queries(p.mask) * stride), stride};
+DMATTN_INLINE ListedKeys take_listed_keys(Arena& arena, const AttentionParams& p) {
+  if (!p.mask.index.entries.data) return {nullptr, nullptr, 0};
+  const int64_t lines = round_up(p.key_length, kMaxIndexBlock) / kLineKeys + 1;  // blocks are whole, 64 bytes can be read anywhere
+  uint8_t* const bytes = arena.take<uint8_t>(lines * kLineKeys);
+  return {bytes, arena.take<uint8_t>(lines), lines};
 }
 
-DMATTN_INLINE void set_bits(uint32_t* words, int64_t first, int64_t last) {
-  for (int64_t j = first; j < last;) {
-    const int64_t next = min_of(last, (j / 32 + 1) * 32);
-    words[j / 32] |= bits_below<uint32_t>(next - j) << (j % 32);
-    j = next;
-  }
+DMATTN_INLINE void clear_listed_keys(const ListedKeys& listed) {
+  for (int64_t i = 0; i < listed.count * kLineKeys; ++i) listed.bytes[i] = 0;
+  for (int64_t i = 0; i < listed.count; ++i) listed.lines[i] = 0;
 }
 
-// Sets the bits of the keys that entries stand for. Neighbours in a list often fall into one word, so a word is kept at hand.
-DMATTN_INLINE void set_entries(const int32_t* entries, int64_t count, int32_t log2_block, int64_t key_length, uint32_t* words) {
-  const uint32_t limit = static_cast<uint32_t>(ceil_div(key_length, int64_t{1} << log2_block));
-  if (log2_block > 5) {
-    for (int64_t i = 0; i < count; ++i) {
-      if (static_cast<uint32_t>(entries[i]) >= limit) continue;
-      uint32_t* const to = words + (static_cast<int64_t>(entries[i]) << (log2_block - 5));
-      for (int w = 0; w < 1 << (log2_block - 5); ++w) to[w] = ~0U;
-    }
-    return;
+// Which of 64 bytes have one of the bits that are asked for.
+DMATTN_INLINE uint64_t bytes_with(const uint8_t* bytes, uint8_t wanted) {
+  uint64_t result = 0;
+#if defined(__AVX512BW__)
+  result = _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(static_cast<char>(wanted)));
+#elif defined(__AVX2__)
+  const __m256i bits = _mm256_set1_epi8(static_cast<char>(wanted));
+  for (int i = 0; i < 2; ++i) {
+    const __m256i found = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes) + i), bits);
+    const int none = _mm256_movemask_epi8(_mm256_cmpeq_epi8(found, _mm256_setzero_si256()));
+    result |= uint64_t{~static_cast<uint32_t>(none)} << (32 * i);
   }
-  const uint32_t block = bits_below<uint32_t>(int64_t{1} << log2_block);
-  int64_t at = 0;
-  uint32_t word = words[0];
+#elif defined(__SSE2__)
+  const __m128i bits = _mm_set1_epi8(static_cast<char>(wanted));
+  for (int i = 0; i < 4; ++i) {
+    const __m128i found = _mm_and_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes) + i), bits);
+    const int none = _mm_movemask_epi8(_mm_cmpeq_epi8(found, _mm_setzero_si128()));
+    result |= uint64_t{static_cast<uint16_t>(~none)} << (16 * i);
+  }
+#else
+  for (int i = 0; i < kLineKeys; ++i) result |= uint64_t{(bytes[i] & wanted) != 0} << i;
+#endif
+  return result;
+}
+
+// The keys of a range; there are lines for all of them.
+DMATTN_INLINE void list_range(const ListedKeys& listed, uint8_t query, int64_t first, int64_t last) {
+  for (int64_t j = first; j < last; ++j) listed.bytes[j] |= query;
+  for (int64_t line = first / kLineKeys; line < ceil_div(last, kLineKeys) && first < last; ++line) listed.lines[line] = 1;
+}
+
+// The keys that entries stand for.
+template <int kBlock>
+DMATTN_INLINE void list_entries(const int32_t* entries, int64_t count, int64_t key_length, const ListedKeys& listed,
+                                uint8_t query) {
+  const uint32_t limit = static_cast<uint32_t>(ceil_div(key_length, kBlock));
+  uint8_t *const bytes = listed.bytes, *const lines = listed.lines;
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t entry = static_cast<uint32_t>(entries[i]);
     if (entry >= limit) continue;
-    const int64_t key = static_cast<int64_t>(entry) << log2_block;
-    if (key / 32 != at) {
-      words[at] = word;
-      at = key / 32;
-      word = words[at];
-    }
-    word |= block << (key % 32);
+    const int64_t first = int64_t{entry} * kBlock;
+    for (int64_t j = first; j < first + kBlock; ++j) bytes[j] |= query;
+    for (int64_t j = first; j < first + kBlock; j += kLineKeys) lines[j / kLineKeys] = 1;
   }
-  words[at] = word;
 }
 
-// Fills in the rows of all queries of a tile.
-void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedBits& bits) {
+DMATTN_INLINE void list_entries(const IndexLists& lists, const int32_t* entries, int64_t key_length, const ListedKeys& listed,
+                                uint8_t query) {
+  switch (lists.log2_block) {
+    case 0: return list_entries<1>(entries, lists.count, key_length, listed, query);
+    case 1: return list_entries<2>(entries, lists.count, key_length, listed, query);
+    case 2: return list_entries<4>(entries, lists.count, key_length, listed, query);
+    case 3: return list_entries<8>(entries, lists.count, key_length, listed, query);
+    case 4: return list_entries<16>(entries, lists.count, key_length, listed, query);
+    case 5: return list_entries<32>(entries, lists.count, key_length, listed, query);
+    case 6: return list_entries<64>(entries, lists.count, key_length, listed, query);
+    default: return list_entries<128>(entries, lists.count, key_length, listed, query);
+  }
+}
+
+// Fills in what all queries of a tile, at most kListQueries, see.
+void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedKeys& listed) {
+  for (int64_t line = 0; line < listed.count; ++line) {
+    if (!listed.lines[line]) continue;
+    for (int64_t i = 0; i < kLineKeys; ++i) listed.bytes[line * kLineKeys + i] = 0;
+    listed.lines[line] = 0;
+  }
   const IndexLists& lists = p.mask.index;
   const int32_t* entries = static_cast<const int32_t*>(lists.entries.data) + head_offset(lists.entries, tile.batch, tile.head);
   const int64_t offset = lists.offset ? lists.offset[tile.batch * lists.offset_stride] : p.key_length - p.query_length;
   for (int64_t i = 0; i < tile.rows; ++i) {
-    uint32_t* const words = bits.row(i);
-    for (int64_t w = 0; w < bits.stride; ++w) words[w] = 0;
-    const int64_t query = tile.first + i, position = query + offset;
-    set_entries(entries + query * lists.row_stride, lists.count, lists.log2_block, p.key_length, words);
-    set_bits(words, 0, lists.sinks);
-    set_bits(words, max_of(0, position - lists.local + 1), min_of(position + 1, p.key_length));
+    const int64_t position = tile.first + i + offset;
+    const uint8_t query = static_cast<uint8_t>(1U << i);
+    list_entries(lists, entries + (tile.first + i) * lists.row_stride, p.key_length, listed, query);
+    list_range(listed, query, 0, lists.sinks);
+    list_range(listed, query, max_of(0, position - lists.local + 1), min_of(position + 1, p.key_length));
   }
 }
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int64_t kListHeads = 8;  // at most so many heads at once
 constexpr int64_t kListRows = 4;   // queries are joined up to so many rows
+static_assert(kListRows <= kListQueries);
 // The cost of one key that a tile reads, and of one pair of it and a row.
 constexpr int64_t kReadCost = 2, kPairCost = 1;
 
@@ -59,15 +60,13 @@ DMATTN_INLINE QueryTile part_of(const QueryTile& tile, int64_t first, int64_t ro
 }
 
 // Do queries of a tile share so many keys that computing them together is cheaper than one by one?
-DMATTN_INLINE bool is_joined_cheaper(const ListedBits& bits, int64_t queries, int64_t heads) {
+DMATTN_INLINE bool is_joined_cheaper(const ListedKeys& listed, int64_t queries, int64_t heads) {
   int64_t together = 0, each = 0;
-  for (int64_t w = 0; w < bits.stride; ++w) {
-    uint32_t any = 0;
-    for (int64_t i = 0; i < queries; ++i) {
-      any |= bits.row(i)[w];
-      each += __builtin_popcount(bits.row(i)[w]);
-    }
-    together += __builtin_popcount(any);
+  for (int64_t line = 0; line < listed.count; ++line) {
+    if (!listed.lines[line]) continue;
+    const uint8_t* const bytes = listed.bytes + line * kLineKeys;
+    together += __builtin_popcountll(bytes_with(bytes, 0xff));
+    for (int64_t i = 0; i < queries; ++i) each += __builtin_popcountll(bytes_with(bytes, static_cast<uint8_t>(1U << i)));
   }
   return together * (kReadCost + queries * heads * kPairCost) < each * (kReadCost + heads * kPairCost);
 }
@@ -76,14 +75,13 @@ DMATTN_INLINE bool is_joined_cheaper(const ListedBits& bits, int64_t queries, in
 template <class Use>
 DMATTN_INLINE void for_each_list_tile(const AttentionParams& p, const ListTile& whole, const KeyLists& lists, const Use& use) {
   const int64_t most = max_of(1, kListRows / whole.heads);
+  clear_listed_keys(lists.listed);
   for (int64_t first = 0; first < whole.tile.rows; first += most) {
     const int64_t queries = min_of(most, whole.tile.rows - first);
     list_keys(p, part_of(whole.tile, first, queries), lists.listed);
     const int64_t step = queries > 1 && is_joined_cheaper(lists.listed, queries, whole.heads) ? queries : 1;
     for (int64_t i = 0; i < queries; i += step) {
-      KeyLists here = lists;
-      here.listed.data = lists.listed.row(i);
-      use(ListTile{part_of(whole.tile, first + i, step), whole.heads}, here);
+      use(ListTile{part_of(whole.tile, first + i, step), whole.heads}, KeyLists{lists.full, lists.partial, lists.listed, i});
     }
   }
 }

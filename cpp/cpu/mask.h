@@ -24,15 +24,23 @@ struct KeyChunk {
   RowMask masks[kChunkKeys];
 };
 
-// What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show.
+// What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show to the queries of
+// the tile, from query `first_listed` on.
 struct KeyLists {
   KeyChunk *full, *partial;
-  ListedBits listed;
+  ListedKeys listed;
+  int64_t first_listed;
 };
 
 DMATTN_INLINE KeyLists take_key_lists(Arena& arena, const AttentionParams& p) {
   KeyChunk* const full = arena.take<KeyChunk>(1);
-  return {full, arena.take<KeyChunk>(1), take_listed_bits(arena, p)};
+  return {full, arena.take<KeyChunk>(1), take_listed_keys(arena, p), 0};
+}
+
+template <class Word>
+DMATTN_INLINE Word bits_below(int64_t n) {
+  constexpr int64_t kBits = sizeof(Word) * 8;
+  return n <= 0 ? Word(0) : n >= kBits ? ~Word(0) : static_cast<Word>((Word(1) << n) - 1);
 }
 
 DMATTN_INLINE RowMask rows_between(int64_t first, int64_t last) {
@@ -59,8 +67,6 @@ DMATTN_INLINE void transpose_bits(uint32_t* rows) {
     }
   }
 }
-
-constexpr int64_t kFewRows = 8;  // up to here transposing 32 rows is not worth while
 
 // Collects the keys that one tile of queries sees into chunks. `Use` is called with each chunk.
 template <class Use>
@@ -135,21 +141,21 @@ class KeyScheduler {
   void visit_block(int64_t block, int64_t range_first, int64_t range_last) {
     const int64_t first = max_of(block * kSummaryKeys, range_first),
                   count = min_of((block + 1) * kSummaryKeys, range_last) - first;
+    if (lists_.listed.bytes && !lists_.listed.lines[block]) return;
     BlockBits block_bits = classify(first, count);
     const BlockBits listed = listed_keys(first);
     block_bits.live &= listed.live;
     if (block_bits.live == 0) return;
-    RowMask columns[kSummaryKeys], listed_columns[kSummaryKeys];
-    if (bits_) transpose_columns(bits_ + (first - range_first_) / 32, mask_.tile_k / 32, count, columns);
-    if (listed.live != listed.full && tile_.rows > kFewRows) transpose_columns(lists_.listed.row(0) + first / 32, lists_.listed.stride, count, listed_columns);
-    const uint64_t sure = bits_ ? 0 : block_bits.full & listed.full;
-    for (uint64_t left = sure; left; left &= left - 1) push_full(static_cast<int32_t>(first + __builtin_ctzll(left)));
+    RowMask columns[kSummaryKeys];
+    if (bits_) transpose_columns(first, count, columns);
+    const uint64_t sure = bits_ ? 0 : block_bits.live & block_bits.full & listed.full;
+    push_full(static_cast<int32_t>(first), sure);
     for (uint64_t left = block_bits.live & ~sure; left; left &= left - 1) {
       const int k = __builtin_ctzll(left);
       const bool whole_interval = (block_bits.full >> k) & 1U;
       RowMask rows = whole_interval ? all_rows_ : interval_rows(first + k);
       if (bits_) rows = intersect(rows, columns[k]);
-      if (listed.live != listed.full) rows = intersect(rows, tile_.rows > kFewRows ? listed_columns[k] : listed_rows(first + k));
+      if (lists_.listed.bytes) rows.words[0] &= lists_.listed.bytes[first + k] >> lists_.first_listed;
       push(static_cast<int32_t>(first + k), rows);
     }
   }
@@ -184,20 +190,13 @@ class KeyScheduler {
 
   // live: some query of the tile has the key in its list. full: every query has.
   BlockBits listed_keys(int64_t first) const {
-    if (!lists_.listed.data) return {~uint64_t{0}, ~uint64_t{0}};
+    if (!lists_.listed.bytes) return {~uint64_t{0}, ~uint64_t{0}};
     BlockBits bits = {0, ~uint64_t{0}};
     for (int64_t i = 0; i < tile_.rows; ++i) {
-      const uint64_t row = lists_.listed.at(i, first);
+      const uint64_t row = bytes_with(lists_.listed.bytes + first, static_cast<uint8_t>(1U << (lists_.first_listed + i)));
       bits.live |= row, bits.full &= row;
     }
     return bits;
-  }
-
-  // The queries of a tile of few that have the key in their lists.
-  RowMask listed_rows(int64_t key) const {
-    RowMask mask = {};
-    for (int64_t i = 0; i < tile_.rows; ++i) mask.words[0] |= ((lists_.listed.row(i)[key / 32] >> (key % 32)) & 1U) << i;
-    return mask;
   }
 
   RowMask interval_rows(int64_t key) const {
@@ -207,9 +206,10 @@ class KeyScheduler {
   }
 
   // Bits are stored by query: 32 keys in a word. Here they are turned into one mask of queries for each key.
-  void transpose_columns(const uint32_t* words, int64_t stride, int64_t count, RowMask* columns) const {
+  void transpose_columns(int64_t first, int64_t count, RowMask* columns) const {
+    const int64_t stride = mask_.tile_k / 32;
     for (int64_t j = 0; j < count; j += 32) {
-      const uint32_t* word = words + j / 32;
+      const uint32_t* word = bits_ + (first + j - range_first_) / 32;
       for (int w = 0; w < kMaxTileQueries / 32; ++w) {
         uint32_t square[32];
         for (int i = 0; i < 32; ++i) square[i] = 32 * w + i < tile_.rows ? word[(32 * w + i) * stride] : 0;
@@ -234,6 +234,20 @@ class KeyScheduler {
     KeyChunk& chunk = *lists_.full;
     chunk.keys[chunk.count++] = key;
     if (chunk.count == kChunkKeys) emit(chunk, chunk.count);
+  }
+
+  // Keys first + k of all bits k that are set.
+  void push_full(int32_t first, uint64_t bits) {
+    KeyChunk& chunk = *lists_.full;
+    const int64_t count = __builtin_popcountll(bits);
+    if (chunk.count + count >= kChunkKeys) {
+      for (; bits; bits &= bits - 1) push_full(first + static_cast<int32_t>(__builtin_ctzll(bits)));
+      return;
+    }
+    for (int32_t* key = chunk.keys + chunk.count; bits; bits &= bits - 1) {
+      *key++ = first + static_cast<int32_t>(__builtin_ctzll(bits));
+    }
+    chunk.count += count;
   }
 
   // Hands out what is left of both chunks, as one chunk when it fits.
@@ -271,18 +285,10 @@ class KeyScheduler {
   int64_t range_first_ = 0;         // first key of that tile
 };
 
-// `lists` hold what index lists show to the tile.
-template <class Use>
-DMATTN_INLINE void walk_keys(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, const KeyLists& lists,
-                             const Use& use) {
-  KeyScheduler<Use>(p, summaries, tile, lists, use).run();
-}
-
 template <class Use>
 DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile,
                                   const KeyLists& lists, const Use& use) {
-  if (lists.listed.data) list_keys(p, tile, lists.listed);
-  walk_keys(p, summaries, tile, lists, use);
+  KeyScheduler<Use>(p, summaries, tile, lists, use).run();
 }
 
 }  // namespace

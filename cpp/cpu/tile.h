@@ -7,12 +7,6 @@
 namespace dmattn::cpu {
 namespace {
 
-template <class Word>
-DMATTN_INLINE Word bits_below(int64_t n) {
-  constexpr int64_t kBits = sizeof(Word) * 8;
-  return n <= 0 ? Word(0) : n >= kBits ? ~Word(0) : static_cast<Word>((Word(1) << n) - 1);
-}
-
 // The queries of a tile: at most kMaxTileQueries, or kListTileQueries with index lists, and a divisor of a block mask's tile_q,
 // which is a multiple of 32.
 DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
