@@ -4,7 +4,7 @@
 // so it is fixed when the file is compiled. Ours is read when the file is loaded, because a copy for the kernels hub has another
 // name written into the binary (docs/hub.md). So the ops are registered here by the C functions that those macros call in the
 // end. These C functions are torch's stable ABI; the classes between the macros and them, torch::stable::detail, are not, and no
-// file of ours names that namespace. TORCH_BOX, a public macro, makes a kernel of each function. tests/test_torch_headers.py
+// file of ours names that namespace. TORCH_BOX, a public macro, makes a kernel of each function. tests/ops/test_torch_headers.py
 // fails when the headers of a torch declare any of this otherwise.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Draws the diagrams of the documentation as SVG, without any library: ``python docs/draw.py`` rewrites docs/figures/."""
+"""Draws the diagrams of the documentation as SVG, in docs/figures/ and without any library (``make docs``)."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ Run = dict[str, Any]
 
 
 def runs_of(name: str, fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
-    """The runs of a name, of each seed the latest, as in the tables of docs/lab/learning.md."""
+    """The runs of a name, of each seed the latest, as in the tables of research/lab/learning.md."""
     runs = [run for run in map(json.loads, QUALITY.read_text().splitlines()) if run["name"] == name and fits(run["settings"])]
     return list({run["settings"]["seed"]: run for run in runs}.values())
 
@@ -456,12 +456,11 @@ FIGURES = {
 }
 
 
-def main() -> None:
-    folder = Path(__file__).parent / "figures"
+def draw_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     for name, draw in FIGURES.items():
         (folder / f"{name}.svg").write_text(draw().svg())
 
 
 if __name__ == "__main__":
-    main()
+    draw_all(Path(__file__).parent / "figures")

@@ -1,19 +1,7 @@
-"""Draws the other pictures of the pages: each mask constructor, and plots of the committed results. ``python docs/pictures.py`` rewrites them.
-
-They lie in docs/generated/ and are committed, so that pages show them wherever they are read. ``--check`` (in ``make docs``) fails when one
-is not what this script draws. Their text depends on matplotlib's version: the docs and test groups of pyproject.toml pin it, and pictures
-of another version are not compared.
-"""
+"""Draws the other pictures of the pages, in docs/generated/: each mask constructor, and plots of the committed results (``make docs``)."""
 
 from __future__ import annotations
 
-import argparse
-import base64
-import hashlib
-import io
-import re
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +16,6 @@ from matplotlib import pyplot
 from torch.nn.attention.flex_attention import create_block_mask
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMITTED = ROOT / "docs/generated"
 LENGTH = 64
 
 
@@ -100,44 +87,5 @@ def draw_all(folder: Path) -> None:
     draw_committed(ROOT, folder)
 
 
-def content_of(path: Path) -> str:
-    """A picture's text with the pixels of the images in it, whose compression is not the same everywhere."""
-
-    def pixels(found: re.Match[str]) -> str:
-        image = pyplot.imread(io.BytesIO(base64.b64decode(found[1])))
-        return hashlib.sha256(image.tobytes()).hexdigest() + '"'
-
-    text = re.sub(r'data:image/png;base64,\s*([^"]+)"', pixels, path.read_text())
-    return re.sub(r'id="image\w+"', "", text)
-
-
-def version_of(path: Path) -> str:
-    """The version of matplotlib that drew a picture."""
-    found = re.search(r"Matplotlib v([\w.]+),", path.read_text())
-    return found[1] if found else ""
-
-
-def changed(committed: Path = COMMITTED) -> list[str]:
-    """Names of the pictures that are not what this script draws now: other ones, missing ones, and ones that nothing draws."""
-    with tempfile.TemporaryDirectory() as folder:
-        draw_all(Path(folder))
-        drawn = {path.name: content_of(path) for path in Path(folder).iterdir()}
-    there = {path.name: content_of(path) for path in committed.iterdir()}
-    return sorted(name for name in drawn.keys() | there.keys() if drawn.get(name) != there.get(name))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare with the committed pictures instead of writing them")
-    if not parser.parse_args().check:
-        draw_all(COMMITTED)
-        return
-    versions = {version_of(path) for path in COMMITTED.iterdir()}
-    if versions != {matplotlib.__version__}:
-        print(f"docs/generated: drawn by matplotlib {', '.join(versions)}, not compared with {matplotlib.__version__}")
-    elif names := changed():
-        sys.exit(f"docs/generated: {', '.join(names)}: not what docs/pictures.py draws; run it and commit them")
-
-
 if __name__ == "__main__":
-    main()
+    draw_all(ROOT / "docs/generated")

@@ -64,13 +64,13 @@ def device_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a program in a new process with the same dmattn, for what a process decides once. Returns the finished process."""
+def run_python(pytestconfig: pytest.Config) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program in a new process with the same dmattn and what tests share, for what a process decides once. Returns the process."""
     package_parent = os.path.dirname(os.path.dirname(dmattn.__file__))
-    benchmarks = os.path.join(os.path.dirname(os.path.dirname(__file__)), "benchmarks")
+    shared = [str(path) for path in pytestconfig.getini("pythonpath")]
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([package_parent, benchmarks, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([package_parent, *shared, *filter(None, [os.environ.get("PYTHONPATH")])])
         return subprocess.run(
             [sys.executable, *arguments],
             env={**os.environ, "PYTHONPATH": path, **environment},

@@ -23,6 +23,6 @@ export ASAN_OPTIONS="detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:${UBSAN_OPTIONS:-}"
 export PYTHONPATH="$PWD/build/asan/site" PYTHONMALLOC=malloc
 "$python" -c 'import dmattn; print(dmattn.library_path())' | grep -q build/asan/site
-exec "$python" -m pytest -p no:cacheprovider -q tests/test_select.py tests/test_masks.py tests/test_forward.py tests/test_backward.py \
-  tests/test_errors.py tests/test_limits.py tests/test_sdpa.py tests/test_dynamic_mask_attention.py \
+exec "$python" -m pytest -p no:cacheprovider -q tests/ops/test_select.py tests/masks/test_masks.py tests/ops/test_forward.py tests/ops/test_backward.py \
+  tests/ops/test_errors.py tests/ops/test_limits.py tests/ops/test_sdpa.py tests/ops/test_dynamic_mask_attention.py \
   -m "not slow" "$@"

@@ -3,8 +3,8 @@
 #
 # Parts, all by default, each for every family of kernels that the device runs:
 #   suite        the tests marked gpu
-#   fuzz         tests/test_fuzz.py with 5,000 examples an op (the hypothesis profile nightly)
-#   sanitizers   tests/test_sanitized.py under memcheck, racecheck and synccheck of compute-sanitizer
+#   fuzz         tests/ops/test_fuzz.py with 5,000 examples an op (the hypothesis profile nightly)
+#   sanitizers   tests/cuda/test_sanitized.py under memcheck, racecheck and synccheck of compute-sanitizer
 # Results are written to FOLDER/MACHINE/suite.json and fuzz.json after each family, logs to FOLDER/evidence.tgz; without -o they are written
 # to benchmarks/results and build. Ends with 1 when something failed or did not run. Needs no network and no installation: any dmattn
 # that Python can import (PYTHONPATH) will do, or WHEEL=dist/dmattn-....whl, which is unpacked, imported and named in the results.
@@ -54,8 +54,8 @@ suite() {
 
 fuzz() {
   OMP_NUM_THREADS=2 HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-nightly} DMATTN_FUZZ_LOG=$logs/fuzz.json \
-    logged "fuzz-$1" "${pytest[@]}" -n "$workers" --junitxml "$logs/fuzz-$1.xml" tests/test_fuzz.py
-  "$PYTHON" tests/test_fuzz.py "$logs/fuzz.json" >>"$logs/fuzz-$1.log" 2>&1
+    logged "fuzz-$1" "${pytest[@]}" -n "$workers" --junitxml "$logs/fuzz-$1.xml" tests/ops/test_fuzz.py
+  PYTHONPATH=$PYTHONPATH:$PWD/tests/support:$PWD/tests/cache "$PYTHON" tests/ops/test_fuzz.py "$logs/fuzz.json" >>"$logs/fuzz-$1.log" 2>&1
 }
 
 # A read past the end, on purpose: memcheck has to see our kernels at all.
@@ -78,7 +78,7 @@ sanitizers() {
     for shard in $(seq $shards); do
       DMATTN_SANITIZER=$tool DMATTN_SHARD=$shard/$shards logged "sanitizers-$1-$tool-$shard" \
         compute-sanitizer --tool "$tool" "${only[@]}" --error-exitcode 99 --print-limit 20 \
-        "${pytest[@]}" -p no:xdist --junitxml "$logs/sanitizers-$1-$tool-$shard.xml" tests/test_sanitized.py &
+        "${pytest[@]}" -p no:xdist --junitxml "$logs/sanitizers-$1-$tool-$shard.xml" tests/cuda/test_sanitized.py &
     done
   done
   logged "sanitizers-$1-planted" \

@@ -301,7 +301,7 @@ class Planter:
             extra = {"DMATTN_REDUCED": f"bfloat16:{size}", "DMATTN_FAMILY": FAMILIES[kind], **extra}
         extra.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 2) // self.options.test_jobs)))
         # The copy of the sources comes before an installed package.
-        extra["PYTHONPATH"] = os.pathsep.join([str(site), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        extra["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])])
         extra["PYTHONDONTWRITEBYTECODE"] = "1"
         process = await asyncio.create_subprocess_exec(
             *command, *paths, cwd=root, env={**os.environ, **extra}, start_new_session=True,

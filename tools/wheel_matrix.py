@@ -38,10 +38,11 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10.*", "2.12.*", "newest")
 OUTPUT = ROOT / "benchmarks/results/wheel_matrix.json"
 QUICK = (
-    "test_library.py", "test_forward.py", "test_backward.py", "test_select.py", "test_masks.py", "test_masks_as_data.py",
-    "test_errors.py", "test_dynamic_mask_attention.py", "test_sdpa.py", "test_autograd.py", "test_registration.py",
-    "test_decode.py", "test_cache.py", "test_varlen.py", "test_reduce.py", "test_stats.py", "test_layer.py",
-    "test_model_arguments.py", "test_wrappers.py", "test_profiling.py",
+    "ops/test_library.py", "ops/test_forward.py", "ops/test_backward.py", "ops/test_select.py", "masks/test_masks.py",
+    "masks/test_masks_as_data.py", "ops/test_errors.py", "ops/test_dynamic_mask_attention.py", "ops/test_sdpa.py",
+    "ops/test_autograd.py", "ops/test_registration.py", "ops/test_decode.py", "cache/test_cache.py", "ops/test_varlen.py",
+    "ops/test_reduce.py", "masks/test_stats.py", "nn/test_layer.py", "ops/test_model_arguments.py",
+    "distributed/test_wrappers.py", "ops/test_profiling.py",
 )  # fmt: skip
 # Long tests of arithmetic, which no torch and no Python changes.
 QUICK_BUT = "not (drawn or 20000 or 65535 or instruction_set or brute_force)"

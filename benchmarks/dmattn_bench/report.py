@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from dmattn_bench.records import (
 from dmattn_bench.tables import duration, markdown, number, ratio
 
 PAGES = (
-    "README.md", "docs/learning.md", "docs/performance.md", "docs/serving.md", "docs/lab/results.md", "docs/lab/learning.md",
-    "docs/distributed.md", "docs/packed.md", "docs/profiling.md", "docs/training.md", "docs/transformers.md", "docs/lab/reached.md",
-    "docs/lab/earlier_systems.md",
+    "README.md", "docs/learning.md", "docs/performance.md", "docs/serving.md", "research/lab/results.md", "research/lab/learning.md",
+    "docs/distributed.md", "docs/packed.md", "docs/profiling.md", "docs/training.md", "docs/transformers.md", "research/lab/reached.md",
+    "research/lab/earlier_systems.md",
 )  # fmt: skip
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
@@ -233,13 +231,11 @@ def table_of(name: str, results: Path) -> str:
 
 
 def pages(root: Path, check: bool) -> list[str]:
-    """Names of the pages of a checkout that are not what the committed results say; unless ``check`` they are rewritten, and all plots drawn.
+    """Names of the pages of a checkout that are not what the committed results say; unless ``check`` they are rewritten.
 
     Raises:
-        BadResultError: a result is missing, or matplotlib, which draws.
+        BadResultError: a result is missing.
     """
-    if not check:
-        need_matplotlib()
     changed = []
     for name in PAGES:
         page = root / name
@@ -249,24 +245,11 @@ def pages(root: Path, check: bool) -> list[str]:
             changed.append(name)
             if not check:
                 page.write_text(after)
-    if not check:
-        for script in ("docs/draw.py", "docs/pictures.py"):
-            arguments, sys.argv = sys.argv, [script]
-            try:
-                runpy.run_path(str(root / script), run_name="__main__")
-            finally:
-                sys.argv = arguments
     return changed
 
 
-def need_matplotlib() -> None:
-    """Raises BadResultError where there is none: before anything is written."""
-    if not plots.is_possible():
-        raise BadResultError("report: plots need matplotlib, which is not installed (pip install matplotlib)")
-
-
 def draw_committed(root: Path, folder: Path) -> list[str]:
-    """The plots of the committed results, in docs/generated/ by docs/pictures.py; their names."""
+    """The plots of the committed results, for docs/pictures.py; their names."""
     found = [read(root / RESULTS / name) for name in DRAWN if (root / RESULTS / name).is_file()]
     runs = [run for name in LEARNED if (root / RESULTS / name).is_file() for run in read_runs(root / RESULTS / name)]
     return plots.draw_all(found, runs, folder)
@@ -278,7 +261,8 @@ def of_results(paths: list[Path], folder: Path) -> Path:
     Raises:
         BadResultError: a file is neither a result nor training runs, or matplotlib is not installed.
     """
-    need_matplotlib()
+    if not plots.is_possible():  # before anything is written
+        raise BadResultError("report: plots need matplotlib, which is not installed (pip install matplotlib)")
     results, runs, parts = [], [], ["# Benchmarks of dmattn"]
     for path in paths:
         if path.suffix == ".jsonl":

@@ -1,5 +1,5 @@
 // Sizes at which the CPU kernels take another way. Tests draw lengths around each: python/dmattn/testing/strategies.py repeats
-// the numbers, tests/test_testing.py compares.
+// the numbers, tests/tools/test_testing.py compares.
 #pragma once
 
 #include <stdint.h>

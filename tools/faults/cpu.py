@@ -12,12 +12,13 @@ def in_file(
     return Fault("cpu", f"cpp/{name}", old, new, wrong, tests, objects, environment, harmless)
 
 
-CACHE, REDUCE, DECODE = "test_cache.py::", "test_reduce.py::", "test_decode.py::"
-FORWARD, BACKWARD, MASKS, SELECT = "test_forward.py::", "test_backward.py::", "test_masks.py::", "test_select.py::"
-THREADS, ROUNDING = "test_threads.py::", "test_rounding.py"
+CACHE, REDUCE, DECODE = "cache/test_cache.py::", "ops/test_reduce.py::", "ops/test_decode.py::"
+FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
+MASKS, SELECT = "masks/test_masks.py::", "ops/test_select.py::"
+THREADS, ROUNDING = "ops/test_threads.py::", "ops/test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
-PLAN = "test_plan.py::"
+PLAN = "cuda/test_plan.py::"
 SOURCES = PLAN + "test_the_source_of_keys_that_is_chosen"
 AVX2 = {"objects": "dmattn_cpu_avx2", "environment": "DMATTN_CPU_LEVEL=avx2"}
 
@@ -253,9 +254,9 @@ FAULTS = [
             harmless="The extra line keeps a vector's prefetch apart; every piece of an Arena lies within bytes_each, so none overlaps."),
     # Where Hopper's kernels take their keys from: the host's choice, which dmattn._C shows.
     in_file("cuda/host/key_source.cpp", "  if (!counts.is_causal) return most / keys;\n", "",
-            "without causality pairs that causality would leave are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+            "without causality pairs that causality would leave are counted", "cuda/test_plan.py::test_only_pairs_that_causality_leaves_count"),
     in_file("cuda/host/key_source.cpp", "(pairs(keys, most) - pairs(before, most))", "pairs(keys, most)",
-            "pairs of queries before the call's first one are counted", "test_plan.py::test_only_pairs_that_causality_leaves_count"),
+            "pairs of queries before the call's first one are counted", "cuda/test_plan.py::test_only_pairs_that_causality_leaves_count"),
     in_file("cuda/host/key_source.cpp", "counts.keys >= 512 && share >=", "share >=",
             "short calls take all keys instead of looking at spans", SOURCES),
     in_file("cuda/host/key_source.cpp", "(is_at_once ? 1024 : 512)", "512",

@@ -10,19 +10,19 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_common", f"cpp/cuda/{name}", old, new, wrong, tests, objects, size=size)
 
 
-CACHE, REDUCE = "test_cache.py::", "test_reduce.py::"
-SHORT = "test_cuda_short.py::"
+CACHE, REDUCE = "cache/test_cache.py::", "ops/test_reduce.py::"
+SHORT = "cuda/test_cuda_short.py::"
 FORWARD, BACKWARD, LIVE_KEYS, CUDA_TILES, MASKS, SELECT = (
-    "test_forward.py::",
-    "test_backward.py::",
-    "test_cuda_live_keys.py::",
-    "test_cuda_tiles.py::",
-    "test_masks.py::",
-    "test_select.py::",
+    "ops/test_forward.py::",
+    "ops/test_backward.py::",
+    "cuda/test_cuda_live_keys.py::",
+    "cuda/test_cuda_tiles.py::",
+    "masks/test_masks.py::",
+    "ops/test_select.py::",
 )
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 LISTS, COMPACT = LIVE_KEYS + "test_lists_of_long_problems", LIVE_KEYS + "test_one_list_of_keys_for_all_queries"
-RANGES = "test_in_order.py::test_it_changes_no_result"
+RANGES = "masks/test_in_order.py::test_it_changes_no_result"
 EVERYTHING = "sm80_forward sm80_backward_dq sm90_forward sm90_backward"
 
 FAULTS = [
@@ -94,7 +94,7 @@ FAULTS = [
     in_file("common/gradient_sums.cu", "if (call.lse2[row] == -negative_infinity()) {", "if (call.lse2[row] == negative_infinity()) {",
             "grad_query of a row that sees nothing is NaN beside a bad key", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),
     in_file("backward.cpp", "if (call.live_keys.index || call.key_sums) DMATTN_CUDA_CHECK", "if (call.live_keys.index) DMATTN_CUDA_CHECK",
-            "gradients of keys are never written where heads of a group are apart", "test_cuda_gradients.py::test_gradients_of_groups_that_blocks_share_or_not", "cuda/backward.cpp"),
+            "gradients of keys are never written where heads of a group are apart", "cuda/test_cuda_gradients.py::test_gradients_of_groups_that_blocks_share_or_not", "cuda/backward.cpp"),
     in_file("common/gradient_sums.cu", "row * tile_q + r + shift + 1 - first_key", "row * tile_q + r + shift - first_key",
             "a key that only its own query sees counts as seen by none", ALONE),
     # Visibility, logits, sums.
@@ -168,7 +168,7 @@ FAULTS = [
     in_file("common/reduce/reduce.cuh", "join_column<Join, n / 2>(from + n / 2 * step,", "join_column<Join, n / 2>(from,",
             "groups of lanes are joined with themselves", REDUCE + "test_many_neighbouring_sequences"),
     in_file("backward.cpp", "part_of(part, 0, of_part.batch, first,", "part_of(part, 0, of_part.batch, 0,",
-            "of heads that run one after the other the first runs each time", "test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "cuda/backward.cpp"),
+            "of heads that run one after the other the first runs each time", "cuda/test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "cuda/backward.cpp"),
     in_file("host/plan_backward.cpp", "needs_key_bias ? std::min(heads, heads_that_share(p, {&p.key_bias})) : heads;", "needs_key_bias ? heads : heads;",
-            "heads of a group are taken together whose key_bias differs", "test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "host/plan_backward.cpp"),
+            "heads of a group are taken together whose key_bias differs", "cuda/test_cuda_gradients.py::test_deterministic_gradients_of_heads_that_differ_are_equal_over_twenty_runs", "host/plan_backward.cpp"),
 ]  # fmt: skip

@@ -10,13 +10,13 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str, objects: str 
     return Fault("cuda_sm80", f"cpp/cuda/{name}", old, new, wrong, tests, objects, environment)
 
 
-FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
-LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
+FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "cuda/test_cuda_live_keys.py::", "cuda/test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
 RAGGED, CAPPED = BACKWARD + "test_ragged_lengths", BACKWARD + "test_softcap_and_dropout"
 LISTS = LIVE_KEYS + "test_lists_of_long_problems"
 SCHEDULED = "sm80_forward sm80_backward_dq"
-DECODE, STEP = "test_decode.py::", "test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
+DECODE, STEP = "ops/test_decode.py::", "cache/test_cache.py::test_a_step_is_an_update_and_the_attention_over_all_slots"
 FAR_APART = DECODE + "test_few_keys_far_apart"
 IN_CLUSTERS = "DMATTN_FAMILY=auto"  # where blocks decode together; with sm80 none does
 
@@ -89,7 +89,7 @@ FAULTS = [
             "odd keys see one query too many", RAGGED),
     in_file("sm80/backward_dkdv.cuh", "stop_ = min(query_length, bounds[3] - shift_);", "stop_ = min(query_length, bounds[2] - shift_);",
             "the loop over queries ends with the first key that does", BACKWARD + "test_dead_keys_full_of_nan_leave_gradients_alone " + BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key " + BACKWARD + "test_deterministic_is_the_gradient_too"),
-    in_file("sm80/backward_dkdv.cuh", "                                      lane);\n        __syncthreads();", "                                      lane);",
+    in_file("sm80/backward_dkdv.cuh", "                                    lane);\n        __syncthreads();", "                                    lane);",
             "warps do not wait for the scores of the others", RAGGED + " " + BACKWARD + "test_deterministic_is_the_gradient_too"),
     in_file("sm80/backward_dkdv.cuh", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return call.scale; });", "put_tile<T, kDim>(key_tile, grad_key, key_row, row_part, [&](int, int) { return 1.0f; });",
             "grad_key lacks the scale in backward_dkdv", RAGGED),

@@ -12,21 +12,21 @@ def in_file(
     return Fault("cuda_sm90", f"cpp/cuda/{name}", old, new, wrong, tests, objects, harmless=harmless, size=size)
 
 
-FORWARD, BACKWARD = "test_forward.py::", "test_backward.py::"
-LIVE_KEYS, CUDA_TILES = "test_cuda_live_keys.py::", "test_cuda_tiles.py::"
+FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
+LIVE_KEYS, CUDA_TILES = "cuda/test_cuda_live_keys.py::", "cuda/test_cuda_tiles.py::"
 THRESHOLDS, ALONE = BACKWARD + "test_lengths_around_every_threshold", BACKWARD + "test_each_query_sees_one_key_alone"
-GRADIENTS = "test_cuda_gradients.py::"
+GRADIENTS = "cuda/test_cuda_gradients.py::"
 RAGGED, LISTS = BACKWARD + "test_ragged_lengths", LIVE_KEYS + "test_lists_of_long_problems"
 WIDE, WIDE_OPTIONS = BACKWARD + "test_wide_heads", BACKWARD + "test_options_of_wide_heads"
-ALL_KEYS = "test_key_sources.py::test_keys_that_are_never_selected_may_hold_anything"
+ALL_KEYS = "cuda/test_key_sources.py::test_keys_that_are_never_selected_may_hold_anything"
 TILES = BACKWARD + "test_tiles_larger_than_the_kernels_own"
-COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kDenseBias"
-RANGES, RANGED = "test_in_order.py::test_it_changes_no_result", "sm90_forward*kPlain sm90_forward*kRange"
+COPIED, BIASED = BACKWARD + "test_biases_that_are_copied_tile_by_tile", "sm90_forward*kCopied"
+RANGES, RANGED = "masks/test_in_order.py::test_it_changes_no_result", "sm90_forward*kInOrder sm90_forward*kRange"
 ALL, GATHERED, GENERAL, IN_ORDER = (
     "sm90_forward",
     "sm90_forward*kGathered",
-    "sm90_forward*kGeneral",
-    "sm90_forward*kDense sm90_forward*kPlain",
+    "sm90_forward*kAny_kAny",
+    "sm90_forward*kAll sm90_forward*kInOrder",
 )
 
 FAULTS = [
@@ -47,9 +47,9 @@ FAULTS = [
     in_file("sm90/forward/scheduler_masks.cuh", "descriptor.index[Descriptor::key_place(row)] = is_seen ? key : -1;", "descriptor.index[Descriptor::key_place(row)] = min(max(key, 0), key_length - 1);",
             "keys of a range that no query of the tile sees are loaded", RANGES, RANGED),
     in_file("sm90/gather.cuh", "if (has_bit(bits, row)) store_zeros_16(", "if (row < 0) store_zeros_16(",
-            "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kKeyBias"),
+            "keys in order that no query of a tile sees stay what they are, NaN and all", ALL_KEYS, "sm90_forward*kIntervals"),
     in_file("sm90/forward/scheduler_masks.cuh", "(min(span[i].last - low_, work_.queries) << shift) / 16;", "(work_.queries << shift) / 16;",
-            "keys in order that the last queries of a tile do not see are not tested", "test_key_sources.py::test_every_window_gives_what_the_reference_gives test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kKeyBias"),
+            "keys in order that the last queries of a tile do not see are not tested", "cuda/test_key_sources.py::test_every_window_gives_what_the_reference_gives masks/test_most_keys.py::test_a_wrong_number_changes_no_result", "sm90_forward*kIntervals"),
     in_file("sm90/forward/scheduler_masks.cuh", "if (!is_seen) descriptor.index[index_place<kKeys>(thread_)] = -1;", "",
             "keys that bits hide from all are loaded, NaN and all", FORWARD + "test_what_nobody_sees_has_no_effect " + BACKWARD + "test_bad_keys_behind_a_block_mask", ALL),
     in_file("sm90/forward/scheduler_masks.cuh", "bits += first_query_ % tile_q * (tile_k / 32);", "bits += 0 * (tile_k / 32);",
@@ -92,11 +92,11 @@ FAULTS = [
     in_file("sm90/forward/producer.cuh", "        query_empty.wait_empty(tiles);\n", "",
             "queries are overwritten while they are used", CUDA_TILES + "test_block_masks_with_more_tiles_than_blocks " + LIVE_KEYS + "test_edges_of_tiles_and_segments " + CUDA_TILES + "test_more_tiles_than_blocks", ALL),
     in_file("ptx/wgmma.cuh", "row * kNarrowRowBytes + (piece ^ (row / 4 % 2)) * 16;", "row * kNarrowRowBytes + piece * 16;",
-            "half of the keys in order have no key_bias", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kKeyBias"),
+            "half of the keys in order have no key_bias", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kIntervals"),
     in_file("sm90/forward/key_bias.cuh", "__byte_perm(__float_as_uint(first), __float_as_uint(second), kUpperHalves)", "__float_as_uint(first) >> 16",
-            "a key_bias of keys in order lacks the middle of its digits", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kKeyBias"),
+            "a key_bias of keys in order lacks the middle of its digits", FORWARD + "test_rising_logits_rescale_the_sum", "sm90_forward*kIntervals"),
     in_file("sm90/forward/key_bias.cuh", "fabsf(x) < -negative_infinity() ? x - first : 0.0f", "x - first",
-            "a key_bias of -inf is NaN where keys come in order", FORWARD + "test_all_hidden", "sm90_forward*kKeyBias"),
+            "a key_bias of -inf is NaN where keys come in order", FORWARD + "test_all_hidden", "sm90_forward*kIntervals"),
     # Computing.
     in_file("sm90/forward/mask.cuh", "const uint32_t bits = descriptor.bits[queries[r]][w] >> column;", "const uint32_t bits = descriptor.bits[queries[0]][w] >> column;",
             "rows 8 further down have the bits of the first", TILES, ALL),
@@ -108,11 +108,11 @@ FAULTS = [
             "key_bias is left out where there is a softcap", BACKWARD + "test_options_beside_every_mask", GATHERED + "Options"),
     in_file("sm90/forward/scheduler_descriptors.cuh", "for (int row = thread_; row < kKeys; row += kThreads) describe_hash(descriptor, row, first_key + row);", "if (thread_ < kKeys) describe_hash(descriptor, thread_, first_key + thread_);",
             "the last keys of a chunk have the hashes of an earlier one",
-            harmless="Keys in order have hashes in kDenseOptions and kDenseBias alone, where a chunk has as many keys as the scheduler has threads, or fewer: the loop runs once."),
+            harmless="Keys in order have hashes in all/capped/none and all/dropout/copied alone, where a chunk has as many keys as the scheduler has threads, or fewer: the loop runs once."),
     in_file("sm90/forward/scheduler_descriptors.cuh", "describe_hash(descriptor, row, first_key + row);", "describe_hash(descriptor, row, row);",
-            "chunks of keys in order have the hashes of the first one", BACKWARD + "test_options_beside_every_mask", "sm90_forward*kDenseOptions"),
+            "chunks of keys in order have the hashes of the first one", BACKWARD + "test_options_beside_every_mask", "sm90_forward*kAll_kCapped"),
     in_file("sm90/forward/softmax.cuh", "dropout.row_key(tile.first_query + work.query_of_row(row + 8 * r))", "dropout.row_key(tile.first_query + row + 8 * r)",
-            "dropout draws by row instead of by query where heads share a tile", BACKWARD + "test_softcap_and_dropout", "sm90_forward*kDenseOptions"),
+            "dropout draws by row instead of by query where heads share a tile", BACKWARD + "test_softcap_and_dropout", "sm90_forward*kAll_kCapped"),
     in_file("sm90/forward/bias.cuh", "row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row + 8)", "row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row)",
             "rows 8 further down have the bias of the first", BACKWARD + "test_biases_that_are_parts_of_wider_ones", GENERAL),
     in_file("sm90/forward/bias.cuh", "(piece ^ (i % 4 * 16))", "(piece ^ (i % 4 * 8))",
@@ -123,16 +123,16 @@ FAULTS = [
             "heads of a group have the bias of later groups", COPIED, BIASED),
     in_file("sm90/forward/producer.cuh", "bias_full.at(n), first_key + column, bias_query,", "bias_full.at(n), first_key, bias_query,",
             "all keys of a chunk have the bias of its first 32", COPIED, BIASED),
-    in_file("host/plan_forward.cpp", "Variant::kPlain && p.bias_dtype == p.dtype &&", "Variant::kPlain &&",
+    in_file("host/plan_forward.cpp", "kPlainTraits && p.bias_dtype == p.dtype &&", "kPlainTraits &&",
             "a bias in float32 is copied as one of 16 bits", COPIED, "host/plan_forward.cpp"),
     in_file("host/plan_forward.cpp", "ends_at_pieces &&", "true &&",
             "keys that a tile does not see come beside a bias", FORWARD + "test_a_bad_key_has_no_effect_on_queries_far_before_it", "host/plan_forward.cpp"),
     in_file("sm90/backward/bias.cuh", "if (owns_bias_gradient(call)) {", "if (true) {",
-            "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kPlainBias"),
+            "heads that share a bias get the gradient of one of them", BACKWARD + "test_bias_gradients_sum_over_what_was_broadcast", "sm90_backward*kDropout_kPair"),
     in_file("sm90/backward/bias.cuh", "even += 8 * p.bias_row_stride, odd", "even += 8 * p.key_length, odd",
-            "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kPlainBias"),
+            "queries have the bias of others where rows are further apart", COPIED, "sm90_backward*kDropout_kPair"),
     in_file("sm90/forward/kernel.cuh", "    } else if (moves) {", "    } else if (moves && n > 1000) {",
-            "sums are not rescaled when a maximum grows", "test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
+            "sums are not rescaled when a maximum grows", "ops/test_huge_biases.py::test_good_keys_in_a_later_chunk " + FORWARD + "test_rising_logits_rescale_the_sum " + FORWARD + "test_huge_logits", ALL),
     # Backward.
     in_file("sm90/backward/kernel.cuh", "        if (!kIsGathered || !call.semaphores) flush_bias<kDim>(call, tile, head, bias_sum);", "",
             "heads of a group get each other's gradient of key_bias", THRESHOLDS + " " + BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
@@ -171,7 +171,7 @@ FAULTS = [
     in_file("sm90/backward/kernel_wide.cuh", "      if (!kHasOptions) subtract_from_delta(grad_scores, delta);", "      subtract_from_delta(grad_scores, delta);",
             "gradients of the weights come in twice subtracted", WIDE_OPTIONS, "sm90_backward_wide", size=256),
     in_file("sm90/backward/gradients.cuh", "gradients[i][2 * r] *= slope.x, gradients[i][2 * r + 1] *= slope.y;", "gradients[i][2 * r] *= slope.y, gradients[i][2 * r + 1] *= slope.x;",
-            "neighbouring queries have each other's slope of softcap beside a bias", WIDE_OPTIONS, "sm90_backward*kCappedBias", size=256),
+            "neighbouring queries have each other's slope of softcap beside a bias", WIDE_OPTIONS, "sm90_backward*kCapped_kPair", size=256),
     in_file("sm90/work_tile.cuh", "head = static_cast<int>(head_group % head_groups_per_batch) * work.heads;", "head = static_cast<int>(head_group % head_groups_per_batch);",
             "head groups overlap", RAGGED + " " + THRESHOLDS),
     in_file("sm90/backward/load_kv.cuh", "base < list.y; base += work.shares * kKeys", "base + kKeys <= list.y; base += work.shares * kKeys",
@@ -187,7 +187,7 @@ FAULTS = [
     in_file("sm90/encode_maps.h", "static_cast<cuuint64_t>(shape.strides[i]) * 2;", "static_cast<cuuint64_t>(i > 1 ? shape.sizes[i - 1] * shape.strides[i - 1] : shape.strides[i]) * 2;",
             "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/dispatch.cu"),
     in_file("sm90/backward/load_kv.cuh", "(work_tile.batch * static_cast<int>(p.heads) + work_tile.head) / call.heads_at_once;", "(work_tile.batch * static_cast<int>(p.heads) + work_tile.kv_head) / call.heads_at_once;",
-            "blocks look up which keys the first heads see", GRADIENTS + "test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it", "sm90_backward*kPlain sm90_backward*kPlainBias"),
+            "blocks look up which keys the first heads see", GRADIENTS + "test_a_bad_key_has_no_effect_on_heads_that_do_not_see_it", "sm90_backward*kInOrder sm90_backward*kDropout_kPair"),
     in_file("host/plan_backward.cpp", "(needs_exact_tanh(p) || p.scale < kLeastScale);", "needs_exact_tanh(p);",
             "scores are hidden before they are multiplied by a negative scale", BACKWARD + "test_any_scale", "host/plan_backward.cpp"),
 ]  # fmt: skip

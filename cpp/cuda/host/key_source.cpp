@@ -1,7 +1,7 @@
 // From which share of visible pairs on keys come in order, from lists or from the spans of all keys.
 //
 // The bounds are where one way became faster than another on an H200, for windows from 1/16 of the keys to all of them
-// (docs/lab/lists.md). Backward's bound beyond 4,096 keys is a guess above what was measured: lists have become faster since.
+// (research/lab/lists.md). Backward's bound beyond 4,096 keys is a guess above what was measured: lists have become faster since.
 #include "key_source.h"
 
 #include <algorithm>

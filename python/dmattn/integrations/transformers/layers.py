@@ -69,9 +69,12 @@ class SelectingAttention(HidesOldNames, nn.Module):
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         output_attentions: bool | None = None,
+        cache: Any = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """As the layer it replaces; attention_mask is None or what dmattn's mask function made."""
+        """As the layer it replaces; attention_mask is None or what dmattn's mask function made. transformers 5.24 calls ``cache`` what
+        earlier ones call ``past_key_values``."""
+        past_key_values = past_key_values if cache is None else cache
         if output_attentions:
             raise ValueError(
                 "output_attentions: expected False, since no weights are kept; look at some with dmattn.attention_weights"

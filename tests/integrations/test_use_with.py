@@ -1,0 +1,51 @@
+"""The examples of other libraries run and learn, each where its library is installed; every example has a quick form."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+# What each needs beside torch.
+EXAMPLES_OF = {
+    "per_sample_gradients": None, "with_accelerate": "accelerate", "with_lightning": "pytorch_lightning", "with_peft": "peft",
+    "with_x_transformers": "x_transformers",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries warn of is not ours to mend
+@pytest.mark.parametrize("example", EXAMPLES_OF)
+def test_it_runs_and_learns(example, monkeypatch):
+    if EXAMPLES_OF[example] is not None:
+        pytest.importorskip(EXAMPLES_OF[example])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with torch.random.fork_rng(devices=[]):
+        first, last = runpy.run_path(str(EXAMPLES / f"{example}.py"))["main"]([])
+    assert last < 0.9 * first
+
+
+def programs() -> list[str]:
+    return sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", programs())
+def test_a_small_run_is_asked_for_by_quick(example, monkeypatch, capsys):
+    path = EXAMPLES / f"{example}.py"
+    for library in ("transformers" if "transformers" in path.read_text() else "torch", EXAMPLES_OF.get(example) or "torch"):
+        pytest.importorskip(library)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(path), run_name="__main__")
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_every_example_of_a_library_is_here():
+    assert {path.stem for path in EXAMPLES.glob("with_*.py")} < set(EXAMPLES_OF)
