@@ -11,10 +11,9 @@ namespace {
 template <class R>
 DMATTN_INLINE R update_row_softmax(const KeyChunk& chunk, const RowDropout<R>& dropout, R& row_max, R& row_sum, R* logits) {
   const int64_t width = padded<R>(chunk.count);
-  Vec<R> largest = load<R>(logits);
-  for (int64_t k = kLanes<R>; k < width; k += kLanes<R>) largest = max_of<R>(load<R>(logits + k), largest);
-  R max = row_max;
-  for (int i = 0; i < kLanes<R>; ++i) max = largest[i] > max ? largest[i] : max;
+  Vec<R> largest = splat<R>(row_max);
+  for (int64_t k = 0; k < width; k += kLanes<R>) largest = max_of<R>(load<R>(logits + k), largest);
+  const R max = max_lanes<R>(largest);
   const R base = max == static_cast<R>(-kInfinity) ? R(0) : max;
   Vec<R> sum = {};
   for (int64_t k = 0; k < width; k += kLanes<R>) {

@@ -20,14 +20,15 @@ struct ListedKeys {
 
 DMATTN_INLINE ListedKeys take_listed_keys(Arena& arena, const AttentionParams& p) {
   if (!p.mask.index.entries.data) return {nullptr, nullptr, 0};
-  const int64_t lines = round_up(p.key_length, kMaxIndexBlock) / kLineKeys + 1;  // blocks are whole, 64 bytes can be read anywhere
+  const int64_t lines =
+      round_up(p.key_length, kMaxIndexBlock) / kLineKeys + 1;  // blocks are whole, 64 bytes can be read anywhere
   uint8_t* const bytes = arena.take<uint8_t>(lines * kLineKeys);
   return {bytes, arena.take<uint8_t>(lines), lines};
 }
 
 DMATTN_INLINE void clear_listed_keys(const ListedKeys& listed) {
-  for (int64_t i = 0; i < listed.count * kLineKeys; ++i) listed.bytes[i] = 0;
-  for (int64_t i = 0; i < listed.count; ++i) listed.lines[i] = 0;
+  __builtin_memset(listed.bytes, 0, static_cast<size_t>(listed.count * kLineKeys));
+  __builtin_memset(listed.lines, 0, static_cast<size_t>(listed.count));
 }
 
 // Which of 64 bytes have one of the bits that are asked for.
@@ -94,7 +95,7 @@ DMATTN_INLINE void list_entries(const IndexLists& lists, const int32_t* entries,
 void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedKeys& listed) {
   for (int64_t line = 0; line < listed.count; ++line) {
     if (!listed.lines[line]) continue;
-    for (int64_t i = 0; i < kLineKeys; ++i) listed.bytes[line * kLineKeys + i] = 0;
+    __builtin_memset(listed.bytes + line * kLineKeys, 0, kLineKeys);
     listed.lines[line] = 0;
   }
   const IndexLists& lists = p.mask.index;

@@ -105,8 +105,7 @@ DMATTN_INLINE void add_biases(const LogitTerms<R>& terms, int64_t query, const K
   }
   if (!terms.bias) return;
   with_stored(terms.bias_type, R(), [&](auto stored) {
-    const auto* row =
-        reinterpret_cast<const typename decltype(stored)::Element*>(terms.bias) + query * terms.bias_stride;
+    const auto* row = reinterpret_cast<const typename decltype(stored)::Element*>(terms.bias) + query * terms.bias_stride;
     for (int64_t k = 0; k < chunk.count; ++k) logits[k] += stored.widen(row[chunk.keys[k]]);
   });
 }
