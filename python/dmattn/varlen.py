@@ -267,18 +267,17 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     ends_q = packed.ends_q.to(sizes.device, non_blocking=True).long()
     ends_k = ends_q if packed.ends_k is None else packed.ends_k.to(sizes.device, non_blocking=True).long()
     query = torch.arange(sizes.query_length, device=sizes.device)
-    document = torch.searchsorted(
-        ends_q, query, right=True
-    )  # counted from 1; queries behind the last are in one more, which is empty
+    # Counted from 1. Queries behind the last document are in one more, which is empty.
+    document = torch.searchsorted(ends_q, query, right=True)
     first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
     fitting_lists(index, sizes)
     lists = with_four_dims(index.keys())
     own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
     local = index.local
     if packed.ends_k is not None and local:
-        last = (
-            query[:, None] - with_last_twice(ends_q).index_select(0, document)[:, None] + end_key - first_key
-        )  # of the document's keys
+        # Where the query stands among its document's keys.
+        behind = with_last_twice(ends_q).index_select(0, document) - query
+        last = end_key - first_key - behind[:, None]
         own.append((last - torch.arange(local, device=sizes.device)).expand(1, 1, -1, -1))
         local = 0
     entries = torch.cat([given.expand(-1, lists.shape[1], -1, -1) for given in own], dim=3)

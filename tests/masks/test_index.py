@@ -252,7 +252,7 @@ def test_trees_of_earlier_programs_name_no_parts():
     both = kinds()["all three"]
     interval, block = both.interval, both.block
     version, spec = json.loads(pytree.treespec_dumps(pytree.tree_flatten(interval & block)[1]))
-    spec["context"] = "null"
+    spec["context"] = None
     old = json.dumps([version, spec])
     assert same(pytree.tree_unflatten(pytree.tree_leaves(interval & block), pytree.treespec_loads(old)), interval & block)
 
