@@ -64,18 +64,6 @@ void load_list_rows(const BackwardParams& b, const ListTile& tile, const Backwar
 }
 
 template <class R>
-void write_query_grads(const BackwardParams& b, const QueryTile& tile, int64_t first_row, const BackwardScratch<R>& s) {
-  const AttentionParams& p = b.forward;
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    const int64_t row = first_row + i;
-    // The query sees nothing: NaN of keys that other queries see must not reach it.
-    if (s.lse[row] == static_cast<R>(kInfinity)) clear(s.grad_query, row, row + 1, p.head_dim);
-    narrow_row<R>(p.dtype, s.grad_query.row(row), static_cast<R>(p.scale),
-                  row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);
-  }
-}
-
-template <class R>
 void backward_list_part(const BackwardCall& c, const Summaries& summaries, const ListTile& tile, const KeyLists& lists,
                         const int32_t* numbers, const ListGrads<R>& to, const BackwardScratch<R>& s) {
   const BackwardParams& b = c.params;
@@ -113,8 +101,8 @@ void backward_list_part(const BackwardCall& c, const Summaries& summaries, const
 template <class R>
 void backward_list_tile(const BackwardCall& c, const Summaries& summaries, const ListTile& tile, const ListGrads<R>& to,
                         const BackwardScratch<R>& s) {
-  int32_t numbers[kChunkKeys];
-  for (int32_t k = 0; k < kChunkKeys; ++k) numbers[k] = k;
+  int32_t numbers[kListChunkKeys];
+  for (int32_t k = 0; k < kListChunkKeys; ++k) numbers[k] = k;
   for_each_list_tile(c.params.forward, tile, s.lists, [&](const ListTile& part, const KeyLists& lists) {
     backward_list_part<R>(c, summaries, part, lists, numbers, to, s);
   });

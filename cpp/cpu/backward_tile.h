@@ -27,12 +27,12 @@ struct BackwardScratch {
     query = take_matrix<R>(arena, p.head_dim, kMaxTileQueries);
     grad_out_rows = take_matrix<R>(arena, kMaxTileQueries, p.value_dim);
     grad_out = take_matrix<R>(arena, p.value_dim, kMaxTileQueries);
-    key = take_matrix<R>(arena, kChunkKeys, p.head_dim);
-    value = take_matrix<R>(arena, kChunkKeys, p.value_dim);
-    probability = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    grad_logit = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    bias = p.bias.data ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
-    slope = p.softcap > 0 ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
+    key = take_matrix<R>(arena, chunk_keys(p), p.head_dim);
+    value = take_matrix<R>(arena, chunk_keys(p), p.value_dim);
+    probability = take_pairs<R>(arena, p);
+    grad_logit = take_pairs<R>(arena, p);
+    bias = p.bias.data ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
+    slope = p.softcap > 0 ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
     grad_query = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     lse = arena.take<R>(kMaxTileQueries);
     lse_rest = arena.take<R>(kMaxTileQueries);
@@ -92,6 +92,19 @@ void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScr
   transpose<R>(s.query_rows, tile.rows, p.head_dim, s.query);
   transpose<R>(s.grad_out_rows, tile.rows, p.value_dim, s.grad_out);
   clear(s.grad_query, 0, tile.rows, padded<R>(p.head_dim));
+}
+
+// The rows of a tile in grad_query; they begin with row first_row of the scratch.
+template <class R>
+void write_query_grads(const BackwardParams& b, const QueryTile& tile, int64_t first_row, const BackwardScratch<R>& s) {
+  const AttentionParams& p = b.forward;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    const int64_t row = first_row + i;
+    // The query sees nothing: NaN of keys that other queries see must not reach it.
+    if (s.lse[row] == static_cast<R>(kInfinity)) clear(s.grad_query, row, row + 1, p.head_dim);
+    narrow_row<R>(p.dtype, s.grad_query.row(row), static_cast<R>(p.scale),
+                  row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);
+  }
 }
 
 // Of pairs of queries and keys, in a vector: the probability after dropout, and the gradient of the logit P (dP - delta).

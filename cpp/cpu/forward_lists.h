@@ -67,8 +67,8 @@ template <class R>
 void forward_list_tile(const AttentionParams& p, const Summaries& summaries, const ListTile& tile, void* scratch) {
   Arena arena(scratch);
   const ForwardScratch<R> s(arena, p);
-  int32_t numbers[kChunkKeys];
-  for (int32_t k = 0; k < kChunkKeys; ++k) numbers[k] = k;
+  int32_t numbers[kListChunkKeys];
+  for (int32_t k = 0; k < kListChunkKeys; ++k) numbers[k] = k;
   for_each_list_tile(p, tile, s.lists, [&](const ListTile& part, const KeyLists& lists) {
     forward_list_part<R>(p, summaries, part, lists, numbers, s);
   });

@@ -23,10 +23,10 @@ struct ForwardScratch {
   DMATTN_INLINE ForwardScratch(Arena& arena, const AttentionParams& p) {
     query_rows = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     query = take_matrix<R>(arena, p.head_dim, kMaxTileQueries);
-    key = take_matrix<R>(arena, kChunkKeys, p.head_dim);
-    value = take_matrix<R>(arena, kChunkKeys, p.value_dim);
-    logits = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    bias = p.bias.data ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
+    key = take_matrix<R>(arena, chunk_keys(p), p.head_dim);
+    value = take_matrix<R>(arena, chunk_keys(p), p.value_dim);
+    logits = take_pairs<R>(arena, p);
+    bias = p.bias.data ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
     out = take_matrix<R>(arena, kMaxTileQueries, p.value_dim);
     state = {arena.take<R>(kMaxTileQueries), arena.take<R>(kMaxTileQueries)};
     correction = arena.take<R>(kMaxTileQueries);

@@ -12,9 +12,8 @@
 namespace dmattn::cpu {
 namespace {
 
-constexpr int64_t kListHeads = 8;  // at most so many heads at once
-constexpr int64_t kListRows = 4;   // queries are joined up to so many rows
-static_assert(kListRows <= kListQueries);
+constexpr int64_t kListRows = 4;  // queries are joined up to so many rows
+static_assert(kListRows <= kListQueries && kListRows <= kListHeads);
 // The cost of one key that a tile reads, and of one pair of it and a row.
 constexpr int64_t kReadCost = 2, kPairCost = 1;
 
@@ -81,7 +80,9 @@ DMATTN_INLINE void for_each_list_tile(const AttentionParams& p, const ListTile& 
     list_keys(p, part_of(whole.tile, first, queries), lists.listed);
     const int64_t step = queries > 1 && is_joined_cheaper(lists.listed, queries, whole.heads) ? queries : 1;
     for (int64_t i = 0; i < queries; i += step) {
-      use(ListTile{part_of(whole.tile, first + i, step), whole.heads}, KeyLists{lists.full, lists.partial, lists.listed, i});
+      KeyLists here = lists;
+      here.first_listed = i;
+      use(ListTile{part_of(whole.tile, first + i, step), whole.heads}, here);
     }
   }
 }

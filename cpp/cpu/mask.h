@@ -20,21 +20,22 @@ struct RowMask {
 // repeated up to whole vectors.
 struct KeyChunk {
   int64_t count, full;
-  int32_t keys[kChunkKeys];
-  RowMask masks[kChunkKeys];
+  int32_t keys[kListChunkKeys];
+  RowMask masks[kListChunkKeys];
 };
 
 // What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show to the queries of
 // the tile, from query `first_listed` on.
 struct KeyLists {
   KeyChunk *full, *partial;
+  int64_t chunk_keys;  // at most so many keys in a chunk
   ListedKeys listed;
   int64_t first_listed;
 };
 
 DMATTN_INLINE KeyLists take_key_lists(Arena& arena, const AttentionParams& p) {
   KeyChunk* const full = arena.take<KeyChunk>(1);
-  return {full, arena.take<KeyChunk>(1), take_listed_keys(arena, p), 0};
+  return {full, arena.take<KeyChunk>(1), chunk_keys(p), take_listed_keys(arena, p), 0};
 }
 
 template <class Word>
@@ -227,20 +228,20 @@ class KeyScheduler {
     KeyChunk& chunk = *lists_.partial;
     chunk.keys[chunk.count] = key;
     chunk.masks[chunk.count++] = rows;
-    if (chunk.count == kChunkKeys) emit(chunk, 0);
+    if (chunk.count == lists_.chunk_keys) emit(chunk, 0);
   }
 
   void push_full(int32_t key) {
     KeyChunk& chunk = *lists_.full;
     chunk.keys[chunk.count++] = key;
-    if (chunk.count == kChunkKeys) emit(chunk, chunk.count);
+    if (chunk.count == lists_.chunk_keys) emit(chunk, chunk.count);
   }
 
   // Keys first + k of all bits k that are set.
   void push_full(int32_t first, uint64_t bits) {
     KeyChunk& chunk = *lists_.full;
     const int64_t count = __builtin_popcountll(bits);
-    if (chunk.count + count >= kChunkKeys) {
+    if (chunk.count + count >= lists_.chunk_keys) {
       for (; bits; bits &= bits - 1) push_full(first + static_cast<int32_t>(__builtin_ctzll(bits)));
       return;
     }
@@ -254,7 +255,7 @@ class KeyScheduler {
   void finish() {
     KeyChunk &full = *lists_.full, &partial = *lists_.partial;
     const int64_t sure = full.count;
-    if (sure > 0 && sure + partial.count <= kChunkKeys) {
+    if (sure > 0 && sure + partial.count <= lists_.chunk_keys) {
       for (int64_t k = 0; k < partial.count; ++k) {
         full.keys[full.count] = partial.keys[k];
         full.masks[full.count++] = partial.masks[k];

@@ -15,6 +15,9 @@ DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
   return size;
 }
 
+// The keys of a chunk, at most.
+DMATTN_INLINE int64_t chunk_keys(const AttentionParams& p) { return p.mask.index.entries.data ? kListChunkKeys : kChunkKeys; }
+
 DMATTN_INLINE int64_t query_tiles(const AttentionParams& p) { return ceil_div(p.query_length, tile_queries(p.mask)); }
 
 // Queries [first, first + rows) of one head. `position` is that of query `first`.
@@ -64,6 +67,13 @@ template <class R>
 DMATTN_INLINE Matrix<R> take_matrix(Arena& arena, int64_t rows, int64_t columns) {
   const int64_t stride = row_stride_of<R>(columns);
   return {arena.take<R>(rows * stride), stride};
+}
+
+// For what is computed of each pair of a chunk: [keys, queries], or [rows, keys] with index lists.
+template <class R>
+DMATTN_INLINE Matrix<R> take_pairs(Arena& arena, const AttentionParams& p) {
+  const bool has_lists = p.mask.index.entries.data;
+  return take_matrix<R>(arena, has_lists ? kListHeads : kChunkKeys, has_lists ? kListChunkKeys : kMaxTileQueries);
 }
 
 }  // namespace

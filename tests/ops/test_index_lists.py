@@ -28,10 +28,11 @@ class Lists:
 
     def visible(self, Sk):
         """bool [B|1, H|Hkv|1, Sq, Sk] from the definition."""
-        listed = torch.zeros(*self.indices.shape[:3], Sk, dtype=torch.bool)
-        for place in (self.indices >= 0).nonzero().tolist():
-            first = int(self.indices[tuple(place)]) * self.block
-            listed[tuple(place[:3])][first : first + self.block] = True
+        listed = torch.zeros(*self.indices.shape[:3], Sk + 1, dtype=torch.bool)  # the last key takes what is none
+        for place in range(self.block):
+            key = self.indices.long() * self.block + place
+            listed.scatter_(-1, torch.where((self.indices >= 0) & (key < Sk), key, Sk), True)
+        listed = listed[..., :Sk]
         Sq, key = self.indices.shape[2], torch.arange(Sk)
         first = torch.tensor([Sk - Sq]) if self.offset is None else self.offset.long()
         position = (first[:, None] + torch.arange(Sq))[:, None, :, None]
@@ -48,7 +49,7 @@ def run(case, lists, interval=(None, None), blocks=NO_BLOCKS):
     wanted = (case.key_bias is not None, case.bias is not None)
     with torch.no_grad():
         out, lse, lse_rest = torch.ops.dmattn.forward(*inputs, *arguments, *rest)
-        grad_out, grad_lse = case.incoming_gradients()
+        grad_out, grad_lse = (given.to(of.dtype) for given, of in zip(case.incoming_gradients(), (out, lse), strict=True))
         gradients = torch.ops.dmattn.backward(grad_out, grad_lse, *inputs, out, lse, *arguments, *wanted, lse_rest, *rest)
     names = ("grad_query", "grad_key", "grad_value", "grad_key_bias", "grad_bias")
     kept = (True, True, True, *wanted)
@@ -98,8 +99,8 @@ def test_drawn_lists(dtype, data):
     interval, blocks = (None, None), NO_BLOCKS
     if data.draw(st.booleans()):
         drawn = data.draw(strategies.raw_interval_masks(shape))
-        start, end = drawn.mask.start, drawn.mask.end
-        interval, visible = (start, end), visible & reference.per_query_head(drawn.visible, shape.H)
+        interval = tuple(given.expand(*given.shape[:2], shape.Sk) for given in (drawn.mask.start, drawn.mask.end))
+        visible = visible & reference.per_query_head(drawn.visible, shape.H)
     if data.draw(st.booleans()):
         seen = tensor((1, data.draw(of_heads), shape.Sq, shape.Sk), data.draw(strategies.seeds())) > -0.5
         mask = BlockMask.from_bool(seen, data.draw(st.sampled_from((32, 128))))
@@ -165,6 +166,17 @@ def test_heads_that_share_lists(own, group):
     lists = Lists(torch.randint(-1, 90, (1, heads, 33, 20), generator=torch.Generator().manual_seed(own)).int())
     case = plain(lists, H=H, Sk=90, key_bias=tensor((1, H, 90), 4), bias=tensor((1, 1, 33, 90), 5))
     assert_close_to_reference(case, run(case, lists))
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.95], ids=["own keys", "shared keys"])
+def test_lists_of_several_chunks(dtype, shared):
+    """Keys with ever larger logits, so that maxima of later chunks take the place of earlier ones."""
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(0, 1500, (1, 2, 5, 1100), generator=generator)
+    indices = torch.where(torch.rand(indices.shape, generator=generator) < shared, indices[:, :, :1], indices).int()
+    rising = torch.linspace(0, 20, 1500, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    case = plain(Lists(indices), dtype, Sk=1500, key_bias=rising[None, None])
+    assert_close_to_reference(case, run(case, Lists(indices)))
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.95], ids=["own keys", "shared keys"])
