@@ -8,8 +8,8 @@ import pytest
 import rank_shards
 import torch
 from dmattn import IntervalMask
-from dmattn.nn import DynamicMaskAttention
 from dmattn.testing import strategies
+from layers import layer_with
 from rank_pool import Ranks
 
 tensor = strategies.random_tensor
@@ -23,7 +23,7 @@ SCORES = {
 def layer_of(**options):
     """A layer whose scores differ from key to key, float64."""
     torch.manual_seed(0)
-    layer = DynamicMaskAttention(64, 4, window=5, **rank_shards.OPTIONS, **options)
+    layer = layer_with(64, 4, window=5, **rank_shards.OPTIONS, **options)
     for name, parameter in layer.named_parameters():
         if name == "A" or name.startswith("score_proj"):
             torch.nn.init.normal_(parameter)
@@ -89,23 +89,6 @@ def test_bad_positions(act, error, message):
 def rows_of(parameter, rank):
     """The half of the rows that a rank of two holds."""
     return torch.nn.Parameter(parameter.detach().chunk(2)[rank])
-
-
-def test_projections_of_half_the_heads_make_a_layer_of_half_the_heads():
-    """By hand, without torch.distributed: the outputs of both halves add up to the layer's."""
-    layer, hidden = layer_of(score="linear"), tensor((2, 20, 64), 0, torch.float64)
-    total = 0
-    for rank in range(2):
-        part = layer_of(score="linear")
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(part, name).weight = rows_of(getattr(layer, name).weight, rank)
-        part.score_proj.weight, part.score_proj.bias = (
-            rows_of(layer.score_proj.weight, rank),
-            rows_of(layer.score_proj.bias, rank),
-        )
-        part.o_proj.weight = torch.nn.Parameter(layer.o_proj.weight.detach().chunk(2, dim=1)[rank])
-        total = total + part(hidden)
-    torch.testing.assert_close(total, layer(hidden))
 
 
 def test_what_does_not_fit_a_shard_is_refused():

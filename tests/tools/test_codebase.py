@@ -194,6 +194,7 @@ OWN_STEMS = {
         "scheduler",
         "tile",
         "token_step",
+        "union_order",
     },
     "sm90": {"encode_maps", "gather", "maps", "ring", "tile_descriptor", "work_tile"},
     "sm90/forward": {
@@ -208,6 +209,7 @@ OWN_STEMS = {
         "scheduler_lists",
         "scheduler_masks",
         "scheduler_order",
+        "scheduler_union",
         "shared",
         "softmax",
     },
@@ -348,25 +350,6 @@ monkeypatch.setattr(torch, "compile", lambda function: config)
 monkeypatch.setattr("torch.compile", None)
 """
     assert len(patched_settings(source)) == 4
-
-
-def properties_of_named_tuples(source: str) -> list[str]:
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    named_tuples = [node for node in classes if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)]
-    methods = [(node.name, part) for node in named_tuples for part in node.body if isinstance(part, ast.FunctionDef)]
-    return [f"{name}.{part.name}" for name, part in methods if "property" in map(ast.unparse, part.decorator_list)]
-
-
-def test_named_tuples_have_methods_and_no_properties():
-    """torch 2.10 does not compile what uses a property of a named tuple."""
-    paths = tracked("python/dmattn/*.py")
-    assert ROOT / "python/dmattn/distributed/chunks.py" in paths
-    assert not [found for path in paths for found in properties_of_named_tuples(path.read_text())]
-
-
-def test_properties_of_named_tuples_are_found():
-    body = "    @property\n    def length(self): ...\n    def first(self): ...\n"
-    assert properties_of_named_tuples(f"class A(NamedTuple):\n{body}class B:\n{body}") == ["A.length"]
 
 
 def own_tolerances(source: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -10,6 +9,7 @@ import json
 import pytest
 import torch
 from dmattn.nn import DynamicMaskAttention
+from layers import layer_with
 
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
@@ -91,33 +91,6 @@ def test_a_mask_shows_sinks_neighbours_and_the_best_of_the_others(quality):
             assert set(shown[b, 1, position].nonzero().flatten().tolist()) == near | set(best)
 
 
-def test_windows_fall_from_dense_to_their_size(quality):
-    s = quality.settings_of({"task": "text", "variant": "dynamic+anneal"})
-    windows = [s.window_at(step / 100) for step in range(101)]
-    assert windows[:5] == [None] * 5
-    assert windows[5:] == sorted(windows[5:], reverse=True)
-    assert max(windows[5:]) > 7000
-    assert set(windows[50:]) == {s.window}
-
-
-def test_scores_learn_the_attention_of_later_queries(quality):
-    """Queries that look for two old keys, and the scores that the loss alone teaches them."""
-    import quality_model
-
-    settings = quality.settings_of({"task": "mqar", "variant": "taught+local", **SMALL, "teach_rows": 64})
-    attention = quality_model.Attention(settings)
-    query, key = torch.ones(1, 2, 128, 16), torch.zeros(1, 2, 128, 16)
-    key[:, 0, 10], key[:, 1, 20] = 2.0, 2.0
-    score = torch.zeros(1, 2, 128, requires_grad=True)
-    optimizer = torch.optim.Adam([score], lr=0.1)
-    for _ in range(50):
-        _, loss = attention.explored(query, key, key, None, score, key)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert score[0].argmax(1).tolist() == [10, 20]
-
-
 def test_queries_that_explore_attend_to_all(quality):
     import quality_model
 
@@ -147,9 +120,9 @@ def test_the_layer_is_what_was_measured(quality, name):
     settings = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4})
     measured, s = Attention(settings), settings
     torch.nn.init.normal_(measured.to_score.weight)
-    layer = DynamicMaskAttention(
+    layer = layer_with(
         s.width, s.heads, s.window, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear", select_only=s.bias == "none",
-        score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
+        queries=s.teach_rows, last=s.teach_last, sharp=s.teach_peak, explore=s.explore, recency=s.recency,
         partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip
     parts = measured.qkv.weight.chunk(3)
@@ -198,16 +171,6 @@ def test_every_variant_trains(quality, name):
     assert point["held_bits"] > 0
     assert 0 <= point["held_accuracy"] <= 1
     json.dumps(result)
-
-
-def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
-    given = {"task": "mqar", "variant": "sliding", "seeds": [2], **SMALL}
-    (tmp_path / "jobs").write_text("# a comment\n" + json.dumps(given))
-    options = argparse.Namespace(file=tmp_path / "jobs", limit=300, per_gpu=1, output=tmp_path / "out.jsonl")
-    quality.jobs(options)  # the job runs in a process of its own
-    results = [json.loads(line) for line in options.output.read_text().splitlines()]
-    assert [(result["name"], result["settings"]["seed"]) for result in results] == [("sliding", 2)]
-    assert "mqar, 128 tokens, 16 visible, 2 st" in capsys.readouterr().out
 
 
 def finished(quality, variant, seed, bits, **more):
@@ -263,7 +226,21 @@ def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
     assert f"| {kept_whole / 1e6:.1f} MB |" in lines[5]
 
 
-@pytest.mark.parametrize("given", [{"steps": "many"}, {"stepz": 3}, {"variant": "dens"}, {"task": "novel"}, {"bias": "none"}])
-def test_a_wrong_setting_is_named(quality, given):
-    with pytest.raises(ValueError, match=next(iter(given)).replace("stepz", "settings")):
-        quality.settings_of({"task": "mqar", "variant": "dynamic", **given})
+def test_noise_selects_in_training_alone_and_repeats_with_its_seed():
+    from experiments import NoisyAttention
+
+    layer, hidden = NoisyAttention(64, 4, 5, num_kv_heads=2, local=2, noise=3.0), torch.randn(1, 60, 64)
+    torch.nn.init.normal_(layer.A)
+    plain = DynamicMaskAttention(64, 4, 5, num_kv_heads=2, local=2)
+    plain.load_state_dict(layer.state_dict())
+    torch.manual_seed(1)
+    first, second = layer(hidden), layer(hidden)
+    torch.manual_seed(1)
+    assert torch.equal(layer(hidden), first)
+    assert not torch.equal(first, second)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="cache: expected a layer in eval mode, got one that trains with noise=3"),
+    ):
+        layer(hidden, cache=layer.new_cache(1))
+    assert torch.equal(layer.eval()(hidden), plain(hidden))
