@@ -102,8 +102,6 @@ inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
   const int64_t count = indices.dim() == 4 ? indices.size(3) : 0;
   lists.entries = to_per_head("indices", indices, given.query, p.batch, p.heads, p.kv_heads, {p.query_length, count},
                               "[B|1, H|Hkv|1, Sq, K]");
-  static int32_t no_entry = -1;  // null stands for no lists, and lists of length 0 have no memory
-  if (!lists.entries.data) lists.entries.data = &no_entry;
   lists.row_stride = indices.stride(2), lists.count = count;
   static int32_t nothing = 0;  // an empty tensor may have no address, and lists without entries are lists, too
   if (!lists.entries.data) lists.entries.data = &nothing;
@@ -113,7 +111,8 @@ inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
   while (int64_t{1} << lists.log2_block < block) ++lists.log2_block;
   const std::pair<const char*, int64_t> numbers[] = {{"index_local", given.index_local}, {"index_sinks", given.index_sinks}};
   for (auto [name, number] : numbers) check(number >= 0, name, ": expected a number of keys, 0 or more, got ", number);
-  lists.local = static_cast<int32_t>(std::min<int64_t>(given.index_local, INT32_MAX));  // index_offset may be anything
+  // Not the number of keys: by index_offset a query may stand far behind the last one. Kernels add positions to it.
+  lists.local = static_cast<int32_t>(std::min(given.index_local, int64_t{1} << 30));
   lists.sinks = static_cast<int32_t>(std::min(given.index_sinks, p.key_length));
   if (!given.index_offset) return;
   Tensor& offset = *given.index_offset;

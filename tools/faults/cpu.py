@@ -257,7 +257,7 @@ FAULTS = [
     in_file("cpu/backward_tile.h", "grad_probability = scale == R(0) ? Vec<R>{} : grad_probability * scale;", "grad_probability = grad_probability * scale;",
             "the gradient of a dropped weight is multiplied with 0 instead of replaced by it",
             harmless="It differs where dP is not finite alone; then a value in that row is not finite, out is NaN where it is (0 times it), and so are delta and the row's gradients either way."),
-    in_file("cpu/mask.h", "if (sure > 0 && sure + partial.count <= kChunkKeys) {", "if (sure > 0 && sure + partial.count < kChunkKeys) {",
+    in_file("cpu/mask.h", "if (sure > 0 && sure + partial.count <= lists_.chunk_keys) {", "if (sure > 0 && sure + partial.count < lists_.chunk_keys) {",
             "lists that just fit into one chunk go out as two",
             harmless="A key is in exactly one chunk either way, with its own mask; online softmax gives the same sums up to rounding, which the rule allows."),
     in_file("cpu/mask.h", "block >= first / kSummaryKeys && block < end_block", "block < end_block",
