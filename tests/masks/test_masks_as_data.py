@@ -272,7 +272,7 @@ def test_repr_of_placeholders(mask):
 
 def test_shapes(mask):
     assert mask.shape == {
-        IntervalMask: (3, 1, SK), BlockMask: (3, 2, SQ, SK), CombinedMask: (3, 2, SQ, SK)
+        IntervalMask: (3, 1, SK), BlockMask: (3, 2, SQ, SK), IndexMask: (3, 2, SQ, 7), CombinedMask: (3, 2, SQ, SK)
     }[type(mask)]  # fmt: skip
     assert mask[0].shape == (1, *mask.shape[1:])
 
@@ -318,8 +318,10 @@ def test_a_module_saves_its_mask(mask):
     blank = {  # of equal shapes: other values, one partial tile fewer
         IntervalMask: lambda: interval_of()[torch.tensor([0, 0, 0])],
         BlockMask: lambda: BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
+        IndexMask: lambda: index_of()[torch.tensor([0, 0, 0])],
         CombinedMask: lambda: interval_of() & BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
     }[type(mask)]()
+    blank = blank & index_of() if getattr(mask, "index", None) is not None else blank
     for assign in (False, True):
         other = Windowed(blank)
         assert not same(other.visible.mask, mask)
