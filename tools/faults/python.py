@@ -13,6 +13,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
 CACHE, VARLEN, DECODE = "cache/test_cache.py::", "ops/test_varlen.py::", "ops/test_decode.py::"
 RANKS, DTENSORS = "distributed/test_context_parallel.py::", "distributed/test_sharding.py::"
 FORWARD, BACKWARD, MASKS = "ops/test_forward.py::", "ops/test_backward.py::", "masks/test_masks.py::"
+LISTS, LISTED_CALLS = "masks/test_index.py::", "masks/test_index_calls.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "ops/test_dynamic_mask_attention.py::", "ops/test_autograd.py::", "ops/test_registration.py::"
 
 FAULTS = [
@@ -33,6 +34,35 @@ FAULTS = [
             "scores that only select are added to the logits of a chunk", CACHE + "test_recency_and_scores_that_select_only"),
     in_file("nn/mixed_cache.py", "query.shape[1] // self.num_kv_heads * first", "first",
             "local heads answer too few queries", "cache/test_mixed_cache.py::test_all_heads_see_what_one_mask_shows_them"),
+    # Index masks.
+    in_file("masks/index.py", "return free if is_causal else free | (", "return free if True else free | (",
+            "without causality later keys take no part", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "first, newest = first.clamp(min=sink_keys), position - local", "newest = position - local",
+            "sinks compete", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "torch.where(bits < 0, bits ^ bounds.FOREVER, bits)", "bits",
+            "of negative scores the smallest are selected", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "torch.where(entries[..., None] < 0, NONE, entries[..., None] * parts + within)", "(entries[..., None] * parts + within)",
+            "no entry in a large block is one in small ones", LISTS + "test_joining_takes_what_it_can"),
+    in_file("masks/index.py", "is_causal=self.is_causal or other.is_causal", "is_causal=self.is_causal",
+            "an intersection forgets that its second mask is causal", LISTS + "test_and_is_the_intersection"),
+    in_file("composed.py", "return seen | (column < sinks) if sinks else seen", "return seen",
+            "tangents and booleans have no sinks", LISTS + "test_to_bool_is_the_definition"),
+    in_file("composed.py", "(position - local < column)", "(position - local <= column)",
+            "a local window has one key more", LISTS + "test_to_bool_is_the_definition"),
+    in_file("autograd.py", "composed.tangents((*tensors, *ctx.options, *ctx.last), given)", "composed.tangents((*tensors, *ctx.options), given)",
+            "forward mode reads lists of blocks as lists of keys", LISTED_CALLS + "test_further_derivatives_are_those_of_the_bool_mask"),
+    in_file("call.py", "is_causal=options.is_causal or index.is_causal", "is_causal=options.is_causal",
+            "a causal index mask shows the future", LISTED_CALLS + "test_everything_at_once"),
+    in_file("call.py", "index_offset = first.reshape(-1)", "index_offset = 0 * first.reshape(-1)",
+            "the local window of queries that stand elsewhere stays", LISTED_CALLS + "test_everything_at_once"),
+    in_file("decode_listed.py", "again[..., 1:] = keys[..., 1:] == keys[..., :-1]", "pass",
+            "decoding counts a key that is listed twice twice", LISTS + "test_decoding_sees_what_is_listed"),
+    in_file("decode_listed.py", "length = torch.where((in_use & is_none).any(1), 0, length)", "pass",
+            "decoding reads another page for one that is none", LISTS + "test_a_page_that_is_none_empties_its_sequence"),
+    in_file("varlen.py", "torch.where(inside, entries + first_key, -1)", "torch.where(inside, entries, -1)",
+            "packed lists count from the first document", LISTED_CALLS + "test_packed_documents_have_lists_of_their_own"),
+    in_file("sharding.py", "NONE, USUAL, PER_SEQUENCE, USUAL, USUAL, NONE)", "NONE, NONE, PER_SEQUENCE, USUAL, USUAL, NONE)",
+            "every rank reads the lists of all sequences and heads", DTENSORS + "test_two_ranks_compute_what_one_does"),
     # DTensors.
     in_file("sharding.py", "dtensor.Replicate() if share is None else dtensor.Partial()", "dtensor.Replicate()",
             "the gradient of what parts share is that of one part", DTENSORS + "test_two_ranks_compute_what_one_does"),
@@ -91,7 +121,7 @@ FAULTS = [
             "samples with pools of their own read those of others", DECODE + "test_vmap"),
     in_file("batching.py", "    given = in_front(given, dim, size)\n", "    given = in_front(given, dim and 0, size)\n",
             "the first dimension is taken for the vmapped one", "ops/test_func.py::test_vmap_over_any_argument_is_a_loop_in_one_call"),
-    in_file("batching.py", "if inputs[12 + DROPOUT_P] > 0:", "if False:",
+    in_file("batching.py", "if inputs[14 + DROPOUT_P] > 0:", "if False:",
             "all samples drop what one batch of them would", "ops/test_func.py::test_vmap_with_dropout_honours_randomness"),
     in_file("batching.py", "return (torch.where(tiles >= FIRST_SLOT, slots + FIRST_SLOT, tiles), rows, columns), (0, 0, 0)", "return (tiles, rows, columns), (0, 0, 0)",
             "later samples number their tiles behind those of earlier ones", "ops/test_func.py::test_vmap_of_packing"),
@@ -230,7 +260,7 @@ FAULTS = [
     in_file("masks/heads.py", "given.repeat_interleave(heads // given.shape[1], dim=1)", "given.repeat(1, heads // given.shape[1], *(1,) * (given.dim() - 2))",
             "query heads are assigned to key heads round-robin instead of by groups", "ops/test_silence.py::test_masks_and_biases_of_key_heads_meet_those_of_query_heads"),
     # The rest.
-    in_file("flops.py", "return forward * 5 // 2", "return forward * 2",
+    in_file("flops.py", "options[9:]) * 5 // 2", "options[9:]) * 2",
             "backward counts as many FLOPs as two forwards", REGISTRATION + "test_flop_counter_counts_visible_work"),
     in_file("flops.py", "count = (last - first).clamp(min=0)", "count = last - first",
             "empty intervals count as fewer than no pairs", MASKS + "test_visible_pairs_counts_the_mask"),
@@ -336,9 +366,9 @@ FAULTS = [
             "trees hold numbers that a program leaves open", "masks/test_most_keys.py::test_a_program_returns_masks"),
     in_file("attention.py", "(mask.is_in_order, mask.most_keys) if", "(mask.is_in_order, 0) if",
             "attention does not tell how many keys a query sees", "masks/test_most_keys.py::test_which_calls_give_it masks/test_most_keys.py::test_the_layer_gives_it"),
-    in_file("varlen.py", "is_in_order=rules.window is None and (rules.mask is None or rules.mask.is_in_order),", "is_in_order=rules.mask is None or rules.mask.is_in_order,",
+    in_file("varlen.py", "rules.listed is None and rules.window is None and (rules.mask", "rules.listed is None and (rules.mask",
             "keys that scores select are said to lie in order", "masks/test_in_order.py::test_which_calls_give_it"),
-    in_file("autograd.py", "need_bias, lse_rest, *ctx.hints)", "need_bias, lse_rest)",
+    in_file("autograd.py", "need_bias, lse_rest, *ctx.last)", "need_bias, lse_rest)",
             "backward is not told that keys lie in order", "masks/test_in_order.py::test_backward_gets_it_on_the_short_way"),
     in_file("varlen.py", "torch.maximum(start, keys + shift)", "torch.maximum(start, keys + offset)",
             "queries of a document stand where the same place among all keys is", VARLEN + "test_every_document_by_itself"),
