@@ -6,12 +6,12 @@ from __future__ import annotations
 import re
 
 import dmattn
-import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.nn import DynamicMaskAttention, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
+from strange import BLOCK, assert_taken_or_refused
 
 NAN, INF = float("nan"), float("inf")
 
@@ -24,8 +24,6 @@ Q, K, V = rows(), rows(2, 2, 12, 16), rows(2, 2, 12, 8)
 K4, V4 = rows(2, 4, 12, 16), rows(2, 4, 12, 8)
 S, FACTORS = rows(2, 2, 12), rows(2)
 INTS = torch.zeros(12, dtype=torch.int32)
-JAGGED = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=torch.jagged)
-BLOCK = BlockMask.from_bool(torch.ones(10, 12, dtype=torch.bool))
 
 
 def attend(query=Q, key=K, value=V, mask=None, **options):
@@ -609,18 +607,6 @@ def test_select_refuses_a_mix_of_devices():
 
 # Anything for any argument ----------------------------------------------------------------------------------------------------------
 
-STRANGE = {
-    "None": None, "a bool": True, "an int": 3, "a huge int": 10**400, "a float": 2.5, "NaN": NAN, "inf": INF, "a complex number": 1j,
-    "text": "x", "a list": [1.0], "a dict": {}, "a numpy array": np.ones((2, 4, 10, 16), np.float32), "a numpy float": np.float32(0.5),
-    "a numpy int": np.int64(3), "a dtype": torch.float32, "a function": len, "a module": torch.nn.Linear(16, 2),
-    "an interval mask": IntervalMask.causal(7), "a block mask": BLOCK, "a number in a tensor": torch.tensor(1.0), "an int in a tensor": torch.tensor(3),
-    "no elements": torch.empty(0), "no batch": torch.empty(0, 4, 10, 16), "no keys": torch.empty(2**36, 4, 0, 16),
-    "booleans": torch.ones(4, 5, dtype=torch.bool), "integers": torch.ones(2, 4, 10, 16, dtype=torch.int64),
-    "complex": torch.ones(2, 4, 10, 16, dtype=torch.complex64), "8-bit floats": torch.ones(2, 4, 10, 16).to(torch.float8_e4m3fn),
-    "another device": torch.empty(2, 4, 10, 16, device="meta"), "sparse": torch.ones(2, 4, 10, 16).to_sparse(), "nested": JAGGED,
-    "2^40 elements": torch.zeros(1).expand(2**40), "2^40 in three dimensions": torch.zeros(1, 1, 1).expand(1, 1, 2**40),
-    "2^40 batches and heads": torch.zeros(1, 1, 1, 16).expand(2**20, 2**20, 1, 16),
-}  # fmt: skip
 LAYER = DynamicMaskAttention(32, 4, 4)
 ARGUMENTS = {
     dmattn.attention: {"query": Q, "key": K, "value": V, "mask": None, "key_bias": None, "bias": None, "is_causal": False, "scale": None,
@@ -670,19 +656,6 @@ TAKEN = {
 )
 def test_anything_for_any_argument(function, argument):
     """It is taken by the arguments that say so, or refused with TypeError or ValueError, and the message opens with an argument's name."""
-    opening = re.compile(
-        "("
-        + "|".join([*ARGUMENTS[function], "query", "key", "value", "mask", "base.start", "mask.start", "query, key"])
-        + "): expected "
-    )
-    wrong = []
-    for what, given in STRANGE.items():
-        try:
-            function(**ARGUMENTS[function] | {argument: given})
-        except (TypeError, ValueError) as error:
-            if not opening.match(str(error)):
-                wrong.append(f"{what}: {error}")
-        else:
-            if what not in TAKEN.get((function, argument), TAKEN.get(argument, ())):
-                wrong.append(f"{what} was taken")
-    assert not wrong, "\n".join(wrong)
+    names = [*ARGUMENTS[function], "query", "key", "value", "mask", "base.start", "mask.start", "query, key"]
+    taken = TAKEN.get((function, argument), TAKEN.get(argument, ()))
+    assert_taken_or_refused(function, ARGUMENTS[function], argument, names, taken)

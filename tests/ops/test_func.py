@@ -86,15 +86,6 @@ def test_gradgradcheck(options, small_tiles):
     assert torch.autograd.gradgradcheck(attend(**options), given_leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradcheck_batched():
-    sizes = ((1, 2, 2, 8), (1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3), (1, 2, 2, 3))
-    given_leaves = [tensor(size, number, torch.float64).requires_grad_() for number, size in enumerate(sizes)]
-    assert torch.autograd.gradcheck(
-        attend(is_causal=True), given_leaves, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
-
-
 def test_gradcheck_of_dynamic_mask_attention():
     sizes = [(1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9)]
     given_leaves = [tensor(size, number, torch.float64).requires_grad_() for number, size in enumerate(sizes)]
@@ -688,12 +679,3 @@ def test_transforms_inside_compiled_code(device, dtype, name):
     ours, expected = torch.compile(call, backend="aot_eager", fullgraph=True)(query), call(query)
     assert expected.any()
     torch.testing.assert_close(ours, expected)
-
-
-def test_double_backward_of_compiled_code_is_refused_by_torch():
-    query = tensor((1, 2, 9, 16), 0).requires_grad_()
-    torch._dynamo.reset()
-    out = torch.compile(lambda q: dmattn.attention(q, q, q), backend="aot_eager")(query)
-    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        gradient.sum().backward()

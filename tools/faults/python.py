@@ -366,7 +366,7 @@ FAULTS = [
             "trees hold numbers that a program leaves open", "masks/test_most_keys.py::test_a_program_returns_masks"),
     in_file("attention.py", "(mask.is_in_order, mask.most_keys) if", "(mask.is_in_order, 0) if",
             "attention does not tell how many keys a query sees", "masks/test_most_keys.py::test_which_calls_give_it masks/test_most_keys.py::test_the_layer_gives_it"),
-    in_file("varlen.py", "rules.listed is None and rules.window is None and (rules.mask", "rules.listed is None and (rules.mask",
+    in_file("varlen.py", "is_in_order=rules.listed is None and rules.window is None and (rules.mask is None or rules.mask.is_in_order),", "is_in_order=rules.mask is None or rules.mask.is_in_order,",
             "keys that scores select are said to lie in order", "masks/test_in_order.py::test_which_calls_give_it"),
     in_file("autograd.py", "need_bias, lse_rest, *ctx.last)", "need_bias, lse_rest)",
             "backward is not told that keys lie in order", "masks/test_in_order.py::test_backward_gets_it_on_the_short_way"),
