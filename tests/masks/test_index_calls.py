@@ -301,6 +301,7 @@ def test_export_with_dynamic_shapes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_a_package_of_aot_inductor(tmp_path):
     given_tensors = tuple(given.detach() for given in arguments_of(60, 7, "cpu", torch.float32))
 
