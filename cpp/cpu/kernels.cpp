@@ -15,7 +15,8 @@ PhaseSizes forward_sizes_as(const AttentionParams& p) {
   const Summaries summaries = take_summaries(shared, p);
   ForwardScratch<R> measured(scratch, p);
   static_cast<void>(measured);
-  return {{summary_tasks(summaries), p.batch * p.kv_heads * joint_sets(p) * query_tiles(p), 0, 0, 0}, scratch.used(), shared.used()};
+  return {
+      {summary_tasks(summaries), p.batch * p.kv_heads * joint_sets(p) * query_tiles(p), 0, 0, 0}, scratch.used(), shared.used()};
 }
 
 template <class R>

@@ -329,9 +329,8 @@ def test_checkpointed_and_under_autocast(device):
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_flops_are_of_visible_pairs(device, dtype, sinks):
-    mask = IndexMask(
-        lists(1, 2, 40, 5, device=device), 2, is_causal=True, sink_keys=sinks
-    )  # last numbers that are defaults are left out
+    # The dispatcher leaves out last numbers that are defaults.
+    mask = IndexMask(lists(1, 2, 40, 5, device=device), 2, is_causal=True, sink_keys=sinks)
     case = case_of(device, dtype, mask, B=1)
     leaves = [leaf.requires_grad_() for leaf in (case.query, case.key, case.value)]
     pairs = dmattn.visible_pairs(mask, 40, 50, heads=4)

@@ -137,9 +137,8 @@ def index_lists(draw, shape):
     entries = random.integers(
         -1, max(blocks, 1), (*draw(leads(shape)), shape.Sq, draw(st.integers(0, 20) | st.just(min(blocks, 200))))
     )
-    entries = np.where(
-        random.random(entries.shape) < draw(st.sampled_from((0.0, 0.5))), entries[:, :, :1], entries
-    )  # neighbours share
+    shared = random.random(entries.shape) < draw(st.sampled_from((0.0, 0.5)))  # with neighbours
+    entries = np.where(shared, entries[:, :, :1], entries)
     beside = st.sampled_from((0, 0, 1, 5, 130))
     return np.where(entries < blocks, entries, -1).astype(np.int32), size, draw(beside), draw(beside)
 
