@@ -179,10 +179,10 @@ FAULTS = [
     # Sums in a fixed order.
     in_file("sm90/backward/semaphore.cuh", "while (reached != value);", "while (reached < 0);",
             "tiles of keys add in any order", GRADIENTS + "test_deterministic_gradients_of_all_keys_are_equal_over_twenty_runs"),
-    in_file("sm90/backward/semaphore.cuh", "while (reached <= last_key);", "while (reached < 0);",
+    in_file("common/key_semaphore.cuh", "while (reached <= last_key);", "while (reached < 0);",
             "lists add keys in any order", GRADIENTS + "test_deterministic_gradients_of_live_keys_are_equal_over_twenty_runs"),
     # Laying out the work.
-    in_file("host/plan_forward.cpp", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows}",
+    in_file("host/plan_forward.cpp", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.index.entries, &p.key_bias}", "{&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.index.entries}",
             "heads with a key_bias of their own share one", THRESHOLDS, "host/plan_forward.cpp"),
     in_file("sm90/encode_maps.h", "static_cast<cuuint64_t>(shape.strides[i]) * 2;", "static_cast<cuuint64_t>(i > 1 ? shape.sizes[i - 1] * shape.strides[i - 1] : shape.strides[i]) * 2;",
             "tensors are read as if they were packed", FORWARD + "test_strides", "sm90/dispatch.cu"),
