@@ -111,7 +111,8 @@ inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
   while (int64_t{1} << lists.log2_block < block) ++lists.log2_block;
   const std::pair<const char*, int64_t> numbers[] = {{"index_local", given.index_local}, {"index_sinks", given.index_sinks}};
   for (auto [name, number] : numbers) check(number >= 0, name, ": expected a number of keys, 0 or more, got ", number);
-  lists.local = static_cast<int32_t>(std::min(given.index_local, p.key_length));
+  // Not the number of keys: by index_offset a query may stand far behind the last one. Kernels add positions to it.
+  lists.local = static_cast<int32_t>(std::min(given.index_local, int64_t{1} << 30));
   lists.sinks = static_cast<int32_t>(std::min(given.index_sinks, p.key_length));
   if (!given.index_offset) return;
   Tensor& offset = *given.index_offset;

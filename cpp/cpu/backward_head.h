@@ -6,7 +6,7 @@
 // the sums are grad_key and grad_value themselves.
 #pragma once
 
-#include "bias_grad.h"
+#include "backward_lists.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -47,12 +47,6 @@ struct BackwardShared {
   }
 };
 
-// Where one task adds up grad_key and grad_value.
-template <class R>
-struct KeySums {
-  Matrix<R> key, value;  // [Sk, D], [Sk, Dv]
-};
-
 template <class R>
 DMATTN_INLINE KeySums<R> take_key_sums(const BackwardCall& c, const BackwardShared<R>& shared, int64_t batch, int64_t kv_head,
                                        int64_t task, Arena& arena) {
@@ -90,11 +84,11 @@ void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const
   const Dropout<R> dropout(p, tile);
   const int64_t queries = padded<R>(tile.rows), width = padded<R>(p.head_dim), value_width = padded<R>(p.value_dim);
   load_tile<R>(b, tile, s);
-  for_each_chunk(p, shared.summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, shared.summaries, tile, s.lists, [&](const KeyChunk& chunk) {
     differentiate_chunk<R>(b, tile, terms, dropout, chunk, s);
     if (key_bias_sums) add_key_bias_grad<R>(chunk, queries, s.grad_logit, key_bias_sums);
     if (shared.adds_bias_grad) add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
-    if (terms.softcap > 0) apply_slope<R>(chunk, queries, s);
+    if (terms.softcap > 0) apply_slope<R>(chunk.count, queries, s);
     multiply(chunk.count, value_width, tile.rows, RowMajor<R>{s.probability.data, s.probability.stride}, s.grad_out_rows.data,
              s.grad_out_rows.stride, AccumulateAt<R>{sums.value.data, sums.value.stride, chunk.keys, R(1)});
     multiply(chunk.count, width, tile.rows, RowMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.query_rows.data,
@@ -102,12 +96,7 @@ void backward_tile(const BackwardCall& c, const BackwardShared<R>& shared, const
     multiply(tile.rows, width, chunk.count, ColumnMajor<R>{s.grad_logit.data, s.grad_logit.stride}, s.key.data, s.key.stride,
              Accumulate<R>{s.grad_query.data, s.grad_query.stride, R(1)});
   });
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    // The query sees nothing: NaN of keys that other queries see must not reach it.
-    if (s.lse[i] == static_cast<R>(kInfinity)) clear(s.grad_query, i, i + 1, p.head_dim);
-    narrow_row<R>(p.dtype, s.grad_query.row(i), static_cast<R>(p.scale),
-                  row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);
-  }
+  write_query_grads<R>(b, tile, 0, s);
 }
 
 // One task = one part of one (batch, kv head): every parts-th tile of the group's heads.
@@ -115,7 +104,7 @@ template <class R>
 void backward_task(const BackwardCall& c, const BackwardShared<R>& shared, int64_t task, void* scratch) {
   const AttentionParams& p = c.params.forward;
   const int64_t part = task % shared.parts, batch = task / shared.parts / p.kv_heads, kv_head = task / shared.parts % p.kv_heads;
-  const int64_t tiles = query_tiles(p), group = group_size(p), bias_rows = key_bias_rows(p);
+  const int64_t tiles = query_tiles(p), sets = joint_sets(p), bias_rows = key_bias_rows(p);
   Arena arena(scratch);
   const BackwardScratch<R> s(arena, p);
   const KeySums<R> sums = take_key_sums<R>(c, shared, batch, kv_head, task, arena);
@@ -123,14 +112,34 @@ void backward_task(const BackwardCall& c, const BackwardShared<R>& shared, int64
   clear(sums.value, 0, p.key_length, shared.value_stride);
   R* key_bias_sums = shared.key_bias_sums ? shared.key_bias_sums + task * bias_rows * p.key_length : nullptr;
   for (int64_t j = 0; key_bias_sums && j < bias_rows * p.key_length; ++j) key_bias_sums[j] = 0;
-  for (int64_t i = 0; i < group; ++i) {
-    R* head_sums = key_bias_sums && bias_rows > 1 ? key_bias_sums + i * p.key_length : key_bias_sums;
+  for (int64_t set = 0; set < sets; ++set) {
     for (int64_t t = 0; t < tiles; ++t) {
-      if ((i * tiles + t) % shared.parts != part) continue;
-      backward_tile<R>(c, shared, query_tile(p, batch, kv_head * group + i, t), sums, head_sums, s);
+      if ((set * tiles + t) % shared.parts != part) continue;
+      const ListTile tile = list_tile(p, batch, kv_head, set, t);
+      const int64_t stride = bias_rows > 1 ? p.key_length : 0;
+      R* const head_sums = key_bias_sums ? key_bias_sums + set * joint_heads(p) * stride : nullptr;
+      if (p.mask.index.entries.data) {
+        backward_list_tile<R>(c, shared.summaries, tile, {&sums, head_sums, stride, shared.adds_bias_grad}, s);
+      } else {
+        backward_tile<R>(c, shared, tile.tile, sums, head_sums, s);
+      }
     }
   }
   if (!shared.direct && shared.parts == 1) write_key_grads<R>(c.params, batch, kv_head, 0, p.key_length, sums);
+}
+
+// One task = one tile of one shared bias.
+template <class R>
+void shared_bias_task(const BackwardCall& c, const Summaries& summaries, int64_t task, void* scratch) {
+  Arena arena(scratch);
+  const BackwardScratch<R> s(arena, c.params.forward);
+  for_each_bias_tile(c, task, [&](const QueryTile& tile) {
+    if (c.params.forward.mask.index.entries.data) {
+      backward_list_tile<R>(c, summaries, ListTile{tile, 1}, {nullptr, nullptr, 0, true}, s);
+    } else {
+      bias_grad_tile<R>(c, summaries, tile, s);
+    }
+  });
 }
 
 DMATTN_INLINE int64_t reduce_blocks(const AttentionParams& p) { return ceil_div(p.key_length, kReduceKeys); }

@@ -20,24 +20,24 @@ struct BackwardScratch {
   Matrix<R> bias, slope;              // [chunk, queries], without data when there is no bias or softcap
   Matrix<R> grad_query;               // [queries, D]
   R *lse, *lse_rest, *delta;          // [queries]
-  KeyLists* lists;
+  KeyLists lists;
 
   DMATTN_INLINE BackwardScratch(Arena& arena, const AttentionParams& p) {
     query_rows = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     query = take_matrix<R>(arena, p.head_dim, kMaxTileQueries);
     grad_out_rows = take_matrix<R>(arena, kMaxTileQueries, p.value_dim);
     grad_out = take_matrix<R>(arena, p.value_dim, kMaxTileQueries);
-    key = take_matrix<R>(arena, kChunkKeys, p.head_dim);
-    value = take_matrix<R>(arena, kChunkKeys, p.value_dim);
-    probability = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    grad_logit = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    bias = p.bias.data ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
-    slope = p.softcap > 0 ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
+    key = take_matrix<R>(arena, chunk_keys(p), p.head_dim);
+    value = take_matrix<R>(arena, chunk_keys(p), p.value_dim);
+    probability = take_pairs<R>(arena, p);
+    grad_logit = take_pairs<R>(arena, p);
+    bias = p.bias.data ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
+    slope = p.softcap > 0 ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
     grad_query = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     lse = arena.take<R>(kMaxTileQueries);
     lse_rest = arena.take<R>(kMaxTileQueries);
     delta = arena.take<R>(kMaxTileQueries);
-    lists = arena.take<KeyLists>(1);
+    lists = take_key_lists(arena, p);
   }
 };
 
@@ -78,15 +78,53 @@ void load_row_terms(const BackwardParams& b, const QueryTile& tile, const Backwa
 }
 
 template <class R>
-void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
+void load_rows(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
   const AttentionParams& p = b.forward;
   copy_rows<R>(p.query, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.head_dim, s.query_rows);
   copy_rows<R>(b.grad_out, p.dtype, tile.batch, tile.head, tile.first, tile.rows, p.value_dim, s.grad_out_rows);
   load_row_terms<R>(b, tile, s);
+}
+
+template <class R>
+void load_tile(const BackwardParams& b, const QueryTile& tile, const BackwardScratch<R>& s) {
+  const AttentionParams& p = b.forward;
+  load_rows<R>(b, tile, s);
   transpose<R>(s.query_rows, tile.rows, p.head_dim, s.query);
   transpose<R>(s.grad_out_rows, tile.rows, p.value_dim, s.grad_out);
   clear(s.grad_query, 0, tile.rows, padded<R>(p.head_dim));
 }
+
+// The rows of a tile in grad_query; they begin with row first_row of the scratch.
+template <class R>
+void write_query_grads(const BackwardParams& b, const QueryTile& tile, int64_t first_row, const BackwardScratch<R>& s) {
+  const AttentionParams& p = b.forward;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    const int64_t row = first_row + i;
+    // The query sees nothing: NaN of keys that other queries see must not reach it.
+    if (s.lse[row] == static_cast<R>(kInfinity)) clear(s.grad_query, row, row + 1, p.head_dim);
+    narrow_row<R>(p.dtype, s.grad_query.row(row), static_cast<R>(p.scale),
+                  row_at(b.grad_query, p.dtype, tile.batch, tile.head, tile.first + i), p.head_dim);
+  }
+}
+
+// Of pairs of queries and keys, in a vector: the probability after dropout, and the gradient of the logit P (dP - delta).
+template <class R>
+struct PairGradient {
+  Vec<R> dropped, grad;
+
+  // exponent: logit - lse. grad_probability: dP, of the probability after dropout. scale: that of dropout, if it is active.
+  DMATTN_INLINE PairGradient(Vec<R> exponent, Vec<R> grad_probability, Vec<R> delta, bool is_dropout, Vec<R> scale) {
+    // Never above 1, whatever rounding did to a large logit.
+    const Vec<R> probability = exp_of<R>(exponent > R(0) ? Vec<R>{} : exponent);
+    dropped = probability;
+    if (is_dropout) {
+      grad_probability = scale == R(0) ? Vec<R>{} : grad_probability * scale;
+      dropped *= scale;
+    }
+    const Vec<R> slope = probability * (grad_probability - delta);
+    grad = probability == R(0) ? Vec<R>{} : slope;
+  }
+};
 
 // In place, logits become probabilities P after dropout, and their gradients dP become those of the logits, P (dP - delta).
 template <class R>
@@ -94,18 +132,11 @@ void differentiate_softmax(const KeyChunk& chunk, int64_t width, const Dropout<R
   for (int64_t k = 0; k < chunk.count; ++k) {
     R *probability_row = s.probability.row(k), *grad_row = s.grad_logit.row(k);
     for (int64_t i = 0; i < width; i += kLanes<R>) {
-      // Never above 1, whatever rounding did to a large logit.
-      const Vec<R> exponent = load<R>(probability_row + i) - load<R>(s.lse + i) - load<R>(s.lse_rest + i);
-      const Vec<R> probability = exp_of<R>(exponent > R(0) ? Vec<R>{} : exponent);
-      Vec<R> grad = load<R>(grad_row + i), dropped = probability;
-      if (dropout.active) {
-        const Vec<R> scale = dropout.scales(chunk.keys[k], i);
-        grad = scale == R(0) ? Vec<R>{} : grad * scale;
-        dropped *= scale;
-      }
-      const Vec<R> slope = probability * (grad - load<R>(s.delta + i));
-      store<R>(probability_row + i, dropped);
-      store<R>(grad_row + i, probability == R(0) ? Vec<R>{} : slope);
+      const PairGradient<R> pair(load<R>(probability_row + i) - load<R>(s.lse + i) - load<R>(s.lse_rest + i),
+                                 load<R>(grad_row + i), load<R>(s.delta + i), dropout.active,
+                                 dropout.active ? dropout.scales(chunk.keys[k], i) : Vec<R>{});
+      store<R>(probability_row + i, pair.dropped);
+      store<R>(grad_row + i, pair.grad);
     }
   }
 }
@@ -126,8 +157,8 @@ void differentiate_chunk(const BackwardParams& b, const QueryTile& tile, const L
 }
 
 template <class R>
-void apply_slope(const KeyChunk& chunk, int64_t width, const BackwardScratch<R>& s) {
-  for (int64_t k = 0; k < chunk.count; ++k) {
+void apply_slope(int64_t rows, int64_t width, const BackwardScratch<R>& s) {
+  for (int64_t k = 0; k < rows; ++k) {
     for (int64_t i = 0; i < width; i += kLanes<R>) {
       store<R>(s.grad_logit.row(k) + i, load<R>(s.grad_logit.row(k) + i) * load<R>(s.slope.row(k) + i));
     }

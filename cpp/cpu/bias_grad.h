@@ -54,26 +54,29 @@ DMATTN_INLINE int64_t shared_bias_tasks(const BackwardCall& c, int64_t parts) {
   return c.bias_batches * (p.heads / p.bias.head_divisor) * query_tiles(p);
 }
 
-// One task = one tile of one shared bias.
+// Adds up the gradients of logits of one tile in grad_bias.
 template <class R>
-void shared_bias_task(const BackwardCall& c, const Summaries& summaries, int64_t task, void* scratch) {
-  const BackwardParams& b = c.params;
-  const AttentionParams& p = b.forward;
-  Arena arena(scratch);
-  const BackwardScratch<R> s(arena, p);
+void bias_grad_tile(const BackwardCall& c, const Summaries& summaries, const QueryTile& tile, const BackwardScratch<R>& s) {
+  const AttentionParams& p = c.params.forward;
+  const LogitTerms<R> terms = logit_terms<R>(p, tile);
+  const Dropout<R> dropout(p, tile);
+  load_tile<R>(c.params, tile, s);
+  for_each_chunk(p, summaries, tile, s.lists, [&](const KeyChunk& chunk) {
+    differentiate_chunk<R>(c.params, tile, terms, dropout, chunk, s);
+    add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
+  });
+}
+
+// Calls use(tile) for the tiles of all batches and heads that share one tile of a bias.
+template <class Use>
+DMATTN_INLINE void for_each_bias_tile(const BackwardCall& c, int64_t task, const Use& use) {
+  const AttentionParams& p = c.params.forward;
   const int64_t tiles = query_tiles(p), heads = p.heads / p.bias.head_divisor;
   const int64_t bias_row = task / tiles, first_head = bias_row % heads * p.bias.head_divisor;
   const int64_t first_batch = bias_row / heads, last_batch = c.bias_batches == 1 ? p.batch : first_batch + 1;
   for (int64_t batch = first_batch; batch < last_batch; ++batch) {
     for (int64_t head = first_head; head < first_head + p.bias.head_divisor; ++head) {
-      const QueryTile tile = query_tile(p, batch, head, tiles - 1 - task % tiles);
-      const LogitTerms<R> terms = logit_terms<R>(p, tile);
-      const Dropout<R> dropout(p, tile);
-      load_tile<R>(b, tile, s);
-      for_each_chunk(p, summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
-        differentiate_chunk<R>(b, tile, terms, dropout, chunk, s);
-        add_bias_grad<R>(chunk, tile.rows, p.key_length, s.grad_logit, bias_grad_rows<R>(c, tile));
-      });
+      use(query_tile(p, batch, head, tiles - 1 - task % tiles));
     }
   }
 }

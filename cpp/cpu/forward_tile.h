@@ -18,19 +18,19 @@ struct ForwardScratch {
   Matrix<R> out;           // [queries, Dv]
   SoftmaxState<R> state;
   R* correction;  // [queries]
-  KeyLists* lists;
+  KeyLists lists;
 
   DMATTN_INLINE ForwardScratch(Arena& arena, const AttentionParams& p) {
     query_rows = take_matrix<R>(arena, kMaxTileQueries, p.head_dim);
     query = take_matrix<R>(arena, p.head_dim, kMaxTileQueries);
-    key = take_matrix<R>(arena, kChunkKeys, p.head_dim);
-    value = take_matrix<R>(arena, kChunkKeys, p.value_dim);
-    logits = take_matrix<R>(arena, kChunkKeys, kMaxTileQueries);
-    bias = p.bias.data ? take_matrix<R>(arena, kChunkKeys, kMaxTileQueries) : Matrix<R>{nullptr, 0};
+    key = take_matrix<R>(arena, chunk_keys(p), p.head_dim);
+    value = take_matrix<R>(arena, chunk_keys(p), p.value_dim);
+    logits = take_pairs<R>(arena, p);
+    bias = p.bias.data ? take_pairs<R>(arena, p) : Matrix<R>{nullptr, 0};
     out = take_matrix<R>(arena, kMaxTileQueries, p.value_dim);
     state = {arena.take<R>(kMaxTileQueries), arena.take<R>(kMaxTileQueries)};
     correction = arena.take<R>(kMaxTileQueries);
-    lists = arena.take<KeyLists>(1);
+    lists = take_key_lists(arena, p);
   }
 };
 
@@ -71,7 +71,7 @@ void forward_tile(const AttentionParams& p, const Summaries& summaries, const Qu
   for (int64_t i = 0; i < tile.rows; ++i) {
     for (int64_t d = 0; d < value_width; ++d) s.out.row(i)[d] = 0;
   }
-  for_each_chunk(p, summaries, tile, *s.lists, [&](const KeyChunk& chunk) {
+  for_each_chunk(p, summaries, tile, s.lists, [&](const KeyChunk& chunk) {
     gather_rows<R>(p.key, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.head_dim, s.key);
     gather_rows<R>(p.value, p.dtype, tile.batch, tile.kv_head, chunk.keys, chunk.count, p.value_dim, s.value);
     multiply_in_pieces(chunk.count, queries, p.head_dim, static_cast<R>(p.scale), s.key, s.query, s.logits);

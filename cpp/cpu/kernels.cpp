@@ -3,7 +3,7 @@
 
 #include "backward_head.h"
 #include "decode_split.h"
-#include "forward_tile.h"
+#include "forward_lists.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -15,7 +15,8 @@ PhaseSizes forward_sizes_as(const AttentionParams& p) {
   const Summaries summaries = take_summaries(shared, p);
   ForwardScratch<R> measured(scratch, p);
   static_cast<void>(measured);
-  return {{summary_tasks(summaries), p.batch * p.heads * query_tiles(p), 0, 0, 0}, scratch.used(), shared.used()};
+  return {
+      {summary_tasks(summaries), p.batch * p.kv_heads * joint_sets(p) * query_tiles(p), 0, 0, 0}, scratch.used(), shared.used()};
 }
 
 template <class R>
@@ -23,8 +24,10 @@ void forward_as(const AttentionParams& p, int phase, int64_t task, void* scratch
   Arena arena(shared);
   const Summaries summaries = take_summaries(arena, p);
   if (phase == 0) return summarise(p, summaries, task);
-  const int64_t tiles = query_tiles(p), head = task / tiles;
-  forward_tile<R>(p, summaries, query_tile(p, head / p.heads, head % p.heads, tiles - 1 - task % tiles), scratch);
+  const int64_t tiles = query_tiles(p), sets = joint_sets(p), head = task / tiles / sets;
+  const ListTile tile = list_tile(p, head / p.kv_heads, head % p.kv_heads, task / tiles % sets, tiles - 1 - task % tiles);
+  if (p.mask.index.entries.data) return forward_list_tile<R>(p, summaries, tile, scratch);
+  forward_tile<R>(p, summaries, tile.tile, scratch);
 }
 
 // Backward: phase 0 summarises the mask, 1 computes, 2 adds up parts, 3 and 4 finish the gradients of key_bias and of a shared

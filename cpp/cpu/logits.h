@@ -97,35 +97,54 @@ void finish_logits(const LogitTerms<R>& terms, const KeyChunk& chunk, int64_t ro
   hide<R>(chunk, width, logits);
 }
 
-// Which weights of a tile dropout keeps: the hash of params.h, with a row key for each query.
 template <class R>
-struct Dropout {
+struct HashWordsOf {
+  typedef uint32_t Type __attribute__((vector_size(kLanes<R> * 4)));
+};
+template <class R>
+using HashWords = typename HashWordsOf<R>::Type;  // one uint32_t for each lane of a Vec<R>
+
+// What dropout multiplies weights by, from the hash of params.h.
+template <class R>
+struct DropoutScale {
   bool active;
   uint32_t threshold;
   R factor;  // 1 / (1 - p)
-  uint32_t row_keys[kMaxTileQueries];
 
-  DMATTN_INLINE Dropout(const AttentionParams& p, const QueryTile& tile) : active(p.dropout_p > 0), threshold(0), factor(1) {
+  DMATTN_INLINE explicit DropoutScale(const AttentionParams& p) : active(p.dropout_p > 0), threshold(0), factor(1) {
     if (!active) return;
     threshold = dropout_threshold(p.dropout_p);
     factor = static_cast<R>(1.0 / (1.0 - p.dropout_p));
+  }
+
+  // For x = row key ^ key * 0x9e3779b9: factor where the key is kept, otherwise 0. This is dropout_keeps of params.h for a whole
+  // vector.
+  DMATTN_INLINE Vec<R> of(HashWords<R> x) const {
+    x = (x ^ (x >> 16)) * 0x7feb352dU;
+    x = (x ^ (x >> 15)) * 0x846ca68bU;
+    const IntVec<R> kept = __builtin_convertvector(x >= threshold, IntVec<R>);
+    return kept ? splat<R>(factor) : Vec<R>{};
+  }
+};
+
+// Which weights of a tile dropout keeps: the hash of params.h, with a row key for each query.
+template <class R>
+struct Dropout : DropoutScale<R> {
+  uint32_t row_keys[kMaxTileQueries];
+
+  DMATTN_INLINE Dropout(const AttentionParams& p, const QueryTile& tile) : DropoutScale<R>(p) {
+    if (!this->active) return;
     const uint32_t batch_head = static_cast<uint32_t>(tile.batch * p.heads + tile.head);
     for (int64_t i = 0; i < kMaxTileQueries; ++i) {
       row_keys[i] = dropout_row_key(static_cast<uint64_t>(*p.dropout_seed), batch_head, static_cast<uint32_t>(tile.first + i));
     }
   }
 
-  // For the lanes from query i on: factor where the key is kept, otherwise 0. This is dropout_keeps of params.h for a whole
-  // vector.
+  // For the lanes from query i on.
   DMATTN_INLINE Vec<R> scales(int32_t key, int64_t i) const {
-    typedef uint32_t Words __attribute__((vector_size(kLanes<R> * 4)));
-    Words x;
+    HashWords<R> x;
     __builtin_memcpy(&x, row_keys + i, sizeof(x));
-    x ^= static_cast<uint32_t>(key) * 0x9e3779b9U;
-    x = (x ^ (x >> 16)) * 0x7feb352dU;
-    x = (x ^ (x >> 15)) * 0x846ca68bU;
-    const IntVec<R> kept = __builtin_convertvector(x >= threshold, IntVec<R>);
-    return kept ? splat<R>(factor) : Vec<R>{};
+    return this->of(x ^ static_cast<uint32_t>(key) * 0x9e3779b9U);
   }
 };
 

@@ -5,6 +5,7 @@
 // need no test of each pair. A key that no query of the tile sees is never handed out, so its NaN or inf has no effect.
 #pragma once
 
+#include "index_lists.h"
 #include "summary.h"
 
 namespace dmattn::cpu {
@@ -15,17 +16,27 @@ struct RowMask {
   uint32_t words[kMaxTileQueries / 32];
 };
 
-// Every query of the tile sees keys [0, full); keys [full, count) are seen by the queries in their mask.
+// Every query of the tile sees keys [0, full); keys [full, count) are seen by the queries in their mask. The last key is
+// repeated up to whole vectors.
 struct KeyChunk {
   int64_t count, full;
-  int32_t keys[kChunkKeys];
-  RowMask masks[kChunkKeys];
+  int32_t keys[kListChunkKeys];
+  RowMask masks[kListChunkKeys];
 };
 
-// The two chunks that a scheduler is filling, in scratch memory.
+// What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show to the queries of
+// the tile, from query `first_listed` on.
 struct KeyLists {
-  KeyChunk full, partial;
+  KeyChunk *full, *partial;
+  int64_t chunk_keys;  // at most so many keys in a chunk
+  ListedKeys listed;
+  int64_t first_listed;
 };
+
+DMATTN_INLINE KeyLists take_key_lists(Arena& arena, const AttentionParams& p) {
+  KeyChunk* const full = arena.take<KeyChunk>(1);
+  return {full, arena.take<KeyChunk>(1), chunk_keys(p), take_listed_keys(arena, p), 0};
+}
 
 template <class Word>
 DMATTN_INLINE Word bits_below(int64_t n) {
@@ -62,7 +73,7 @@ DMATTN_INLINE void transpose_bits(uint32_t* rows) {
 template <class Use>
 class KeyScheduler {
  public:
-  KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists, const Use& use)
+  KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, const KeyLists& lists, const Use& use)
       : mask_(p.mask), tile_(tile), lists_(lists), use_(use), all_rows_(rows_between(0, tile.rows)) {
     first_position_ = static_cast<int32_t>(tile.position);
     last_position_ = static_cast<int32_t>(tile.position + tile.rows - 1);
@@ -75,7 +86,7 @@ class KeyScheduler {
   }
 
   void run() {
-    lists_.full.count = lists_.partial.count = 0;
+    lists_.full->count = lists_.partial->count = 0;
     if (mask_.tiles.data) {
       visit_mask_tiles();
     } else {
@@ -131,17 +142,21 @@ class KeyScheduler {
   void visit_block(int64_t block, int64_t range_first, int64_t range_last) {
     const int64_t first = max_of(block * kSummaryKeys, range_first),
                   count = min_of((block + 1) * kSummaryKeys, range_last) - first;
+    if (lists_.listed.bytes && !lists_.listed.lines[block]) return;
     BlockBits block_bits = classify(first, count);
+    const BlockBits listed = listed_keys(first);
+    block_bits.live &= listed.live;
     if (block_bits.live == 0) return;
     RowMask columns[kSummaryKeys];
     if (bits_) transpose_columns(first, count, columns);
-    const uint64_t sure = bits_ ? 0 : block_bits.full;
-    for (uint64_t left = sure; left; left &= left - 1) push_full(static_cast<int32_t>(first + __builtin_ctzll(left)));
+    const uint64_t sure = bits_ ? 0 : block_bits.live & block_bits.full & listed.full;
+    push_full(static_cast<int32_t>(first), sure);
     for (uint64_t left = block_bits.live & ~sure; left; left &= left - 1) {
       const int k = __builtin_ctzll(left);
       const bool whole_interval = (block_bits.full >> k) & 1U;
       RowMask rows = whole_interval ? all_rows_ : interval_rows(first + k);
       if (bits_) rows = intersect(rows, columns[k]);
+      if (lists_.listed.bytes) rows.words[0] &= lists_.listed.bytes[first + k] >> lists_.first_listed;
       push(static_cast<int32_t>(first + k), rows);
     }
   }
@@ -174,6 +189,17 @@ class KeyScheduler {
     return {bits.live & live, bits.full & full};
   }
 
+  // live: some query of the tile has the key in its list. full: every query has.
+  BlockBits listed_keys(int64_t first) const {
+    if (!lists_.listed.bytes) return {~uint64_t{0}, ~uint64_t{0}};
+    BlockBits bits = {0, ~uint64_t{0}};
+    for (int64_t i = 0; i < tile_.rows; ++i) {
+      const uint64_t row = bytes_with(lists_.listed.bytes + first, static_cast<uint8_t>(1U << (lists_.first_listed + i)));
+      bits.live |= row, bits.full &= row;
+    }
+    return bits;
+  }
+
   RowMask interval_rows(int64_t key) const {
     int64_t first = start_ ? start_[key] - tile_.position : 0;
     if (mask_.is_causal) first = max_of(first, key - tile_.position);
@@ -199,23 +225,37 @@ class KeyScheduler {
     for (int w = 0; w < kMaxTileQueries / 32; ++w) any |= rows.words[w], missing |= rows.words[w] ^ all_rows_.words[w];
     if (any == 0) return;
     if (missing == 0) return push_full(key);
-    KeyChunk& chunk = lists_.partial;
+    KeyChunk& chunk = *lists_.partial;
     chunk.keys[chunk.count] = key;
     chunk.masks[chunk.count++] = rows;
-    if (chunk.count == kChunkKeys) emit(chunk, 0);
+    if (chunk.count == lists_.chunk_keys) emit(chunk, 0);
   }
 
   void push_full(int32_t key) {
-    KeyChunk& chunk = lists_.full;
+    KeyChunk& chunk = *lists_.full;
     chunk.keys[chunk.count++] = key;
-    if (chunk.count == kChunkKeys) emit(chunk, chunk.count);
+    if (chunk.count == lists_.chunk_keys) emit(chunk, chunk.count);
+  }
+
+  // Keys first + k of all bits k that are set.
+  void push_full(int32_t first, uint64_t bits) {
+    KeyChunk& chunk = *lists_.full;
+    const int64_t count = __builtin_popcountll(bits);
+    if (chunk.count + count >= lists_.chunk_keys) {
+      for (; bits; bits &= bits - 1) push_full(first + static_cast<int32_t>(__builtin_ctzll(bits)));
+      return;
+    }
+    for (int32_t* key = chunk.keys + chunk.count; bits; bits &= bits - 1) {
+      *key++ = first + static_cast<int32_t>(__builtin_ctzll(bits));
+    }
+    chunk.count += count;
   }
 
   // Hands out what is left of both chunks, as one chunk when it fits.
   void finish() {
-    KeyChunk &full = lists_.full, &partial = lists_.partial;
+    KeyChunk &full = *lists_.full, &partial = *lists_.partial;
     const int64_t sure = full.count;
-    if (sure > 0 && sure + partial.count <= kChunkKeys) {
+    if (sure > 0 && sure + partial.count <= lists_.chunk_keys) {
       for (int64_t k = 0; k < partial.count; ++k) {
         full.keys[full.count] = partial.keys[k];
         full.masks[full.count++] = partial.masks[k];
@@ -228,13 +268,14 @@ class KeyScheduler {
 
   void emit(KeyChunk& chunk, int64_t full) {
     chunk.full = full;
+    for (int64_t k = chunk.count; k < padded<float>(chunk.count); ++k) chunk.keys[k] = chunk.keys[k - 1];
     use_(static_cast<const KeyChunk&>(chunk));
     chunk.count = 0;
   }
 
   const MaskParams& mask_;
   const QueryTile& tile_;
-  KeyLists& lists_;
+  const KeyLists& lists_;
   const Use& use_;
   const RowMask all_rows_;
   const int32_t *start_ = nullptr, *end_ = nullptr;          // [Sk]
@@ -246,8 +287,8 @@ class KeyScheduler {
 };
 
 template <class Use>
-DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, KeyLists& lists,
-                                  const Use& use) {
+DMATTN_INLINE void for_each_chunk(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile,
+                                  const KeyLists& lists, const Use& use) {
   KeyScheduler<Use>(p, summaries, tile, lists, use).run();
 }
 

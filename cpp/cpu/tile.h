@@ -7,12 +7,16 @@
 namespace dmattn::cpu {
 namespace {
 
-// The queries of a tile: at most kMaxTileQueries, and a divisor of a block mask's tile_q, which is a multiple of 32.
+// The queries of a tile: at most kMaxTileQueries, or kListTileQueries with index lists, and a divisor of a block mask's tile_q,
+// which is a multiple of 32.
 DMATTN_INLINE int64_t tile_queries(const MaskParams& mask) {
-  int64_t size = kMaxTileQueries;
+  int64_t size = mask.index.entries.data ? kListTileQueries : kMaxTileQueries;
   while (mask.tiles.data && mask.tile_q % size != 0) size -= 32;
   return size;
 }
+
+// The keys of a chunk, at most.
+DMATTN_INLINE int64_t chunk_keys(const AttentionParams& p) { return p.mask.index.entries.data ? kListChunkKeys : kChunkKeys; }
 
 DMATTN_INLINE int64_t query_tiles(const AttentionParams& p) { return ceil_div(p.query_length, tile_queries(p.mask)); }
 
@@ -63,6 +67,13 @@ template <class R>
 DMATTN_INLINE Matrix<R> take_matrix(Arena& arena, int64_t rows, int64_t columns) {
   const int64_t stride = row_stride_of<R>(columns);
   return {arena.take<R>(rows * stride), stride};
+}
+
+// For what is computed of each pair of a chunk: [keys, queries], or [rows, keys] with index lists.
+template <class R>
+DMATTN_INLINE Matrix<R> take_pairs(Arena& arena, const AttentionParams& p) {
+  const bool has_lists = p.mask.index.entries.data;
+  return take_matrix<R>(arena, has_lists ? kListHeads : kChunkKeys, has_lists ? kListChunkKeys : kMaxTileQueries);
 }
 
 }  // namespace

@@ -96,6 +96,17 @@ DMATTN_INLINE R sum_lanes(Vec<R> v) {
   return lanes[0];
 }
 
+// The largest lane of a vector without NaN.
+template <class R>
+DMATTN_INLINE R max_lanes(Vec<R> v) {
+  R lanes[kLanes<R>];
+  store<R>(lanes, v);
+  for (int width = kLanes<R> / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  }
+  return lanes[0];
+}
+
 // Lane numbers 0, 1, 2, ...
 template <class R>
 DMATTN_INLINE BitVec<R> lane_numbers() {

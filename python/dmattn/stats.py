@@ -38,7 +38,8 @@ class Stats:
         tile: queries and keys of a tile.
         visible_pairs: pairs of a query and a key that it sees.
         live_keys: keys that are live for a row of tiles, summed over rows.
-        computed_pairs: pairs that kernels compute: the queries of a row by its live keys, or, with a block mask, whole tiles.
+        computed_pairs: pairs that kernels compute: the queries of a row by its live keys, or, with a block mask and no index mask, whole
+            tiles.
         active_tiles: tiles with a visible pair.
         full_tiles: tiles whose pairs are all visible.
         dense_pairs: pairs that dense attention computes for one head, without tiles above the diagonal where no query sees a later key.

@@ -9,7 +9,7 @@ from typing import Any
 import dmattn
 import torch
 import torch.distributed as dist
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 from dmattn.nn import score_loss
 from dmattn.testing import strategies
 from dmattn_bench import two_ways
@@ -56,6 +56,12 @@ def pattern(device: str, heads: int) -> Tensor:
     return strategies.random_tensor((BATCH, heads, QUERIES, KEYS), 6, torch.float64, device) > 0
 
 
+def lists(device: str, heads: int) -> IndexMask:
+    """Other lists for every sequence, head and query."""
+    entries = strategies.random_tensor((BATCH, heads, QUERIES, 4), 7, torch.float64, device).abs().mul(4).int()
+    return IndexMask(entries.clamp(max=KEYS // 2 - 1), 2, is_causal=True, local=3, sink_keys=1)
+
+
 # A call of leaves by their names, the names beside query, key and value, and what makes a plain mask, which is the same on all ranks.
 Case = tuple[Callable[..., Any], tuple[str, ...]]
 CASES: dict[str, Case] = {
@@ -87,6 +93,18 @@ CASES: dict[str, Case] = {
     "bool mask, offset": (
         lambda query, **given: dmattn.attention(query, **given, mask=pattern(query.device.type, 1), is_causal=True, query_offset=3),
         (),
+    ),
+    "lists, offset": (
+        lambda query, key, **given: dmattn.attention(
+            query, key, **given, mask=lists(query.device.type, key.shape[1]), query_offset=torch.arange(BATCH, device=query.device.type) + 3
+        ),
+        (),
+    ),
+    "lists in documents": (
+        lambda query, **given: dmattn.attention(
+            query, **given, mask=lists(query.device.type, query.shape[1]) & documents(query.device.type)
+        ),
+        ("key_bias",),
     ),
     "sinks": (lambda **given: dmattn.attention(**given, is_causal=True), ("sinks",)),
     "sdpa": (lambda query, key, value: dmattn.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True), ()),

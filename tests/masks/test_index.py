@@ -95,6 +95,14 @@ def test_and_is_the_intersection(device, data):
     assert type(both) is (CombinedMask if len(kinds) > 1 else kinds.pop())
 
 
+@pytest.mark.parametrize("causal", [(True, False), (False, True), (False, False)])
+def test_an_intersection_is_causal_if_one_of_its_masks_is(causal):
+    masks = [IndexMask(lists(6, 4, seed=seed), 2, is_causal=given) for seed, given in enumerate(causal)]
+    both = masks[0] & masks[1]
+    assert both.is_causal == any(causal)
+    assert torch.equal(both.to_bool(6, 9), masks[0].to_bool(6, 9) & masks[1].to_bool(6, 9))
+
+
 # Selection --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import re
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, CombinedMask, IntervalMask
+from dmattn import BlockMask, CombinedMask, IndexMask, IntervalMask
 from dmattn.masks import collate
 from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
@@ -35,7 +35,18 @@ def block_of(batch=3, seed=0):
     return BlockMask.from_bool(bools(batch, 2, SQ, SK, seed=seed), 32)
 
 
-KINDS = {"interval": interval_of, "block": block_of, "combined": lambda batch=3: interval_of(batch) & block_of(batch)}
+def index_of(batch=3):
+    lists = torch.randint(-1, SK, (batch, 2, SQ, 7), generator=torch.Generator().manual_seed(2))
+    return IndexMask(lists, local=3, sink_keys=1)
+
+
+KINDS = {
+    "interval": interval_of,
+    "block": block_of,
+    "index": index_of,
+    "combined": lambda batch=3: interval_of(batch) & block_of(batch),
+    "all three": lambda batch=3: interval_of(batch) & block_of(batch) & index_of(batch),
+}
 MASKS = {name: make() for name, make in KINDS.items()}
 
 
@@ -191,7 +202,8 @@ def test_cat_undoes_indexing(mask):
 @given(data=st.data())
 def test_cat_says_what_its_parts_say(data):
     shape = data.draw(strategies.shapes(max_length=70))
-    kind = data.draw(st.sampled_from((strategies.interval_masks, strategies.block_masks, strategies.combined_masks)))
+    both = lambda shape: strategies.combined_masks(shape, kinds=("interval", "block"))  # noqa: E731
+    kind = data.draw(st.sampled_from((strategies.interval_masks, strategies.block_masks, both)))
     drawn = data.draw(st.lists(kind(shape), min_size=1, max_size=3))
     masks = [d.mask.cut(shape.Sq, shape.Sk) if isinstance(d.mask, BlockMask) else d.mask for d in drawn]
     if isinstance(masks[0], CombinedMask):
@@ -260,7 +272,7 @@ def test_repr_of_placeholders(mask):
 
 def test_shapes(mask):
     assert mask.shape == {
-        IntervalMask: (3, 1, SK), BlockMask: (3, 2, SQ, SK), CombinedMask: (3, 2, SQ, SK)
+        IntervalMask: (3, 1, SK), BlockMask: (3, 2, SQ, SK), IndexMask: (3, 2, SQ, 7), CombinedMask: (3, 2, SQ, SK)
     }[type(mask)]  # fmt: skip
     assert mask[0].shape == (1, *mask.shape[1:])
 
@@ -306,8 +318,10 @@ def test_a_module_saves_its_mask(mask):
     blank = {  # of equal shapes: other values, one partial tile fewer
         IntervalMask: lambda: interval_of()[torch.tensor([0, 0, 0])],
         BlockMask: lambda: BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
+        IndexMask: lambda: index_of()[torch.tensor([0, 0, 0])],
         CombinedMask: lambda: interval_of() & BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
     }[type(mask)]()
+    blank = blank & index_of() if getattr(mask, "index", None) is not None else blank
     for assign in (False, True):
         other = Windowed(blank)
         assert not same(other.visible.mask, mask)

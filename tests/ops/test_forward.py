@@ -31,7 +31,7 @@ def test_drawn_cases(device, data):
     assert_matches_reference(data.draw(attention_cases(device)), gradients=False)
 
 
-@pytest.mark.parametrize("kind", ["bool", "blocks", "interval", "combined", "top_k"])
+@pytest.mark.parametrize("kind", ["bool", "blocks", "interval", "index", "combined", "top_k"])
 @given(data=st.data())
 def test_each_mask_with_everything_else_plain(device, dtype, kind, data):
     shape = data.draw(strategies.shapes(max_length=300))
@@ -39,6 +39,7 @@ def test_each_mask_with_everything_else_plain(device, dtype, kind, data):
         "bool": strategies.bool_tensor_masks,
         "blocks": strategies.block_masks,
         "interval": strategies.interval_masks,
+        "index": strategies.index_masks,
         "combined": strategies.combined_masks,
         "top_k": strategies.top_k_masks,
     }

@@ -28,7 +28,7 @@ import test_cache
 import test_decode
 import test_reduce
 import torch
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 from dmattn.testing import AttentionCase, poisoned_memory, run, strategies
 from dmattn_bench.rows import to_json
 from hypothesis import strategies as st
@@ -129,6 +129,20 @@ def patterns(draw, size):
     return made
 
 
+@st.composite
+def index_lists(draw, shape):
+    """int32 [B|1, H|Hkv|1, Sq, K], and the keys of an entry, of a local window, and sinks."""
+    random, size = draw(generators()), draw(st.sampled_from((1, 1, 2, 16, 64, 128)))
+    blocks = -(-shape.Sk // size)
+    entries = random.integers(
+        -1, max(blocks, 1), (*draw(leads(shape)), shape.Sq, draw(st.integers(0, 20) | st.just(min(blocks, 200))))
+    )
+    shared = random.random(entries.shape) < draw(st.sampled_from((0.0, 0.5)))  # with neighbours
+    entries = np.where(shared, entries[:, :, :1], entries)
+    beside = st.sampled_from((0, 0, 1, 5, 130))
+    return np.where(entries < blocks, entries, -1).astype(np.int32), size, draw(beside), draw(beside)
+
+
 @dataclasses.dataclass
 class Fuzzed:
     """One problem in all its forms: a case for the public function and for the rule, visibility and tensors for brute force and the op."""
@@ -138,10 +152,11 @@ class Fuzzed:
     start: torch.Tensor | None
     end: torch.Tensor | None
     block: torch.Tensor | None
+    lists: IndexMask | None
     tile: tuple[int, int]
 
     def __repr__(self):
-        given = [name for name in ("start", "end", "block") if getattr(self, name) is not None]
+        given = [name for name in ("start", "end", "block", "lists") if getattr(self, name) is not None]
         return f"{self.case!r}, is_causal={self.is_causal}, {given}, tile={self.tile}"
 
 
@@ -151,12 +166,13 @@ def problems(draw, device):
     seed, magnitude = draw(strategies.seeds()), draw(st.sampled_from((1.0, 1.0, 4.0, 0.0)))
     start, end = draw(intervals(shape))
     block = draw(patterns((*draw(leads(shape)), shape.Sq, shape.Sk))) if draw(st.sampled_from((False, False, True))) else None
+    lists = draw(index_lists(shape)) if draw(st.sampled_from((False, False, True))) else None
     is_causal = draw(st.booleans())
     first = offset = None
     if draw(st.sampled_from((False, False, False, True))):
         offset = draw(strategies.query_offsets(shape, device))
         first = torch.as_tensor(offset).reshape(-1).tolist()
-    visible = brute_force.visibility(shape.B, shape.H, shape.Sq, shape.Sk, start, end, block, is_causal, first)
+    visible = brute_force.visibility(shape.B, shape.H, shape.Sq, shape.Sk, start, end, block, is_causal, first, lists)
 
     by_key_head = visible.reshape(shape.B, shape.Hkv, shape.H // shape.Hkv * shape.Sq, shape.Sk)
     hidden = ~by_key_head.any(axis=2)
@@ -199,6 +215,11 @@ def problems(draw, device):
         plain = mask is None and draw(st.booleans())
         packed = block if plain else BlockMask.from_bool(block, size)
         mask = packed if mask is None else mask & packed
+    if lists is not None:
+        entries, size, local, sinks = lists
+        lists = IndexMask(on_device(entries), size, local=local, sink_keys=sinks)
+        mask = BlockMask.from_bool(mask) if isinstance(mask, torch.Tensor) else mask
+        mask = lists if mask is None else mask & lists
     tiles = st.sampled_from((128, 256) if device == "cuda" else (32, 64, 96, 128, 160, 256))
     case = AttentionCase(
         **leaves, mask=mask, visible=torch.from_numpy(visible).to(device),
@@ -209,7 +230,7 @@ def problems(draw, device):
     )  # fmt: skip
     if draw(st.sampled_from((False, False, True))):
         case = strategies.with_expanded_biases(case)
-    return Fuzzed(case, is_causal, start, end, block, (draw(tiles), draw(tiles)))
+    return Fuzzed(case, is_causal, start, end, block, lists, (draw(tiles), draw(tiles)))
 
 
 # How each op is run -----------------------------------------------------------------------------------------------------------------
@@ -250,15 +271,18 @@ def through_the_ops(fuzzed, gradients, layout, wanted):
     scale = case.query.shape[3] ** -0.5 if case.scale is None else case.scale
     options = (fuzzed.is_causal, scale, case.softcap, case.dropout_p, case.deterministic)
     tensors = (case.query, case.key, case.value)
-    given = (fuzzed.start, fuzzed.end, *tables, None, None, key_bias, bias, seed, *options)
-    out, lse, *rest = torch.ops.dmattn.forward(*tensors, *given)
+    lists = fuzzed.lists
+    indices = None if lists is None else lists.indices
+    given = (fuzzed.start, fuzzed.end, *tables, indices, None, key_bias, bias, seed, *options)
+    last = () if lists is None else (False, 0, lists.block_size, lists.local, lists.sink_keys)
+    out, lse, *rest = torch.ops.dmattn.forward(*tensors, *given, *last)
     results = {"out": out, "lse": lse}
     if gradients:
         grad_out, grad_lse = case.incoming_gradients()
         grad_out = strategies.laid_out(grad_out.to(out.dtype), layout)
         grad_lse = grad_lse.to(lse.dtype) if case.grad_through_lse else None
         need = [wanted and tensor is not None for tensor in (key_bias, bias)]
-        made = torch.ops.dmattn.backward(grad_out, grad_lse, *tensors, out, lse, *given, *need, *rest)
+        made = torch.ops.dmattn.backward(grad_out, grad_lse, *tensors, out, lse, *given, *need, *rest, *last)
         results |= dict(zip(("grad_query", "grad_key", "grad_value", "grad_key_bias", "grad_bias"), made, strict=True))
         for name, needed in zip(("grad_key_bias", "grad_bias"), need, strict=True):
             if not needed:

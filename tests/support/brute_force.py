@@ -35,9 +35,10 @@ def summed_to(shape, gradient):
     return total
 
 
-def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is_causal=False, first=None):
+def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is_causal=False, first=None, lists=None):
     """bool [B, H, Sq, Sk]. start and end: integers [B|1, H|Hkv|1, Sk]; block: bool [B|1, H|Hkv|1, Sq|1, Sk|1]; first: position of the first
-    query, integers [B|1], by default such that the last query stands at the last key."""
+    query, integers [B|1], by default such that the last query stands at the last key; lists: integers [B|1, H|Hkv|1, Sq, K], the keys of one
+    entry, those of the local window, and sinks."""
     first = np.array([keys - queries] if first is None else first)
     position = first[:, None, None, None] + np.arange(queries)[:, None]
     visible = np.ones((batch, heads, queries, keys), dtype=bool)
@@ -47,6 +48,12 @@ def visibility(batch, heads, queries, keys, start=None, end=None, block=None, is
         visible &= position < by_query_head(end, batch, heads)[:, :, None, :]
     if block is not None:
         visible &= by_query_head(block, batch, heads)
+    if lists is not None:
+        entries, size, local, sinks = lists
+        listed, key = np.zeros((*entries.shape[:3], keys), dtype=bool), np.arange(keys)
+        for entry in np.moveaxis(entries, 3, 0):
+            listed |= entry[..., None] == key // size
+        visible &= by_query_head(listed, batch, heads) | ((position - local < key) & (key <= position)) | (key < sinks)
     if is_causal:
         visible &= np.arange(keys) <= position
     return visible

@@ -324,7 +324,7 @@ def test_features_are_those_of_the_arguments():
         "gradient_strides",
         "blind_queries",
     }
-    boolean = {"interval_mask", "block_mask", "combined_mask", "bool_mask"}
+    boolean = {"interval_mask", "block_mask", "index_mask", "combined_mask", "bool_mask"}
     assert features_of(lambda q, k, v: q) == general
     assert features_of(lambda q, k, v, attn_mask: q) == general | boolean | {"is_causal"}
     assert features_of(torch_attention) == general | boolean | {"is_causal", "scale"}

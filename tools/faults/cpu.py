@@ -15,6 +15,7 @@ def in_file(
 CACHE, REDUCE, DECODE = "cache/test_cache.py::", "ops/test_reduce.py::", "ops/test_decode.py::"
 FORWARD, BACKWARD = "ops/test_forward.py::", "ops/test_backward.py::"
 MASKS, SELECT = "masks/test_masks.py::", "ops/test_select.py::"
+LISTS = "ops/test_index_lists.py::"
 THREADS, ROUNDING = "ops/test_threads.py::", "ops/test_rounding.py"
 THRESHOLDS = BACKWARD + "test_lengths_around_every_threshold"
 BASELINE = {"objects": "dmattn_cpu_baseline", "environment": "DMATTN_CPU_LEVEL=baseline"}
@@ -77,15 +78,15 @@ FAULTS = [
             "a part of a head's gradients is forgotten", THREADS + "test_parts_of_a_head_add_up"),
     in_file("cpu/backward_head.h", "chunk.keys, static_cast<R>(p.scale)});", "chunk.keys, R(1)});",
             "grad_key lacks the scale", BACKWARD + "test_ragged_lengths"),
-    in_file("cpu/backward_head.h", "    if (terms.softcap > 0) apply_slope<R>(chunk, queries, s);\n", "",
+    in_file("cpu/backward_head.h", "    if (terms.softcap > 0) apply_slope<R>(chunk.count, queries, s);\n", "",
             "gradients lack softcap's slope", BACKWARD + "test_gradcheck"),
     in_file("cpu/backward_head.h", "  clear(sums.value, 0, p.key_length, shared.value_stride);\n", "",
             "grad_value is added to what the memory held", BACKWARD + "test_ragged_lengths"),
-    in_file("cpu/backward_head.h", "    if (s.lse[i] == static_cast<R>(kInfinity)) clear(s.grad_query, i, i + 1, p.head_dim);\n", "",
+    in_file("cpu/backward_tile.h", "    if (s.lse[row] == static_cast<R>(kInfinity)) clear(s.grad_query, row, row + 1, p.head_dim);\n", "",
             "an infinite key makes the gradient of a query that sees nothing NaN", BACKWARD + "test_rows_that_see_nothing_beside_a_bad_key"),
     in_file("cpu/backward_head.h", "direct = parts == 1 && whole_rows", "direct = parts >= 1 && whole_rows",
             "parts write their sums over each other", THREADS + "test_parts_of_a_head_add_up " + THREADS + "test_every_number_of_threads_gives_the_same"),
-    in_file("cpu/backward_head.h", "bias_rows > 1 ? key_bias_sums + i * p.key_length", "bias_rows > 1 ? key_bias_sums",
+    in_file("cpu/backward_head.h", "bias_rows > 1 ? p.key_length : 0", "0",
             "heads of a group add to the first one's key_bias", BACKWARD + "test_key_bias_gradients_sum_over_what_was_broadcast"),
     # Backward of a tile.
     in_file("cpu/backward_tile.h", "      clear(s.query_rows, i, i + 1, p.head_dim);\n", "",
@@ -98,6 +99,19 @@ FAULTS = [
             "the gradient through lse has the wrong sign", BACKWARD + "test_ragged_lengths"),
     in_file("cpu/backward_tile.h", "dropped *= scale;", "dropped *= scale * scale;",
             "grad_value of kept weights is too large", BACKWARD + "test_gradcheck"),
+    # Index lists.
+    in_file("cpu/index_lists.h", "position - lists.local + 1", "position - lists.local",
+            "the local window is a key too long", LISTS + "test_by_name"),
+    in_file("cpu/mask.h", "lists_.listed.bytes[first + k] >> lists_.first_listed", "lists_.listed.bytes[first + k]",
+            "a query's own part of a block mask meets the lists of another", LISTS + "test_drawn_lists"),
+    in_file("cpu/list_rows.h", "if (!((chunk.masks[k].words[0] >> t) & 1U))", "if (!(chunk.masks[k].words[0] & 1U))",
+            "queries that are computed together see what the first one lists", LISTS + "test_equal_bits_from_equal_calls " + LISTS + "test_drawn_lists"),
+    in_file("cpu/list_rows.h", "view->head_divisor == 1) return false;", "view->head_divisor == 1) return true;",
+            "heads of a group see the keys of the first one", LISTS + "test_heads_that_share_lists"),
+    in_file("cpu/forward_lists.h", "row_sum = row_sum * correction +", "row_sum = row_sum +",
+            "sums of an earlier chunk keep their old maximum", LISTS + "test_lists_of_several_chunks"),
+    in_file("cpu/backward_lists.h", "if (to.key_bias || to.adds_bias)", "if (to.adds_bias)",
+            "the gradient of key_bias stays zero", LISTS + "test_heads_that_share_lists"),
     # Storage.
     in_file("cpu/convert.h", "(bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16", "bits >> 16",
             "bfloat16 is truncated", ROUNDING),
@@ -240,10 +254,10 @@ FAULTS = [
     in_file("cpu/convert.h", "size >= 0x47800000U ? infinite : finite", "size > 0x47800000U ? infinite : finite",
             "65536 is not infinite by the range test",
             harmless="The normal range gives (0x47800000 - 0x38000000 + 0xfff) >> 13 = 0x7c00 for it, which is infinity."),
-    in_file("cpu/backward_tile.h", "grad = scale == R(0) ? Vec<R>{} : grad * scale;", "grad = grad * scale;",
+    in_file("cpu/backward_tile.h", "grad_probability = scale == R(0) ? Vec<R>{} : grad_probability * scale;", "grad_probability = grad_probability * scale;",
             "the gradient of a dropped weight is multiplied with 0 instead of replaced by it",
             harmless="It differs where dP is not finite alone; then a value in that row is not finite, out is NaN where it is (0 times it), and so are delta and the row's gradients either way."),
-    in_file("cpu/mask.h", "if (sure > 0 && sure + partial.count <= kChunkKeys) {", "if (sure > 0 && sure + partial.count < kChunkKeys) {",
+    in_file("cpu/mask.h", "if (sure > 0 && sure + partial.count <= lists_.chunk_keys) {", "if (sure > 0 && sure + partial.count < lists_.chunk_keys) {",
             "lists that just fit into one chunk go out as two",
             harmless="A key is in exactly one chunk either way, with its own mask; online softmax gives the same sums up to rounding, which the rule allows."),
     in_file("cpu/mask.h", "block >= first / kSummaryKeys && block < end_block", "block < end_block",

@@ -13,6 +13,7 @@ def in_file(name: str, old: str, new: str, wrong: str, tests: str = "", harmless
 CACHE, VARLEN, DECODE = "cache/test_cache.py::", "ops/test_varlen.py::", "ops/test_decode.py::"
 RANKS, DTENSORS = "distributed/test_context_parallel.py::", "distributed/test_sharding.py::"
 FORWARD, BACKWARD, MASKS = "ops/test_forward.py::", "ops/test_backward.py::", "masks/test_masks.py::"
+LISTS, LISTED_CALLS = "masks/test_index.py::", "masks/test_index_calls.py::"
 DYNAMIC, AUTOGRAD, REGISTRATION = "ops/test_dynamic_mask_attention.py::", "ops/test_autograd.py::", "ops/test_registration.py::"
 
 FAULTS = [
@@ -33,6 +34,33 @@ FAULTS = [
             "scores that only select are added to the logits of a chunk", CACHE + "test_recency_and_scores_that_select_only"),
     in_file("nn/mixed_cache.py", "query.shape[1] // self.num_kv_heads * first", "first",
             "local heads answer too few queries", "cache/test_mixed_cache.py::test_all_heads_see_what_one_mask_shows_them"),
+    # Index masks.
+    in_file("masks/index.py", "return free if is_causal else free | (", "return free if True else free | (",
+            "without causality later keys take no part", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "first, newest = first.clamp(min=sink_keys), position - local", "newest = position - local",
+            "sinks compete", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "torch.where(bits < 0, bits ^ bounds.FOREVER, bits)", "bits",
+            "of negative scores the smallest are selected", LISTS + "test_selection_is_brute_force"),
+    in_file("masks/index.py", "is_causal=self.is_causal or other.is_causal", "is_causal=self.is_causal",
+            "an intersection forgets that its second mask is causal", LISTS + "test_an_intersection_is_causal_if_one_of_its_masks_is"),
+    in_file("composed.py", "return seen | (column < sinks) if sinks else seen", "return seen",
+            "tangents and booleans have no sinks", LISTS + "test_to_bool_is_the_definition"),
+    in_file("composed.py", "(position - local < column)", "(position - local <= column)",
+            "a local window has one key more", LISTS + "test_to_bool_is_the_definition"),
+    in_file("autograd.py", "composed.tangents((*tensors, *ctx.options, *ctx.last), given)", "composed.tangents((*tensors, *ctx.options), given)",
+            "forward mode reads lists of blocks as lists of keys", LISTED_CALLS + "test_further_derivatives_are_those_of_the_bool_mask"),
+    in_file("call.py", "is_causal=options.is_causal or index.is_causal", "is_causal=options.is_causal",
+            "a causal index mask shows the future", LISTED_CALLS + "test_everything_at_once"),
+    in_file("call.py", "index_offset = first.reshape(-1)", "index_offset = 0 * first.reshape(-1)",
+            "the local window of queries that stand elsewhere stays", LISTED_CALLS + "test_everything_at_once"),
+    in_file("decode_listed.py", "again[..., 1:] = keys[..., 1:] == keys[..., :-1]", "pass",
+            "decoding counts a key that is listed twice twice", LISTS + "test_decoding_sees_what_is_listed"),
+    in_file("decode_listed.py", "length = torch.where((in_use & is_none).any(1), 0, length)", "pass",
+            "decoding reads another page for one that is none", LISTS + "test_a_page_that_is_none_empties_its_sequence"),
+    in_file("varlen.py", "torch.where(inside, entries + first_key, -1)", "torch.where(inside, entries, -1)",
+            "packed lists count from the first document", LISTED_CALLS + "test_packed_documents_have_lists_of_their_own"),
+    in_file("sharding.py", "NONE, USUAL, PER_SEQUENCE, USUAL, USUAL, NONE)", "NONE, NONE, PER_SEQUENCE, USUAL, USUAL, NONE)",
+            "every rank reads the lists of all sequences and heads", DTENSORS + "test_two_ranks_compute_what_one_does"),
     # DTensors.
     in_file("sharding.py", "dtensor.Replicate() if share is None else dtensor.Partial()", "dtensor.Replicate()",
             "the gradient of what parts share is that of one part", DTENSORS + "test_two_ranks_compute_what_one_does"),

@@ -259,13 +259,12 @@ class IndexMask(MaskData):
         return visible & (torch.arange(Sk, device=rows.device) <= position) if self.is_causal else visible
 
     def keys(self, unit: int = 1) -> Tensor:
-        """The lists in blocks of ``unit`` keys, which divides block_size: int64 [B|1, H|Hkv|1, Sq, K * block_size / unit]."""
+        """The lists in blocks of ``unit`` keys, which divides block_size: int64 [B|1, H|Hkv|1, Sq, K * block_size / unit], none < 0."""
         parts = self.block_size // unit
         entries = self.indices.long()
         if parts == 1:
             return entries
-        within = torch.arange(parts, device=entries.device)
-        return torch.where(entries[..., None] < 0, NONE, entries[..., None] * parts + within).flatten(3)
+        return (entries[..., None] * parts + torch.arange(parts, device=entries.device)).flatten(3)
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None, *, Sk: int | None = None) -> Any:
         """As :meth:`IntervalMask.plot`. Sk: number of keys; default: up to the last that is listed, Sq at least."""

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from dmattn import reference
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask
+from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask
 from dmattn.testing.case import AttentionCase, with_rank
 
 MASK_TYPES = {
     "interval_mask": IntervalMask,
     "block_mask": BlockMask,
+    "index_mask": IndexMask,
     "combined_mask": CombinedMask,
     "bool_mask": Tensor,
 }

@@ -32,7 +32,7 @@ CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 7
 MASK_KINDS = (
     "none", "intervals", "causal", "sliding_window", "streaming", "documents", "document_ids", "prefix", "padding", "chunked", "tree",
     "top_k", "top_k_beside",
-    "from_bool", "from_blocks", "from_function", "combined", "bool",
+    "from_bool", "from_blocks", "from_function", "index", "combined", "bool",
 )  # fmt: skip
 SCORE_KINDS = ("random", "ties", "constant", "increasing", "decreasing", "holes")
 
@@ -495,18 +495,26 @@ def listed_rows(mask: IndexMask, p: Tensor, Sk: int) -> Tensor:
 
 
 @st.composite
-def combined_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
-    """``interval & block``, in both orders."""
-    interval = draw(interval_masks(shape, device))
-    block = draw(block_masks_from_bool(shape, device) | block_masks_from_blocks(shape, device))
-    assert isinstance(interval.mask, IntervalMask)
-    assert isinstance(block.mask, BlockMask)
-    assert interval.visible is not None
-    assert block.visible is not None
-    mask = interval.mask & block.mask if draw(st.booleans()) else block.mask & interval.mask
-    visible = reference.per_query_head(interval.visible, shape.H) & reference.per_query_head(block.visible, shape.H)
-    kinds = interval.kinds | block.kinds | {"combined"}
-    return DrawnMask(mask, visible, f"{interval.description} & {block.description}", kinds)
+def combined_masks(
+    draw: st.DrawFn, shape: Shape, device: str = "cpu", kinds: Sequence[str] = ("interval", "block", "index")
+) -> DrawnMask:
+    """``interval & block``, ``interval & index``, ``block & index`` and all three, in every order; of the kinds given, two at least."""
+    by_kind = {
+        "interval": interval_masks,
+        "block": lambda shape, device: block_masks_from_bool(shape, device) | block_masks_from_blocks(shape, device),
+        "index": index_masks,
+    }
+    chosen = draw(st.lists(st.sampled_from(tuple(kinds)), min_size=2, max_size=len(kinds), unique=True))
+    parts = [draw(by_kind[kind](shape, device)) for kind in chosen]
+    mask: Any = parts[0].mask
+    visible, of_kinds = None, frozenset({"combined"})
+    for number, part in enumerate(parts):
+        assert part.visible is not None
+        seen = reference.per_query_head(part.visible, shape.H)
+        mask = mask if number == 0 else mask & part.mask
+        visible = seen if visible is None else visible & seen
+        of_kinds |= part.kinds
+    return DrawnMask(mask, visible, " & ".join(part.description for part in parts), of_kinds)
 
 
 @st.composite
@@ -677,7 +685,10 @@ def _full(given: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | None:
-    """What a mask means for queries that stand elsewhere: intervals are of positions, all else counts queries."""
+    """What a mask means for queries that stand elsewhere: intervals and what an index mask says beside its lists are of positions, all else
+    counts queries."""
+    if isinstance(drawn.mask, IndexMask):
+        return listed_rows(drawn.mask, positions_from(offset, shape.Sq, drawn.mask.device), shape.Sk)
     if not isinstance(drawn.mask, IntervalMask):
         return drawn.visible
     bounds = (with_rank(bound, 3) for bound in (drawn.mask.start, drawn.mask.end))
@@ -687,10 +698,11 @@ def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | Non
 
 
 def some_masks(shape: Shape, device: str, kinds: Collection[str]) -> st.SearchStrategy[DrawnMask]:
-    """None, and masks of the kinds ``interval_mask``, ``block_mask``, ``combined_mask`` and ``bool_mask``."""
+    """None, and masks of the kinds ``interval_mask``, ``block_mask``, ``index_mask``, ``combined_mask`` and ``bool_mask``."""
     by_kind = {
         "interval_mask": interval_masks,
         "block_mask": block_masks,
+        "index_mask": index_masks,
         "combined_mask": combined_masks,
         "bool_mask": bool_tensor_masks,
     }

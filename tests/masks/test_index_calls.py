@@ -1,0 +1,343 @@
+"""Attention with lists of keys: forward and all gradients against brute force, every option beside them, and what torch makes of calls."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import dmattn
+import pytest
+import torch
+from dmattn import BlockMask, IndexMask, IntervalMask, autograd
+from dmattn.testing import (
+    FEATURES,
+    AttentionCase,
+    assert_matches_reference,
+    assert_same_bits,
+    attention_cases,
+    per_query_head,
+    run,
+    strategies,
+)  # fmt: skip
+from dmattn.testing.case import positions_from
+from dmattn.testing.features import MASK_TYPES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.export import Dim
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+ops = torch.ops.dmattn
+tensor = strategies.random_tensor
+INT = torch.iinfo(torch.int32)
+
+
+def lists(*size, most=12, seed=0, device="cpu"):
+    return torch.randint(-1, most, size, generator=torch.Generator().manual_seed(seed), dtype=torch.int32).to(device)
+
+
+def case_of(device, dtype, mask, *, B=2, H=4, Hkv=2, Sk=50, D=16, Dv=24, visible=None, **options):
+    """A problem of a mask, which says what it means by brute force."""
+    Sq = mask.query_length
+    sizes = ((B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv))
+    leaves = [tensor(size, number, dtype, device) for number, size in enumerate(sizes)]
+    if visible is None:
+        visible = strategies.listed_rows(mask, strategies.positions(Sq, Sk, device)[0], Sk)
+    return AttentionCase(*leaves, mask, visible, **options)
+
+
+def shape_of(case):
+    (B, H, Sq, D), (_, Hkv, Sk, Dv) = case.query.shape, case.value.shape
+    return strategies.Shape(B, H, Hkv, Sq, Sk, D, Dv)
+
+
+# Numbers ----------------------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_everything_at_once(device, data):
+    case = data.draw(attention_cases(device, max_length=150, features=set(FEATURES) - set(MASK_TYPES)))
+    shape = shape_of(case)
+    drawn = data.draw(strategies.index_masks(shape, device))
+    visible = drawn.visible
+    if case.query_offset is not None:
+        visible = strategies.listed_rows(drawn.mask, positions_from(case.query_offset, shape.Sq, device), shape.Sk)
+    assert_matches_reference(dataclasses.replace(case, mask=drawn.mask, visible=visible, description=drawn.description))
+
+
+@given(data=st.data())
+def test_beside_intervals_and_blocks(device, data):
+    case = data.draw(attention_cases(device, max_length=150, features=set(FEATURES) - set(MASK_TYPES) - {"query_offset"}))
+    shape = shape_of(case)
+    parts = [data.draw(strategies.index_masks(shape, device))]
+    for others in (strategies.interval_masks, strategies.block_masks):
+        parts += [data.draw(others(shape, device))] if data.draw(st.booleans()) else []
+    mask, visible = parts[0].mask, per_query_head(parts[0].visible, shape.H)
+    for part in parts[1:]:
+        mask, visible = mask & part.mask, visible & per_query_head(part.visible, shape.H)
+    description = " & ".join(part.description for part in parts)
+    assert_matches_reference(dataclasses.replace(case, mask=mask, visible=visible, description=description))
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("own", [1, 2, 4], ids=["lists of all heads", "of a group", "one's own"])
+def test_blocks_and_heads(device, dtype, block, own):
+    mask = IndexMask(lists(2, own, 130, 5, most=-(-200 // block), device=device), block, is_causal=True, local=9, sink_keys=3)
+    assert_matches_reference(case_of(device, dtype, mask, Sk=200))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(192, 128), (256, 256), (128, 128), (8, 256)])
+@pytest.mark.parametrize(("H", "Hkv"), [(1, 1), (4, 1), (16, 1), (6, 3)])
+@pytest.mark.parametrize("block", [1, 16])
+def test_sizes(device, dtype, D, Dv, H, Hkv, block):
+    mask = IndexMask(lists(1, Hkv, 70, 11, most=90 // block, device=device), block, is_causal=True)
+    assert_matches_reference(case_of(device, dtype, mask, B=1, H=H, Hkv=Hkv, Sk=90, D=D, Dv=Dv))
+
+
+ODD = {
+    "no entries": IndexMask(lists(40, 0)),
+    "no entries, a window": IndexMask(lists(40, 0), local=7, sink_keys=2),
+    "empty lists": IndexMask(torch.full((40, 5), -1)),
+    "more entries than keys": IndexMask(lists(2, 1, 40, 130, most=50)),
+    "all keys": IndexMask(torch.arange(50).expand(1, 1, 40, 50), is_causal=True),
+    "one key, often": IndexMask(torch.full((40, 70), 3)),
+    "one list of all": IndexMask(torch.arange(9).expand(2, 4, 40, 9), 4),
+    "future keys": IndexMask(torch.arange(49, 39, -1).expand(1, 1, 40, 10), is_causal=True),
+    "-1 in the middle": IndexMask(torch.tensor([7, -1, -1, 30, -1, 2]).expand(40, 6)),
+    "a window of all": IndexMask(lists(40, 2), local=2**20, is_causal=True),
+    "sinks of all": IndexMask(lists(40, 2), sink_keys=2**20),
+    "more queries": IndexMask(lists(2, 2, 90, 6, most=50), is_causal=True, local=3),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_lists(device, dtype, name):
+    assert_matches_reference(case_of(device, dtype, ODD[name].to(device)))
+
+
+@given(data=st.data())
+def test_any_numbers_are_only_lists(device, dtype, data):
+    """Through the ops, which nobody has checked lists for: what is no key is not visible, and never read."""
+    block = data.draw(st.sampled_from((1, 8, 128)))
+    entries = st.sampled_from((INT.min, INT.min + 1, -129, -2, -1, 0, 1, 5, 6, 40, 49, 50, 51, 2**24, 2**25, 2**30, INT.max))
+    rows = data.draw(st.lists(st.lists(entries, min_size=4, max_size=4), min_size=40, max_size=40))
+    mask = IndexMask(lists(40, 4, most=1).to(device), block)._replace(
+        indices=torch.tensor([[rows]], dtype=torch.int32, device=device)
+    )
+    case = case_of(device, dtype, mask)
+
+    def direct(query, key, value, mask, *, is_causal, return_lse, **others):
+        options = (is_causal, 0.25, 0.0, 0.0, False, False, 0, mask.block_size, 0, 0)
+        return autograd.Attention.apply(query, key, value, *(None,) * 6, mask.indices, *(None,) * 4, *options)[:2]
+
+    assert_matches_reference(dataclasses.replace(case, scale=0.25), direct)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_gradients_are_the_same_in_every_run(device, dtype, block):
+    mask = IndexMask(lists(2, 2, 200, 12, most=300 // block, device=device), block, is_causal=True)
+    case = case_of(device, dtype, mask, Sk=300, deterministic=True, key_bias=tensor((2, 2, 300), 5, device=device))
+    assert_same_bits(run(case), run(case))
+
+
+def test_a_key_that_nobody_lists_may_hold_anything(device, dtype):
+    mask = IndexMask(2 * lists(2, 2, 40, 6, most=24, device=device).clamp(min=0))  # even keys
+    case = case_of(device, dtype, mask)
+    nan = [given.clone() for given in (case.key, case.value)]
+    for given_tensor in nan:
+        given_tensor[:, :, 1::2] = torch.nan
+    results = assert_matches_reference(dataclasses.replace(case, key=nan[0], value=nan[1]))
+    assert not any(result.isnan().any() for result in results.values())
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("kind", ["index", "interval & index"])
+def test_packed_documents_have_lists_of_their_own(device, dtype, same, block, kind):
+    lengths_k, lengths_q = [9, 3, 8, 0, 14], [9, 3, 8, 0, 14] if same else [5, 0, 15, 13, 6]
+    Tq, Tk = sum(lengths_q) + 3, sum(lengths_k) + 3
+    mask = IndexMask(lists(1, 2, Tq, 4, most=-(-16 // block), device=device), block, is_causal=True, local=2, sink_keys=1)
+    interval = IntervalMask.sliding_window(Tk, 6, device=device)
+    visible, q, k = torch.zeros((1, 2, Tq, Tk), dtype=torch.bool, device=device), 0, 0
+    for Lq, Lk in zip(lengths_q, lengths_k, strict=True):
+        own = mask._replace(indices=mask.indices[:, :, q : q + Lq])
+        seen = strategies.listed_rows(own, strategies.positions(Lq, Lk, device)[0], Lk)
+        if kind != "index":
+            p, j = strategies.positions(Lq, Lk, device)
+            seen = seen & (p - 6 <= j)
+        visible[:, :, q : q + Lq, k : k + Lk] = seen
+        q, k = q + Lq, k + Lk
+    ends_q, ends_k = (torch.tensor([0, *lengths]).cumsum(0).to(device) for lengths in (lengths_q, lengths_k))
+
+    def packed(query, key, value, mask, *, return_lse, is_causal, deterministic, dropout_p, dropout_seed, **options):
+        given_tensors = (given[0].transpose(0, 1) for given in (query, key, value))
+        named = {name: given for name, given in options.items() if given is not None}
+        out, lse = dmattn.varlen_attention(*given_tensors, ends_q, None if same else ends_k, mask=mask, return_lse=True, **named)
+        return out.transpose(0, 1)[None], lse[None]
+
+    given_mask = mask if kind == "index" else interval & mask
+    sizes = ((1, 4, Tq, 16), (1, 2, Tk, 16), (1, 2, Tk, 24))
+    case = AttentionCase(*(tensor(size, n, dtype, device) for n, size in enumerate(sizes)), given_mask, visible)
+    assert_matches_reference(case, packed)
+
+
+# What torch makes of calls ----------------------------------------------------------------------------------------------------------
+
+
+def patterns():
+    """Name to the arguments of ``dmattn::forward``."""
+    q, k, v = (tensor(size, n) for n, size in enumerate(((2, 4, 40, 16), (2, 2, 50, 16), (2, 2, 50, 24))))
+    grad = [given.clone().requires_grad_() for given in (q, k, v)]
+    block = BlockMask.from_bool(tensor((4, 40, 50), 7) > -0.5, 32)
+    interval = IntervalMask.sliding_window(50, 20)
+    options, offset = (True, 0.25, 0.0, 0.0, False, False, 0), torch.tensor([3, 11], dtype=torch.int32)
+    key_bias = tensor((2, 2, 50), 5).requires_grad_()
+    own = lists(2, 2, 40, 5)
+    return {
+        "lists": (q, k, v, *(None,) * 6, own, *(None,) * 4, *options, 2, 3, 1),
+        "gradients": (*grad, *(None,) * 6, lists(1, 4, 40, 5), None, key_bias, None, None, *options, 2, 3, 1),
+        "offsets": (*grad, *(None,) * 6, own.transpose(1, 2).contiguous().transpose(1, 2), offset, *(None,) * 3, *options, 1, 3, 0),
+        "all masks": (*grad, interval.start, interval.end, block.tiles, block.rows, block.columns, block.bits, own, *(None,) * 4, *options),
+        "no entries": (*grad, *(None,) * 6, own[..., :0], *(None,) * 4, *options, 16, 5, 0),
+    }  # fmt: skip
+
+
+PATTERNS = patterns()
+
+
+@pytest.mark.parametrize("arguments", PATTERNS.values(), ids=PATTERNS)
+def test_opcheck(arguments):
+    torch.library.opcheck(ops.forward.default, arguments)
+    arguments = tuple(given.detach() if isinstance(given, torch.Tensor) else given for given in arguments)
+    out, lse, rest = ops.forward(*arguments)
+    needs = (arguments[11] is not None, False)
+    given_tensors = (tensor(out.shape, 4), tensor(lse.shape, 5), *arguments[:3], out, lse)
+    torch.library.opcheck(ops.backward.default, (*given_tensors, *arguments[3:19], *needs, rest, *arguments[19:]))
+
+
+def small(dtype=torch.float64):
+    leaves = [tensor(size, n, dtype).requires_grad_() for n, size in enumerate(((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)))]
+    return leaves, IndexMask(lists(2, 2, 5, 3, most=5), 2, is_causal=True, local=2, sink_keys=1)
+
+
+def test_gradcheck():
+    leaves, mask = small()
+    bias = tensor((2, 4, 9), 9, torch.float64).requires_grad_()
+    call = lambda q, k, v, b: dmattn.attention(q, k, v, mask & IntervalMask.sliding_window(9, 7), key_bias=b, softcap=3.0)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (*leaves, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (*leaves, bias))
+
+
+@pytest.mark.parametrize("offset", [None, 2, torch.tensor([1, 3])], ids=str)
+def test_further_derivatives_are_those_of_the_bool_mask(offset):
+    leaves, mask = small()
+    p = strategies.positions(5, 9)[0] if offset is None else positions_from(offset, 5, torch.device("cpu"))
+    visible = strategies.listed_rows(mask, p, 9)
+    directions = tuple(tensor(leaf.shape, 20, torch.float64) for leaf in leaves)
+    made = []
+    for given_mask, at in ((mask, offset), (visible, None)):
+        call = lambda *tensors: dmattn.attention(*tensors, given_mask, query_offset=at)  # noqa: B023, E731
+        made.append(torch.func.jvp(call, tuple(leaves), directions)[1])
+    torch.testing.assert_close(*made)
+
+
+def test_vmap():
+    leaves, mask = small(torch.float32)
+    many = torch.stack([leaves[0], 2 * leaves[0], -leaves[0]])
+    attend = lambda q, mask: dmattn.attention(q, *leaves[1:], mask)  # noqa: E731
+    torch.testing.assert_close(torch.vmap(attend, in_dims=(0, None))(many, mask), torch.stack([attend(q, mask) for q in many]))
+    masks = [mask, mask._replace(indices=mask.indices.flip(2)), mask._replace(indices=lists(2, 2, 5, 3, most=5, seed=3))]
+    stacked = mask._replace(indices=torch.stack([given.indices for given in masks]))
+    expected = torch.stack([attend(many[0], given) for given in masks])
+    torch.testing.assert_close(torch.vmap(attend, in_dims=(None, 0))(many[0], stacked), expected)
+    gradients = lambda q, mask: torch.func.grad(lambda q: attend(q, mask).sin().sum())(q)  # noqa: E731
+    torch.testing.assert_close(
+        torch.vmap(gradients, in_dims=(0, 0))(many, stacked), torch.stack([gradients(*given) for given in zip(many, masks, strict=True)])
+    )  # fmt: skip
+
+
+def masked(q, k, v, indices):
+    mask = IndexMask(indices, 2, is_causal=True, local=3)
+    return dmattn.attention(q, k, v, mask & IntervalMask.sliding_window(k.shape[2], 30, device=k.device))
+
+
+def arguments_of(length, entries, device, dtype):
+    leaves = [tensor((1, heads, length, 16), n, dtype, device).requires_grad_() for n, heads in enumerate((4, 2, 2))]
+    return *leaves, lists(1, 2, length, entries, most=length // 2, device=device)
+
+
+@pytest.mark.long
+def test_compile_without_recompiling(device, dtype):
+    torch._dynamo.reset()
+    compiled = torch.compile(masked, fullgraph=True, dynamic=True)
+    compiled(*arguments_of(450, 11, device, dtype)).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length, entries in ((230, 9), (300, 40)):
+            given_tensors = arguments_of(length, entries, device, dtype)
+            out, expected = compiled(*given_tensors), masked(*given_tensors)
+            torch.testing.assert_close(out, expected)
+            made, wanted = (torch.autograd.grad(result.sum(), given_tensors[:3]) for result in (out, expected))
+            for ours, theirs in zip(made, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+class Attends(torch.nn.Module):
+    def forward(self, q, k, v, mask):
+        return dmattn.attention(q, k, v, mask)
+
+
+def test_export_with_dynamic_shapes(tmp_path):
+    length, entries = Dim("length", min=2, max=4096), Dim("entries", min=2, max=512)
+
+    def example(length, entries):
+        *leaves, indices = arguments_of(length, entries, "cpu", torch.float32)
+        return *(leaf.detach() for leaf in leaves), IndexMask(indices, 2, is_causal=True, local=5)
+
+    shapes = (*({2: length},) * 3, [{2: length, 3: entries}])
+    program = torch.export.export(Attends(), example(40, 7), dynamic_shapes=shapes, strict=False)
+    torch.export.save(program, tmp_path / "lists.pt2")
+    loaded = torch.export.load(tmp_path / "lists.pt2").module()
+    for sizes in ((5, 3), (333, 20)):
+        assert torch.equal(loaded(*example(*sizes)), Attends()(*example(*sizes)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_package_of_aot_inductor(tmp_path):
+    given_tensors = tuple(given.detach() for given in arguments_of(60, 7, "cpu", torch.float32))
+
+    class Masked(torch.nn.Module):
+        def forward(self, *tensors):
+            return masked(*tensors)
+
+    length = Dim("length", min=8, max=4096)
+    program = torch.export.export(Masked(), given_tensors, dynamic_shapes=(tuple({2: length} for _ in range(4)),))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "lists.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    for count in (60, 100):
+        tensors = tuple(given.detach() for given in arguments_of(count, 7, "cpu", torch.float32))
+        torch.testing.assert_close(loaded(*tensors), masked(*tensors))
+
+
+def test_checkpointed_and_under_autocast(device):
+    *leaves, indices = arguments_of(60, 7, device, torch.bfloat16)
+    expected = torch.autograd.grad(masked(*leaves, indices).float().square().sum(), leaves)
+    again = torch.autograd.grad(checkpoint(masked, *leaves, indices, use_reentrant=False).float().square().sum(), leaves)
+    assert all(map(torch.equal, expected, again))
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(masked(*(leaf.float() for leaf in leaves), indices), masked(*leaves, indices))
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_flops_are_of_visible_pairs(device, dtype, sinks):
+    # The dispatcher leaves out last numbers that are defaults.
+    mask = IndexMask(lists(1, 2, 40, 5, device=device), 2, is_causal=True, sink_keys=sinks)
+    case = case_of(device, dtype, mask, B=1)
+    leaves = [leaf.requires_grad_() for leaf in (case.query, case.key, case.value)]
+    pairs = dmattn.visible_pairs(mask, 40, 50, heads=4)
+    assert pairs == int(per_query_head(case.seen(), 4).sum())
+    with FlopCounterMode(display=False) as counter:
+        out = dmattn.attention(*leaves, mask)
+    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 5 * pairs * (16 + 24)
