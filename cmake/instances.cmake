@@ -3,32 +3,46 @@
 # The sm80 family: dmattn_sm80_instances(out_sources out_include) writes one .cu per (kernel, size) into the build tree, and sm80_instances.h
 # with the tables that cpp/cuda/sm80/dispatch.cu searches. A file of several instances parses the headers once for all of them.
 #
-# A row is kernel|size|smem_budget|variants; cpp/cuda/sm80/tiles.h explains the shared-memory budgets. A variant that is left out is served by
-# kGeneral. What has no kLarge row has one that serves all GPUs: kAny. Decode has numbers of rows in place of
-# variants, and so has step, the same kernel where it takes a new token into a bounded cache. Rows that take longest to compile are first.
+# A row is kernel|size|smem_budget|traits; cpp/cuda/sm80/tiles.h explains the shared-memory budgets, cpp/cuda/traits.h the traits, which are
+# keys:logits:bias. Traits that are left out are served by the general ones. What has no kLarge row has one that serves all GPUs: kAny. Decode has
+# numbers of rows in place of traits, and so has step, the same kernel where it takes a new token into a bounded cache. Rows that take longest to
+# compile are first.
+set(dmattn_plain kInOrder:kScaled:kNone)
+set(dmattn_gathered kGathered:kScaled:kKey)
+set(dmattn_general kAny:kAny:kPair)
+set(dmattn_unmasked kAll:kScaled:kNone)
 set(DMATTN_SM80_ROWS
-  "backward_dq|64|kAny|kPlain,kGathered,kGeneral"
-  "backward_dq|128|kLarge|kPlain,kGathered,kGeneral"
-  "backward_dq|128|kSmall|kGeneral"
-  "backward_dq|256|kLarge|kGeneral"
-  "backward_dq|256|kSmall|kGeneral"
-  "forward|64|kAny|kPlain,kGathered,kGeneral"
-  "forward|128|kAny|kPlain,kGathered,kGeneral"
-  "backward_dkdv|64|kLarge|kPlain"
-  "backward_dkdv|64|kSmall|kPlain"
-  "backward_dkdv|64|kAny|kGeneral"
-  "backward_dkdv|128|kLarge|kPlain"
-  "backward_dkdv|128|kSmall|kPlain"
-  "backward_dkdv|128|kAny|kGeneral"
-  "backward_dkdv|256|kLarge|kGeneral"
-  "backward_dkdv|256|kSmall|kGeneral"
-  "forward|256|kAny|kGeneral"
+  "backward_dq|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "backward_dq|128|kLarge|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "backward_dq|128|kSmall|${dmattn_general}"
+  "backward_dq|256|kLarge|${dmattn_general}"
+  "backward_dq|256|kSmall|${dmattn_general}"
+  "forward|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "forward|128|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "backward_dkdv|64|kLarge|${dmattn_unmasked}"
+  "backward_dkdv|64|kSmall|${dmattn_unmasked}"
+  "backward_dkdv|64|kAny|${dmattn_general}"
+  "backward_dkdv|128|kLarge|${dmattn_unmasked}"
+  "backward_dkdv|128|kSmall|${dmattn_unmasked}"
+  "backward_dkdv|128|kAny|${dmattn_general}"
+  "backward_dkdv|256|kLarge|${dmattn_general}"
+  "backward_dkdv|256|kSmall|${dmattn_general}"
+  "forward|256|kAny|${dmattn_general}"
   "decode|64|kAny|kFew,kMany"
   "decode|128|kAny|kFew,kMany"
   "decode|256|kAny|kFew,kMany"
   "step|64|kAny|kFew"
   "step|128|kAny|kFew"
   "step|256|kAny|kFew")
+
+# The C++ type of traits: KernelTraits<Keys::kAll, Logits::kScaled, Bias::kNone> of kAll:kScaled:kNone.
+function(dmattn_traits_type traits out)
+  string(REPLACE ":" ";" traits ${traits})
+  list(GET traits 0 keys)
+  list(GET traits 1 logits)
+  list(GET traits 2 bias)
+  set(${out} "KernelTraits<Keys::${keys}, Logits::${logits}, Bias::${bias}>" PARENT_SCOPE)
+endfunction()
 
 # Element types of instances, as name|C++ type.
 set(dmattn_cuda_elements "kBFloat16|__nv_bfloat16" "kFloat16|__half")
@@ -53,8 +67,8 @@ function(dmattn_sm80_instances out_sources out_include)
     list(GET row 0 kernel)
     list(GET row 1 dim)
     list(GET row 2 smem_budget)
-    list(GET row 3 variants)
-    string(REPLACE "," ";" variants ${variants})
+    list(GET row 3 all_traits)
+    string(REPLACE "," ";" all_traits ${all_traits})
     if(NOT dim IN_LIST DMATTN_CUDA_SIZES)
       continue()
     endif()
@@ -64,17 +78,20 @@ function(dmattn_sm80_instances out_sources out_include)
       string(REPLACE "|" ";" element ${element})
       list(GET element 0 dtype)
       list(GET element 1 type)
-      foreach(variant IN LISTS variants)
+      foreach(traits IN LISTS all_traits)
         math(EXPR count "${count} + 1")
-        string(APPEND table_${kernel} " \\\n  ROW(${dtype}, ${type}, ${dim}, ${variant}, ${smem_budget})")
-        set(arguments "${type}, ${dim}, Variant::${variant}")
         set(launch launch_${kernel})
         if(kernel STREQUAL "decode" OR kernel STREQUAL "step")
           set(launch launch_decode)
-          set(arguments "${type}, ${dim}, DecodeRows::${variant}, ${call_${kernel}}")
-        elseif(NOT kernel STREQUAL "forward")
-          string(APPEND arguments ", SmemBudget::${smem_budget}")
+          set(arguments "${type}, ${dim}, DecodeRows::${traits}, ${call_${kernel}}")
+        else()
+          dmattn_traits_type(${traits} traits)
+          set(arguments "${type}, ${dim}, ${traits}")
+          if(NOT kernel STREQUAL "forward")
+            string(APPEND arguments ", SmemBudget::${smem_budget}")
+          endif()
         endif()
+        string(APPEND table_${kernel} " \\\n  ROW(${dtype}, ${type}, ${dim}, ${smem_budget}, ${traits})")
         set(declaration "template cudaError_t ${launch}<${arguments}>(const ${call_${kernel}}&, cudaStream_t);\n")
         string(APPEND text_${kernel}_${dim} "${declaration}")
         string(APPEND externs "extern ${declaration}")
@@ -109,15 +126,32 @@ ${text}}  // namespace ${namespace}
 " @ONLY)
 endfunction()
 
-# The same for the sm90 family: kernel|size|variants, one .cu per (kernel, size, variant). A size that is left out is served by a
-# larger one, a variant by kGeneral; what has neither, by the sm80 family.
+# The same for the sm90 family: kernel|traits|sizes, one .cu per (kernel, size, traits). A size that is left out is served by a larger one, traits
+# by the general ones; what has neither, by the sm80 family.
 set(DMATTN_SM90_ROWS
-  "forward|64|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kDenseBias,kGatheredOptions,kRange"
-  "forward|128|kDense,kKeyBias,kPlain,kGathered,kGeneral,kDenseOptions,kDenseBias,kGatheredOptions,kRange"
-  "forward|256|kDense,kPlain,kGathered,kGeneral,kDenseOptions,kGatheredOptions"
-  "backward|64|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias"
-  "backward|128|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias,kCappedBias"
-  "backward_wide|256|kPlain,kKeyBias,kGathered,kPlainOptions,kGatheredOptions,kPlainBias,kCappedBias")
+  "forward|kAll:kScaled:kNone|64,128,256"
+  "forward|kIntervals:kScaled:kKey|64,128"
+  "forward|kInOrder:kScaled:kNone|64,128,256"
+  "forward|kGathered:kScaled:kKey|64,128,256"
+  "forward|kAny:kAny:kPair|64,128,256"
+  "forward|kAll:kCapped:kNone|64,128,256"
+  "forward|kAll:kDropout:kCopied|64,128"
+  "forward|kGathered:kCapped:kKey|64,128,256"
+  "forward|kRange:kScaled:kNone|64,128"
+  "backward|kInOrder:kScaled:kNone|64,128"
+  "backward|kIntervals:kScaled:kKey|64,128"
+  "backward|kGathered:kScaled:kKey|64,128"
+  "backward|kInOrder:kCapped:kKey|64,128"
+  "backward|kGathered:kCapped:kKey|64,128"
+  "backward|kInOrder:kDropout:kPair|64,128"
+  "backward|kInOrder:kCapped:kPair|128"
+  "backward_wide|kInOrder:kScaled:kNone|256"
+  "backward_wide|kIntervals:kScaled:kKey|256"
+  "backward_wide|kGathered:kScaled:kKey|256"
+  "backward_wide|kInOrder:kCapped:kKey|256"
+  "backward_wide|kGathered:kCapped:kKey|256"
+  "backward_wide|kInOrder:kDropout:kPair|256"
+  "backward_wide|kInOrder:kCapped:kPair|256")
 
 function(dmattn_sm90_instances out_sources out_include)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/generated)
@@ -131,25 +165,27 @@ function(dmattn_sm90_instances out_sources out_include)
   foreach(row IN LISTS DMATTN_SM90_ROWS)
     string(REPLACE "|" ";" row ${row})
     list(GET row 0 kernel)
-    list(GET row 1 dim)
-    list(GET row 2 variants)
-    string(REPLACE "," ";" variants ${variants})
-    if(NOT dim IN_LIST DMATTN_CUDA_SIZES)
-      continue()
-    endif()
-    foreach(variant IN LISTS variants)
+    list(GET row 1 traits)
+    list(GET row 2 dims)
+    string(REPLACE "," ";" dims ${dims})
+    dmattn_traits_type(${traits} type_of_traits)
+    string(REPLACE ":" "_" name_of_traits ${traits})
+    foreach(dim IN LISTS dims)
+      if(NOT dim IN_LIST DMATTN_CUDA_SIZES)
+        continue()
+      endif()
       set(declarations "")
       foreach(element IN LISTS dmattn_cuda_elements)
         string(REPLACE "|" ";" element ${element})
         list(GET element 0 dtype)
         list(GET element 1 type)
         math(EXPR count "${count} + 1")
-        string(APPEND table_${kernel} " \\\n  ROW(${dtype}, ${type}, ${dim}, ${variant})")
-        set(declaration "template cudaError_t launch_${kernel}<${type}, ${dim}, Variant::${variant}>(${parameters_${kernel}});\n")
+        string(APPEND table_${kernel} " \\\n  ROW(${dtype}, ${type}, ${dim}, ${type_of_traits})")
+        set(declaration "template cudaError_t launch_${kernel}<${type}, ${dim}, ${type_of_traits}>(${parameters_${kernel}});\n")
         string(APPEND externs "extern ${declaration}")
         string(APPEND declarations "${declaration}")
       endforeach()
-      set(source ${folder}/sm90_${kernel}_${dim}_${variant}.cu)
+      set(source ${folder}/sm90_${kernel}_${dim}_${name_of_traits}.cu)
       dmattn_write_instances(${source} sm90 ${header_${kernel}} "${declarations}")
       list(APPEND sources ${source})
     endforeach()
@@ -170,38 +206,52 @@ endfunction()
 # cpp/cuda/host plans calls. backward_wide is the backward of its head size.
 function(dmattn_instance_rows out_include)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/generated)
-  set(name_forward Forward)
-  set(name_backward_dq BackwardDq)
-  set(name_backward_dkdv BackwardDkdv)
-  set(name_backward Backward)
-  foreach(family Sm80 Sm90)
-    string(TOUPPER ${family} prefix)
-    foreach(row IN LISTS DMATTN_${prefix}_ROWS)
-      string(REPLACE "|" ";" row ${row})
-      list(GET row 0 kernel)
-      list(GET row 1 dim)
-      list(GET row -1 variants)
-      set(smem_budget kAny)
-      if(family STREQUAL "Sm80")
-        list(GET row 2 smem_budget)
-      endif()
-      string(REPLACE "_wide" "" kernel ${kernel})
-      string(REPLACE "," ";" variants ${variants})
-      if(NOT DEFINED name_${kernel} OR NOT dim IN_LIST DMATTN_CUDA_SIZES)
-        continue()
-      endif()
-      foreach(dtype IN LISTS DMATTN_CUDA_TYPES)
-        foreach(variant IN LISTS variants)
-          string(APPEND rows_${prefix}_${kernel} " \\\n  ROW(k${family}${name_${kernel}}, ${dtype}, ${dim}, ${variant}, ${smem_budget})")
-        endforeach()
-      endforeach()
-    endforeach()
+  foreach(row IN LISTS DMATTN_SM80_ROWS)
+    string(REPLACE "|" ";" row ${row})
+    list(GET row 0 kernel)
+    list(GET row 1 dim)
+    list(GET row 2 smem_budget)
+    list(GET row 3 all_traits)
+    string(REPLACE "," ";" all_traits ${all_traits})
+    dmattn_append_rows(Sm80 ${kernel} "${dim}" ${smem_budget} "${all_traits}")
+  endforeach()
+  foreach(row IN LISTS DMATTN_SM90_ROWS)
+    string(REPLACE "_wide" "" row ${row})
+    string(REPLACE "|" ";" row ${row})
+    list(GET row 0 kernel)
+    list(GET row 1 traits)
+    list(GET row 2 dims)
+    string(REPLACE "," ";" dims ${dims})
+    dmattn_append_rows(Sm90 ${kernel} "${dims}" kAny ${traits})
   endforeach()
   set(text "// Generated by cmake/instances.cmake: every instance that the host may plan with.\n#pragma once\n\n")
-  foreach(each SM80_forward SM80_backward_dq SM80_backward_dkdv SM90_forward SM90_backward)
+  foreach(each Sm80_forward Sm80_backward_dq Sm80_backward_dkdv Sm90_forward Sm90_backward)
     string(TOUPPER ${each} name)
     string(APPEND text "#define DMATTN_ROWS_${name}(ROW)${rows_${each}}\n\n")
   endforeach()
   file(CONFIGURE OUTPUT ${folder}/instance_rows.h CONTENT "${text}" @ONLY)
   set(${out_include} ${folder} PARENT_SCOPE)
+endfunction()
+
+# Appends rows of every size, type and traits to rows_${family}_${kernel}. Decoding has no traits, and no rows.
+function(dmattn_append_rows family kernel dims smem_budget all_traits)
+  set(name_forward Forward)
+  set(name_backward_dq BackwardDq)
+  set(name_backward_dkdv BackwardDkdv)
+  set(name_backward Backward)
+  if(NOT DEFINED name_${kernel})
+    return()
+  endif()
+  set(rows rows_${family}_${kernel})
+  foreach(dim IN LISTS dims)
+    foreach(dtype IN LISTS DMATTN_CUDA_TYPES)
+      foreach(traits IN LISTS all_traits)
+        if(dim IN_LIST DMATTN_CUDA_SIZES)
+          dmattn_traits_type(${traits} type)
+          string(APPEND ${rows} " \\\n  ROW(k${family}${name_${kernel}}, ${dtype}, ${dim}, ${smem_budget}, ${type})")
+        endif()
+      endforeach()
+    endforeach()
+  endforeach()
+  set(${rows} "${${rows}}" PARENT_SCOPE)
 endfunction()

@@ -100,7 +100,7 @@ Target target_of(const nb::dict& device, std::vector<Instance> (&instances)[kKer
 
 nb::dict instance_dict(const Instance& instance, const Tile& tile) {
   nb::dict made;
-  made["kernel"] = name_of(instance.kernel), made["variant"] = name_of(instance.variant);
+  made["kernel"] = name_of(instance.kernel), made["traits"] = name_of(instance.traits);
   made["dtype"] = name_of(instance.dtype), made["size"] = instance.dim;
   made["rows"] = tile.rows, made["keys"] = tile.keys;
   return made;

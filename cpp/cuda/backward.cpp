@@ -57,7 +57,7 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   return part;
 }
 
-// Sets what the variants with options of Hopper's kernels read.
+// Sets what the instances with options of Hopper's kernels read.
 void set_options(BackwardCall& call) {
   const AttentionParams& p = call.b.forward;
   call.logit_scale = call.scale;

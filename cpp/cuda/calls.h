@@ -1,9 +1,9 @@
-// What a kernel gets: the forward call, the backward call, their variants, and the launches of kernels that both families share.
+// What a kernel gets: the forward call, the backward call, and the launches of kernels that both families share.
 // Plain structs, no torch.
 #pragma once
 
 #include "live_keys.h"
-#include "variants.h"
+#include "traits.h"
 
 namespace dmattn::cuda {
 
@@ -15,10 +15,6 @@ inline constexpr float kHugeExponent = 4096.0f;
 // What backward has to expect of its rows. kHugeRows: some lse is beyond kHugeExponent. kBadRows: some row sees nothing, and its
 // query or grad_out is not finite.
 enum RowFlag : int32_t { kHugeRows = 1, kBadRows = 2 };
-
-inline Variant variant_of(const AttentionParams& p, const LiveKeys& live_keys) {
-  return variant_of(p, live_keys.index != nullptr);
-}
 
 // Copies of the live keys and values in the order of their list, for kernels that load rows in order faster than gathered ones.
 // The device makes them for the heads whose queries are one segment with at most `capacity` live keys; the host does not know
@@ -33,10 +29,10 @@ struct ForwardCall {
   AttentionParams p;
   LiveKeys live_keys;
   float scale = 0.0f, scale_2 = 0.0f, over_scale = 0.0f;  // scale_2 = scale * log2(e), over_scale = 1 / scale
-  // For variants with options and a softcap: scale / softcap. What is multiplied by `scale` there is the tangent, so scale is the
-  // softcap. 0: no softcap.
+  // For instances with options and a softcap: scale / softcap. What is multiplied by `scale` there is the tangent, so scale is
+  // the softcap. 0: no softcap.
   float cap_scale = 0.0f;
-  // For variants with options. threshold: dropout_threshold, 0 without dropout. keep_scale: 1 / (1 - dropout_p).
+  // For instances with options. threshold: dropout_threshold, 0 without dropout. keep_scale: 1 / (1 - dropout_p).
   uint32_t threshold = 0;
   float keep_scale = 1.0f;
   CompactKeys compact;
@@ -50,7 +46,7 @@ struct BackwardCall {
   // Of Hopper's kernels. A tangent or, without softcap, a product times logit_scale is a logit. Sums of gradients times `scale`
   // are grad_query and grad_key, and times keep_scale grad_value and the gradient of key_bias.
   float logit_scale = 0.0f, keep_scale = 1.0f;
-  // For variants with options. cap_scale: scale / softcap, 0 without softcap. threshold: dropout_threshold, 0 without dropout.
+  // For instances with options. cap_scale: scale / softcap, 0 without softcap. threshold: dropout_threshold, 0 without dropout.
   // keep_probability: 1 - dropout_p, which the scores' gradients are multiplied with, because keep_scale comes at the end.
   float cap_scale = 0.0f, keep_probability = 1.0f;
   uint32_t threshold = 0;

@@ -8,8 +8,8 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers for walks without lists
-inline constexpr int kListBlock = 512;      // entries of a list that the portable walk reads at once
+inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers to look at all keys
+inline constexpr int kListBlock = 512;      // entries of a list that the portable scheduler reads at once
 inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows

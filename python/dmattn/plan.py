@@ -24,21 +24,17 @@ DEVICES: dict[str, dict[str, int]] = {
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
-# What an instance of each variant can do that others cannot.
-VARIANTS = {
-    "kPlain": "keys in order; a block mask or intervals; nothing added to the logits",
-    "kGathered": "live keys gathered from lists; key_bias",
-    "kGeneral": "everything: bias, softcap, dropout, any scale",
-    "kDense": "all keys or causal ones, and nothing else",
-    "kDenseOptions": "all keys or causal ones, with softcap or dropout",
-    "kPlainOptions": "keys in order, with softcap, dropout or key_bias",
-    "kGatheredOptions": "live keys gathered from lists, with softcap, dropout or key_bias",
-    "kPlainBias": "keys in order, with bias, key_bias and dropout",
-    "kDenseBias": "all keys or causal ones, with a bias that tensor copies bring, and dropout",
-    "kKeyBias": "keys in order, with a key_bias; intervals or not, no block mask",
-    "kRange": "intervals whose keys are neighbours, from the first to the last that a tile sees",
-    "kCappedBias": "keys in order, with bias, key_bias, dropout and softcap",
+# What the traits of an instance say (cpp/cuda/traits.h): which keys it takes, and which options and biases beside them.
+KEYS = {
+    "all": "all keys or causal ones",
+    "intervals": "keys in order, intervals or not, no block mask",
+    "range": "intervals whose keys are neighbours, from the first to the last that a tile sees",
+    "in order": "keys in order; a block mask or intervals",
+    "gathered": "live keys gathered from lists",
+    "any": "keys in order or gathered",
 }
+LOGITS = {"scaled": "", "dropout": "dropout", "capped": "softcap, dropout", "any": "any scale, softcap, dropout"}
+BIASES = {"none": "", "key": "key_bias", "pair": "bias, key_bias", "copied": "a bias that tensor copies bring"}
 
 SOURCES = {
     "all": "all keys in order; what the mask hides is skipped or tested",
@@ -88,7 +84,7 @@ def in_words(name: str, plan: Mapping[str, Any]) -> str:
     lines = [f"{name}: {family}, because {plan['why_family']}."]
     for kernel in plan["kernels"]:
         lines.append(
-            f"  kernel     {kernel['kernel']}, {kernel['variant']} for heads up to {kernel['size']}: {VARIANTS[kernel['variant']]}"
+            f"  kernel     {kernel['kernel']}, {kernel['traits']} for heads up to {kernel['size']}: {abilities(kernel['traits'])}"
         )
         lines.append(f"  tile       {kernel['rows']} rows by {kernel['keys']} keys")
     lines.append(f"  keys       {SOURCES[plan['keys']]}" + (f", because {plan['why_keys']}" if plan["why_keys"] else ""))
@@ -101,6 +97,12 @@ def in_words(name: str, plan: Mapping[str, Any]) -> str:
     pieces = ", ".join(f"{region} {in_bytes(size)}" for region, (_, size) in regions)
     lines.append(f"  workspace  {in_bytes(plan['workspace']['bytes'])}" + (f": {pieces}" if pieces else ""))
     return "\n".join(lines)
+
+
+def abilities(traits: str) -> str:
+    """What an instance with such traits, like "gathered/scaled/key", takes."""
+    keys, logits, bias = traits.split("/")
+    return "; ".join(filter(None, (KEYS[keys], LOGITS[logits], BIASES[bias])))
 
 
 def in_bytes(count: int) -> str:

@@ -26,7 +26,7 @@ def backward(device=None, **call):
 
 
 def kernels(planned):
-    return [(kernel["kernel"], kernel["size"], kernel["variant"]) for kernel in planned["kernels"]]
+    return [(kernel["kernel"], kernel["size"], kernel["traits"]) for kernel in planned["kernels"]]
 
 
 # The table of docs/status.md ----------------------------------------------------------------------------------------------------------
@@ -103,27 +103,27 @@ def test_every_row_of_the_table_is_still_what_these_tests_are_about():
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ({}, (64, "kDense")),
-        ({"head_dim": 72}, (128, "kDense")),
-        ({"head_dim": 64, "value_dim": 200}, (256, "kDense")),
-        ({"block_heads": 1}, (64, "kPlain")),
-        ({"interval_heads": 2}, (64, "kGathered")),
-        ({"interval_heads": 2, "is_in_order": True, "key_length": 2000}, (64, "kPlain")),
-        ({"interval_heads": 2, "is_in_order": True, "query_length": 2000}, (64, "kRange")),
-        ({"key_bias_heads": 2}, (64, "kKeyBias")),
-        ({"key_bias_heads": 2, "head_dim": 256}, (256, "kGathered")),
-        ({"softcap": 5.0}, (64, "kDenseOptions")),
-        ({"softcap": 5.0, "block_heads": 1}, (64, "kGeneral")),
-        ({"softcap": 5.0, "interval_heads": 1}, (64, "kGatheredOptions")),
-        ({"softcap": 400.0}, (64, "kGeneral")),
-        ({"scale": -0.1}, (64, "kGeneral")),
-        ({"bias_heads": 4}, (64, "kDenseBias")),
-        ({"bias_heads": 4, "head_dim": 256}, (256, "kGeneral")),
-        ({"bias_heads": 4, "bias_dtype": "float32"}, (64, "kGeneral")),
-        ({"bias_heads": 4, "bias_shift": 4}, (64, "kGeneral")),
-        ({"bias_heads": 4, "interval_heads": 1}, (64, "kGeneral")),
-        ({"bias_heads": 4, "query_length": 304, "key_length": 307}, (64, "kGeneral")),
-        ({"bias_heads": 4, "query_length": 304, "key_length": 304}, (64, "kDenseBias")),
+        ({}, (64, "all/scaled/none")),
+        ({"head_dim": 72}, (128, "all/scaled/none")),
+        ({"head_dim": 64, "value_dim": 200}, (256, "all/scaled/none")),
+        ({"block_heads": 1}, (64, "in order/scaled/none")),
+        ({"interval_heads": 2}, (64, "gathered/scaled/key")),
+        ({"interval_heads": 2, "is_in_order": True, "key_length": 2000}, (64, "in order/scaled/none")),
+        ({"interval_heads": 2, "is_in_order": True, "query_length": 2000}, (64, "range/scaled/none")),
+        ({"key_bias_heads": 2}, (64, "intervals/scaled/key")),
+        ({"key_bias_heads": 2, "head_dim": 256}, (256, "gathered/scaled/key")),
+        ({"softcap": 5.0}, (64, "all/capped/none")),
+        ({"softcap": 5.0, "block_heads": 1}, (64, "any/any/pair")),
+        ({"softcap": 5.0, "interval_heads": 1}, (64, "gathered/capped/key")),
+        ({"softcap": 400.0}, (64, "any/any/pair")),
+        ({"scale": -0.1}, (64, "any/any/pair")),
+        ({"bias_heads": 4}, (64, "all/dropout/copied")),
+        ({"bias_heads": 4, "head_dim": 256}, (256, "any/any/pair")),
+        ({"bias_heads": 4, "bias_dtype": "float32"}, (64, "any/any/pair")),
+        ({"bias_heads": 4, "bias_shift": 4}, (64, "any/any/pair")),
+        ({"bias_heads": 4, "interval_heads": 1}, (64, "any/any/pair")),
+        ({"bias_heads": 4, "query_length": 304, "key_length": 307}, (64, "any/any/pair")),
+        ({"bias_heads": 4, "query_length": 304, "key_length": 304}, (64, "all/dropout/copied")),
     ],
 )
 def test_kernels_of_forward_on_hopper(call, expected):
@@ -134,17 +134,17 @@ def test_kernels_of_forward_on_hopper(call, expected):
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ({}, (64, "kPlain")),
-        ({"interval_heads": 2}, (64, "kGathered")),
-        ({"interval_heads": 2, "is_in_order": True}, (64, "kPlain")),
-        ({"key_bias_heads": 2}, (64, "kKeyBias")),
-        ({"key_bias_heads": 2, "block_heads": 1}, (64, "kPlainOptions")),
-        ({"dropout_p": 0.1}, (64, "kPlainOptions")),
-        ({"dropout_p": 0.1, "interval_heads": 2, "head_dim": 256}, (256, "kGatheredOptions")),
-        ({"bias_heads": 1, "head_dim": 128}, (128, "kPlainBias")),
-        ({"bias_heads": 1, "softcap": 5.0}, (128, "kCappedBias")),
-        ({"softcap": 400.0}, (128, "kCappedBias")),
-        ({"scale": 0.0}, (64, "kPlainBias")),
+        ({}, (64, "in order/scaled/none")),
+        ({"interval_heads": 2}, (64, "gathered/scaled/key")),
+        ({"interval_heads": 2, "is_in_order": True}, (64, "in order/scaled/none")),
+        ({"key_bias_heads": 2}, (64, "intervals/scaled/key")),
+        ({"key_bias_heads": 2, "block_heads": 1}, (64, "in order/capped/key")),
+        ({"dropout_p": 0.1}, (64, "in order/capped/key")),
+        ({"dropout_p": 0.1, "interval_heads": 2, "head_dim": 256}, (256, "gathered/capped/key")),
+        ({"bias_heads": 1, "head_dim": 128}, (128, "in order/dropout/pair")),
+        ({"bias_heads": 1, "softcap": 5.0}, (128, "in order/capped/pair")),
+        ({"softcap": 400.0}, (128, "in order/capped/pair")),
+        ({"scale": 0.0}, (64, "in order/dropout/pair")),
     ],
 )
 def test_kernels_of_backward_on_hopper(call, expected):
@@ -153,15 +153,32 @@ def test_kernels_of_backward_on_hopper(call, expected):
 
 def test_portable_backward_runs_the_kernels_that_the_order_of_sums_needs():
     device = plan.DEVICES["sm80"]
-    names = {"key": "sm80 key-major backward", "query": "sm80 query-major backward"}
+    dkdv, dq = "sm80 backward dkdv", "sm80 backward dq"
 
     def ran(**call):
         return [kernel for kernel, _, _ in kernels(backward(device, **call))]
 
-    assert ran() == [names["key"]]
-    assert ran(interval_heads=4) == [names["query"]]
-    assert ran(block_heads=1) == [names["query"]]
-    assert ran(deterministic=True) == [names["key"], names["query"]]
+    assert ran() == [dkdv]
+    assert ran(interval_heads=4) == [dq]
+    assert ran(block_heads=1) == [dq]
+    assert ran(deterministic=True) == [dkdv, dq]
+
+
+# Where keys of a plan may come from, by the keys that its kernels take.
+SERVED = {
+    "all": {"all"}, "intervals": {"all"}, "range": {"range"}, "in order": {"all", "block table", "range"},
+    "gathered": {"direct", "lists", "compact"}, "any": {"all", "block table", "lists"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["sm80", "sm90"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_kernels_take_the_keys_of_the_plan(mask, device):
+    for options, deterministic, size in itertools.product(SUBSETS, (False, True), (64, 256)):
+        call = {**MASKS[mask], **options, "deterministic": deterministic, "head_dim": size}
+        for planned in (forward(plan.DEVICES[device], **call), backward(plan.DEVICES[device], **call)):
+            for _, _, traits in kernels(planned):
+                assert planned["keys"] in SERVED[traits.split("/")[0]], (call, planned)
 
 
 def test_devices_with_less_shared_memory_have_smaller_tiles():
@@ -342,7 +359,7 @@ def test_a_build_of_few_head_sizes_says_what_it_has(make):
     trimmed = {"sizes": [64]}
     assert {size for _, size, _ in kernels(make(trimmed))} == {64}
     with pytest.raises(
-        RuntimeError, match="no kernel for head sizes D=128 and Dv=128; compiled: sm80 forward/bfloat16/64/kPlain, "
+        RuntimeError, match="no kernel for head sizes D=128 and Dv=128; compiled: sm80 forward/bfloat16/64/in order/scaled/none, "
     ) as error:
         make(trimmed, head_dim=128)
     assert "/128/" not in str(error.value)
@@ -404,7 +421,7 @@ def test_plans_in_words(capsys):
     arguments.run(arguments)
     said = capsys.readouterr().out
     assert "forward: Hopper's kernels (sm90), because" in said
-    assert "kernel     sm90 backward, kGathered for heads up to 128: live keys gathered from lists" in said
+    assert "kernel     sm90 backward, gathered/scaled/key for heads up to 128: live keys gathered from lists; key_bias" in said
     assert "because few pairs are visible" in said
     arguments = parser.parse_args(["plan", "--device", "sm80", "--family", "sm90"])
     arguments.run(arguments)

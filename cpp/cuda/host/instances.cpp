@@ -8,8 +8,9 @@
 namespace dmattn::cuda {
 namespace {
 
-#define DMATTN_ROW(KERNEL, DTYPE, DIM, VARIANT, SMEM_BUDGET) \
-  {Kernel::KERNEL, DType::DTYPE, DIM, Variant::VARIANT, sm80::SmemBudget::SMEM_BUDGET},
+// The last argument of a row is its traits, KernelTraits<...>, commas and all.
+#define DMATTN_ROW(KERNEL, DTYPE, DIM, SMEM_BUDGET, ...) \
+  {Kernel::KERNEL, DType::DTYPE, DIM, __VA_ARGS__::kValue, sm80::SmemBudget::SMEM_BUDGET},
 constexpr Instance kSm80Forward[] = {DMATTN_ROWS_SM80_FORWARD(DMATTN_ROW)};
 constexpr Instance kSm80BackwardDq[] = {DMATTN_ROWS_SM80_BACKWARD_DQ(DMATTN_ROW)};
 constexpr Instance kSm80BackwardDkdv[] = {DMATTN_ROWS_SM80_BACKWARD_DKDV(DMATTN_ROW)};
@@ -30,16 +31,16 @@ Build configured_build(bool has_sm90) {
            list_of(kSm90Backward)}};
 }
 
-const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
+const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, const InstanceTraits& traits,
                               sm80::SmemBudget smem_budget) {
   const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
   const Instance* best = nullptr;
   for (const Instance& instance : build.of(kernel)) {
     if (instance.dtype != p.dtype || instance.dim < width || (best && instance.dim > best->dim)) continue;
     if (instance.smem_budget != sm80::SmemBudget::kAny && instance.smem_budget != smem_budget) continue;
-    if (instance.variant != variant && instance.variant != Variant::kGeneral) continue;
+    if (instance.traits != traits && instance.traits != kGeneralTraits) continue;
     if (best && instance.dim == best->dim && best->smem_budget == smem_budget && instance.smem_budget != smem_budget) continue;
-    if (best && instance.dim == best->dim && best->smem_budget == instance.smem_budget && best->variant == variant) continue;
+    if (best && instance.dim == best->dim && best->smem_budget == instance.smem_budget && best->traits == traits) continue;
     best = &instance;
   }
   return best;
@@ -48,8 +49,8 @@ const Instance* find_instance(const Build& build, Kernel kernel, const Attention
 const char* name_of(Kernel kernel) {
   switch (kernel) {
     case Kernel::kSm80Forward: return "sm80 forward";
-    case Kernel::kSm80BackwardDq: return "sm80 query-major backward";
-    case Kernel::kSm80BackwardDkdv: return "sm80 key-major backward";
+    case Kernel::kSm80BackwardDq: return "sm80 backward dq";
+    case Kernel::kSm80BackwardDkdv: return "sm80 backward dkdv";
     case Kernel::kSm90Forward: return "sm90 forward";
     case Kernel::kSm90Backward: return "sm90 backward";
     case Kernel::kNone: break;
@@ -57,22 +58,23 @@ const char* name_of(Kernel kernel) {
   return "none";
 }
 
-const char* name_of(Variant variant) {
-  switch (variant) {
-    case Variant::kPlain: return "kPlain";
-    case Variant::kGathered: return "kGathered";
-    case Variant::kGeneral: return "kGeneral";
-    case Variant::kDense: return "kDense";
-    case Variant::kDenseOptions: return "kDenseOptions";
-    case Variant::kPlainOptions: return "kPlainOptions";
-    case Variant::kGatheredOptions: return "kGatheredOptions";
-    case Variant::kPlainBias: return "kPlainBias";
-    case Variant::kDenseBias: return "kDenseBias";
-    case Variant::kKeyBias: return "kKeyBias";
-    case Variant::kRange: return "kRange";
-    case Variant::kCappedBias: return "kCappedBias";
-  }
-  return "";
+const char* name_of(Keys keys) {
+  constexpr const char* kNames[] = {"all", "intervals", "range", "in order", "gathered", "any"};
+  return kNames[static_cast<int>(keys)];
+}
+
+const char* name_of(Logits logits) {
+  constexpr const char* kNames[] = {"scaled", "dropout", "capped", "any"};
+  return kNames[static_cast<int>(logits)];
+}
+
+const char* name_of(Bias bias) {
+  constexpr const char* kNames[] = {"none", "key", "pair", "copied"};
+  return kNames[static_cast<int>(bias)];
+}
+
+std::string name_of(const InstanceTraits& traits) {
+  return std::string(name_of(traits.keys)) + "/" + name_of(traits.logits) + "/" + name_of(traits.bias);
 }
 
 const char* name_of(DType dtype) {
@@ -82,7 +84,7 @@ const char* name_of(DType dtype) {
 
 std::string name_of(const Instance& instance) {
   std::ostringstream text;
-  text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/" << name_of(instance.variant);
+  text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/" << name_of(instance.traits);
   if (instance.smem_budget != sm80::SmemBudget::kAny)
     text << (instance.smem_budget == sm80::SmemBudget::kLarge ? "/large" : "/small");
   return text.str();

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "../sm80/tiles.h"
-#include "../variants.h"
+#include "../traits.h"
 
 namespace dmattn::cuda {
 
@@ -15,7 +15,7 @@ struct Instance {
   Kernel kernel = Kernel::kNone;
   DType dtype = DType::kBFloat16;
   int dim = 0;  // the largest head size that it takes
-  Variant variant = Variant::kPlain;
+  InstanceTraits traits;
   sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny;  // shared memory that it needs; of Hopper's always kAny
 };
 
@@ -37,14 +37,17 @@ struct Build {
 // All instances that this build is configured for; without CUDA those that a build with CUDA would have.
 Build configured_build(bool has_sm90);
 
-// The instance of the smallest head size that is large enough; of those the one that fits `smem_budget`, and of those the one of
-// the variant rather than the general one. Null: there is none.
-const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, Variant variant,
+// The instance of the smallest head size that is large enough; of those the one that fits `smem_budget`, and of those the one
+// with these traits rather than the one that serves every call. Null: there is none.
+const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, const InstanceTraits& traits,
                               sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny);
 
 // For errors and for people.
 const char* name_of(Kernel kernel);
-const char* name_of(Variant variant);
+const char* name_of(Keys keys);
+const char* name_of(Logits logits);
+const char* name_of(Bias bias);
+std::string name_of(const InstanceTraits& traits);  // "gathered/scaled/key"
 const char* name_of(DType dtype);
 std::string name_of(const Instance& instance);
 // Every instance of the portable attention kernels.
@@ -52,7 +55,7 @@ std::string compiled(const Build& build);
 
 // What dispatch compares: the same kernel, not one that could serve in its place.
 inline bool operator==(const Instance& a, const Instance& b) {
-  return a.kernel == b.kernel && a.dtype == b.dtype && a.dim == b.dim && a.variant == b.variant && a.smem_budget == b.smem_budget;
+  return a.kernel == b.kernel && a.dtype == b.dtype && a.dim == b.dim && a.traits == b.traits && a.smem_budget == b.smem_budget;
 }
 
 }  // namespace dmattn::cuda

@@ -6,7 +6,7 @@
 // What launches a plan decides nothing.
 #pragma once
 
-#include "../variants.h"
+#include "../traits.h"
 #include "instances.h"
 #include "workspace.h"
 
@@ -118,7 +118,7 @@ struct BackwardPlan {
   int64_t seen_words = 0;       // of BackwardCall::seen; 0: not needed
   int processors = 0;
   BackwardParts parts;  // of Hopper's kernels
-  // Of the key-major portable kernel: what one block takes one after the other, for gradients in a fixed order.
+  // Of the portable dkdv kernel: what one block takes one after the other, for gradients in a fixed order.
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
   bool backward_dkdv_takes_lists = false;  // in a deterministic call
 

@@ -19,7 +19,7 @@ constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kEndOfWorkTiles = int64_t{1} << 31;  // so many work_tiles have no numbers
 
 sm90::BackwardShape shape_of(const Instance& instance) {
-  return sm90::find_backward_shape(instance.dim, sm90::has_options(instance.variant));
+  return sm90::find_backward_shape(instance.dim, has_options(instance.traits.logits));
 }
 
 // Wide heads have a kernel of their own, whose two warpgroups have the same keys.
@@ -28,28 +28,25 @@ bool is_wide(const Instance& instance) { return shape_of(instance).keys != sm90:
 const Instance* find_backward(const Build& build, const AttentionParams& given, bool is_gathered) {
   AttentionParams p = given;
   p.scale = 1;  // backward takes any, with a bias (needs_bias)
-  Variant variant = variant_of(p, is_gathered);
-  if (p.bias.data) {  // whose kernels walk keys in order
-    variant = p.softcap != 0 ? Variant::kCappedBias : Variant::kPlainBias;
+  InstanceTraits traits = traits_of(p, is_gathered);
+  if (p.bias.data) {  // whose kernels take keys in order
+    traits = {Keys::kInOrder, p.softcap != 0 ? Logits::kCapped : Logits::kDropout, Bias::kPair};
   } else if (!is_gathered && has_only_key_bias(p)) {
-    variant = Variant::kKeyBias;
-  } else if (variant == Variant::kGeneral) {
-    p.key_bias = {};
-    variant = variant_without_options(p, is_gathered);
-    if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
-    if (variant == Variant::kPlain) variant = Variant::kPlainOptions;
+    traits = kKeyBiasTraits;
+  } else if (traits == kGeneralTraits) {
+    traits = {is_gathered ? Keys::kGathered : Keys::kInOrder, Logits::kCapped, Bias::kKey};
   }
-  return find_instance(build, Kernel::kSm90Backward, p, variant);
+  return find_instance(build, Kernel::kSm90Backward, p, traits);
 }
 
-// Has the call to get a bias, of zeros, before all else? Only the variants with a bias have an exact tanh, for the largest and
+// Has the call to get a bias, of zeros, before all else? Only the instances with a bias have an exact tanh, for the largest and
 // the smallest softcaps, and hide scores after they are scaled, so that -inf stays that with scales up to 0.
 bool needs_bias(const AttentionParams& p) {
   constexpr double kLeastScale = 1e-30;
   return !p.bias.data && (needs_exact_tanh(p) || p.scale < kLeastScale);
 }
 
-// How many heads of a group share their intervals? Keys in order are walked once for them.
+// How many heads of a group share their intervals? Keys in order are loaded once for them.
 int64_t heads_that_share_intervals(const AttentionParams& p) { return heads_that_share(p, {&p.mask.start, &p.mask.end}); }
 
 // How many heads of a group may one launch of a deterministic call take? Those that share their intervals and, where keys are
@@ -65,7 +62,7 @@ int64_t heads_in_order(const AttentionParams& p, const Instance& instance, bool 
 bool has_ordered_lists(const AttentionParams& p, const Instance& gathered) {
   constexpr int64_t kFewLists = 32;
   const int64_t lists = segments_at(static_cast<int>(p.query_length), 0) * p.batch * p.kv_heads;
-  return sm90::gathers_keys(gathered.variant) && !is_wide(gathered) && lists >= kFewLists;
+  return properties_of(gathered.traits.keys).gathers && !is_wide(gathered) && lists >= kFewLists;
 }
 
 // Where the keys of a call come from. gathered, in_order: the instances for lists and for keys in order.
@@ -257,7 +254,7 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
 
 Tile tile_of(sm80::BackwardShape shape) { return {shape.queries, shape.keys}; }
 
-// Has the key-major kernel lists in a deterministic call? Heads of a group that see different keys cannot share a gathered tile,
+// Has the dkdv kernel lists in a deterministic call? Heads of a group that see different keys cannot share a gathered tile,
 // nor can a key be in different tiles of heads that share a block.
 bool backward_dkdv_takes_lists(const AttentionParams& p, const BackwardPlan& plan) {
   const bool shares_blocks = plan.batches_per_block * plan.kv_heads_per_block > 1 && plan.lists.batches * plan.lists.heads > 1;
@@ -268,16 +265,15 @@ void plan_backward_dkdv(const AttentionParams& p, const Target& target, sm80::Sm
                         BackwardPlan& plan) {
   const bool has_mask = p.mask.tiles.data || p.mask.start.data || p.mask.end.data;
   const bool is_plain =
-      variant_of(p, is_gathered) == Variant::kPlain && !has_mask && plan.batches_per_block * plan.kv_heads_per_block == 1;
-  plan.backward_dkdv =
-      find_portable(target, Kernel::kSm80BackwardDkdv, p, is_plain ? Variant::kPlain : Variant::kGeneral, smem_budget);
+      traits_of(p, is_gathered) == kPlainTraits && !has_mask && plan.batches_per_block * plan.kv_heads_per_block == 1;
+  plan.backward_dkdv = find_portable(target, Kernel::kSm80BackwardDkdv, p, is_plain ? kDenseTraits : kGeneralTraits, smem_budget);
   plan.backward_dkdv_tile =
       tile_of(sm80::find_backward_shape(sm80::kBackwardDkdvRows, plan.backward_dkdv.dim, plan.backward_dkdv.smem_budget));
 }
 
 void plan_backward_dq(const AttentionParams& p, const Target& target, sm80::SmemBudget smem_budget, bool is_gathered,
                       BackwardPlan& plan) {
-  plan.backward_dq = find_portable(target, Kernel::kSm80BackwardDq, p, variant_of(p, is_gathered), smem_budget);
+  plan.backward_dq = find_portable(target, Kernel::kSm80BackwardDq, p, traits_of(p, is_gathered), smem_budget);
   plan.backward_dq_tile =
       tile_of(sm80::find_backward_shape(sm80::kBackwardDqRows, plan.backward_dq.dim, plan.backward_dq.smem_budget));
 }

@@ -11,12 +11,12 @@ namespace {
 // head groups at a time have fewer keys.
 constexpr uint32_t kLocalSectionHeadGroups = 4;
 
-// Forward's chunks of wider heads are short where keys come in order, and forward has no instance of kKeyBias for them.
+// Forward's chunks of wider heads are short where keys come in order, and forward has no instance of kKeyBiasTraits for them.
 constexpr int kMostInOrderDim = 128;
 
 constexpr int64_t kEndOfTiles = int64_t{1} << 31;  // so many tiles have no numbers
 
-sm90::ForwardShape shape_of(const Instance& instance) { return sm90::find_forward_shape(instance.dim, instance.variant); }
+sm90::ForwardShape shape_of(const Instance& instance) { return sm90::find_forward_shape(instance.dim, instance.traits); }
 
 // Can tensor copies bring the bias of the call, are its keys all seen or causal, and is dropout the only option? Tensor copies
 // take no stride of 0, so rows must not be broadcast; heads and batches may be. Chunks of a bias begin and end at multiples of 8
@@ -28,7 +28,7 @@ bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
   AttentionParams rest = p;
   rest.bias = {};
   const bool ends_at_pieces = !p.mask.is_causal || (p.key_length - p.query_length) % 8 == 0;
-  return variant_without_options(rest, is_gathered) == Variant::kPlain && p.bias_dtype == p.dtype &&
+  return traits_without_options(rest, is_gathered) == kPlainTraits && p.bias_dtype == p.dtype &&
          reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
          (p.bias_row_stride | p.bias.batch_stride | p.bias.head_stride) % 8 == 0 &&
          (p.bias_row_stride > 0 || p.query_length == 1) && ends_at_pieces &&
@@ -38,8 +38,8 @@ bool has_copied_bias(const AttentionParams& p, bool is_gathered) {
 // The instance that takes the keys of the call in order, although it has a key_bias, and intervals or not; null: there is none.
 const Instance* find_key_bias(const Build& build, const AttentionParams& p) {
   if (!has_only_key_bias(p)) return nullptr;
-  const Instance* const instance = find_instance(build, Kernel::kSm90Forward, p, Variant::kKeyBias);
-  return instance && instance->variant == Variant::kKeyBias ? instance : nullptr;
+  const Instance* const instance = find_instance(build, Kernel::kSm90Forward, p, kKeyBiasTraits);
+  return instance && instance->traits == kKeyBiasTraits ? instance : nullptr;
 }
 
 // Have documents so many queries that few tiles have those of two? Such a tile meets the keys of both, and the more so the more
@@ -48,19 +48,20 @@ bool has_long_runs(const AttentionParams& p) { return 2 * p.query_length >= p.ke
 
 const Instance* find_forward(const Build& build, const AttentionParams& p, bool is_gathered) {
   if (const Instance* const instance = is_gathered ? nullptr : find_key_bias(build, p)) return instance;
-  Variant variant = variant_of(p, is_gathered);
+  InstanceTraits traits = traits_of(p, is_gathered);
   if (has_copied_bias(p, is_gathered)) {
-    variant = Variant::kDenseBias;
+    traits = {Keys::kAll, Logits::kDropout, Bias::kCopied};
   } else if (p.softcap != 0 || p.dropout_p != 0) {
-    variant = variant_without_options(p, is_gathered);
-    if (variant == Variant::kGathered) variant = Variant::kGatheredOptions;
-    if (variant == Variant::kPlain) variant = p.mask.tiles.data ? Variant::kGeneral : Variant::kDenseOptions;
+    traits = traits_without_options(p, is_gathered);
+    if (traits == kPlainTraits && p.mask.tiles.data) traits = kGeneralTraits;
+    if (traits == kPlainTraits) traits.keys = Keys::kAll;
+    if (traits != kGeneralTraits) traits.logits = Logits::kCapped;
   }
-  if (variant == Variant::kPlain && gathers(p) && has_long_runs(p)) variant = Variant::kRange;
-  const bool is_dense = variant == Variant::kPlain && !p.mask.tiles.data && !gathers(p);
-  const Instance* const dense = is_dense ? find_instance(build, Kernel::kSm90Forward, p, Variant::kDense) : nullptr;
-  const bool has_dense = dense && dense->variant == Variant::kDense;
-  return has_dense ? dense : find_instance(build, Kernel::kSm90Forward, p, variant);
+  if (traits == kPlainTraits && gathers(p) && has_long_runs(p)) traits.keys = Keys::kRange;
+  const bool is_dense = traits == kPlainTraits && !p.mask.tiles.data && !gathers(p);
+  const Instance* const dense = is_dense ? find_instance(build, Kernel::kSm90Forward, p, kDenseTraits) : nullptr;
+  const bool has_dense = dense && dense->traits == kDenseTraits;
+  return has_dense ? dense : find_instance(build, Kernel::kSm90Forward, p, traits);
 }
 
 // Can compact keys take the place of gathered ones, and are they likely to help? All heads of a group have to share the mask and
@@ -68,7 +69,7 @@ const Instance* find_forward(const Build& build, const AttentionParams& p, bool 
 bool may_compact(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 8192;
   const int64_t group = p.heads / p.kv_heads;
-  if (p.mask.is_causal || variant_of(p, true) != Variant::kGathered) return false;
+  if (p.mask.is_causal || traits_of(p, true) != kGatheredTraits) return false;
   for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.key_bias}) {
     if (row->data && row->head_divisor % group != 0) return false;
   }
@@ -86,7 +87,7 @@ struct InstanceChoice {
 InstanceChoice choose_for_intervals(const AttentionParams& p, const Target& target, const Instance* gathered) {
   KeyChoice choice = {KeySource::kLists, "the kernel for these options takes intervals by lists alone"};
   const Instance* const in_order = find_key_bias(target.build, p);
-  if (gathered->variant == Variant::kGathered) {
+  if (gathered->traits == kGatheredTraits) {
     const int64_t tiles = tiles_of(p.batch * p.heads * p.query_length, shape_of(*gathered).rows());
     // Without a key_bias, and in long calls with D=64, lists are no slower, however many keys a query sees. Where keys are known
     // to come in order their number decides nothing.
@@ -99,9 +100,9 @@ InstanceChoice choose_for_intervals(const AttentionParams& p, const Target& targ
   }
   if (choice.keys == KeySource::kAll) return {in_order, KeySource::kAll, choice.why};
   if (choice.keys == KeySource::kDirect) return {gathered, KeySource::kDirect, choice.why};
-  if (p.mask.is_in_order && variant_of(p, false) == Variant::kPlain) {
+  if (p.mask.is_in_order && traits_of(p, false) == kPlainTraits) {
     const Instance* const ranged = find_forward(target.build, p, false);
-    const bool takes_ranges = ranged && (ranged->variant == Variant::kRange || ranged->variant == Variant::kPlain);
+    const bool takes_ranges = ranged && (ranged->traits.keys == Keys::kRange || ranged->traits.keys == Keys::kInOrder);
     if (takes_ranges && ranged->dim <= kMostInOrderDim) {
       return {ranged, KeySource::kRange, "the mask says that each query sees neighbouring keys"};
     }
@@ -117,10 +118,9 @@ InstanceChoice choose_instance(const AttentionParams& p, const Target& target) {
   const Instance* const gathered =
       gathers(p) || p.key_bias.data ? find_forward(target.build, p, true) : find_forward(target.build, p, false);
   if (gathered && gathers(p)) return choose_for_intervals(p, target, gathered);
-  // With a key_bias and no intervals the gathered variant walks keys in order for head sizes without kKeyBias.
-  const bool walks_in_order =
-      gathered && gathered->variant == Variant::kGathered && !has_blocks && !find_key_bias(target.build, p);
-  if (walks_in_order) {
+  // With a key_bias and no intervals the gathered instance takes keys in order for head sizes without kKeyBiasTraits.
+  const bool takes_in_order = gathered && gathered->traits == kGatheredTraits && !has_blocks && !find_key_bias(target.build, p);
+  if (takes_in_order) {
     return {gathered, KeySource::kDirect, "there are no intervals, so the kernel that gathers takes all keys in order"};
   }
   const Instance* const in_order = gathered && p.key_bias.data ? find_forward(target.build, p, false) : gathered;
@@ -143,7 +143,7 @@ int find_log2_heads_per_tile(const AttentionParams& p, int rows) {
 bool schedule_tiles(const AttentionParams& p, const Target& target, ForwardPlan& plan) {
   ForwardSchedule& schedule = plan.schedule;
   const int rows = plan.tile.rows;
-  schedule.log2_heads_per_tile = sm90::copies_bias(plan.instance.variant) ? 0 : find_log2_heads_per_tile(p, rows);
+  schedule.log2_heads_per_tile = plan.instance.traits.bias == Bias::kCopied ? 0 : find_log2_heads_per_tile(p, rows);
   const int64_t heads_per_tile = int64_t{1} << schedule.log2_heads_per_tile, queries = rows >> schedule.log2_heads_per_tile,
                 head_groups = p.batch * p.heads / heads_per_tile, tiles = tiles_of(p.query_length, queries),
                 work_tiles = tiles * head_groups;
@@ -175,7 +175,7 @@ bool has_tensor_copies(const AttentionParams& p, const Target& target, const For
          is_encodable(map_of_rows(p.key, p.head_dim, p.key_length, p.kv_heads, p.batch, plan.tile.keys)) &&
          is_encodable(map_of_rows(p.value, p.value_dim, p.key_length, p.kv_heads, p.batch, plan.tile.keys)) &&
          is_encodable(map_of_groups(p.out, p.value_dim, p, heads_per_tile, 1, 1)) &&
-         (!sm90::copies_bias(plan.instance.variant) || is_encodable(map_of_bias(p, plan.tile.rows)));
+         (plan.instance.traits.bias != Bias::kCopied || is_encodable(map_of_bias(p, plan.tile.rows)));
 }
 
 // Makes room for copies of a quarter of the keys, at most kMostCompact, so that they stay small beside key and value. Heads with
@@ -226,8 +226,8 @@ ForwardPlan plan_sm80(const AttentionParams& p, const Target& target, const char
   check_length_without_lists(p, false);
   ForwardPlan plan;
   plan.family = Family::kSm80;
-  plan.instance = find_portable(target, Kernel::kSm80Forward, p, variant_of(p, gathers(p)));
-  const sm80::ForwardShape shape = sm80::find_forward_shape(plan.instance.dim, plan.instance.variant);
+  plan.instance = find_portable(target, Kernel::kSm80Forward, p, traits_of(p, gathers(p)));
+  const sm80::ForwardShape shape = sm80::find_forward_shape(plan.instance.dim, plan.instance.traits);
   plan.tile = {shape.queries, shape.keys};
   plan.why.family = why;
   if (gathers(p)) {

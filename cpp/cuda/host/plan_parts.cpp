@@ -1,4 +1,4 @@
-// What plans of forward and backward share: refusals, and what a variant has to do.
+// What plans of forward and backward share: refusals, and the traits that a call asks for.
 #include "plan_parts.h"
 
 #include "../../errors.h"
@@ -24,24 +24,24 @@ bool needs_exact_tanh(const AttentionParams& p) {
          (p.softcap < kLeastSoftcap || p.softcap > kMostSoftcap || p.scale < kLeastScale || p.scale > kMostScale);
 }
 
-Variant variant_without_options(const AttentionParams& p, bool is_gathered) {
-  if (needs_exact_tanh(p)) return Variant::kGeneral;
+InstanceTraits traits_without_options(const AttentionParams& p, bool is_gathered) {
+  if (needs_exact_tanh(p)) return kGeneralTraits;
   AttentionParams plain = p;
   plain.softcap = 0, plain.dropout_p = 0;
-  return variant_of(plain, is_gathered);
+  return traits_of(plain, is_gathered);
 }
 
 bool has_only_key_bias(const AttentionParams& p) {
-  return p.key_bias.data && !p.mask.tiles.data && variant_of(p, true) == Variant::kGathered;
+  return p.key_bias.data && !p.mask.tiles.data && traits_of(p, true) == kGatheredTraits;
 }
 
 uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, int64_t section_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_group_bytes, 1), 1, head_groups));
 }
 
-Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, Variant variant,
+Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, const InstanceTraits& traits,
                        sm80::SmemBudget smem_budget) {
-  const Instance* const instance = find_instance(target.build, kernel, p, variant, smem_budget);
+  const Instance* const instance = find_instance(target.build, kernel, p, traits, smem_budget);
   if (!instance) {
     fail("no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim, "; compiled: ", compiled(target.build));
   }

@@ -19,13 +19,13 @@ void check_kernel_inputs(const AttentionParams& p);
 void check_length_without_lists(const AttentionParams& p, bool takes_in_order);
 
 // Would the hardware's tangent times softcap not be exact enough? It also has to be the one that forward has, which takes small
-// scales and those below 0 in kGeneral.
+// scales and those below 0 in its general instance.
 bool needs_exact_tanh(const AttentionParams& p);
 
-// The variant that the call would have without softcap and dropout. kGeneral where it needs an exact tanh.
-Variant variant_without_options(const AttentionParams& p, bool is_gathered);
+// The traits that the call would ask for without softcap and dropout: kGeneralTraits where it needs an exact tanh.
+InstanceTraits traits_without_options(const AttentionParams& p, bool is_gathered);
 
-// Is kKeyBias the variant of the call if its keys come in order, and if there is an instance?
+// Has the call a key_bias and, if its keys come in order, nothing else that an instance of kKeyBiasTraits does not do?
 bool has_only_key_bias(const AttentionParams& p);
 
 // Bytes of L2 for the keys of a section. Less without causality: the more keys come from memory, the less power is left for the
@@ -36,7 +36,7 @@ inline constexpr int64_t kSectionBytes = 32 << 20, kNonCausalSectionBytes = 12 <
 uint32_t head_groups_in_section(int64_t head_groups, int64_t head_group_bytes, int64_t section_bytes);
 
 // The portable instance that serves the call, or the refusal that says what was compiled.
-Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, Variant variant,
+Instance find_portable(const Target& target, Kernel kernel, const AttentionParams& p, const InstanceTraits& traits,
                        sm80::SmemBudget smem_budget = sm80::SmemBudget::kAny);
 
 // Why the portable kernels run a call that Hopper's were not asked for.

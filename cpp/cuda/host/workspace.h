@@ -46,11 +46,11 @@ struct KeyLists {
 
 // What a kernel wants of its lists.
 struct KeyListOptions {
-  bool keeps_live = false;   // for kernels that walk keys, not queries
+  bool keeps_live = false;   // for backward, whose blocks have tiles of live keys
   bool joins = false;        // for kernels that read one long list as fast as many short ones
   bool lengthens = false;    // for kernels that do not mind lists a sixteenth longer
   bool is_one = false;       // one list for all queries, in the order of launch_one_list
-  bool by_lifetime = false;  // for kernels that walk the queries of a tile of keys, on any order of keys
+  bool by_lifetime = false;  // for backward, where keys may have any order
   int shortest = 0;          // segments have at least 2^shortest * kSegmentQueries queries
 };
 

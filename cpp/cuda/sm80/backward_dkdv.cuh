@@ -12,7 +12,7 @@
 
 namespace dmattn::cuda::sm80 {
 
-// What the general variant knows of its keys. The plain variant has keys in order and needs nothing.
+// What the general instance knows of its keys. The one without masks has keys in order and needs nothing.
 template <int kQueries, int kKeys, int kWarpRows>
 struct KeyTile {
   KeyStage<kQueries, kKeys> stage[2];  // spans, index and key_bias are the same in both stages
@@ -36,7 +36,7 @@ struct BackwardDkdvLayout {
   static constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
 };
 
-template <int kDim, Variant kVariant, SmemBudget kSmemBudget>
+template <int kDim, class Traits, SmemBudget kSmemBudget>
 struct alignas(128) BackwardDkdvShared : BackwardDkdvLayout<kDim, kSmemBudget> {
   static constexpr BackwardShape kShape = kBackwardDkdvShape<kDim, kSmemBudget>;
   uint16_t key[kShape.keys * kDim];  // at the end grad_key and grad_value leave from the places of key and value
@@ -45,9 +45,9 @@ struct alignas(128) BackwardDkdvShared : BackwardDkdvLayout<kDim, kSmemBudget> {
   uint16_t grad_out[kShape.early_stages][kShape.queries * kDim];
   uint16_t probability[kShape.queries * kScoreWidth<kShape.keys>];
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
-  alignas(16) float lse2[2][kShape.queries];  // the general variant: lse as it is
+  alignas(16) float lse2[2][kShape.queries];  // the general instance: lse as it is
   alignas(16) float delta[2][kShape.queries];
-  std::conditional_t<kVariant == Variant::kPlain, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
+  std::conditional_t<Traits::kKeys == Keys::kAll, PlainKeyTile, KeyTile<kShape.queries, kShape.keys, kShape.warp_rows>> tile;
 };
 
 // Schedules the queries that see a tile of keys in order: all of them, or with causality those from the tile on.
@@ -91,7 +91,7 @@ __device__ __forceinline__ void hide_in_order(float (&scores)[kM][kN][4], const 
   }
 }
 
-// Schedules the queries of one head in the general variant. All threads hold the same state.
+// Schedules the queries of one head in the general instance. All threads hold the same state.
 template <int kThreads, int kQueries, int kKeys>
 class QueryScheduler {
  public:
@@ -294,7 +294,7 @@ __device__ __forceinline__ void clear_query(Shared& shared, int buffer, int row)
 
 // Scores and their gradients of a chunk of queries against the tile of keys: probabilities and score gradients to shared memory.
 // Of a block of scores the warp has the rows from warp_row and the columns from warp_column on.
-template <class T, int kDim, Variant kVariant, class Shared>
+template <class T, int kDim, class Traits, class Shared>
 __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& shared, const Chunk& chunk, int buffer, int batch,
                                            int head, int first_query, int first_key, int warp_row, int warp_column, int lane) {
   constexpr BackwardShape kShape = Shared::kShape;
@@ -311,10 +311,10 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   multiply_by_rows<T, kDim / 16>(
       scores, Fragment<kDim>::tall(shared_address(shared.query[kShape.late_stages == 2 ? buffer : 0]), warp_row, 0),
       Fragment<kDim>::wide(shared_address(shared.key), warp_column, 0));
-  if (kVariant == Variant::kPlain && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
+  if (Traits::kKeys == Keys::kAll && chunk.needs_test) hide_in_order(scores, p, first_query + row, first_key + column);
   load_terms(lse2, shared.lse2[buffer]);
-  put_probabilities<T, kVariant, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
-                                        nullptr, column, 0, 1);
+  put_probabilities<T, Traits, false>(PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
+                                      nullptr, column, 0, 1);
   clear(grad_scores);
   multiply_by_rows<T, kDim / 16>(
       grad_scores, Fragment<kDim>::tall(shared_address(shared.grad_out[kShape.early_stages == 2 ? buffer : 0]), warp_row, 0),
@@ -322,7 +322,7 @@ __device__ __forceinline__ void put_scores(const BackwardCall& call, Shared& sha
   load_terms(delta, shared.delta[buffer]);
   // Turn them into gradients of the scores.
   ColumnSums<kN> sums;
-  if constexpr (kVariant == Variant::kPlain) {
+  if constexpr (Traits::kKeys == Keys::kAll) {
     to_gradients(scores, grad_scores, delta);
   } else {
     const auto& stage = shared.tile.stage[buffer];
@@ -371,7 +371,7 @@ __device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and loops over the
 // queries of its group, head by head, chunk by chunk; scores are [queries, keys].
-template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
     kBackwardDkdvShape<kDim, kSmemBudget>.warps * 32,
     kBackwardDkdvShape<kDim, kSmemBudget>.blocks_per_sm) void backward_dkdv_kernel(const __grid_constant__ BackwardCall call) {
@@ -384,13 +384,13 @@ __global__ __launch_bounds__(
   constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM;
   constexpr int kN = Layout::kN, kDimN = Layout::kDimN, kKeyWarps = Layout::kKeyWarps, kRowN = Layout::kRowN;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<BackwardDkdvShared<kDim, kVariant, kSmemBudget>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<BackwardDkdvShared<kDim, Traits, kSmemBudget>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
   const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
-  constexpr bool kIsPlain = kVariant == Variant::kPlain, kHasEarlyStages = kShape.early_stages == 2;
+  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll, kHasEarlyStages = kShape.early_stages == 2;
   const bool is_gathered = !kIsPlain && call.live_keys.index;
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
@@ -400,12 +400,12 @@ __global__ __launch_bounds__(
   // Find this block's tile: early tiles come first, because causality makes them long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
   const int tile = static_cast<int>(blockIdx.x % tiles), first_key = tile * kShape.keys;
-  const int64_t pairs_per_block = kVariant == Variant::kGeneral ? call.batches_per_block * call.kv_heads_per_block : 1;
-  const int64_t kv_heads_apart = p.kv_heads / (kVariant == Variant::kGeneral ? call.kv_heads_per_block : 1);
+  const int64_t pairs_per_block = kIsPlain ? 1 : call.batches_per_block * call.kv_heads_per_block;
+  const int64_t kv_heads_apart = p.kv_heads / (kIsPlain ? 1 : call.kv_heads_per_block);
   const auto pair_of = [&](int64_t index) {
     const int64_t pair = block_index() / static_cast<uint32_t>(tiles);
     const int batch = static_cast<int>(pair / kv_heads_apart), kv_head = static_cast<int>(pair % kv_heads_apart);
-    if constexpr (kVariant != Variant::kGeneral) return int2{batch, kv_head};
+    if constexpr (kIsPlain) return int2{batch, kv_head};
     return int2{batch * static_cast<int>(call.batches_per_block) + static_cast<int>(index / call.kv_heads_per_block),
                 kv_head * static_cast<int>(call.kv_heads_per_block) + static_cast<int>(index % call.kv_heads_per_block)};
   };
@@ -504,8 +504,8 @@ __global__ __launch_bounds__(
         // Scores and their gradients, to shared memory.
         const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
         const int row = warp_row + lane / 4;                                                // of this thread's first element
-        put_scores<T, kDim, kVariant>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column,
-                                      lane);
+        put_scores<T, kDim, Traits>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column,
+                                    lane);
         __syncthreads();
 
         if (!kHasEarlyStages) {
@@ -568,17 +568,17 @@ __global__ __launch_bounds__(
   }
 }
 
-template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 cudaError_t launch_backward_dkdv(const BackwardCall& call, cudaStream_t stream) {
   constexpr BackwardShape kShape = kBackwardDkdvShape<kDim, kSmemBudget>;
-  constexpr int kBytes = sizeof(BackwardDkdvShared<kDim, kVariant, kSmemBudget>);
+  constexpr int kBytes = sizeof(BackwardDkdvShared<kDim, Traits, kSmemBudget>);
   static_assert(kBytes <= (kSmemBudget == SmemBudget::kLarge ? 163 : 99) * 1024);
-  const auto kernel = backward_dkdv_kernel<T, kDim, kVariant, kSmemBudget>;
+  const auto kernel = backward_dkdv_kernel<T, kDim, Traits, kSmemBudget>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
-  const int64_t pairs_per_block = kVariant == Variant::kGeneral ? call.batches_per_block * call.kv_heads_per_block : 1;
+  const int64_t pairs_per_block = Traits::kKeys == Keys::kAll ? 1 : call.batches_per_block * call.kv_heads_per_block;
   const int64_t blocks = (p.key_length + kShape.keys - 1) / kShape.keys * (p.batch * p.kv_heads / pairs_per_block);
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);

@@ -28,7 +28,7 @@ struct alignas(128) BackwardDqShared {
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
 // Sq, D], and rows of key_sums. A block has one tile of queries of one head and loops over chunks of keys; scores are [queries,
 // keys].
-template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 __global__ __launch_bounds__(
     kBackwardDqShape<kDim, kSmemBudget>.warps * 32,
     kBackwardDqShape<kDim, kSmemBudget>.blocks_per_sm) void backward_dq_kernel(const __grid_constant__ BackwardCall call) {
@@ -68,8 +68,8 @@ __global__ __launch_bounds__(
   };
   copy_queries(query_tile, p.query, head_dim);
   copy_queries(grad_out_tile, call.b.grad_out, value_dim);
-  KeyScheduler<kVariant, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head, kv_head,
-                                                                          first_query);
+  KeyScheduler<Traits, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head, kv_head,
+                                                                        first_query);
   Chunk chunk, coming;
   int buffer = 0;
   const auto copy_keys = [&](int to, const Chunk& of) {
@@ -83,15 +83,15 @@ __global__ __launch_bounds__(
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
   copy_async_commit();
 
-  // The general variant subtracts lse as it is, the others in base 2.
+  // The general instance subtracts lse as it is, the others in base 2.
   float lse2[kM][2], lse_rest2[kM][2], delta[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int64_t row = (batch * p.heads + head) * call.padded_queries + first_query + warp_row + 16 * m + 8 * r + lane / 4;
-      lse2[m][r] = (kVariant == Variant::kGeneral ? call.lse : call.lse2)[row];
-      lse_rest2[m][r] = kVariant == Variant::kGeneral ? call.lse_rest2[row] : 0.0f;
+      lse2[m][r] = (Traits::kLogits == Logits::kAny ? call.lse : call.lse2)[row];
+      lse_rest2[m][r] = Traits::kLogits == Logits::kAny ? call.lse_rest2[row] : 0.0f;
       delta[m][r] = call.delta[row];
     }
   }
@@ -119,8 +119,8 @@ __global__ __launch_bounds__(
   float grad_query[kM][kDimN][4];
   clear(grad_query);
   const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
-  const bool rows_are_huge = kVariant == Variant::kGathered && (*call.row_flags & kHugeRows) != 0;
-  float* const grad_key_bias = kVariant == Variant::kPlain ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
+  const bool rows_are_huge = Traits::kBias == Bias::kKey && (*call.row_flags & kHugeRows) != 0;
+  float* const grad_key_bias = Traits::kBias == Bias::kNone ? nullptr : row_of<float>(call.grad_key_bias, batch, head);
 
   while (has_chunk) {
     auto& stage = shared.stage[buffer];
@@ -133,19 +133,19 @@ __global__ __launch_bounds__(
     clear(scores);
     multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                    Fragment<kDim>::wide(key_tile, warp_column, 0));
-    if (kVariant != Variant::kGeneral && scheduler.needs_test(stage, chunk))
+    if (Traits::kLogits != Logits::kAny && scheduler.needs_test(stage, chunk))
       hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
     const int column = warp_column + lane % 4 * 2;  // of the thread's first element
     const auto compare_values = [&](auto are_exponents) {
       clear(grad_scores);
       multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
                                      Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
-                                       put_probabilities<T, kVariant, decltype(are_exponents)::value>(
+                                       put_probabilities<T, Traits, decltype(are_exponents)::value>(
                                            PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
                                            stage.key_bias, column, part, total);
                                      });
     };
-    if (kVariant == Variant::kGathered && rows_are_huge) {
+    if (Traits::kBias == Bias::kKey && rows_are_huge) {
       to_exponents(scores, call, stage.key_bias,
                    (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4, column);
       compare_values(std::true_type{});
@@ -154,22 +154,22 @@ __global__ __launch_bounds__(
     }
     // Turn them into gradients of the scores.
     ColumnSums<kN> sums;
-    if constexpr (kVariant == Variant::kGeneral) {
+    if constexpr (Traits::kLogits == Logits::kAny) {
       to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk,
                       scheduler.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
                       [&](int column) { return scheduler.key_of(stage, chunk, column); });
     } else {
       to_gradients(scores, grad_scores, delta);
-      if (kVariant == Variant::kGathered) sums.add(grad_scores);
+      if (Traits::kBias == Bias::kKey) sums.add(grad_scores);
     }
     // Add the gradient of key_bias.
-    if (kVariant != Variant::kPlain && grad_key_bias) {
+    if (Traits::kBias != Bias::kNone && grad_key_bias) {
       sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
         const int key = scheduler.key_of(stage, chunk, column);
         if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
       });
     }
-    if (kVariant == Variant::kGeneral)
+    if (Traits::kLogits == Logits::kAny)
       put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
     put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
     __syncthreads();
@@ -229,12 +229,12 @@ __global__ __launch_bounds__(
   });
 }
 
-template <class T, int kDim, Variant kVariant, SmemBudget kSmemBudget>
+template <class T, int kDim, class Traits, SmemBudget kSmemBudget>
 cudaError_t launch_backward_dq(const BackwardCall& call, cudaStream_t stream) {
   constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
   constexpr int kBytes = sizeof(BackwardDqShared<kDim, kSmemBudget>);
   static_assert(kBytes <= (kSmemBudget == SmemBudget::kLarge ? 163 : 99) * 1024);
-  const auto kernel = backward_dq_kernel<T, kDim, kVariant, kSmemBudget>;
+  const auto kernel = backward_dq_kernel<T, kDim, Traits, kSmemBudget>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;

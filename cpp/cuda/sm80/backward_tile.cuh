@@ -70,7 +70,7 @@ struct ColumnSums {
   }
 };
 
-// In the gathered variant, for rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`
+// Where keys are gathered, for rows whose lse may be huge: products become the exponents of probabilities, in base 2. `first_row`
 // is the place of the thread's first row in call.lse.
 template <int kM, int kN>
 __device__ __forceinline__ void to_exponents(float (&scores)[kM][kN][4], const BackwardCall& call, const float* key_bias,
@@ -93,14 +93,14 @@ __device__ __forceinline__ void to_exponents(float (&scores)[kM][kN][4], const B
   }
 }
 
-// Products become probabilities and go to shared memory. The general variant needs the products for its gradients, so
+// Products become probabilities and go to shared memory. Instances that take any logits need the products for the gradients, so
 // to_gradients does it there. The work is cut into `total` parts, so that exponentials run beside the steps of the second
 // product. `column` is that of the thread's first element in the block; lse2 belongs to its rows. are_exponents: to_exponents
 // came first.
-template <class T, Variant kVariant, bool are_exponents, int kWidth, int kM, int kN>
+template <class T, class Traits, bool are_exponents, int kWidth, int kM, int kN>
 __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float (&scores)[kM][kN][4], const float (&lse2)[kM][2],
                                                   float scale_2, const float* key_bias, int column, int part, int total) {
-  if constexpr (kVariant == Variant::kGeneral) return;
+  if constexpr (Traits::kLogits == Logits::kAny) return;
   constexpr int kPairs = kM * 2 * kN;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void put_probabilities(PairPlace<kWidth> place, float
     for (int e = 0; e < 2; ++e) {
       float& element = pair[2 * r + e];
       if constexpr (!are_exponents) {
-        const float shift = kVariant == Variant::kGathered ? key_bias[column + 8 * n + e] * kLog2e - lse2[m][r] : -lse2[m][r];
+        const float shift = Traits::kBias == Bias::kKey ? key_bias[column + 8 * n + e] * kLog2e - lse2[m][r] : -lse2[m][r];
         element = fmaf(element, scale_2, shift);
       }
       element = exp2_approx(element);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void to_gradients(const float (&scores)[kM][kN][4], f
   }
 }
 
-// The same in the general variant, where scores holds products and becomes probabilities.
+// The same in instances that take any logits, where scores holds products and becomes probabilities.
 template <class T, int kM, int kN, class Stage, class KeyOf>
 __device__ __forceinline__ void to_gradients(float (&scores)[kM][kN][4], float (&grad_scores)[kM][kN][4],
                                              const float (&lse)[kM][2], const float (&lse_rest2)[kM][2],

@@ -16,19 +16,20 @@ namespace {
 using ForwardLaunch = cudaError_t(const ForwardCall&, cudaStream_t);
 using BackwardLaunch = cudaError_t(const BackwardCall&, cudaStream_t);
 
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                               \
-  {{Kernel::kSm80Forward, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
-   launch_forward<TYPE, DIM, Variant::VARIANT>},
+// The last argument of a row is its traits, KernelTraits<...>, commas and all.
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ...)                                      \
+  {{Kernel::kSm80Forward, DType::DTYPE, DIM, __VA_ARGS__::kValue, SmemBudget::SMEM_BUDGET}, \
+   launch_forward<TYPE, DIM, __VA_ARGS__>},
 constexpr LaunchRow<ForwardLaunch> kForward[] = {DMATTN_SM80_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                                  \
-  {{Kernel::kSm80BackwardDq, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
-   launch_backward_dq<TYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET>},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ...)                                         \
+  {{Kernel::kSm80BackwardDq, DType::DTYPE, DIM, __VA_ARGS__::kValue, SmemBudget::SMEM_BUDGET}, \
+   launch_backward_dq<TYPE, DIM, __VA_ARGS__, SmemBudget::SMEM_BUDGET>},
 constexpr LaunchRow<BackwardLaunch> kBackwardDq[] = {DMATTN_SM80_BACKWARD_DQ(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT, SMEM_BUDGET)                                    \
-  {{Kernel::kSm80BackwardDkdv, DType::DTYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET}, \
-   launch_backward_dkdv<TYPE, DIM, Variant::VARIANT, SmemBudget::SMEM_BUDGET>},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ...)                                           \
+  {{Kernel::kSm80BackwardDkdv, DType::DTYPE, DIM, __VA_ARGS__::kValue, SmemBudget::SMEM_BUDGET}, \
+   launch_backward_dkdv<TYPE, DIM, __VA_ARGS__, SmemBudget::SMEM_BUDGET>},
 constexpr LaunchRow<BackwardLaunch> kBackwardDkdv[] = {DMATTN_SM80_BACKWARD_DKDV(DMATTN_ROW)};
 #undef DMATTN_ROW
 
@@ -39,11 +40,11 @@ struct DecodeInstance {
   DecodeRows rows;
   cudaError_t (*launch)(const Call&, cudaStream_t);
 };
-#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, SMEM_BUDGET) \
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS) \
   {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, DecodeCall>},
 constexpr DecodeInstance<DecodeCall> kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, ROWS, SMEM_BUDGET) \
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS) \
   {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, StepCall>},
 constexpr DecodeInstance<StepCall> kStep[] = {DMATTN_SM80_STEP(DMATTN_ROW)};
 #undef DMATTN_ROW

@@ -13,9 +13,9 @@
 
 namespace dmattn::cuda::sm80 {
 
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 struct alignas(128) ForwardShared {
-  static constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   uint16_t query[kShape.queries * kDim];  // at the end the output leaves from here
   uint16_t key[kShape.keys * kDim];
   uint16_t value[kShape.keys * kDim];
@@ -25,14 +25,14 @@ struct alignas(128) ForwardShared {
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. A block has one tile of
 // queries of one head; each warp has some rows of it, with scores [rows, keys] and sums [rows, Dv] in registers.
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 __global__ __launch_bounds__(
-    kForwardShape<kDim, kVariant>.warps * 32,
-    kForwardShape<kDim, kVariant>.blocks_per_sm) void forward_kernel(const __grid_constant__ ForwardCall call) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+    kForwardShape<kDim, Traits>.warps * 32,
+    kForwardShape<kDim, Traits>.blocks_per_sm) void forward_kernel(const __grid_constant__ ForwardCall call) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   constexpr int kThreads = kShape.warps * 32, kM = kShape.queries / kShape.warps / 16, kN = kShape.keys / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<ForwardShared<kDim, Traits>*>(shared_bytes);
   const AttentionParams& p = call.p;
 
   const QueryTile<kShape.queries> here(p, call.live_keys);
@@ -53,8 +53,8 @@ __global__ __launch_bounds__(
       copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
     }
   }
-  KeyScheduler<kVariant, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head,
-                                                                          here.kv_head, first_query);
+  KeyScheduler<Traits, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head,
+                                                                        here.kv_head, first_query);
   Chunk chunk, coming;
   int buffer = 0;
   bool has_chunk = scheduler.next(shared.stage[0], chunk);
@@ -63,7 +63,7 @@ __global__ __launch_bounds__(
 
   float out[kM][kDim / 8][4];
   clear(out);
-  constexpr bool kNatural = kVariant != Variant::kPlain;  // scores become the logits themselves
+  constexpr bool kNatural = Traits::kBias != Bias::kNone;  // scores become the logits themselves
   OnlineSoftmax<kM, kNatural> softmax;
   const auto query_fragment = Fragment<kDim>::tall(query_tile, warp * kM * 16, 0);
   const auto key_fragment = Fragment<kDim>::wide(key_tile, 0, 0);
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(
     scheduler.template load_values<kDim>(value_tile, stage, chunk);
     copy_async_commit();
     // Scheduling gathered keys needs many registers, so it is done here, where few are in use.
-    if (kVariant == Variant::kGathered) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
+    if (Traits::kGathers) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
 
     // Multiply scores = Q K^T.
     float scores[kM][kN][4];
@@ -92,7 +92,7 @@ __global__ __launch_bounds__(
     multiply_by_rows<T, kDim / 16>(scores, queries(), key_fragment);
 
     // Add key_bias.
-    if constexpr (kVariant == Variant::kGathered) {
+    if constexpr (Traits::kBias == Bias::kKey) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float2 key_bias = *reinterpret_cast<const float2*>(&stage.key_bias[column + 8 * n]);
@@ -104,7 +104,7 @@ __global__ __launch_bounds__(
       }
     }
     // Cap the scores, add key_bias and bias.
-    if constexpr (kVariant == Variant::kGeneral) {
+    if constexpr (Traits::kLogits == Logits::kAny) {
       const LogitTerms<T> terms(p, batch, head);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -130,14 +130,14 @@ __global__ __launch_bounds__(
     // Wait for the values; no warp reads these keys any more, so start the copies of the next ones.
     copy_async_wait<0>();
     __syncthreads();
-    if (kVariant != Variant::kGathered) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
+    if (!Traits::kGathers) has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
     if (has_chunk) scheduler.template load_keys<kDim>(key_tile, shared.stage[buffer ^ 1], coming);
     copy_async_commit();
 
     // Turn scores into weights, and rescale the sums if a maximum moved.
     softmax.update(scores, call.scale_2, out);
     // Drop weights by dropout.
-    if constexpr (kVariant == Variant::kGeneral) {
+    if constexpr (Traits::kLogits == Logits::kAny) {
       const Dropout dropout(p, batch, head);
       if (dropout.is_on()) {
 #pragma unroll
@@ -160,7 +160,7 @@ __global__ __launch_bounds__(
     // Multiply out += weights V.
     multiply_by_columns<T, kShape.keys / 16>(
         out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },
-        Fragment<kDim>::tall(value_tile, 0, 0, (kVariant == Variant::kGathered || kN == 16 ? thread_index() : threadIdx.x) % 32));
+        Fragment<kDim>::tall(value_tile, 0, 0, (Traits::kGathers || kN == 16 ? thread_index() : threadIdx.x) % 32));
     chunk = coming;
     buffer ^= 1;
   }
@@ -170,7 +170,7 @@ __global__ __launch_bounds__(
   __syncthreads();
   const QueryTile<kShape.queries> tile(p, call.live_keys);
   float keep_scale = 1.0f;
-  if constexpr (kVariant == Variant::kGeneral) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
+  if constexpr (Traits::kLogits == Logits::kAny) keep_scale = Dropout(p, tile.batch, tile.head).keep_scale;
   put_tile<T, kDim>(query_tile, out, warp * kM * 16, 0, [&](int m, int r) {
     const int lane = threadIdx.x % 32, row = warp * kM * 16 + lane / 4 + 16 * m + 8 * r;
     LogSum log_sum;
@@ -190,12 +190,12 @@ __global__ __launch_bounds__(
   });
 }
 
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  constexpr int kBytes = sizeof(ForwardShared<kDim, Traits>);
   static_assert(kBytes <= 99 * 1024);
-  const auto kernel = forward_kernel<T, kDim, kVariant>;
+  const auto kernel = forward_kernel<T, kDim, Traits>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;

@@ -68,7 +68,7 @@ struct Chunk {
   bool has_bits = false;    // bits are filled in and decide, too
 };
 
-template <Variant kVariant, int kThreads, int kQueries, int kKeys>
+template <class Traits, int kThreads, int kQueries, int kKeys>
 class KeyScheduler {
  public:
   using Stage = KeyStage<kQueries, kKeys>;
@@ -101,9 +101,7 @@ class KeyScheduler {
     __syncthreads();
   }
 
-  __device__ __forceinline__ bool gathered() const {
-    return kVariant == Variant::kGathered ? true : kVariant == Variant::kPlain ? false : is_gathered_;
-  }
+  __device__ __forceinline__ bool gathered() const { return Traits::kGathers || (Traits::kMayGather && is_gathered_); }
   __device__ __forceinline__ int low() const { return sources().low; }
 
   // Prepares the next chunk in `stage`; false when no chunk is left. All threads take part, and may read the stage on return.
@@ -352,7 +350,7 @@ class KeyScheduler {
   }
 
   __device__ __forceinline__ void copy_key_bias(Stage& stage, const Chunk& chunk) {
-    if (kVariant == Variant::kPlain || !sources().key_bias || threadIdx.x >= kKeys) return;
+    if (Traits::kBias == Bias::kNone || !sources().key_bias || threadIdx.x >= kKeys) return;
     const int key = chunk.first_key + static_cast<int>(threadIdx.x);
     const bool is_key = key < p_.key_length;
     copy_async_4(shared_address(&stage.key_bias[threadIdx.x]), sources().key_bias + (is_key ? key : 0), is_key);

@@ -4,7 +4,7 @@
 // sibling that runs there.
 #pragma once
 
-#include "../variants.h"
+#include "../traits.h"
 
 namespace dmattn::cuda::sm80 {
 
@@ -13,35 +13,35 @@ struct ForwardShape {
   int warps, blocks_per_sm;
 };
 
-// The general variant holds more for each score, so it takes fewer keys at a time.
+// The general instance holds more for each score, so it takes fewer keys at a time.
 struct ForwardRow {
   int dim;
-  Variant variant;
+  InstanceTraits traits;
   ForwardShape shape;
 };
 // clang-format off
 inline constexpr ForwardRow kForwardRows[] = {
-    //dim variant              queries  keys  warps  blocks_per_sm
-    { 64, Variant::kPlain,    {    128,  128,     4,             2}},
-    { 64, Variant::kGathered, {    128,   64,     4,             2}},
-    { 64, Variant::kGeneral,  {    128,   32,     4,             2}},
-    {128, Variant::kPlain,    {    128,   64,     4,             2}},
-    {128, Variant::kGathered, {    128,   64,     4,             2}},
-    {128, Variant::kGeneral,  {    128,   32,     4,             2}},
-    {256, Variant::kPlain,    {     64,   32,     4,             1}},
-    {256, Variant::kGathered, {     64,   32,     4,             1}},
-    {256, Variant::kGeneral,  {     64,   32,     4,             1}},
+    //dim traits             queries  keys  warps  blocks_per_sm
+    { 64, kPlainTraits,    {    128,  128,     4,             2}},
+    { 64, kGatheredTraits, {    128,   64,     4,             2}},
+    { 64, kGeneralTraits,  {    128,   32,     4,             2}},
+    {128, kPlainTraits,    {    128,   64,     4,             2}},
+    {128, kGatheredTraits, {    128,   64,     4,             2}},
+    {128, kGeneralTraits,  {    128,   32,     4,             2}},
+    {256, kPlainTraits,    {     64,   32,     4,             1}},
+    {256, kGatheredTraits, {     64,   32,     4,             1}},
+    {256, kGeneralTraits,  {     64,   32,     4,             1}},
 };
 // clang-format on
 
-constexpr ForwardShape find_forward_shape(int dim, Variant variant) {
+constexpr ForwardShape find_forward_shape(int dim, const InstanceTraits& traits) {
   for (const ForwardRow& row : kForwardRows) {
-    if (row.dim == dim && row.variant == variant) return row.shape;
+    if (row.dim == dim && row.traits == traits) return row.shape;
   }
   return {};  // no kernel compiles with it
 }
-template <int kDim, Variant kVariant>
-inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, kVariant);
+template <int kDim, class Traits>
+inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, Traits::kValue);
 
 constexpr bool is_valid(ForwardShape s) {
   return s.queries > 0 && s.queries % (16 * s.warps) == 0 && s.keys % 32 == 0 && 128 % s.keys == 0 && 128 % s.queries == 0 &&

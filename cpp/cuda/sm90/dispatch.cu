@@ -14,20 +14,21 @@ namespace {
 using ForwardLaunch = cudaError_t(const ForwardCall&, const ForwardWork&, const ForwardMaps&, int, cudaStream_t);
 using BackwardLaunch = cudaError_t(const BackwardCall&, const BackwardWork&, const BackwardMaps&, int, cudaStream_t);
 
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {{Kernel::kSm90Forward, DType::DTYPE, DIM, Variant::VARIANT}, launch_forward<TYPE, DIM, Variant::VARIANT>},
+// The last argument of a row is its traits, KernelTraits<...>, commas and all.
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ...) \
+  {{Kernel::kSm90Forward, DType::DTYPE, DIM, __VA_ARGS__::kValue}, launch_forward<TYPE, DIM, __VA_ARGS__>},
 constexpr LaunchRow<ForwardLaunch> kForward[] = {DMATTN_SM90_FORWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {{Kernel::kSm90Backward, DType::DTYPE, DIM, Variant::VARIANT}, launch_backward<TYPE, DIM, Variant::VARIANT>},
-#define DMATTN_WIDE_ROW(DTYPE, TYPE, DIM, VARIANT) \
-  {{Kernel::kSm90Backward, DType::DTYPE, DIM, Variant::VARIANT}, launch_backward_wide<TYPE, DIM, Variant::VARIANT>},
+#define DMATTN_ROW(DTYPE, TYPE, DIM, ...) \
+  {{Kernel::kSm90Backward, DType::DTYPE, DIM, __VA_ARGS__::kValue}, launch_backward<TYPE, DIM, __VA_ARGS__>},
+#define DMATTN_WIDE_ROW(DTYPE, TYPE, DIM, ...) \
+  {{Kernel::kSm90Backward, DType::DTYPE, DIM, __VA_ARGS__::kValue}, launch_backward_wide<TYPE, DIM, __VA_ARGS__>},
 constexpr LaunchRow<BackwardLaunch> kBackward[] = {DMATTN_SM90_BACKWARD(DMATTN_ROW) DMATTN_SM90_BACKWARD_WIDE(DMATTN_WIDE_ROW)};
 #undef DMATTN_WIDE_ROW
 #undef DMATTN_ROW
 
 // What the options of the call are in the kernel.
-void set_options(ForwardCall& call, Variant variant) {
+void set_options(ForwardCall& call, const InstanceTraits& traits) {
   const AttentionParams& p = call.p;
   if (p.bias.data) {
     const int64_t pair_bytes = p.bias_dtype == DType::kFloat32 ? 8 : 4;
@@ -38,7 +39,7 @@ void set_options(ForwardCall& call, Variant variant) {
     call.threshold = dropout_threshold(p.dropout_p);
     call.keep_scale = static_cast<float>(1.0 / (1.0 - p.dropout_p));
   }
-  if (has_options(variant) && p.softcap > 0) {
+  if (has_options(traits.logits) && p.softcap > 0) {
     call.cap_scale = static_cast<float>(p.scale / p.softcap);
     call.scale = static_cast<float>(p.softcap), call.scale_2 = static_cast<float>(p.softcap * kLog2OfE);
     call.over_scale = static_cast<float>(1.0 / p.softcap);
@@ -83,9 +84,8 @@ bool has_tensor_maps() {
 
 cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStream_t stream) {
   const AttentionParams& p = given.p;
-  const Variant variant = plan.instance.variant;
   ForwardCall call = given;
-  set_options(call, variant);
+  set_options(call, plan.instance.traits);
   const ForwardWork work = work_of(plan.schedule, call.live_keys.tile_counter);
   const int keys = plan.tile.keys, heads_per_tile = 1 << work.log2_heads_per_tile, heads_per_warp = std::min(heads_per_tile, 16);
   ForwardMaps maps;
@@ -98,7 +98,7 @@ cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStrea
     encode(&maps.compact_key, map_of_compact(call.compact, call.compact.key, p, p.head_dim, keys));
     encode(&maps.compact_value, map_of_compact(call.compact, call.compact.value, p, p.value_dim, keys));
   }
-  if (copies_bias(variant)) encode(&maps.bias, map_of_bias(p, plan.tile.rows));
+  if (plan.instance.traits.bias == Bias::kCopied) encode(&maps.bias, map_of_bias(p, plan.tile.rows));
   // Nothing has cleared the counter where there are neither lists nor ranges.
   if (work.tile_counter && plan.lists.kind == KeyLists::Kind::kNone) {
     const cudaError_t status = cudaMemsetAsync(work.tile_counter, 0, sizeof(int), stream);

@@ -11,7 +11,7 @@ struct ForwardMaps {
   CUtensorMap value;                       // Dv, Sk, Hkv, B
   CUtensorMap out;                         // as query: Dv, heads of a tile, Sq, groups of heads, B
   CUtensorMap compact_key, compact_value;  // D or Dv, capacity, Hkv, B
-  CUtensorMap bias;                        // of kDenseBias: Sk, Sq, H|Hkv|1, B|1
+  CUtensorMap bias;                        // of Bias::kCopied: Sk, Sq, H|Hkv|1, B|1
 };
 
 struct BackwardMaps {

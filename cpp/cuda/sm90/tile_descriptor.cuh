@@ -15,14 +15,14 @@ enum Flag : uint32_t {
   kEnd = 4,        // it is no chunk: the work is done
   kInOrder = 8,    // its keys are first_key, first_key + 1, ...; otherwise those of `index`
   kLimit = 16,     // keys before the first and causality have to be tested; only with kInOrder
-  kSpans = 32,     // spans have to be tested, in the gathered variant `seen`; without kInOrder rows may be missing
+  kSpans = 32,     // spans have to be tested, of gathered keys `seen`; without kInOrder rows may be missing
   kBits = 64,      // bits have to be tested; without kInOrder rows may be missing
-  kFew = 128,      // gathered variant: `seen` has to be tested for the first kFewRows rows
-  kGaps = 256,     // gathered variant: rows from rows_present on are missing, kKeyBias: `dead` ones; all are hidden
+  kFew = 128,      // gathered keys: `seen` has to be tested for the first kFewRows rows
+  kGaps = 256,     // gathered keys: rows from rows_present on are missing, Keys::kIntervals: `dead` ones; all are hidden
   kCompact = 512,  // with kInOrder: its rows are those of the compact keys; so are all chunks of the tile
   kHuge = 1024,    // set by the warps that load keys, where scores start with key_bias: some of it is beyond kHugeBias
-  kStarts = 2048,  // kKeyBias, with kSpans: the beginnings of spans have to be tested, too
-  // Gathered variant and kKeyBias: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
+  kStarts = 2048,  // Keys::kIntervals, with kSpans: the beginnings of spans have to be tested, too
+  // Keys::kGathered and kIntervals: computing warp 0 needs the test of kSpans or kFew; the next bits say so of the next warps.
   kTested = 1 << 16,
 };
 
@@ -47,25 +47,25 @@ __device__ __forceinline__ constexpr int index_place(int row) {
   return row % 8 * (kKeys / 8) + row / 8;
 }
 
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 struct TileDescriptor {
-  static constexpr int kKeys = kForwardShape<kDim, kVariant>.keys, kRows = kForwardShape<kDim, kVariant>.rows();
-  static constexpr bool kIsDense = is_dense(kVariant);  // has no fields beyond first_key, with options key_hash
-  static constexpr bool kHasBits = takes_blocks(kVariant);
-  static constexpr bool kIsGathered = gathers_keys(kVariant);
-  static constexpr bool kHasKeyBias = kVariant == Variant::kKeyBias;  // dense, and has span, last, dead and key_bias
-  static constexpr int kDescribedRows = kIsDense && !kHasKeyBias ? 4 : kKeys;
-  static constexpr int kBiasWarps = starts_with_bias(kVariant) ? kForwardShape<kDim, kVariant>.loaders() / 32 : 1;
+  static constexpr int kKeys = kForwardShape<kDim, Traits>.keys, kRows = kForwardShape<kDim, Traits>.rows();
+  static constexpr bool kIsDense = Traits::kIsDense;  // has no fields beyond first_key, with options key_hash
+  static constexpr bool kHasBits = Traits::kTakesBlocks;
+  static constexpr bool kIsGathered = Traits::kGathers;
+  static constexpr bool kHasIntervals = Traits::kKeys == Keys::kIntervals;  // dense, and has span, last, dead and key_bias
+  static constexpr int kDescribedRows = kIsDense && !kHasIntervals ? 4 : kKeys;
+  static constexpr int kBiasWarps = Traits::kBias == Bias::kKey ? kForwardShape<kDim, Traits>.loaders() / 32 : 1;
   static_assert(kBiasWarps == 1 || kBiasWarps == 2);
   // The place of a row's key in `index`.
   static __device__ __forceinline__ constexpr int key_place(int row) {
-    return kVariant == Variant::kRange ? row : index_place<kKeys>(row);
+    return Traits::kKeys == Keys::kRange ? row : index_place<kKeys>(row);
   }
-  // The place of a column in key_bias. In the general variant what a thread of a product holds of two tiles of 8 columns lies
+  // The place of a column in key_bias. Beside a bias of pairs what a thread of a product holds of two tiles of 8 columns lies
   // together. Where products start with key_bias columns keep their order: a thread reads two neighbours into the scores that
   // it adds to them.
   static __device__ __forceinline__ constexpr int bias_place(int column) {
-    return starts_with_bias(kVariant) ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
+    return Traits::kBias == Bias::kKey ? column : column / 16 * 16 + column % 8 / 2 * 4 + column % 16 / 8 * 2 + column % 2;
   }
   // The place of a column in `seen`: what a thread of a product has to know of its columns lies together, two neighbours in a
   // word.
@@ -75,24 +75,24 @@ struct TileDescriptor {
   uint32_t flags;
   union {
     int first_key;     // with kInOrder: the row of the first key in the tensor that is copied, key or the compact keys
-    int rows_present;  // without it, in the gathered variant: how many rows the chunk has
+    int rows_present;  // without it, of gathered keys: how many rows the chunk has
   };
   int batch, head, first_query;  // of the tile: the first of its heads
-  // Without kInOrder: the key; of a missing row -1, in the gathered variant 0. By index_place, in kRange by row.
-  alignas(16) int32_t index[kHasKeyBias ? 4 : kDescribedRows];
+  // Without kInOrder: the key; of a missing row -1, of gathered keys 0. By index_place, of Keys::kRange by row.
+  alignas(16) int32_t index[kHasIntervals ? 4 : kDescribedRows];
   alignas(16) Seen span[kIsGathered ? 1 : kDescribedRows];
-  // kKeyBias, with kSpans: the position behind the last that sees the key. With kGaps: a bit for each key that no query of the
-  // tile sees.
-  alignas(16) int32_t last[kHasKeyBias ? kKeys : 1];
-  uint32_t dead[kHasKeyBias ? (kKeys + 31) / 32 : 1];
-  // By bias_place. In the gathered variant divided by the scale, except where has_huge is set, and -inf for missing rows. With
-  // multiplies_bias only where has_huge is set.
+  // Keys::kIntervals, with kSpans: the position behind the last that sees the key. With kGaps: a bit for each key that no query
+  // of the tile sees.
+  alignas(16) int32_t last[kHasIntervals ? kKeys : 1];
+  uint32_t dead[kHasIntervals ? (kKeys + 31) / 32 : 1];
+  // By bias_place. Of gathered keys divided by the scale, except where has_huge is set, and -inf for missing rows. With
+  // kMultipliesBias only where has_huge is set.
   alignas(16) float key_bias[kDescribedRows];
-  alignas(16) uint32_t key_hash[has_options(kVariant) ? kKeys : 1];  // with dropout: dropout_key_hash of each key
+  alignas(16) uint32_t key_hash[Traits::kHasOptions ? kKeys : 1];  // with dropout: dropout_key_hash of each key
   // Is some key_bias beyond kHugeBias? For each warp that loads keys, which take 32 rows after the other.
   bool has_huge[kBiasWarps];
   uint32_t bits[kHasBits ? kRows : 1][kHasBits ? kKeys / 32 : 1];  // by query of the tile
-  // In the gathered variant, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
+  // Of gathered keys, by warp and seen_place: a bit for each of the warp's 16 rows of the tile, whether it sees the key.
   alignas(kIsGathered ? 16 : 2) uint16_t seen[kIsGathered ? kRows / 16 : 1][kIsGathered ? kDescribedRows : 1];
 };
 

@@ -1,4 +1,4 @@
-// The tile table of the sm90 family, one row per head size and variant: it changes speed, never results.
+// The tile table of the sm90 family, one row per head size and traits of an instance: it changes speed, never results.
 //
 // The 64K registers of a block are shared by warpgroups of unequal need. So a row says how many a thread of each role gets,
 // and the sum is checked here.
@@ -7,36 +7,11 @@
 #include <initializer_list>
 
 #include "../sizes.h"
-#include "../variants.h"
+#include "../traits.h"
 
 namespace dmattn::cuda::sm90 {
 
 inline constexpr int kWarpgroup = 128;
-
-// What a variant is beside its options. is_dense: keys come in order, and neither lists, ranges nor a block mask leave any out.
-constexpr bool gathers_keys(Variant v) { return v == Variant::kGathered || v == Variant::kGatheredOptions; }
-constexpr bool is_dense(Variant v) {
-  return v == Variant::kDense || v == Variant::kDenseOptions || v == Variant::kDenseBias || v == Variant::kKeyBias;
-}
-constexpr bool has_options(Variant v) {
-  return v == Variant::kDenseOptions || v == Variant::kPlainOptions || v == Variant::kGatheredOptions ||
-         v == Variant::kPlainBias || v == Variant::kCappedBias || v == Variant::kDenseBias;
-}
-// Of those: does backward have a bias of single pairs?
-constexpr bool has_pair_bias(Variant v) { return v == Variant::kPlainBias || v == Variant::kCappedBias; }
-// May the call have a softcap?
-constexpr bool may_cap(Variant v) { return has_options(v) && v != Variant::kPlainBias && v != Variant::kDenseBias; }
-// Do tensor copies bring the bias, in forward, a chunk's beside its keys?
-constexpr bool copies_bias(Variant v) { return v == Variant::kDenseBias; }
-// Is key_bias, in forward, what products are added to?
-constexpr bool starts_with_bias(Variant v) { return gathers_keys(v) || v == Variant::kKeyBias; }
-// Of those: does a product of its own bring it there (key_bias.cuh), instead of every thread?
-constexpr bool multiplies_bias(Variant v) { return v == Variant::kKeyBias; }
-// May a call of backward have a key_bias?
-constexpr bool has_key_bias(Variant v) { return gathers_keys(v) || has_options(v) || v == Variant::kKeyBias; }
-
-// May the call have a block mask?
-constexpr bool takes_blocks(Variant v) { return v == Variant::kPlain || v == Variant::kGeneral; }
 
 // A block has two or three warpgroups that compute, each 64 rows of the tile, which are (query, head) pairs. The warps after
 // those load, half of them keys and half of them values, or schedule the keys: a warpgroup for each of the two jobs, or one
@@ -60,79 +35,82 @@ struct ForwardShape {
 // Columns of a panel of a bias in shared memory, so few that chunks may have any multiple of 32 keys.
 inline constexpr int kBiasColumns = 32;
 
-// May weights be dropped?
-template <Variant kVariant>
-inline constexpr bool kMayDrop = has_options(kVariant) || kVariant == Variant::kGeneral;
-
 struct ForwardRow {
   int dim;
-  Variant variant;
+  InstanceTraits traits;
   ForwardShape shape;
 };
 // clang-format off
 inline constexpr ForwardRow kForwardRows[] = {
-    //                                                                                   warps:               registers of a thread:
-    //dim variant                     consumers  keys  stages  query_tiles  descriptors  loading  scheduler  computing  loading  scheduler
-    { 64, Variant::kDense,           {        3,  128,      2,           2,           8,       2,         2,       160,      32,        32}},
-    { 64, Variant::kKeyBias,         {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
-    { 64, Variant::kPlain,           {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
-    { 64, Variant::kGathered,        {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
-    { 64, Variant::kGeneral,         {        2,   64,      2,           2,           4,       4,         4,       184,      48,        96}},
-    { 64, Variant::kDenseOptions,    {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
-    { 64, Variant::kDenseBias,       {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
-    { 64, Variant::kGatheredOptions, {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
-    { 64, Variant::kRange,           {        3,   96,      3,           2,           8,       2,         2,       152,      56,        56}},
-    {128, Variant::kDense,           {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
-    {128, Variant::kKeyBias,         {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
-    {128, Variant::kPlain,           {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
-    {128, Variant::kGathered,        {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
-    {128, Variant::kGeneral,         {        2,   64,      2,           2,           4,       4,         4,       192,      48,        80}},
-    {128, Variant::kDenseOptions,    {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
-    {128, Variant::kDenseBias,       {        2,   96,      2,           2,           8,       4,         4,       200,      40,        72}},
-    {128, Variant::kGatheredOptions, {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
-    {128, Variant::kRange,           {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
-    {256, Variant::kDense,           {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
-    {256, Variant::kPlain,           {        2,   32,      4,           1,           4,       4,         4,       192,      48,        80}},
-    {256, Variant::kGathered,        {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
-    {256, Variant::kDenseOptions,    {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
-    {256, Variant::kGatheredOptions, {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
-    {256, Variant::kGeneral,         {        2,   32,      4,           1,           4,       4,         4,       200,      32,        80}},
+    //                                                                                                      warps:               registers of a thread:
+    //dim keys             logits            bias             consumers  keys  stages  query_tiles  descriptors  loading  scheduler  computing  loading  scheduler
+    { 64, {Keys::kAll,       Logits::kScaled,  Bias::kNone  }, {        3,  128,      2,           2,           8,       2,         2,       160,      32,        32}},
+    { 64, {Keys::kIntervals, Logits::kScaled,  Bias::kKey   }, {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
+    { 64, {Keys::kInOrder,   Logits::kScaled,  Bias::kNone  }, {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, {Keys::kGathered,  Logits::kScaled,  Bias::kKey   }, {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
+    { 64, {Keys::kAny,       Logits::kAny,     Bias::kPair  }, {        2,   64,      2,           2,           4,       4,         4,       184,      48,        96}},
+    { 64, {Keys::kAll,       Logits::kCapped,  Bias::kNone  }, {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, {Keys::kAll,       Logits::kDropout, Bias::kCopied}, {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    { 64, {Keys::kGathered,  Logits::kCapped,  Bias::kKey   }, {        3,   96,      3,           2,           8,       2,         2,       144,      80,        80}},
+    { 64, {Keys::kRange,     Logits::kScaled,  Bias::kNone  }, {        3,   96,      3,           2,           8,       2,         2,       152,      56,        56}},
+    {128, {Keys::kAll,       Logits::kScaled,  Bias::kNone  }, {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
+    {128, {Keys::kIntervals, Logits::kScaled,  Bias::kKey   }, {        2,  128,      2,           2,           8,       4,         4,       200,      56,        56}},
+    {128, {Keys::kInOrder,   Logits::kScaled,  Bias::kNone  }, {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, {Keys::kGathered,  Logits::kScaled,  Bias::kKey   }, {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
+    {128, {Keys::kAny,       Logits::kAny,     Bias::kPair  }, {        2,   64,      2,           2,           4,       4,         4,       192,      48,        80}},
+    {128, {Keys::kAll,       Logits::kCapped,  Bias::kNone  }, {        2,  128,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, {Keys::kAll,       Logits::kDropout, Bias::kCopied}, {        2,   96,      2,           2,           8,       4,         4,       200,      40,        72}},
+    {128, {Keys::kGathered,  Logits::kCapped,  Bias::kKey   }, {        3,   64,      3,           2,           8,       2,         2,       144,      80,        80}},
+    {128, {Keys::kRange,     Logits::kScaled,  Bias::kNone  }, {        3,   80,      2,           2,           8,       2,         2,       152,      56,        56}},
+    {256, {Keys::kAll,       Logits::kScaled,  Bias::kNone  }, {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
+    {256, {Keys::kInOrder,   Logits::kScaled,  Bias::kNone  }, {        2,   32,      4,           1,           4,       4,         4,       192,      48,        80}},
+    {256, {Keys::kGathered,  Logits::kScaled,  Bias::kKey   }, {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
+    {256, {Keys::kAll,       Logits::kCapped,  Bias::kNone  }, {        2,   80,      2,           1,           4,       4,         4,       216,      40,        40}},
+    {256, {Keys::kGathered,  Logits::kCapped,  Bias::kKey   }, {        2,   64,      2,           1,           4,       4,         4,       208,      56,        40}},
+    {256, {Keys::kAny,       Logits::kAny,     Bias::kPair  }, {        2,   32,      4,           1,           4,       4,         4,       200,      32,        80}},
 };
 // clang-format on
 
-constexpr ForwardShape find_forward_shape(int dim, Variant variant) {
+constexpr ForwardShape find_forward_shape(int dim, const InstanceTraits& traits) {
   for (const ForwardRow& row : kForwardRows) {
-    if (row.dim == dim && row.variant == variant) return row.shape;
+    if (row.dim == dim && row.traits == traits) return row.shape;
   }
   return {};  // no kernel compiles with it
 }
-template <int kDim, Variant kVariant>
-inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, kVariant);
+template <int kDim, class Traits>
+inline constexpr ForwardShape kForwardShape = find_forward_shape(kDim, Traits::kValue);
 
-template <int kDim, Variant kVariant>
-inline constexpr int kForwardThreads = kForwardShape<kDim, kVariant>.threads();
+template <int kDim, class Traits>
+inline constexpr int kForwardThreads = kForwardShape<kDim, Traits>.threads();
 
 // Where a block mask may be given, chunks have to fill its tiles, and a thread of the scheduler looks at one key of a chunk and
 // at one query. With fewer than three descriptors or two stages the warps would wait for each other for ever: the scheduler holds
 // a descriptor back until the next is begun, and a chunk is computed beside the one before it.
-constexpr bool is_valid(ForwardShape s, Variant variant) {
+constexpr bool is_valid(ForwardShape s, const InstanceTraits& traits) {
   for (const int registers : {s.computing_registers, s.loading_registers, s.scheduler_registers}) {
     if (registers % 8 != 0 || registers < 24 || registers > 256) return false;
   }
-  const bool has_blocks = takes_blocks(variant);
+  const KeyProperties keys = properties_of(traits.keys);
   const bool is_split = s.loading_warps == 4 && s.scheduler_warps == 4,
              is_shared = s.loading_warps == 2 && s.scheduler_warps == 2;
   // At the start every thread has as many registers as divide evenly, in steps of 8.
   const int pool = 65536 / s.threads() / 8 * 8 * s.threads();
   const int others = s.shares_warpgroup() ? s.loading_registers : s.loading_registers + s.scheduler_registers;
   return (is_split || (is_shared && s.loading_registers == s.scheduler_registers)) &&
-         (!gathers_keys(variant) || s.keys % s.loaders() == 0) &&
-         (s.consumers * s.computing_registers + others) * kWarpgroup <= pool && kSegmentQueries % s.rows() == 0 &&
-         s.keys % (is_dense(variant) || variant == Variant::kRange ? 16 : 32) == 0 &&
-         (!copies_bias(variant) || s.keys % kBiasColumns == 0) && s.keys <= (has_blocks ? s.scheduler_threads() : 256) &&
-         (!has_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.scheduler_threads() >= 128)) && s.stages >= 2 &&
+         (!keys.gathers || s.keys % s.loaders() == 0) && (s.consumers * s.computing_registers + others) * kWarpgroup <= pool &&
+         kSegmentQueries % s.rows() == 0 && s.keys % (keys.is_dense || traits.keys == Keys::kRange ? 16 : 32) == 0 &&
+         (traits.bias != Bias::kCopied || s.keys % kBiasColumns == 0) &&
+         s.keys <= (keys.takes_blocks ? s.scheduler_threads() : 256) &&
+         (!keys.takes_blocks || (128 % s.keys == 0 && s.rows() == 128 && s.scheduler_threads() >= 128)) && s.stages >= 2 &&
          s.descriptors >= 3 && (s.query_tiles == 1 || s.query_tiles == 2);
 }
+constexpr bool are_valid_rows() {
+  for (const ForwardRow& row : kForwardRows) {
+    if (!is_valid(row.shape, row.traits)) return false;
+  }
+  return true;
+}
+static_assert(are_valid_rows());
 
 // Backward: a block is two warpgroups that compute 64 keys of the tile each, or half of the columns of the same 64 keys, and one
 // of which half loads the keys of the tile and one thread the queries.

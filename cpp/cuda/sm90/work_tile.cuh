@@ -8,10 +8,6 @@
 
 namespace dmattn::cuda::sm90 {
 
-// The variants that read lists of live keys; the general one only where a call has lists.
-template <Variant kVariant>
-inline constexpr bool kMayGather = gathers_keys(kVariant) || kVariant == Variant::kGeneral;
-
 // How the tiles of a call are numbered. A tile is 2^log2_heads_per_tile heads that share their keys, each with `queries` queries.
 struct ForwardWork {
   int tiles, queries;            // tiles of each head group, and how many queries a tile has
@@ -30,12 +26,12 @@ struct ForwardWork {
 
 // A tile by its number. Numbers run over sections of head groups, whose keys fit into L2 together; in a section from late queries
 // to early ones, because causality makes late tiles long; then over head groups. The tiles at the very end are one section.
-template <Variant kVariant>
+template <class Traits>
 struct WorkTile {
   int batch, head, first_query;
 
   __device__ __forceinline__ WorkTile(const ForwardCall& call, const ForwardWork& work, uint32_t work_tile) {
-    constexpr bool kHasEnd = kMayGather<kVariant>;
+    constexpr bool kHasEnd = Traits::kMayGather;
     const uint32_t end_tiles = kHasEnd ? static_cast<uint32_t>(work.end_tiles) : 0,
                    tiles = static_cast<uint32_t>(work.tiles) - end_tiles;
     const bool is_end = kHasEnd && work_tile >= tiles * work.head_groups;

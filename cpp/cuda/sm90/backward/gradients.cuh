@@ -5,7 +5,7 @@
 
 namespace dmattn::cuda::sm90 {
 
-// For variants with options: the gradients of four scores, of two keys and two queries, from those of the weights. slopes: of
+// For instances with options: the gradients of four scores, of two keys and two queries, from those of the weights. slopes: of
 // each key; delta: of each query.
 template <class T>
 __device__ __forceinline__ void differentiate_with_options(float (&gradients)[4], uint32_t first_slopes, uint32_t second_slopes,
@@ -34,11 +34,11 @@ __device__ __forceinline__ void subtract_from_delta(float (&grad_scores)[kN][4],
 
 // Turns gradients of the weights into gradients of the scores, and adds them to those of key_bias. Without options grad_scores
 // is passed as delta minus the gradients of the weights. delta_of: of the thread's queries.
-template <class T, Variant kVariant, int kSteps, int kN>
+template <class T, class Traits, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, float (&grad_scores)[kN][4],
                                                      const uint32_t (&weights)[kSteps][4], const uint32_t (&slopes)[kSteps][4],
                                                      const float* delta_of, float (&bias_sum)[2]) {
-  constexpr bool kCaps = may_cap(kVariant) && !has_pair_bias(kVariant);
+  constexpr bool kCaps = Traits::kLogits == Logits::kCapped && Traits::kBias != Bias::kPair;
   const bool is_apart = has_apart_bias<kCaps>(call);
   if (is_apart) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
   const float bias_factor = is_apart ? 0.0f : 1.0f;
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
-    if constexpr (has_options(kVariant)) {
+    if constexpr (Traits::kHasOptions) {
       differentiate_with_options<T>(grad_scores[i], slopes[i / 2][i % 2 * 2], slopes[i / 2][i % 2 * 2 + 1], &delta_of[8 * i],
                                     call.keep_probability, bias_factor, bias_sum);
     } else {
@@ -63,22 +63,22 @@ __device__ __forceinline__ void differentiate_scores(const BackwardCall& call, f
       for (int e = 0; e < 4; ++e) {
         const float2 pair = Element<T>::widen_pair(weights[i / 2][i % 2 * 2 + e / 2]);
         grad_scores[i][e] *= -(e % 2 == 0 ? pair.x : pair.y);
-        if (has_key_bias(kVariant)) bias_sum[e / 2] += grad_scores[i][e];
+        if (Traits::kBias != Bias::kNone) bias_sum[e / 2] += grad_scores[i][e];
       }
     }
   }
 }
 
-// For variants with a bias of single pairs, where differentiate_scores leaves gradients of the logits. Adds them to the gradient
+// For instances with a bias of single pairs, where differentiate_scores leaves gradients of the logits. Adds them to the gradient
 // of the bias, if it is wanted. With softcap they become gradients of the scores only then.
-template <class T, int kDim, Variant kVariant, int kSteps, int kN>
+template <class T, int kDim, class Traits, int kSteps, int kN>
 __device__ __forceinline__ void differentiate_bias(const BackwardCall& call, const KeyDescriptor& tile,
                                                    const QueryDescriptor& descriptor, float (&gradients)[kN][4],
                                                    const uint32_t (&slopes)[kSteps][4], const uint32_t (&cap_slopes)[kSteps][4]) {
-  if constexpr (has_pair_bias(kVariant)) {
+  if constexpr (Traits::kBias == Bias::kPair) {
     if (call.grad_bias.data) BiasOfScores<T, kDim>{call, tile, descriptor}.add_gradients(gradients, slopes);
   }
-  if constexpr (has_pair_bias(kVariant) && may_cap(kVariant)) {
+  if constexpr (Traits::kBias == Bias::kPair && Traits::kLogits == Logits::kCapped) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
 #pragma unroll

@@ -108,13 +108,13 @@ struct BackwardProducts {
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of
 // queries. Scores and their gradients are [64 keys, queries].
-template <class T, int kDim, Variant kVariant>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
-  using Products = BackwardProducts<T, kDim, has_options(kVariant)>;
+template <class T, int kDim, class Traits>
+__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim, Traits::kHasOptions>& shared) {
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
+  using Products = BackwardProducts<T, kDim, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
+  constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions, kHasBias = Traits::kBias != Bias::kNone;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
@@ -211,8 +211,8 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       }
       if (kHasBias) head = descriptor.head;
 
-      weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
-                                     cap_slopes);
+      weigh_chunk<T, kDim, Traits>(call, shared, tile, descriptor, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
+                                   cap_slopes);
       if (kHasOptions) begin_grad_scores();
       // Issue grad_value += weights dO, and wait for grad_scores.
       pin(grad_value);
@@ -222,9 +222,9 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
       pin(grad_scores);
       // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
       // fp32 would not fit into registers.
-      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
-                                        bias_sum);
-      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
+      differentiate_scores<T, Traits>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
+                                      bias_sum);
+      differentiate_bias<T, kDim, Traits>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
       if (has_chunk_before) score_full.wait_full(chunk - 1);
@@ -295,11 +295,11 @@ __device__ __forceinline__ void compute_gradients(const BackwardCall& call, Back
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
 // keys, one thread loads chunks of queries, and another warp handles the semaphores where sums have a fixed order.
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __grid_constant__ BackwardCall call,
                                                                        const __grid_constant__ BackwardWork work,
                                                                        const __grid_constant__ BackwardMaps maps) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
@@ -317,26 +317,26 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   // Give each warp its role.
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
-    compute_gradients<T, kDim, kVariant>(call, shared);
+    compute_gradients<T, kDim, Traits>(call, shared);
   } else {
     give_registers<kShape.loading_registers>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread < kLoaders) {
-      load_keys<kDim, kVariant>(call, work, maps, shared);
+      load_keys<kDim, Traits>(call, work, maps, shared);
     } else if (thread == kLoaders) {
-      load_queries<kDim, kVariant>(call, work, maps, shared);
+      load_queries<kDim, Traits>(call, work, maps, shared);
     } else if (thread >= kLoaders + 32 && call.semaphores) {
-      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+      run_semaphore_warp<kDim, Traits>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }
 
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 cudaError_t launch_backward(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                             cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
-  const auto kernel = backward_kernel<T, kDim, kVariant>;
+  constexpr int kBytes = sizeof(BackwardShared<kDim, Traits::kHasOptions>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, Traits::kHasOptions>));
+  const auto kernel = backward_kernel<T, kDim, Traits>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;

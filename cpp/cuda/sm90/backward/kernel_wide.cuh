@@ -151,14 +151,14 @@ struct WideProducts {
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: a tile of 64 keys against chunks of 64 queries.
 // Its scores and their gradients are [64 keys, 32 queries], its sums have 128 columns.
-template <class T, Variant kVariant>
+template <class T, class Traits>
 __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
-                                                       BackwardShared<kWideDim, has_options(kVariant)>& shared) {
-  using Shared = BackwardShared<kWideDim, has_options(kVariant)>;
-  using Products = WideProducts<T, has_options(kVariant)>;
+                                                       BackwardShared<kWideDim, Traits::kHasOptions>& shared) {
+  using Shared = BackwardShared<kWideDim, Traits::kHasOptions>;
+  using Products = WideProducts<T, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8;
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasOptions = has_options(kVariant), kHasBias = has_key_bias(kVariant);
+  constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions, kHasBias = Traits::kBias != Bias::kNone;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
@@ -239,16 +239,16 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       head = descriptor.head;
       int column;  // of the thread's first query
       if constexpr (kHasOptions) {
-        weigh_chunk<T, kDim, kVariant>(call, shared, tile, descriptor, stage, true, scores, bias_2, bias_sum, weights, slopes,
-                                       cap_slopes);
+        weigh_chunk<T, kDim, Traits>(call, shared, tile, descriptor, stage, true, scores, bias_2, bias_sum, weights, slopes,
+                                     cap_slopes);
         column = ScorePlace<kDim>().column;
       } else {
-        hide_scores<kDim, kVariant>(p, tile, descriptor, scores);
+        hide_scores<kDim, Traits>(p, tile, descriptor, scores);
         column = ScorePlace<kDim>().column;
         if (kHasBias && (shared.row_flags & kHugeRows)) {
           weigh_huge_scores<kDim>(call, tile, descriptor, scores);
         } else {
-          weigh_scores<kVariant>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
+          weigh_scores<Traits>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
         }
         narrow<T>(weights, scores);
       }
@@ -274,8 +274,8 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
       pin(grad_scores);
       const float* const delta = &shared.delta[stage][column];
       if (!kHasOptions) subtract_from_delta(grad_scores, delta);
-      differentiate_scores<T, kVariant>(call, grad_scores, weights, slopes, delta, bias_sum);
-      differentiate_bias<T, kDim, kVariant>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
+      differentiate_scores<T, Traits>(call, grad_scores, weights, slopes, delta, bias_sum);
+      differentiate_bias<T, kDim, Traits>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
       narrow<T>(gradients, grad_scores);
       // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
       // because both have left the weights of this chunk.
@@ -341,17 +341,17 @@ __device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel.
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(const __grid_constant__ BackwardCall call,
                                                                             const __grid_constant__ BackwardWork work,
                                                                             const __grid_constant__ BackwardMaps maps) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   // Set up the barriers.
   if (threadIdx.x == 0) {
-    init_barriers_of_loads(shared, !gathers_keys(kVariant) && call.semaphores);
+    init_barriers_of_loads(shared, !Traits::kGathers && call.semaphores);
     for (int i = 0; i < kShape.query_stages; ++i) barrier_init(shared_address(&shared.grad_out_full[i]), 1);
     for (uint64_t* const barrier : {&shared.weight_full, &shared.weight_empty, &shared.score_full}) {
       barrier_init(shared_address(barrier), kComputingThreads);
@@ -363,26 +363,26 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
   // Give each warp its role.
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
-    compute_wide_gradients<T, kVariant>(call, shared);
+    compute_wide_gradients<T, Traits>(call, shared);
   } else {
     give_registers<kShape.loading_registers>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     if (thread < kLoaders) {
-      load_keys<kDim, kVariant>(call, work, maps, shared);
+      load_keys<kDim, Traits>(call, work, maps, shared);
     } else if (thread == kLoaders) {
-      load_queries<kDim, kVariant>(call, work, maps, shared);
-    } else if (!gathers_keys(kVariant) && thread >= kLoaders + 32 && call.semaphores) {
-      run_semaphore_warp<kDim, kVariant>(call, work, shared, thread - kLoaders - 32);
+      load_queries<kDim, Traits>(call, work, maps, shared);
+    } else if (!Traits::kGathers && thread >= kLoaders + 32 && call.semaphores) {
+      run_semaphore_warp<kDim, Traits>(call, work, shared, thread - kLoaders - 32);
     }
   }
 }
 
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 cudaError_t launch_backward_wide(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps, int blocks,
                                  cudaStream_t stream) {
-  constexpr int kBytes = sizeof(BackwardShared<kDim, has_options(kVariant)>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, has_options(kVariant)>));
-  const auto kernel = backward_wide_kernel<T, kDim, kVariant>;
+  constexpr int kBytes = sizeof(BackwardShared<kDim, Traits::kHasOptions>);
+  static_assert(kBytes <= 227 * 1024 && is_valid(kBackwardShape<kDim, Traits::kHasOptions>));
+  const auto kernel = backward_wide_kernel<T, kDim, Traits>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;

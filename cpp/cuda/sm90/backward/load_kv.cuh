@@ -10,12 +10,12 @@ namespace dmattn::cuda::sm90 {
 
 // Begins a tile visit: writes the descriptor, then loads the tile. key_of(row) and span_of(row, key) are its keys, -1 for none,
 // and their spans. A tile without gaps is loaded in one piece.
-template <int kDim, Variant kVariant, class KeyOf, class SpanOf>
+template <int kDim, class Traits, class KeyOf, class SpanOf>
 __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const BackwardMaps& maps,
-                                              BackwardShared<kDim, has_options(kVariant)>& shared, uint32_t& tile_visit,
+                                              BackwardShared<kDim, Traits::kHasOptions>& shared, uint32_t& tile_visit,
                                               const BackwardWorkTile& work_tile, int first_place, int from, int to,
                                               const KeyOf& key_of, const SpanOf& span_of) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr int kKeys = Shared::kShape.keys;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
   descriptor_empty.producer_acquire(tile_visit);
   KeyDescriptor& descriptor = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
   int bounds[4] = {kLastPosition, kFirstPosition, kLastPosition, kFirstPosition};
-  bool has_gaps = gathers_keys(kVariant);
+  bool has_gaps = Traits::kGathers;
 #pragma unroll 1
   for (int row = thread; row < kKeys; row += kLoaders) {
     const int key = key_of(row);
@@ -86,12 +86,12 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
 
 // key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> a tile of 128 keys [keys, D or Dv] in shared memory for each tile visit, with a
 // descriptor. By half a warpgroup.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 __device__ __forceinline__ void load_keys(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                          BackwardShared<kDim, has_options(kVariant)>& shared) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+                                          BackwardShared<kDim, Traits::kHasOptions>& shared) {
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr int kKeys = Shared::kShape.keys;
-  constexpr bool kIsGathered = gathers_keys(kVariant);
+  constexpr bool kIsGathered = Traits::kGathers;
   const AttentionParams& p = call.b.forward;
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
         const int to = static_cast<int>(min(p.query_length, (static_cast<int64_t>(segment + 1) * kSegmentQueries) << shift));
 #pragma unroll 1
         for (int base = work_tile.tile % work.shares * kKeys; base < list.y; base += work.shares * kKeys) {
-          load_key_tile<kDim, kVariant>(
+          load_key_tile<kDim, Traits>(
               call, maps, shared, tile_visit, work_tile, base, first_query_of(segment, shift), to,
               [&](int row) { return base + row < list.y ? opaque_reload(&call)->live_keys.index[begin + base + row] : -1; },
               [&](int row, int) { return Span::of(opaque_reload(&call)->live_keys.span[begin + base + row]); });
@@ -131,7 +131,7 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
       }
     } else {
       const int first_key = work_tile.tile * kKeys;
-      load_key_tile<kDim, kVariant>(
+      load_key_tile<kDim, Traits>(
           call, maps, shared, tile_visit, work_tile, first_key, 0, query_length,
           [&](int row) {
             if (!call.seen) return first_key + row;

@@ -40,10 +40,10 @@ __device__ __forceinline__ bool leaves_out_chunks(const MaskParams& mask) {
 
 // query, grad_out [B, H, Sq, D or Dv], lse2, delta [B, H, padded_queries] -> chunks of queries in shared memory for every
 // tile visit, with descriptors. By one thread.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 __device__ __forceinline__ void load_queries(const BackwardCall& call, const BackwardWork& work, const BackwardMaps& maps,
-                                             BackwardShared<kDim, has_options(kVariant)>& shared) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+                                             BackwardShared<kDim, Traits::kHasOptions>& shared) {
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries;
   const AttentionParams& p = call.b.forward;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int high = min(first_query + kQueries, static_cast<int>(p.query_length)) - 1 + shift;
       const bool is_whole = max(descriptor.bounds[0][1], descriptor.bounds[1][1]) <= low &&
                             high < min(descriptor.bounds[0][2], descriptor.bounds[1][2]);
-      const uint32_t* bits = is_dense(kVariant) ? nullptr : bits_of_tile(mask, state);
+      const uint32_t* bits = Traits::kIsDense ? nullptr : bits_of_tile(mask, state);
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + descriptor.first_place / 32 % words;
       const int64_t terms = (descriptor.batch * p.heads + head) * call.padded_queries + first_query;
@@ -78,12 +78,12 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
                                                                  false,       !is_whole || bits,
                                                                  !is_whole,   (shared.row_flags & kBadRows) != 0};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
-      const bool has_hashes = has_options(kVariant) && call.row_hash;
+      const bool has_hashes = Traits::kHasOptions && call.row_hash;
       barrier_expect(full.at(n), (Shared::kSplitsChunks ? 1 : 2) * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);
       if (Shared::kSplitsChunks) barrier_expect(grad_out_full.at(n), kTileBytes);
       copy_bytes(shared_address(shared.lse2[stage]), call.lse2 + terms, kTermBytes, full.at(n));
       copy_bytes(shared_address(shared.delta[stage]), call.delta + terms, kTermBytes, full.at(n));
-      if constexpr (has_options(kVariant)) {
+      if constexpr (Traits::kHasOptions) {
         if (has_hashes) copy_bytes(shared_address(shared.row_hash[stage]), call.row_hash + terms, kTermBytes, full.at(n));
       }
 #pragma unroll
@@ -102,11 +102,11 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
     // Where sums have a fixed order, chunks are taken from the last to the first, and each for all heads of the group: head by
     // head, causality would let each tile of keys catch up with the one that it follows. Where tile visits leave out chunks,
     // heads may differ in those, so chunks are taken head by head from the first to the last.
-    const bool has_semaphores = !gathers_keys(kVariant) && call.semaphores,
+    const bool has_semaphores = !Traits::kGathers && call.semaphores,
                takes_heads_together = has_semaphores && !leaves_out_chunks(mask);
 #pragma unroll 1
     for (int head = descriptor.head; head < descriptor.head + work.heads; ++head) {
-      const bool has_blocks = !gathers_keys(kVariant) && !is_dense(kVariant) && mask.tiles.data;
+      const bool has_blocks = !Traits::kGathers && !Traits::kIsDense && mask.tiles.data;
       const TileSource source(mask, descriptor.batch, head);
       const int tile_q = static_cast<int>(mask.tile_q), tiles_q = static_cast<int>(mask.tiles_q);
       const int tile_column = has_blocks ? descriptor.first_place / static_cast<int>(mask.tile_k) : 0;

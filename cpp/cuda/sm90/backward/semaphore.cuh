@@ -44,10 +44,10 @@ __device__ __forceinline__ void release_dkdv_semaphore(int32_t* to, int next_key
 // the adds to grad_key and grad_value: the lists of a head add a key from the last segment to the first. Lists are in key order.
 // In front of a key that two of them share, that of the later segment has fewer keys, because more have died. So it reaches that
 // key first.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, const BackwardWork& work,
-                                                   BackwardShared<kDim, has_options(kVariant)>& shared, int lane) {
-  using Shared = BackwardShared<kDim, has_options(kVariant)>;
+                                                   BackwardShared<kDim, Traits::kHasOptions>& shared, int lane) {
+  using Shared = BackwardShared<kDim, Traits::kHasOptions>;
   constexpr BackwardShape kShape = Shared::kShape;
   constexpr int kQueries = kShape.queries;
   static_assert(Shared::kPieces * kSemaphoreQueries <= kShape.queries && kShape.queries % kSemaphoreQueries == 0);
@@ -56,14 +56,14 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
   const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
   const Ring<1> begun{shared_address(&shared.semaphore_acquired)}, ended{shared_address(&shared.semaphore_released)};
-  const bool leaves_out = !gathers_keys(kVariant) && leaves_out_chunks(mask);
+  const bool leaves_out = !Traits::kGathers && leaves_out_chunks(mask);
   if (lane > 0 && !leaves_out) return;
   uint32_t n = 0;
   for (uint32_t tile_visit = 0;; ++tile_visit) {
     descriptor_full.sleep_full(tile_visit);
     const KeyDescriptor& descriptor = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
     if (descriptor.head < 0) return;
-    if constexpr (gathers_keys(kVariant)) {
+    if constexpr (Traits::kGathers) {
       const LiveKeys& live_keys = call.live_keys;
       const int64_t mask_head = live_keys.mask_head_of(descriptor.batch, descriptor.head);
       const int shift = live_keys.shift[mask_head], segment = segment_of(descriptor.from, shift);
@@ -109,7 +109,7 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
       barrier_arrive(descriptor_empty.at(tile_visit));
       continue;
     }
-    const bool has_blocks = !is_dense(kVariant) && mask.tiles.data, is_empty = queries.from >= queries.to;
+    const bool has_blocks = !Traits::kIsDense && mask.tiles.data, is_empty = queries.from >= queries.to;
     const bool has_intervals = mask.start.data || mask.end.data;
 #pragma unroll 1
     for (int head = descriptor.head; head < descriptor.head + work.heads; ++head) {

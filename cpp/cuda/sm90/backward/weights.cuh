@@ -8,7 +8,7 @@
 namespace dmattn::cuda::sm90 {
 
 // Scores that spans or the bits of a block mask hide become -inf.
-template <int kDim, Variant kVariant, int kN>
+template <int kDim, class Traits, int kN>
 __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
                                             const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
   // Hide what spans hide.
@@ -25,7 +25,7 @@ __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyD
     }
   }
   // Hide what the bits of a block mask hide.
-  if (!gathers_keys(kVariant) && !is_dense(kVariant) && descriptor.bits) {
+  if (!Traits::kGathers && !Traits::kIsDense && descriptor.bits) {
     const int words = static_cast<int>(p.mask.tile_k) / 32;
     const ScorePlace<kDim> place;
     const uint32_t* const bits = descriptor.bits + place.column * words + place.row / 32;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void weigh_huge_scores(const BackwardCall& call, cons
 
 // Scores become probabilities exp(score - lse). bias_2: key_bias of the thread's two keys in base 2; lse2_of: lse of the chunk's
 // queries.
-template <Variant kVariant, int kN>
+template <class Traits, int kN>
 __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float* lse2_of, int column, const float (&bias_2)[2],
                                              float scale_2) {
 #pragma unroll
@@ -77,7 +77,8 @@ __device__ __forceinline__ void weigh_scores(float (&scores)[kN][4], const float
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float minus_lse2 = -(e % 2 == 0 ? lse2.x : lse2.y);
-      scores[i][e] = exp2_approx(fmaf(scores[i][e], scale_2, has_key_bias(kVariant) ? bias_2[e / 2] + minus_lse2 : minus_lse2));
+      scores[i][e] =
+          exp2_approx(fmaf(scores[i][e], scale_2, Traits::kBias != Bias::kNone ? bias_2[e / 2] + minus_lse2 : minus_lse2));
     }
   }
 }
@@ -109,7 +110,7 @@ __device__ __forceinline__ bool has_apart_bias(const BackwardCall& call) {
   return kCaps && call.cap_scale != 0.0f && call.grad_key_bias.data;
 }
 
-// For variants with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
+// For instances with options. scores are products or, with softcap, tangents, -inf where they are hidden. They become `weights`,
 // probabilities that dropout leaves, and `slopes`, probabilities times the derivative of softcap, negative where dropout drops
 // them: both as operands of products. lse2_of, delta_of, row_hash: of the chunk's queries. What the dropped pairs add to a
 // gradient of key_bias of its own is added to bias_sum.
@@ -194,29 +195,29 @@ __device__ __forceinline__ void narrow(uint32_t (&to)[kSteps][4], const float (&
 // A chunk's products become weights, operands of a product; with options slopes, too, of which differentiate_scores makes the
 // gradients, and with softcap beside a bias of single pairs cap_slopes, for differentiate_bias. has_test: are there scores to
 // hide?
-template <class T, int kDim, Variant kVariant, int kSteps, int kN>
-__device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, has_options(kVariant)>& shared,
+template <class T, int kDim, class Traits, int kSteps, int kN>
+__device__ __forceinline__ void weigh_chunk(const BackwardCall& call, BackwardShared<kDim, Traits::kHasOptions>& shared,
                                             const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
                                             bool has_test, float (&scores)[kN][4], const float (&bias_2)[2], float (&bias_sum)[2],
                                             uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
                                             uint32_t (&cap_slopes)[kSteps][4]) {
-  constexpr bool kHasPairBias = has_pair_bias(kVariant);
+  constexpr bool kHasPairBias = Traits::kBias == Bias::kPair;
   const bool has_huge_rows = shared.row_flags & kHugeRows;
   if constexpr (kHasPairBias) {
-    if constexpr (may_cap(kVariant)) cap_scores(scores, call.cap_scale, cap_slopes);
+    if constexpr (Traits::kLogits == Logits::kCapped) cap_scores(scores, call.cap_scale, cap_slopes);
     BiasOfScores<T, kDim>{call, tile, descriptor}.add_to(scores);
-  } else if (has_options(kVariant) && call.cap_scale != 0.0f) {
+  } else if (Traits::kHasOptions && call.cap_scale != 0.0f) {
     to_tangents(scores, call.cap_scale);
   }
-  if (has_test) hide_scores<kDim, kVariant>(call.b.forward, tile, descriptor, scores);
-  if constexpr (has_options(kVariant)) {
+  if (has_test) hide_scores<kDim, Traits>(call.b.forward, tile, descriptor, scores);
+  if constexpr (Traits::kHasOptions) {
     weigh_with_options<T, kDim, !kHasPairBias>(call, tile, descriptor, scores, shared.lse2[stage], shared.delta[stage],
                                                shared.row_hash[stage], bias_2, has_huge_rows, weights, slopes, bias_sum);
   } else {
-    if (has_key_bias(kVariant) && has_huge_rows) {
+    if (Traits::kBias != Bias::kNone && has_huge_rows) {
       weigh_huge_scores<kDim>(call, tile, descriptor, scores);
     } else {
-      weigh_scores<kVariant>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
+      weigh_scores<Traits>(scores, shared.lse2[stage], ScorePlace<kDim>().column, bias_2, call.scale_2);
     }
     narrow<T>(weights, scores);
   }

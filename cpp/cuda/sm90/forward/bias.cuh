@@ -8,21 +8,17 @@
 namespace dmattn::cuda::sm90 {
 
 // May there be a bias of single pairs?
-template <Variant kVariant>
-inline constexpr bool kMayHavePairBias = copies_bias(kVariant) || kVariant == Variant::kGeneral;
-// May logits have a bias? Then the running maximum is a logit itself (common/softmax.cuh).
-template <Variant kVariant>
-inline constexpr bool kMayHaveBias = starts_with_bias(kVariant) || kMayHavePairBias<kVariant>;
-
-// Products that were not added to the key_bias become logits. With multiplies_bias only columns of warps that saw a huge one were
+template <class Traits>
+inline constexpr bool kMayHavePairBias = Traits::kBias == Bias::kPair || Traits::kBias == Bias::kCopied;
+// Products that were not added to the key_bias become logits. With kMultipliesBias only columns of warps that saw a huge one were
 // not.
-template <Variant kVariant, int kN, class Descriptor>
+template <class Traits, int kN, class Descriptor>
 __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Descriptor& descriptor, int column, float scale) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) {
     const bool is_natural = Descriptor::kBiasWarps == 1 || descriptor.has_huge[8 * i / 32 % Descriptor::kBiasWarps];
     float2 pair = {0.0f, 0.0f};
-    if (is_natural || !multiplies_bias(kVariant)) {
+    if (is_natural || !kMultipliesBias<Traits>) {
       pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
     }
 #pragma unroll
@@ -36,21 +32,20 @@ __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Descri
   }
 }
 
-// The bias of a chunk, of the general variant: read while the scores are computed, so that its latency is hidden. Pairs of
+// The bias of pairs of a chunk: read while the scores are computed, so that its latency is hidden. Pairs of
 // queries and keys that do not exist get that of some other pair; they are hidden afterwards.
 template <class T, int kN>
 struct ChunkBias {
   float of[kN][4];
 
   // `row` and `column` are those of the thread's first score.
-  template <int kDim, Variant kVariant>
+  template <int kDim, class Traits>
   __device__ __forceinline__ void read(const ForwardCall& call, const ForwardWork& work,
-                                       const ForwardShared<kDim, kVariant>& shared,
-                                       const TileDescriptor<kDim, kVariant>& descriptor, uint32_t flags, uint32_t tile_number,
-                                       int row, int column) {
+                                       const ForwardShared<kDim, Traits>& shared, const TileDescriptor<kDim, Traits>& descriptor,
+                                       uint32_t flags, uint32_t tile_number, int row, int column) {
     const AttentionParams& p = call.p;
-    if (kVariant != Variant::kGeneral || !p.bias.data) return;
-    const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, kVariant>::kQueryTileDescriptors];
+    if (Traits::kBias != Bias::kPair || !p.bias.data) return;
+    const QueryTileDescriptor& tile = shared.tiles[tile_number % ForwardShared<kDim, Traits>::kQueryTileDescriptors];
     const bool in_pairs = call.has_bias_pairs && (flags & (kInOrder | kLimit)) == kInOrder && descriptor.first_key % 2 == 0;
     if (p.bias_dtype == DType::kFloat32) {
       const float* const from[2] = {row_at<const float>(p, work, tile, row), row_at<const float>(p, work, tile, row + 8)};
@@ -107,7 +102,7 @@ struct ChunkBias {
   }
 };
 
-// The bias of a chunk that tensor copies have brought, of the variants that have no other.
+// The bias of a chunk that tensor copies have brought.
 template <class T, int kN>
 struct CopiedBias {
   uint32_t of[kN][2];  // pairs of columns, of the thread's two rows
@@ -142,12 +137,12 @@ struct CopiedBias {
 
 // Reads the bias of chunk n, of tile number tile_number: `row` and `column` are those of the thread's first score, first_row is
 // the warp's.
-template <int kDim, Variant kVariant, class PairBias>
+template <int kDim, class Traits, class PairBias>
 __device__ __forceinline__ void read_pair_bias(PairBias& pair_bias, const ForwardCall& call, const ForwardWork& work,
-                                               const ForwardShared<kDim, kVariant>& shared, uint32_t n, uint32_t flags,
+                                               const ForwardShared<kDim, Traits>& shared, uint32_t n, uint32_t flags,
                                                uint32_t tile_number, int first_row, int row, int column) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  if constexpr (copies_bias(kVariant)) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  if constexpr (Traits::kBias == Bias::kCopied) {
     const Ring<kShape.stages> bias_full{shared_address(shared.bias_full)}, bias_empty{shared_address(shared.bias_empty)};
     bias_full.wait_full(n);
     pair_bias.template read<kShape.rows()>(shared_address(shared.bias[n % kShape.stages]), first_row);

@@ -12,14 +12,14 @@ namespace dmattn::cuda::sm90 {
 
 // Normalises and writes a tile. Where a block has room for two tiles of queries, a warp's rows of the output take the place of
 // its rows of the queries in shared memory, and a tensor copy writes them out. `row` is the thread's first row.
-template <class T, int kDim, Variant kVariant, class Softmax>
+template <class T, int kDim, class Traits, class Softmax>
 __device__ __forceinline__ void store_tile(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
-                                           ForwardShared<kDim, kVariant>& shared, float (&out)[1][kDim / 8][4],
-                                           const Softmax& sums, uint32_t tile_number, int group, int warp, int lane, int row) {
-  using Shared = ForwardShared<kDim, kVariant>;
+                                           ForwardShared<kDim, Traits>& shared, float (&out)[1][kDim / 8][4], const Softmax& sums,
+                                           uint32_t tile_number, int group, int warp, int lane, int row) {
+  using Shared = ForwardShared<kDim, Traits>;
   constexpr ForwardShape kShape = Shared::kShape;
   constexpr int kRows = Shared::kRows, kOut = kDim / 8, kQueryTileDescriptors = Shared::kQueryTileDescriptors;
-  constexpr bool kByCopy = Shared::kByCopy, kNatural = kMayHaveBias<kVariant>;
+  constexpr bool kByCopy = Shared::kByCopy, kNatural = Traits::kBias != Bias::kNone;
   const AttentionParams& p = call.p;
   const QueryTileDescriptor tile = shared.tiles[tile_number % kQueryTileDescriptors];
   // Find the factor and the log-sum-exp of the thread's two rows.
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_tile(const ForwardCall& call, const Forwar
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sums.finish(0, r, log_sums[r], scales[r]);
-    if constexpr (kMayDrop<kVariant>) scales[r] *= call.keep_scale;
+    if constexpr (Traits::kMayDrop) scales[r] *= call.keep_scale;
   }
   // Clear rows that see nothing: NaN of keys that other rows see must not reach them.
   if (__any_sync(0xffffffffu, scales[0] == 0.0f || scales[1] == 0.0f)) {

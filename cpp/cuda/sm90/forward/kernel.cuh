@@ -18,19 +18,19 @@
 namespace dmattn::cuda::sm90 {
 
 // Issues scores = Q K^T. All operands are described tiles. is_biased: scores hold the key_bias, and products are added to it;
-// with multiplies_bias a product brings it first, whatever they hold, and a huge one has zeros for its thirds.
-template <class T, int kDim, Variant kVariant, int kN>
+// with kMultipliesBias a product brings it first, whatever they hold, and a huge one has zeros for its thirds.
+template <class T, int kDim, class Traits, int kN>
 __device__ __forceinline__ void issue_scores(float (&scores)[kN][4], uint32_t queries, uint32_t keys, uint32_t ones,
                                              uint32_t thirds, bool is_biased) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  if constexpr (multiplies_bias(kVariant)) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  if constexpr (kMultipliesBias<Traits>) {
     Product<__nv_bfloat16, kShape.keys>::from_shared(scores, complete_narrow(ones), complete_narrow(thirds), 0);
   }
 #pragma unroll
   for (int k = 0; k < kDim / 16; ++k) {
     Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kShape.rows() * 128)),
                                          complete(keys + step_of_columns(k, kShape.keys * 128)),
-                                         multiplies_bias(kVariant) || is_biased || k > 0);
+                                         kMultipliesBias<Traits> || is_biased || k > 0);
   }
   commit_products();
 }
@@ -44,11 +44,11 @@ __device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq].
 // What a computing warpgroup does: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys [keys, D] and values
 // [keys, Dv] in shared memory, as the descriptors say. Scores [64, keys] and sums [64, Dv] stay in registers.
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
-                                              ForwardShared<kDim, kVariant>& shared) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Descriptor = TileDescriptor<kDim, kVariant>;
+                                              ForwardShared<kDim, Traits>& shared) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  using Descriptor = TileDescriptor<kDim, Traits>;
   constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
   const AttentionParams& p = call.p;
   // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
@@ -70,11 +70,11 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
   float out[1][kOut][4], scores[1][kN][4];
   uint32_t weights[kSteps][4];
 
-  // In the gathered variants key_bias is what products are added to, unless they are capped. Threads read it into the scores, or
+  // Where keys are gathered, key_bias is what products are added to, unless they are capped. Threads read it into the scores, or
   // a product of its own brings it there.
-  const bool has_bias = kVariant == Variant::kKeyBias ||
-                        (starts_with_bias(kVariant) && p.key_bias.data && (!has_options(kVariant) || call.cap_scale == 0.0f));
-  const bool reads_bias = has_bias && !multiplies_bias(kVariant);
+  const bool has_bias = Traits::kKeys == Keys::kIntervals ||
+                        (Traits::kBias == Bias::kKey && p.key_bias.data && (!Traits::kHasOptions || call.cap_scale == 0.0f));
+  const bool reads_bias = has_bias && !kMultipliesBias<Traits>;
   const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
                  thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
   auto read_bias = [&](const Descriptor& descriptor, int i) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const bool is_biased = has_bias && !(flags & kHuge);
     const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
     const uint32_t b = key_tiles + stage * kStageStep;
-    issue_scores<T, kDim, kVariant>(scores[0], a, b, ones, thirds + stage * step_of(kShape.keys * kNarrowRowBytes), is_biased);
+    issue_scores<T, kDim, Traits>(scores[0], a, b, ones, thirds + stage * step_of(kShape.keys * kNarrowRowBytes), is_biased);
   };
   auto begin_sums = [&](uint32_t stage) {
     constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
@@ -122,17 +122,17 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     }
   };
 
-  using Softmax = OnlineSoftmaxInParts<kMayHaveBias<kVariant>>;
+  using Softmax = OnlineSoftmaxInParts<Traits::kBias != Bias::kNone>;
   Softmax softmax;
-  std::conditional_t<copies_bias(kVariant), CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias;
+  std::conditional_t<Traits::kBias == Bias::kCopied, CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias;
   float factor[2];
   bool moves = false;
   auto weigh = [&](const Descriptor& descriptor, uint32_t flags, uint32_t tile_number, const auto& between) {
-    moves = weigh_scores<T, kDim, kVariant>(call, work, shared, descriptor, flags, tile_number, scores, softmax, factor, row,
-                                            column, has_bias, pair_bias, between);
+    moves = weigh_scores<T, kDim, Traits>(call, work, shared, descriptor, flags, tile_number, scores, softmax, factor, row,
+                                          column, has_bias, pair_bias, between);
   };
 
-  constexpr bool kByCopy = ForwardShared<kDim, kVariant>::kByCopy;
+  constexpr bool kByCopy = ForwardShared<kDim, Traits>::kByCopy;
   auto store = [&](const Softmax& sums, uint32_t tile_number) {
     store_tile<T>(call, work, maps, shared, out, sums, tile_number, group, warp, lane, row);
   };
@@ -206,7 +206,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     const Softmax ended = softmax;
     if (is_first) softmax = Softmax(), hash_rows(call, work, shared, tile + 1, row);
     weigh(shared.descriptors[n % kShape.descriptors], flags, tile + is_first, [&] {
-      if constexpr (gathers_keys(kVariant)) {  // such values are long in coming, so their place is freed early
+      if constexpr (Traits::kGathers) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
         pin(out[0]);
         barrier_arrive(value_empty.at(n - 1));
@@ -220,7 +220,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
     look_ahead();
     wait_products<0>();
     pin(out[0]);
-    if constexpr (!gathers_keys(kVariant)) barrier_arrive(value_empty.at(n - 2));
+    if constexpr (!Traits::kGathers) barrier_arrive(value_empty.at(n - 2));
     // Store the tile that has ended, or rescale its sums if a maximum moved.
     if (ends_tile) {
       store(ended, tile++);
@@ -246,16 +246,16 @@ __device__ __forceinline__ void compute_tiles(const ForwardCall& call, const For
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. The first warpgroups of
 // a block compute; the other warps load or schedule.
-template <class T, int kDim, Variant kVariant>
-__global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
-                                                                                     const __grid_constant__ ForwardWork work,
-                                                                                     const __grid_constant__ ForwardMaps maps) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+template <class T, int kDim, class Traits>
+__global__ __launch_bounds__(kForwardThreads<kDim, Traits>, 1) void forward_kernel(const __grid_constant__ ForwardCall call,
+                                                                                   const __grid_constant__ ForwardWork work,
+                                                                                   const __grid_constant__ ForwardMaps maps) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<ForwardShared<kDim, kVariant>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<ForwardShared<kDim, Traits>*>(shared_bytes);
   // Where tensor copies bring all rows, and none has to be cleared, one thread loads all keys and queries, another all values.
-  const bool is_single = kVariant != Variant::kKeyBias &&
-                         (is_dense(kVariant) || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data));
+  const bool is_single = Traits::kKeys != Keys::kIntervals &&
+                         (Traits::kIsDense || (!call.live_keys.gathers() && !call.live_keys.ranges && !call.p.mask.tiles.data));
   // Set up the barriers.
   if (threadIdx.x == 0) {
     // Every thread arrives for itself: one for its warp is not faster, and hides from compute-sanitizer what the others did.
@@ -270,11 +270,11 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
       barrier_init(shared_address(&shared.value_full[i]), loaders);
       barrier_init(shared_address(&shared.key_empty[i]), kComputing);
       barrier_init(shared_address(&shared.value_empty[i]), kComputing);
-      if constexpr (copies_bias(kVariant)) {
+      if constexpr (Traits::kBias == Bias::kCopied) {
         barrier_init(shared_address(&shared.bias_full[i]), 1);
         barrier_init(shared_address(&shared.bias_empty[i]), kComputing);
       }
-      if constexpr (kVariant == Variant::kKeyBias) {
+      if constexpr (Traits::kKeys == Keys::kIntervals) {
         for (int half = 0; half < 2; ++half) barrier_init(shared_address(&shared.landed[half][i]), 1);
       }
     }
@@ -284,7 +284,7 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
     }
     fence_barrier_init();
     for (const CUtensorMap* const map : {&maps.query, &maps.key, &maps.value, &maps.out}) prefetch_map(map);
-    if constexpr (copies_bias(kVariant)) prefetch_map(&maps.bias);
+    if constexpr (Traits::kBias == Bias::kCopied) prefetch_map(&maps.bias);
   }
   shared.bias_operands.set_up();
   __syncthreads();
@@ -293,32 +293,31 @@ __global__ __launch_bounds__(kForwardThreads<kDim, kVariant>, 1) void forward_ke
   const int thread = static_cast<int>(threadIdx.x) - kShape.consumers * kWarpgroup;  // of those that do not compute
   if (thread < 0) {
     take_registers<kShape.computing_registers>();
-    compute_tiles<T, kDim, kVariant>(call, work, maps, shared);
+    compute_tiles<T, kDim, Traits>(call, work, maps, shared);
     return;
   }
   constexpr int kLoading = 2 * kShape.loaders();
   if (kShape.shares_warpgroup() || thread < kLoading) give_registers<kShape.loading_registers>();
   if (thread < kLoading) {
-    load_tiles<kDim, kVariant>(call, work, maps, shared, thread, is_single);
+    load_tiles<kDim, Traits>(call, work, maps, shared, thread, is_single);
   } else {
     if constexpr (!kShape.shares_warpgroup()) give_registers<kShape.scheduler_registers>();
-    Scheduler<kDim, kVariant>(call, work, thread - kLoading, shared.queues, shared.descriptors,
-                              shared_address(shared.descriptor_full), shared_address(shared.descriptor_empty))
+    Scheduler<kDim, Traits>(call, work, thread - kLoading, shared.queues, shared.descriptors,
+                            shared_address(shared.descriptor_full), shared_address(shared.descriptor_empty))
         .run();
   }
 }
 
-template <class T, int kDim, Variant kVariant>
+template <class T, int kDim, class Traits>
 cudaError_t launch_forward(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps, int blocks,
                            cudaStream_t stream) {
-  constexpr int kBytes = sizeof(ForwardShared<kDim, kVariant>);
-  static_assert(kBytes <= 227 * 1024 && is_valid(kForwardShape<kDim, kVariant>, kVariant));
-  const auto kernel = forward_kernel<T, kDim, kVariant>;
+  constexpr int kBytes = sizeof(ForwardShared<kDim, Traits>);
+  static_assert(kBytes <= 227 * 1024);
+  const auto kernel = forward_kernel<T, kDim, Traits>;
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
-  return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardThreads<kDim, kVariant>, kBytes, stream, call, work,
-                          maps);
+  return launch_dependent(kernel, static_cast<unsigned>(blocks), kForwardThreads<kDim, Traits>, kBytes, stream, call, work, maps);
 }
 
 }  // namespace dmattn::cuda::sm90

@@ -15,6 +15,10 @@
 
 namespace dmattn::cuda::sm90 {
 
+// Do instances have this product?
+template <class Traits>
+inline constexpr bool kMultipliesBias = Traits::kBias == Bias::kKey && !Traits::kGathers;
+
 // Three bfloat16 that add up to x, the largest first, in the halves of two words. Digits are cut off, not rounded, so a large
 // finite x does not become infinite. What is infinite or NaN has zeros for its other thirds.
 __device__ __forceinline__ uint2 split_in_thirds(float x) {
@@ -24,12 +28,12 @@ __device__ __forceinline__ uint2 split_in_thirds(float x) {
   return {__byte_perm(__float_as_uint(first), __float_as_uint(second), kUpperHalves), __float_as_uint(rest - second) >> 16};
 }
 
-// The operands in shared memory, narrow tiles both (wgmma.cuh), in variants that have this product.
-template <int kDim, Variant kVariant>
+// The operands in shared memory, narrow tiles both (wgmma.cuh).
+template <int kDim, class Traits>
 struct BiasOperands {
-  static constexpr bool kExists = multiplies_bias(kVariant);
-  static constexpr int kStages = kExists ? kForwardShape<kDim, kVariant>.stages : 1;
-  static constexpr int kStageBytes = kExists ? kForwardShape<kDim, kVariant>.keys * kNarrowRowBytes : 2;
+  static constexpr bool kExists = kMultipliesBias<Traits>;
+  static constexpr int kStages = kExists ? kForwardShape<kDim, Traits>.stages : 1;
+  static constexpr int kStageBytes = kExists ? kForwardShape<kDim, Traits>.keys * kNarrowRowBytes : 2;
   static constexpr int kOnesBytes = kExists ? 64 * kNarrowRowBytes : 2;
   static_assert(!kExists || kStageBytes % 256 == 0);
   alignas(kExists ? 256 : 2) uint8_t thirds[kStages][kStageBytes];

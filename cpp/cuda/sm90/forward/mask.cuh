@@ -7,7 +7,7 @@
 namespace dmattn::cuda::sm90 {
 
 // Scores that the descriptor hides become -inf. positions and queries are those of the thread's two rows. last_key: of the call,
-// for variants whose chunks may reach beyond it.
+// for instances whose chunks may reach beyond it.
 template <int kN, class Descriptor>
 __device__ __forceinline__ void hide(float (&scores)[kN][4], const Descriptor& descriptor, uint32_t flags, bool is_causal,
                                      int last_key, int column, const int (&positions)[2], const int (&queries)[2]) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Descriptor& d
     if (!left) scores[i][2 * r] = negative_infinity();
     if (!right) scores[i][2 * r + 1] = negative_infinity();
   };
-  if ((Descriptor::kIsDense && !Descriptor::kHasKeyBias) || flags & kLimit) {
+  if ((Descriptor::kIsDense && !Descriptor::kHasIntervals) || flags & kLimit) {
     const int base = descriptor.first_key + column;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void hide(float (&scores)[kN][4], const Descriptor& d
         }
         asm volatile("" ::: "memory");  // not all loads at once: registers are short here
       }
-    } else if (Descriptor::kHasKeyBias && !(flags & kStarts)) {
+    } else if (Descriptor::kHasIntervals && !(flags & kStarts)) {
 #pragma unroll
       for (int i = 0; i < kN; ++i) {
         const int2 last = *reinterpret_cast<const int2*>(&descriptor.last[column + 8 * i]);

@@ -14,13 +14,13 @@ namespace dmattn::cuda::sm90 {
 
 // Writes the key_bias of a chunk, of which a thread has `bias_of`: into the chunk's descriptor, or its operand of a product. Says
 // in the descriptor whether some of it is huge.
-template <int kDim, Variant kVariant, int kEach>
-__device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardShared<kDim, kVariant>& shared,
-                                               TileDescriptor<kDim, kVariant>& descriptor, int loader, int stage,
+template <int kDim, class Traits, int kEach>
+__device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardShared<kDim, Traits>& shared,
+                                               TileDescriptor<kDim, Traits>& descriptor, int loader, int stage,
                                                const float (&bias_of)[kEach]) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
   constexpr int kLoaders = kShape.loaders();
-  using Descriptor = TileDescriptor<kDim, kVariant>;
+  using Descriptor = TileDescriptor<kDim, Traits>;
   const int thread = loader % kLoaders;
   bool has_huge = false;
 #pragma unroll
@@ -31,7 +31,7 @@ __device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardS
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     if (kShape.keys % kLoaders != 0 && thread + i * kLoaders >= kShape.keys) continue;
-    if constexpr (multiplies_bias(kVariant)) {
+    if constexpr (kMultipliesBias<Traits>) {
       shared.bias_operands.write(stage, thread + i * kLoaders, has_huge ? 0.0f : bias_of[i] * call.over_scale);
       if (!has_huge) continue;
     }
@@ -42,13 +42,13 @@ __device__ __forceinline__ void write_key_bias(const ForwardCall& call, ForwardS
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> tiles [rows, D], chunks [keys, D or Dv] in shared memory,
 // as the descriptors say. One half of the loading threads brings keys and queries, the other values, by the same code; is_single:
 // one thread of each half does, because tensor copies load all rows. loader: this thread's number among them.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 __device__ __forceinline__ void load_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
-                                           ForwardShared<kDim, kVariant>& shared, int loader, bool is_single) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, kVariant>;
-  using Descriptor = TileDescriptor<kDim, kVariant>;
+                                           ForwardShared<kDim, Traits>& shared, int loader, bool is_single) {
+  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  using Descriptor = TileDescriptor<kDim, Traits>;
   constexpr int kPanels = kDim / 64, kRows = kShape.rows(), kLoaders = kShape.loaders(),
-                kQueryTileDescriptors = ForwardShared<kDim, kVariant>::kQueryTileDescriptors;
+                kQueryTileDescriptors = ForwardShared<kDim, Traits>::kQueryTileDescriptors;
   const AttentionParams& p = call.p;
   const int thread = loader % kLoaders;
   const bool is_keys = __shfl_sync(0xffffffffu, loader < kLoaders, 0);  // known to be the same in all lanes
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const Ring<kShape.descriptors> descriptor_full{shared_address(shared.descriptor_full)},
       descriptor_empty{shared_address(shared.descriptor_empty)};
   const uint32_t full = shared_address(is_keys ? shared.key_full : shared.value_full);
-  using Shared = ForwardShared<kDim, kVariant>;
+  using Shared = ForwardShared<kDim, Traits>;
   constexpr uint32_t kToEmpty = sizeof(Shared::key_full);  // one address for both: a register less
   static_assert(offsetof(Shared, key_empty) == offsetof(Shared, key_full) + kToEmpty &&
                 offsetof(Shared, value_empty) == offsetof(Shared, value_full) + kToEmpty);
@@ -69,16 +69,16 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
   const int width = static_cast<int>(is_keys ? p.head_dim : p.value_dim), group = static_cast<int>(p.heads / p.kv_heads);
 
   // Copied rows have to be fenced before the tensor cores read them, so a chunk is announced when it has landed. That is waited
-  // for when some copies of the next chunk have been started, or before anything else is waited for. With kKeyBias it is so for
-  // chunks with dead rows, which are cleared when the tensor copy has landed; so their descriptors are freed then.
+  // for when some copies of the next chunk have been started, or before anything else is waited for. With Keys::kIntervals it is
+  // so for chunks with dead rows, which are cleared when the tensor copy has landed; so their descriptors are freed then.
   uint32_t due = 0;             // the barrier of a chunk that is not announced yet; 0: there is none
   uint32_t due_descriptor = 0;  // the number of its descriptor
   uint32_t landed_phases = 0;   // the parity of each stage's landed barrier, a bit each
-  constexpr int kDeadWords = kVariant == Variant::kKeyBias ? (kShape.keys + 31) / 32 : 1;
+  constexpr int kDeadWords = Traits::kKeys == Keys::kIntervals ? (kShape.keys + 31) / 32 : 1;
   // Announces it. Called before anything else is waited for, because that may itself be waiting for this chunk.
   auto settle = [&] {
     if (!due) return;
-    if constexpr (kVariant == Variant::kKeyBias) {
+    if constexpr (Traits::kKeys == Keys::kIntervals) {
       const uint32_t due_stage = (due - full) / 8;
       barrier_wait(shared_address(shared.landed) + (is_keys ? 0 : sizeof(shared.landed[0])) + 8 * due_stage,
                    landed_phases >> due_stage & 1);
@@ -93,8 +93,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     barrier_arrive(due);
     due = 0;
   };
-  constexpr bool kIsGathered = gathers_keys(kVariant), kHasKeyBias = kVariant == Variant::kKeyBias,
-                 kStartsWithBias = starts_with_bias(kVariant), kCopiesSeenRows = kVariant == Variant::kRange;
+  constexpr bool kIsGathered = Traits::kGathers, kHasIntervals = Traits::kKeys == Keys::kIntervals,
+                 kStartsWithBias = Traits::kBias == Bias::kKey, kCopiesSeenRows = Traits::kKeys == Keys::kRange;
   // The tile at hand; the place of its bias in the tensor, 0 in a dimension that is broadcast; its rows and key_bias; and how
   // many tiles' queries were loaded.
   int batch = 0, kv_head = 0, bias_query = 0, bias_head = 0, bias_batch = 0;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
   };
   if (is_keys && thread == 0) {  // the first tile is known before the scheduler writes a descriptor
-    const WorkTile<kVariant> tile(call, work, blockIdx.x);
+    const WorkTile<Traits> tile(call, work, blockIdx.x);
     load_queries(tile.batch, tile.head, tile.first_query);
   }
   int stage = 0;
@@ -135,11 +135,11 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     }
     auto& descriptor = shared.descriptors[n % kShape.descriptors];
     const uint32_t flags = descriptor.flags;
-    const bool in_order = is_dense(kVariant) || flags & kInOrder, has_dead = kHasKeyBias && flags & kGaps;
+    const bool in_order = Traits::kIsDense || flags & kInOrder, has_dead = kHasIntervals && flags & kGaps;
     if (flags & kFirst) {
       batch = descriptor.batch, kv_head = descriptor.head / group;
       from = static_cast<const char*>(tensor.data) + (batch * tensor.batch_stride + kv_head * tensor.head_stride) * 2;
-      if constexpr (copies_bias(kVariant)) {
+      if constexpr (Traits::kBias == Bias::kCopied) {
         bias_query = descriptor.first_query, bias_batch = p.bias.batch_stride != 0 ? batch : 0;
         bias_head = p.bias.head_stride != 0 ? descriptor.head / static_cast<int>(p.bias.head_divisor) : 0;
       }
@@ -178,8 +178,8 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       return;
     }
     const uint32_t tile = tiles_from + stage * (kShape.keys * kDim * 2);
-    if (!is_dense(kVariant) && !kCopiesSeenRows && !in_order) {
-      // The gathered variant has separate code for chunks without missing rows.
+    if (!Traits::kIsDense && !kCopiesSeenRows && !in_order) {
+      // Where all keys are gathered there is separate code for chunks without missing rows.
       if (kIsGathered && rows_present == kShape.keys) {
         constexpr bool kReadsAhead = kShape.loading_registers >= 64;  // with fewer, 8 addresses and the next 8 keys are spilled
         gather_rows<kDim, kShape.keys, kLoaders, false, kReadsAhead, 8>(thread, tile, descriptor.index, rows_present, from,
@@ -197,14 +197,14 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
       uint32_t to_tell = stage_full;
       if (has_dead) {
         barrier_arrive(stage_full);
-        to_tell = shared_address(&shared.landed[is_keys ? 0 : 1][kHasKeyBias ? stage : 0]);
+        to_tell = shared_address(&shared.landed[is_keys ? 0 : 1][kHasIntervals ? stage : 0]);
       }
       barrier_expect(to_tell, kShape.keys * kDim * 2);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         copy_box(tile + panel * (kShape.keys * 128), map, to_tell, panel * 64, descriptor.first_key, kv_head, batch);
       }
-      if constexpr (copies_bias(kVariant)) {
+      if constexpr (Traits::kBias == Bias::kCopied) {
         if (is_keys) load_bias(n, descriptor.first_key);
       }
     }
@@ -212,9 +212,9 @@ __device__ __forceinline__ void load_tiles(const ForwardCall& call, const Forwar
     if (!is_single) {
       settle();
       if (in_order && !has_dead) {
-        if (multiplies_bias(kVariant) && has_bias) fence_async();
+        if (kMultipliesBias<Traits> && has_bias) fence_async();
         barrier_arrive(stage_full);
-      } else if constexpr (kHasKeyBias) {
+      } else if constexpr (kHasIntervals) {
         due = stage_full, due_descriptor = n;
       } else {
         copy_async_commit();

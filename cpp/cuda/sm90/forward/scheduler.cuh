@@ -15,11 +15,11 @@
 namespace dmattn::cuda::sm90 {
 
 // One object for each scheduler thread; all threads of the scheduler call the same methods together.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 class Scheduler {
  public:
-  using Queues = SchedulerQueues<kDim, kVariant>;
-  using Descriptor = TileDescriptor<kDim, kVariant>;
+  using Queues = SchedulerQueues<kDim, Traits>;
+  using Descriptor = TileDescriptor<kDim, Traits>;
 
   // thread: among the scheduler's threads.
   __device__ __forceinline__ Scheduler(const ForwardCall& call, const ForwardWork& work, int thread, Queues& queues,
@@ -64,7 +64,7 @@ class Scheduler {
 
  private:
   static constexpr int kThreads = Queues::kThreads, kWarps = Queues::kWarps, kKeys = Descriptor::kKeys, kRows = Descriptor::kRows,
-                       kDescriptors = kForwardShape<kDim, kVariant>.descriptors,
+                       kDescriptors = kForwardShape<kDim, Traits>.descriptors,
                        kRowsPerThread = (kKeys + kThreads - 1) / kThreads;  // of a chunk
 
   // Recomputed at every call, because registers are short.
@@ -91,26 +91,26 @@ class Scheduler {
 
   __device__ __forceinline__ void schedule_tile(uint32_t work_tile) {
     const AttentionParams& p = call_.p;
-    const WorkTile<kVariant> tile(call_, work_, work_tile);
+    const WorkTile<Traits> tile(call_, work_, work_tile);
     batch_ = tile.batch, head_ = tile.head, first_query_ = tile.first_query;
     const int shift = static_cast<int>(p.key_length - p.query_length);
     low_ = tile.first_query + shift;
     high_ = min(tile.first_query + work_.queries, static_cast<int>(p.query_length)) - 1 + shift;
-    key_bias_ = kVariant != Variant::kGeneral ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
+    key_bias_ = Traits::kBias != Bias::kPair ? nullptr : row_of<const float>(p.key_bias, tile.batch, tile.head);
     first_flag_ = kFirst;
-    if constexpr (kVariant == Variant::kKeyBias) {
+    if constexpr (Traits::kKeys == Keys::kIntervals) {
       schedule_intervals();
-    } else if constexpr (is_dense(kVariant)) {
+    } else if constexpr (Traits::kIsDense) {
       schedule_in_order();
-    } else if constexpr (gathers_keys(kVariant)) {
+    } else if constexpr (Traits::kGathers) {
       schedule_live_keys();
-    } else if constexpr (kVariant == Variant::kRange) {
+    } else if constexpr (Traits::kKeys == Keys::kRange) {
       schedule_range();
     } else if (Queues::kHasLists && call_.live_keys.index) {
       schedule_live_keys();
     } else if (p.mask.tiles.data) {
       schedule_block_mask();
-    } else if (kVariant == Variant::kPlain && call_.live_keys.ranges) {
+    } else if (Traits::kKeys == Keys::kInOrder && call_.live_keys.ranges) {
       schedule_range();
     } else {
       schedule_in_order();
@@ -118,7 +118,7 @@ class Scheduler {
     if (!has_pending_) {  // no query sees a key: a chunk without keys keeps all warps in step
       Descriptor& descriptor = begin_chunk();
       if (thread_ == 0) descriptor.first_key = -kKeys;
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) descriptor.key_bias[Descriptor::bias_place(thread_)] = 0.0f;
+      if (Traits::kBias == Bias::kPair && thread_ < kKeys) descriptor.key_bias[Descriptor::bias_place(thread_)] = 0.0f;
       accept(kInOrder | kLimit);
     }
     publish(kLast);
@@ -184,7 +184,7 @@ class Scheduler {
   __device__ __forceinline__ void describe_bias(Descriptor& descriptor, int row, int key) const;
   __device__ __forceinline__ void fetch_bias(int first_key) const;
   // Does the call drop weights, so that descriptors need the hashes of keys?
-  __device__ __forceinline__ bool drops_keys() const { return has_options(kVariant) && call_.threshold != 0; }
+  __device__ __forceinline__ bool drops_keys() const { return Traits::kHasOptions && call_.threshold != 0; }
   __device__ __forceinline__ void describe_hash(Descriptor& descriptor, int row, int key) const;
   __device__ __forceinline__ void describe_hashes(Descriptor& descriptor, int first_key) const;
   // The bits from `first` on, none when first is 32 or more: this shift does not take its amount modulo 32.
@@ -195,10 +195,10 @@ class Scheduler {
   }
   __device__ __forceinline__ uint32_t describe_seen(Descriptor& descriptor, const Span (&spans)[kRowsPerThread], int tested);
 
-  static constexpr bool kMayBeDirect = kVariant == Variant::kGathered && kDim <= kMostDirectDim;
+  static constexpr bool kMayBeDirect = Traits::kGathers && !Traits::kHasOptions && kDim <= kMostDirectDim;
   static constexpr int kPerThread = 4, kBlock = kPerThread * kThreads;  // entries of a list that are read at once
   static_assert(!Queues::kHasLists || Queues::kRing >= kBlock + 2 * kKeys);
-  static constexpr bool kReadsAhead = kVariant == Variant::kGathered;  // the others have no registers to spare
+  static constexpr bool kReadsAhead = Traits::kGathers && !Traits::kHasOptions;  // the others have no registers to spare
   const ForwardCall& call_;
   const ForwardWork& work_;
   Queues& queues_;

@@ -5,18 +5,18 @@
 
 namespace dmattn::cuda::sm90 {
 
-// The general variant's key_bias of a row.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::describe_bias(Descriptor& descriptor, int row, int key) const {
-  if (kVariant != Variant::kGeneral) return;
+// The key_bias of a row, beside a bias of pairs.
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::describe_bias(Descriptor& descriptor, int row, int key) const {
+  if (Traits::kBias != Bias::kPair) return;
   descriptor.key_bias[Descriptor::bias_place(row)] = key_bias_ && key >= 0 ? key_bias_[key] : 0.0f;
 }
 
-// Brings the general variant's bias of a chunk from memory into L2. A thread takes a row of the tile.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::fetch_bias(int first_key) const {
+// Brings the bias of pairs of a chunk from memory into L2. A thread takes a row of the tile.
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::fetch_bias(int first_key) const {
   const AttentionParams& p = call_.p;
-  if (kVariant != Variant::kGeneral || !p.bias.data) return;
+  if (Traits::kBias != Bias::kPair || !p.bias.data) return;
   int row = thread_;
   asm volatile("" : "+r"(row));  // so that what follows from it is computed here, not kept: registers are short
   const int query = first_query_ + work_.query_of_row(row);
@@ -32,25 +32,25 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::fetch_bias(int first_
 }
 
 // Dropout's hash of a row's key.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::describe_hash(Descriptor& descriptor, int row, int key) const {
-  if constexpr (has_options(kVariant)) {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::describe_hash(Descriptor& descriptor, int row, int key) const {
+  if constexpr (Traits::kHasOptions) {
     if (drops_keys()) descriptor.key_hash[row] = dropout_key_hash(static_cast<uint32_t>(key));
   }
 }
 
 // The same for a chunk of keys in order.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::describe_hashes(Descriptor& descriptor, int first_key) const {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::describe_hashes(Descriptor& descriptor, int first_key) const {
   if (!drops_keys()) return;
   for (int row = thread_; row < kKeys; row += kThreads) describe_hash(descriptor, row, first_key + row);
 }
 
 // Writes into the descriptor which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each
 // computing warp that needs the test, because one of its rows does not see one of the first `tested` keys.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ uint32_t Scheduler<kDim, kVariant>::describe_seen(Descriptor& descriptor,
-                                                                             const Span (&spans)[kRowsPerThread], int tested) {
+template <int kDim, class Traits>
+__device__ __forceinline__ uint32_t Scheduler<kDim, Traits>::describe_seen(Descriptor& descriptor,
+                                                                           const Span (&spans)[kRowsPerThread], int tested) {
   const int shift = work_.log2_heads_per_tile;  // a query is 2^shift rows
   int thread = thread_;
   asm volatile("" : "+r"(thread));  // so that what follows from it is computed here, not kept: registers are short

@@ -5,11 +5,11 @@
 
 namespace dmattn::cuda::sm90 {
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_live_keys() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_live_keys() {
   const LiveKeys& live_keys = call_.live_keys;
   const AttentionParams& p = call_.p;
-  if (kVariant == Variant::kGathered && live_keys.is_direct && !p.mask.start.data && !p.mask.end.data) {
+  if (Traits::kGathers && !Traits::kHasOptions && live_keys.is_direct && !p.mask.start.data && !p.mask.end.data) {
     schedule_in_order();
     return;
   }
@@ -23,7 +23,7 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_live_keys() 
   const int64_t mask_head = live_keys.mask_head_of(batch_, head_);
   const KeyList list(live_keys, mask_head, first_query_);
   index_ = list.index, span_ = list.span, listed_ = list.count;
-  if (gathers_keys(kVariant) && is_compact(call_, mask_head)) {
+  if (Traits::kGathers && is_compact(call_, mask_head)) {
     schedule_compact();
   } else {
     schedule_list<false>();
@@ -32,9 +32,9 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_live_keys() 
 
 // kIsDirect: there is no list, all keys up to the last that the tile may see are listed, and index_ and span_ are the head's
 // rows of start and end.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_list() {
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_list() {
   at_ = 0;
   whole_head_ = whole_count_ = partial_head_ = partial_count_ = 0;
   fetch<kIsDirect>();
@@ -55,8 +55,8 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_list() {
 
 // Every query sees all keys of the list, and their compact copies are in order. They are taken from the end, so that nothing
 // behind them is read.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_compact() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_compact() {
   for (int end = listed_; end > 0; end -= kKeys) {
     Descriptor& descriptor = begin_chunk();
     if (thread_ == 0) descriptor.first_key = end - kKeys;
@@ -65,9 +65,9 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_compact() {
 }
 
 // The span of a listed key.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ Span Scheduler<kDim, kVariant>::span_at(int at) const {
+__device__ __forceinline__ Span Scheduler<kDim, Traits>::span_at(int at) const {
   if (!kIsDirect) return Span::of(span_[at]);
   const int32_t* const end = reinterpret_cast<const int32_t*>(span_);
   return SpanSource(call_.p.mask, static_cast<int>(call_.p.key_length), index_, end).of_key(at);
@@ -75,18 +75,18 @@ __device__ __forceinline__ Span Scheduler<kDim, kVariant>::span_at(int at) const
 
 // Moves on to the next keys of the list, and where registers allow starts to read them, a refill ahead, so that the latency is
 // hidden.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::fetch() {
+__device__ __forceinline__ void Scheduler<kDim, Traits>::fetch() {
   // A warp's keys are neighbours in the list, so that the queues keep the order of the keys.
   fetched_at_ = at_ + thread_ / 32 * (32 * kPerThread) + thread_ % 32;
   at_ += kBlock;
   if (kReadsAhead) read<kIsDirect>();
 }
 
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::read() {
+__device__ __forceinline__ void Scheduler<kDim, Traits>::read() {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int at = fetched_at_ + i * 32;
@@ -96,9 +96,9 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::read() {
 }
 
 // Puts the keys that were read into the queues, and moves on to the next.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::refill() {
+__device__ __forceinline__ void Scheduler<kDim, Traits>::refill() {
   if (!kReadsAhead) read<kIsDirect>();
   const int warp = thread_ / 32, block_at = fetched_at_;
   const uint32_t before = (1u << (thread_ % 32)) - 1;
@@ -137,13 +137,13 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::refill() {
 }
 
 // A chunk of keys that all queries see, while there are enough.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::take_whole_chunk() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::take_whole_chunk() {
   const int first = queues_.whole[Queues::place(whole_head_)], last = queues_.whole[Queues::place(whole_head_ + kKeys - 1)];
   Descriptor& descriptor = begin_chunk();
   const bool is_run = last - first == kKeys - 1;  // keys ascend, so they are neighbours when their ends are so far apart
   if (thread_ == 0) descriptor.first_key = first;
-  if (!is_run || kVariant == Variant::kGeneral || drops_keys()) {
+  if (!is_run || Traits::kBias == Bias::kPair || drops_keys()) {
 #pragma unroll
     for (int row = thread_; row < kKeys; row += kThreads) {
       const int key = queues_.whole[Queues::place(whole_head_ + row)];
@@ -157,9 +157,9 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::take_whole_chunk() {
 }
 
 // A chunk of keys that some queries see, filled up with keys that all of them see.
-template <int kDim, Variant kVariant>
+template <int kDim, class Traits>
 template <bool kIsDirect>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::take_mixed_chunk() {
+__device__ __forceinline__ void Scheduler<kDim, Traits>::take_mixed_chunk() {
   const int from_partial = min(partial_count_, kKeys);
   const int from_whole = min(whole_count_, kKeys - from_partial), taken = from_partial + from_whole;
   int key[kRowsPerThread];
@@ -181,7 +181,7 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::take_mixed_chunk() {
   Descriptor& descriptor = begin_chunk();
   // Without a key that all queries see some query may see none. Then every row is tested, so that the row of such a query stays
   // empty whatever it holds.
-  if (gathers_keys(kVariant) && from_partial <= kFewRows && from_whole > 0) {
+  if (Traits::kGathers && from_partial <= kFewRows && from_whole > 0) {
     flags = (from_partial > 0 ? kFew : 0) | (taken < kKeys ? kGaps : 0);
   }
   if (thread_ == 0) descriptor.rows_present = taken;

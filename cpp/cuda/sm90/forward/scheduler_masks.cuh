@@ -5,12 +5,12 @@
 
 namespace dmattn::cuda::sm90 {
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_in_order() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_in_order() {
   const AttentionParams& p = call_.p;
   const KeyLimits limits(p.mask, static_cast<int>(p.key_length), low_, high_);
   // Tensor copies take columns of a bias from a multiple of 16 bytes on. Only the last key can lie between (has_copied_bias).
-  constexpr int kWhole = copies_bias(kVariant) ? 8 : 1;
+  constexpr int kWhole = Traits::kBias == Bias::kCopied ? 8 : 1;
   for (int end = (limits.limit + kWhole - 1) / kWhole * kWhole; end > 0; end -= kKeys) {
     Descriptor& descriptor = begin_chunk();
     const int base = end - kKeys;
@@ -24,8 +24,8 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_in_order() {
 
 // The same with intervals. Keys that no query of the tile sees are `dead`: whatever they hold is replaced by zeros, and their
 // key_bias by -inf. Chunks with keys that only some of the queries see are tested, by those warps of which some row does not.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_intervals() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_intervals() {
   const AttentionParams& p = call_.p;
   const SpanSource spans(p.mask, static_cast<int>(p.key_length), batch_, head_);
   if (!spans.has_intervals()) {
@@ -91,8 +91,8 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_intervals() 
   }
 }
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_block_mask() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_block_mask() {
   const AttentionParams& p = call_.p;
   const MaskParams& mask = p.mask;
   const int tile_q = static_cast<int>(mask.tile_q), tile_k = static_cast<int>(mask.tile_k);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_block_mask()
         flags = test_chunk(descriptor, spans, base, bits ? bits + (base - first) / 32 : nullptr, tile_k / 32);
         if (flags == 0) continue;
       }
-      if (kVariant == Variant::kGeneral && thread_ < kKeys) {
+      if (Traits::kBias == Bias::kPair && thread_ < kKeys) {
         const int key = base + thread_;
         descriptor.key_bias[Descriptor::bias_place(thread_)] = key_bias_ && key < key_length ? key_bias_[key] : 0.0f;
       }
@@ -135,8 +135,8 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_block_mask()
 }
 
 // All keys of the tile's range. Those that no query of the tile sees get index -1, so that whatever they hold is never loaded.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_range() {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::schedule_range() {
   const LiveKeys& live_keys = call_.live_keys;
   const MaskParams& mask = call_.p.mask;
   const int key_length = static_cast<int>(call_.p.key_length);
@@ -170,9 +170,9 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::schedule_range() {
 
 // Fills in index, spans and bits. Returns the flags of the chunk, 0 when no query of the tile sees any of its keys. Keys that
 // no query of the tile sees get index -1, so that whatever they hold is never loaded.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ uint32_t Scheduler<kDim, kVariant>::test_chunk(Descriptor& descriptor, const SpanSource& spans,
-                                                                          int base, const uint32_t* bits, int stride) {
+template <int kDim, class Traits>
+__device__ __forceinline__ uint32_t Scheduler<kDim, Traits>::test_chunk(Descriptor& descriptor, const SpanSource& spans, int base,
+                                                                        const uint32_t* bits, int stride) {
   bool touches = false, covers = true, is_missing = false;
   if (thread_ < kKeys) {
     const Span span = spans.of_key(base + thread_);
@@ -185,7 +185,7 @@ __device__ __forceinline__ uint32_t Scheduler<kDim, kVariant>::test_chunk(Descri
   if (!any(touches)) return 0;
   const bool is_whole = !any(!covers);
   if (!bits && is_whole) return kInOrder;
-  if (!bits) return kVariant != Variant::kPlain || any(is_missing) ? kSpans : kInOrder | kSpans;
+  if (!bits) return Traits::kKeys != Keys::kInOrder || any(is_missing) ? kSpans : kInOrder | kSpans;
   // Bits and span together may hide a key from every query, so what a span hides is cleared in the bits.
 #pragma unroll
   for (int w = 0; w < kKeys / 32; ++w) {

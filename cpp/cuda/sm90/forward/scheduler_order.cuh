@@ -5,8 +5,8 @@
 
 namespace dmattn::cuda::sm90 {
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ void Scheduler<kDim, kVariant>::find_short_tiles(uint32_t work_tiles) {
+template <int kDim, class Traits>
+__device__ __forceinline__ void Scheduler<kDim, Traits>::find_short_tiles(uint32_t work_tiles) {
   const int others = static_cast<int>(work_tiles - gridDim.x), each = (others + kThreads - 1) / kThreads;
   // Find the largest number of entries than which at most a quarter of a sample of the tiles have fewer.
   const int sample = entries_of(gridDim.x + static_cast<uint32_t>(others * thread_ / kThreads));
@@ -41,8 +41,8 @@ __device__ __forceinline__ void Scheduler<kDim, kVariant>::find_short_tiles(uint
 }
 
 // The tile that is `at`-th in that order. The thread that has its bit tells the others.
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ uint32_t Scheduler<kDim, kVariant>::long_first(uint32_t at, uint32_t work_tiles) {
+template <int kDim, class Traits>
+__device__ __forceinline__ uint32_t Scheduler<kDim, Traits>::long_first(uint32_t at, uint32_t work_tiles) {
   const int others = static_cast<int>(work_tiles - gridDim.x), each = (others + kThreads - 1) / kThreads;
   const int first = thread_ * each, mine = max(0, min(each, others - first));
   const int long_tiles = others - queues_.short_tiles, short_before = queues_.short_before[thread_];
@@ -60,9 +60,9 @@ __device__ __forceinline__ uint32_t Scheduler<kDim, kVariant>::long_first(uint32
   return work_tile;
 }
 
-template <int kDim, Variant kVariant>
-__device__ __forceinline__ int Scheduler<kDim, kVariant>::entries_of(uint32_t work_tile) const {
-  const WorkTile<kVariant> tile(call_, work_, work_tile);
+template <int kDim, class Traits>
+__device__ __forceinline__ int Scheduler<kDim, Traits>::entries_of(uint32_t work_tile) const {
+  const WorkTile<Traits> tile(call_, work_, work_tile);
   const MaskParams& mask = call_.p.mask;
   const int count =
       TileSource(mask, tile.batch, tile.head).rows[tile.first_query / static_cast<int>(mask.tile_q) * (mask.tiles_k + 1)];
