@@ -135,22 +135,9 @@ def test_outcomes_are_recorded(tmp_path, monkeypatch):
     assert json.loads(record.read_text())["areas"]["python"] == {"found": 1, "survived": 0, "equivalent": 1}
 
 
-<<<<<<< HEAD
 def test_equivalent_mutations_exist():
     known = {mutation.name: mutation.edit for area in AREAS for mutation in mutations_of(area)}
     assert {name: edit for name, (edit, _) in EQUIVALENT.items()} == {name: known.get(name) for name in EQUIVALENT}
-=======
-def test_faults_of_kernels_are_built_for_the_size_they_name():
-    instances = [f"CMakeFiles/x.dir/generated/{name}.cu.o" for name in (
-        "sm80_key_major_64", "sm90_forward_64_kAll", "sm80_decode_256", "sm90_forward_256_kAll", "sm90_backward_wide_256_kInOrder"
-    )]  # fmt: skip
-    common = "CMakeFiles/x.dir/cpp/cuda/common/reduce/sum.cu.o"
-    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [*instances[:2], common]
-    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 256)] == [*instances[2:], common]
-    wide = [fault for fault in FAULTS if fault.file.endswith("backward/kernel_wide.cuh")]
-    assert wide
-    assert {fault.size for fault in wide} == {256}
->>>>>>> main
 
 
 def test_the_record_has_no_survivor():
