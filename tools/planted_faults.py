@@ -13,10 +13,12 @@ is built for one architecture, one dtype and one head size, so that a mutation c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import re
-import shlex
+import resource
 import shutil
 import signal
 import subprocess
@@ -34,8 +36,11 @@ from mutations import AREAS, ROOT, SEED, Mutation, mutations_of, sample
 LIBRARY = "libdmattn_ops.so"
 RECORD = ROOT / "benchmarks/results/planted_faults.json"
 FIRST = 4  # test files that run before the rest of them
-MEMORY = 16 << 20  # KiB that tests may map: a mutation may allocate without end
-OPS = "forward backward select dynamic_mask_attention decode huge_biases rounding limits errors silence autograd registration func threads fuzz"
+FAILED = r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$"
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "pytest"])
+MEMORY = 16 << 30  # bytes that tests may map: a mutation may allocate without end
+OPS = "forward backward select dynamic_mask_attention decode huge_biases errors limits silence autograd func fuzz"
 # The test files, test_*.py below tests/, that look for a mutation: those of the first pattern that a file's path matches.
 TESTS = (
     (r"cpp/.*cache", "cache cache_errors mixed_cache fuzz"),
@@ -46,7 +51,7 @@ TESTS = (
     (r"cpp/(\w+_arguments|checks|errors|tensors|params)\.h", "errors forward decode cache select masks reduce backward limits fuzz"),
     (r"cpp/cuda/host/plan", "plan forward backward"),
     (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits " + OPS),
-    (r"cpp/", OPS),
+    (r"cpp/", OPS + " rounding threads"),
     (r"distributed/", "context_parallel"),
     (r"sharding|nn/shards", "sharding shards wrappers"),
     (r"integrations/transformers/(packing|cache)", "transformers_cache serving_examples transformers"),
@@ -63,7 +68,7 @@ TESTS = (
     (r"dmattn/cache", "cache cache_errors mixed_cache"),
     (r"dmattn/(decode|sdpa|varlen|stats|profiling|plan|renamed|reductions|shape)", r"\1"),
     (r"dmattn/sinks|dmattn/weights", "model_arguments func multihead"),
-    (r"dmattn/flops", "registration stats"),
+    (r"dmattn/flops", "decode cache stats registration"),
     (r"dmattn/testing/", "testing fuzz"),
     (r"dmattn/(_library|__main__)", "library"),
     (r"dmattn/(batching|composed|autograd)", "func autograd registration"),
@@ -80,21 +85,10 @@ def tests_of(file: str) -> list[str]:
     return [f"test_{RENAMED.get(name, name)}.py" for name in names.split()]
 
 
-def run(command: list[str], folder: Path, timeout: float | None = None, **environment: str) -> tuple[int | None, str]:
-    """Exit status and output; None when the time is up. Ends all that the process started."""
-    process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, **environment}, start_new_session=True, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+def run(command: list[str], folder: Path) -> tuple[int, str]:
+    """Exit status and output."""
+    done = subprocess.run(command, cwd=folder, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
 
 
 class Build:
@@ -161,7 +155,6 @@ class Planter:
     def __init__(self, base: Build, options: argparse.Namespace, is_cuda: bool) -> None:
         self.base, self.options, self.is_cuda = base, options, is_cuda
         self.compiling = threading.Semaphore(options.compilers)
-        self.passing: dict[str, bool] = {}
 
     def plant(self, mutation: Mutation) -> tuple[str, str]:
         """What became of it, found, survived or invalid, and the test that found it or what is wrong with it."""
@@ -206,50 +199,55 @@ class Planter:
 
     def test(self, site: Path, names: list[str]) -> tuple[str, str]:
         files = [str(path.relative_to(self.base.source)) for name in names for path in (self.base.source / "tests").rglob(name)]
+        outcome = "invalid", "no test ran"
         for some in filter(None, (files[:FIRST], files[FIRST:])):
-            outcome = self.outcome_of(*self.pytest(site, some))
-            if outcome[0] != "survived":
-                break
+            status, output = self.pytest(site, some, "-x")
+            failed = re.findall(FAILED, output, re.M)
+            if status not in (0, 5):
+                ended = f"no end after {self.options.timeout:.0f} s" if status is None else f"exit status {status}"
+                return "found", failed[0] if failed else ended
+            outcome = ("survived", "") if status == 0 else outcome
         return outcome
 
-    def outcome_of(self, status: int | None, output: str) -> tuple[str, str]:
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/[^\n]+?)(?: - .*)?$", output, re.M)
-        if status is None:
-            return "found", f"no end after {self.options.timeout:.0f} s"
-        if status in (0, 5):
-            return ("survived", "") if status == 0 else ("invalid", "no test ran")
-        if not failed:
-            return "found", "the package cannot be imported" if status > 0 else f"signal {-status}"
-        if failed[1] not in self.passing:
-            self.passing[failed[1]] = self.pytest(self.base.site, [failed[1]])[0] == 0
-        name = re.sub(r"^tests/(\w+/)*", "", failed[1])
-        return ("found", name) if self.passing[failed[1]] else ("invalid", f"fails without it, too: {name}")
-
-    def pytest(self, site: Path, tests: list[str]) -> tuple[int | None, str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--no-header",
-            "--tb=no",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-        ]
-        command += [] if self.options.full else ["--quick"]
-        environment = {"OMP_NUM_THREADS": str(self.options.threads), "PYTHONDONTWRITEBYTECODE": "1"}
+    def pytest(self, site: Path, tests: list[str], *options: str) -> tuple[int | None, str]:
+        """Exit status, None when the time is up, and output, of a process that begins with torch already imported."""
+        arguments = [*tests, *options, *["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]]
+        arguments += [] if self.options.full else ["--quick"]
         path = [str(site), str(self.base.source / "tools"), str(self.base.source / "benchmarks")]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
+        environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
         if self.is_cuda:
-            command += ["-p", "reduced"]
+            arguments += ["-p", "reduced"]
             environment["DMATTN_REDUCED"] = f"bfloat16:{self.base.size}"
             environment["DMATTN_FAMILY"] = "sm80" if self.options.area == ["cuda_sm80"] else "auto"
-        else:
-            command = ["sh", "-c", f"ulimit -v {MEMORY}; exec {shlex.join([*command, *tests])}"]
-        return run([*command, *(tests if self.is_cuda else [])], self.base.source, self.options.timeout, **environment)
+        with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+            process = FORKS.Process(
+                target=run_tests, args=(self.base.source, arguments, environment, path, output.name, not self.is_cuda)
+            )
+            process.start()
+            process.join(self.options.timeout)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # with all that it started
+            return process.exitcode, output.read()
+
+
+def run_tests(
+    folder: Path, arguments: list[str], environment: dict[str, str], path: list[str], output: str, is_limited: bool
+) -> None:
+    """What a forked process does: pytest, on the packages in ``path``."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.path[:0] = path
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if is_limited:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    import pytest
+
+    status = pytest.main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def commit_of_sources() -> str:
@@ -311,7 +309,19 @@ def plant_all(planter: Planter, drawn: list[Mutation], count: int, path: Path) -
                 future.result()
         finally:
             done[0] = count  # so that Ctrl-C waits only for those that are planted
+    leave_out_failures(planter, path)
     return survivors[0]
+
+
+def leave_out_failures(planter: Planter, path: Path) -> None:
+    """Takes mutations out of a record that were found by tests that fail without them, too."""
+    rows = read_record(path)
+    tests = {str(row["found_by"]).partition("[")[0] for row in rows.values() if "::" in str(row["found_by"])}
+    _, output = planter.pytest(planter.base.site, sorted(tests)) if tests else (0, "")
+    failing = {found.partition("[")[0] for found in re.findall(FAILED, output, re.M)}
+    for test in sorted(failing):
+        print(f"fails without a mutation: {test}")
+    write_record(path, {name: row for name, row in rows.items() if str(row["found_by"]).partition("[")[0] not in failing})
 
 
 def main() -> int:

@@ -54,6 +54,16 @@ def test_the_longest_selection_is_taken(device):
         assert (end[0, 0, -3:] >= LONGEST).all()
 
 
+@pytest.mark.parametrize("tiles", [(4096, 32), (32, 4096)])
+def test_the_largest_tile_is_taken(device, tiles):
+    mask = torch.ones(1, 1, 40, 4100, dtype=torch.bool, device=device)
+    table = ops.pack_tiles(mask, 40, 4100, 1, 1, *tiles)[0]
+    inside = (-(-40 // tiles[0]), -(-4100 // tiles[1]))
+    assert (table[0, 0, : inside[0], : inside[1]] == 1).all()  # full
+    with pytest.raises(RuntimeError, match=r"tile_[qk]: expected a multiple of 32 up to 4096, got 4128"):
+        ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
+
+
 def test_one_more_is_refused():
     query, key = repeated(1), repeated(LONGEST + 1)
     for Sq, Sk in ((query, key), (key, query)):

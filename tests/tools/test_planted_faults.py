@@ -129,7 +129,7 @@ def test_outcomes_are_recorded(tmp_path, monkeypatch):
     assert table["areas"]["python"] == {"found": 1, "survived": 1, "equivalent": 0}
     assert table["areas"]["cpu"] == "not run"
     rows = {row["function"]: (row["outcome"], row["found_by"]) for row in table["mutations"]}
-    assert rows == {"limit": ("found", "test_it.py::test_limit"), "name": ("survived", "")}
+    assert rows == {"limit": ("found", "tests/test_it.py::test_limit"), "name": ("survived", "")}
     monkeypatch.setitem(EQUIVALENT, drawn[1].name, (drawn[1].edit, "nobody asks"))
     assert planted_faults.plant_all(planter, drawn[1:], 1, record) == 0
     assert json.loads(record.read_text())["areas"]["python"] == {"found": 1, "survived": 0, "equivalent": 1}

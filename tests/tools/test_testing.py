@@ -330,6 +330,11 @@ def test_thresholds_are_those_of_the_kernels(header, named):
         assert {threshold - 1, threshold, threshold + 1} <= set(strategies.edge_lengths())
 
 
+@given(shapes(max_length=60, max_pairs=400))
+def test_shapes_keep_to_the_pairs_that_are_allowed(shape):
+    assert shape.B * shape.H * shape.Sq * shape.Sk <= 400
+
+
 @pytest.mark.parametrize("length", [257, 769, 1025])
 def test_longer_cases_reach(length):
     found = find(
