@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/host/plan.h"
+#include "cuda/host/plan_decode.h"
 
 namespace nb = nanobind;
 
@@ -177,6 +178,28 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
   return made;
 }
 
+nb::dict decode_plan(const nb::dict& call, const nb::dict& device) {
+  std::vector<Instance> instances[kKernels];
+  const Target target = target_of(device, instances);
+  DecodeParams p;
+  p.batch = get<int64_t>(call, "batch", 1), p.heads = get<int64_t>(call, "heads", 1);
+  p.kv_heads = get<int64_t>(call, "kv_heads", p.heads);
+  p.queries = get<int64_t>(call, "query_length", 1), p.capacity = get<int64_t>(call, "key_length", 1);
+  p.head_dim = get<int64_t>(call, "head_dim", 128), p.value_dim = get<int64_t>(call, "value_dim", p.head_dim);
+  p.dtype = dtype_of(get<std::string>(call, "dtype", "bfloat16"));
+  const DecodePlan decode =
+      plan_decode(p, target, get<bool>(device, "has_room_for_clusters", true) ? Clusters::kMayBe : Clusters::kNever);
+  const DecodePlan step = get<bool>(call, "takes_token", false) ? plan_step(p, target) : DecodePlan{};
+  const DecodePlan& plan = step.instance.kernel != Kernel::kNone ? step : decode;
+  nb::dict made;
+  made["kernel"] = name_of(plan.instance.kernel), made["rows"] = name_of(plan.instance.rows), made["size"] = plan.instance.dim;
+  made["split_keys"] = plan.split_keys, made["block_splits"] = plan.block_splits;
+  made["parts"] = plan.parts, made["is_cluster"] = plan.is_cluster;
+  made["workspace"] =
+      workspace_dict({{"part_out", plan.workspace.part_out}, {"part_sums", plan.workspace.part_sums}}, plan.workspace.bytes);
+  return made;
+}
+
 }  // namespace
 }  // namespace dmattn::cuda
 
@@ -201,4 +224,6 @@ NB_MODULE(_C, m) {
         "What attention forward would do on a GPU with the described call: dmattn.plan says what may be described.");
   m.def("backward_plan", &dmattn::cuda::backward_plan, nb::arg("call"), nb::arg("device"),
         "What attention backward would do on a GPU with the described call.");
+  m.def("decode_plan", &dmattn::cuda::decode_plan, nb::arg("call"), nb::arg("device"),
+        "What decoding would do on a GPU with the described call.");
 }

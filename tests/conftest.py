@@ -47,6 +47,12 @@ def dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
+@pytest.fixture(scope="session")
+def exact(device: str) -> torch.dtype:
+    """The dtype in which the device is as exact as it can be."""
+    return torch.bfloat16 if device == "cuda" else torch.float64
+
+
 @pytest.fixture(
     scope="session",
     params=[

@@ -3,7 +3,6 @@
 
 #include "../cache_arguments.h"
 #include "decode.h"
-#include "host/plan.h"
 #include "inputs.h"
 
 namespace dmattn::cuda {
@@ -17,6 +16,22 @@ void check_cuda_cache(const CacheParams& p) {
   }
   check(p.batch * p.kv_heads * p.slots < int64_t{1} << 31, "key_cache: expected B x Hkv x N below 2^31, got ", p.batch, " x ",
         p.kv_heads, " x ", p.slots);
+}
+
+// Takes the new token of each sequence, and enqueues the attention of `checked`: in one kernel where there is one for both.
+void run_step(CheckedDecode& checked, const CacheParams& cache, const Device& device) {
+  const DecodePlan plan = plan_step(checked.params, target_of(device));
+  Clusters clusters = Clusters::kMayBe;
+  if (plan.instance.kernel != Kernel::kNone) {
+    align_caches(checked);
+    StepCall step{call_of(checked.params, plan, nullptr), cache};
+    step.decode.p.lengths = nullptr;  // the cache has them
+    const cudaError_t status = sm80::step(step, plan.instance, device.stream());
+    if (!plan.is_cluster || status != cudaErrorInvalidClusterSize) return check_cuda(status, "decode kernel");
+    clusters = Clusters::kNever;
+  }
+  if (cache.batch * cache.kv_heads > 0) DMATTN_CUDA_CHECK(launch_cache_update(cache, device.stream()));
+  run_decode(checked, device, clusters);
 }
 
 void update_op(const Tensor& key_cache, const Tensor& value_cache, const Tensor& score_cache, const Tensor& position,
@@ -46,7 +61,7 @@ std::tuple<Tensor, Tensor> step_op(const Tensor& key_cache, const Tensor& value_
   check_cuda_cache(p);
   update.key = with_aligned_rows(update.key), p.new_key = view_of(update.key);
   update.value = with_aligned_rows(update.value), p.new_value = view_of(update.value);
-  run_decode(attention, device, &p);
+  run_step(attention, p, device);
   return {attention.out, attention.lse};
 }
 

@@ -2,12 +2,16 @@
 #pragma once
 
 #include "../decode_arguments.h"
-#include "runtime.h"
+#include "decode_call.h"
+#include "host/plan_decode.h"
+#include "target.h"
 
 namespace dmattn::cuda {
 
-// Enqueues the attention of `checked`. With a cache its new token is taken in first: in the same kernel where there is one for
-// it.
-void run_decode(CheckedDecode& checked, const Device& device, const CacheParams* cache = nullptr);
+// Copies what the kernels could not read in pieces of 16 bytes.
+void align_caches(CheckedDecode& checked);
+DecodeCall call_of(const DecodeParams& p, const DecodePlan& plan, void* workspace);
+// Plans, and enqueues the attention of `checked`.
+void run_decode(CheckedDecode& checked, const Device& device, Clusters clusters = Clusters::kMayBe);
 
 }  // namespace dmattn::cuda

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Compute capability, multiprocessors, and the shared memory that a block may have.
@@ -71,6 +71,20 @@ def backward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = No
     return planned
 
 
+def decode_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What :func:`dmattn.decode_attention` does with a call on a GPU.
+
+    Args:
+        call: ``batch``, ``heads``, ``kv_heads``, ``query_length`` (new tokens), ``key_length`` (room in the cache), ``head_dim``,
+            ``value_dim``, ``dtype``; ``takes_token``: a step of a bounded cache, which takes the new token first.
+        device: as in :func:`forward_plan`; ``has_room_for_clusters``, of which the driver decides.
+
+    Errors as in :func:`forward_plan`.
+    """
+    planned: dict[str, Any] = _module().decode_plan(dict(call), dict(device or {}))
+    return planned
+
+
 def _module() -> Any:
     """``dmattn._C``, which no op needs: it may lack its package nanobind-backend."""
     return importlib.import_module("dmattn._C")
@@ -97,6 +111,24 @@ def in_words(name: str, plan: Mapping[str, Any]) -> str:
     pieces = ", ".join(f"{region} {in_bytes(size)}" for region, (_, size) in regions)
     lines.append(f"  workspace  {in_bytes(plan['workspace']['bytes'])}" + (f": {pieces}" if pieces else ""))
     return "\n".join(lines)
+
+
+def decode_in_words(plan: Mapping[str, Any]) -> str:
+    """A plan of decoding as lines of text."""
+    if plan["kernel"] == "none":
+        return "decode: nothing to compute, because there are no queries."
+    if plan["is_cluster"]:
+        merged = f"a cluster of {plan['parts']} blocks a sequence and key head adds up its parts"
+    elif plan["parts"] > 1:
+        merged = f"{plan['parts']} blocks a sequence and key head, whose parts a second kernel adds up"
+    else:
+        merged = "one block a sequence and key head"
+    return "\n".join((
+        "decode: the portable kernels (sm80), which are the only ones.",
+        f"  kernel     {plan['kernel']}, {plan['rows']}, for heads up to {plan['size']}",
+        f"  keys       splits of {plan['split_keys']} keys, {plan['block_splits']} to a block; {merged}",
+        f"  workspace  {in_bytes(plan['workspace']['bytes'])}",
+    ))  # fmt: skip
 
 
 def abilities(traits: str) -> str:
@@ -161,16 +193,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", type=float, default=0.0)
     add("--dropout", type=float, default=0.0)
     add("--deterministic", action="store_true")
+    add("--decode", action="store_true", help="generation: --queries new tokens (1) beside a cache of --length keys")
     add("--family", choices=("auto", "sm80", "sm90"), default="auto", help="what DMATTN_FAMILY says")
     add("--device", choices=tuple(DEVICES), default="sm90")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plans of forward and backward, or why a kernel does not take the call."""
+    """Prints the plans of forward and backward, or of decoding, or why a kernel does not take the call."""
     device = {**DEVICES[arguments.device], "family": arguments.family}
-    for name, plan in (("forward", forward_plan), ("backward", backward_plan)):
+    call = described(arguments)
+    plans: dict[str, Callable[[], str]] = {
+        "forward": lambda: in_words("forward", forward_plan(call, device)),
+        "backward": lambda: in_words("backward", backward_plan(call, device)),
+    }
+    if arguments.decode:
+        call["query_length"] = arguments.queries or 1
+        plans = {"decode": lambda: decode_in_words(decode_plan(call, device))}
+    for name, in_text in plans.items():
         try:
-            print(in_words(name, plan(described(arguments), device)))
+            print(in_text())
         except RuntimeError as error:
             print(f"{name}: refused: {error}")
         except ImportError as error:

@@ -106,12 +106,6 @@ def cuts_of(draw, length, longest=40):
     return [*cuts[:-1], length - sum(cuts[:-1])]
 
 
-@pytest.fixture(scope="module")
-def exact(device):
-    """The dtype in which the device is as exact as it can be."""
-    return torch.bfloat16 if device == "cuda" else torch.float64
-
-
 # Exactness ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -220,32 +214,6 @@ def long_history(device, dtype, B=1, **sizes):
     return history
 
 
-def test_20000_steps(device, exact):
-    """After every step the visible keys are the oracle's, and the output is that of these keys, gathered from the whole history."""
-    sizes = (6, 3, 2)
-    history = long_history(device, exact, Dv=8)
-    cache, lives = history.cache(*sizes), [Lives(*sizes) for _ in range(4)]
-    known, results, seen = history.scores[0].tolist(), [], []
-    with torch.inference_mode():
-        for p in range(LONG):
-            results.append(cache.attend(*history.tokens(p, p + 1), return_lse=True))
-            expected = [alive.after(scores, p) for alive, scores in zip(lives, known, strict=True)]
-            seen.append([sorted(keys) + [-1] * (sum(sizes) - len(keys)) for keys in expected])
-            if device == "cuda" and p % 50:
-                continue  # a look at the device takes time
-            for positions, keys in zip(cache.position[0].tolist(), expected, strict=True):
-                assert {q for q in positions if q >= 0} == keys
-    # Gather what every query sees, and attend to it as a problem of LONG sequences of 11 keys.
-    places = torch.tensor(seen, device=device)  # [LONG, 4, 11]
-    heads = torch.arange(4, device=device)[:, None]
-    key, value, scores = (x[0][heads, places.clamp(min=0)] for x in (history.key, history.value, history.scores))
-    bias = torch.where(places < 0, -INF, scores)
-    query = history.query[0].transpose(0, 1)[:, :, None]
-    whole = dmattn.attention(query, key, value, key_bias=bias, return_lse=True)
-    out, lse = (torch.cat(parts, 2)[0].transpose(0, 1) for parts in zip(*results, strict=True))  # [LONG, 4, Dv] and [LONG, 4]
-    assert_alike_on_either_path((out, lse), (whole[0][:, :, 0], whole[1][:, :, 0]), exact)
-
-
 @given(seed=st.integers(0, 2**30))
 @settings(max_examples=max(2, settings.default.max_examples // 100))
 def test_20000_tokens_of_each_sequence_in_any_calls(device, exact, seed):
@@ -306,12 +274,6 @@ def assert_alike_on_either_path(results, expected, dtype):
         rule(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
 
 
-@pytest.mark.parametrize("cuts", [[1] * 40, [40], [13, 27]], ids=len)
-def test_plus_inf_is_selected_first_and_the_later_of_two_wins(device, exact, cuts):
-    history = History(40, exact, device, "random", bad=(INF, -INF))
-    feed(history.cache(3, 2, 1), history, cuts)
-
-
 @pytest.mark.parametrize("local", [0, 2])
 def test_nan_and_minus_inf_never_win_a_slot(device, exact, local):
     history = History(40, exact, device, "ties", bad=(math.nan, -INF, math.nan, -INF))
@@ -329,20 +291,6 @@ def test_float64_scores_are_not_rounded():
     narrow = BoundedCache(2, 2, 4, 8, 16)
     with pytest.raises(TypeError, match="scores: expected dtype float32, bfloat16, float16, got float64"):
         narrow.attend(*(x[:, :, :1].float() for x in (history.query, history.key, history.value)), scores[:, :, :1])
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_a_streaming_head_needs_no_scores(device, exact, tokens):
-    history = History(40, exact, device)
-    cache, same = history.cache(0, 6, 2), history.cache(0, 6, 2)
-    zeros = torch.zeros_like(history.scores)
-    for first in range(0, 40, tokens):
-        last = min(first + tokens, 40)
-        query, key, value, _ = history.tokens(first, last)
-        assert torch.equal(cache.attend(query, key, value), same.attend(query, key, value, zeros[:, :, first:last]))
-    assert_same_state(cache, same)
-    streaming = dmattn.IntervalMask.streaming(40, 2, 6, device=device).to_bool(40, 40)
-    assert torch.equal(seen_by(cache, 40), streaming[:, :, -1].expand(2, 2, 40))
 
 
 # Batches --------------------------------------------------------------------------------------------------------------------------------

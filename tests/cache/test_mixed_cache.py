@@ -21,11 +21,6 @@ def made(history, first=1, window=5, local=3, sink_keys=2, rewind=4):
     return MixedCache(BoundedCache(B, first, 0, *sizes, **options), BoundedCache(B, Hkv - first, window, *sizes, **options))
 
 
-@pytest.fixture(scope="module")
-def exact(device):
-    return torch.bfloat16 if device == "cuda" else torch.float64
-
-
 @pytest.mark.parametrize("cuts", [[1] * 40, [40], [11, 1, 20, 8]], ids=len)
 @pytest.mark.parametrize("select_only", [False, True])
 @pytest.mark.parametrize("first", [1, 2])
@@ -98,13 +93,3 @@ def test_state_is_saved_and_loaded(device, exact):
     cache.attend(*history.tokens(0, 20))
     other.load_state_dict(cache.state_dict())
     assert torch.equal(cache.attend(*history.tokens(20, 30)), other.attend(*history.tokens(20, 30)))
-
-
-def test_positions_are_counted_once_a_step(monkeypatch):
-    history = History(3, torch.float32, "cpu", H=6, Hkv=3)
-    cache, count, counted = made(history), BoundedCache.next_positions, []
-    monkeypatch.setattr(BoundedCache, "next_positions", lambda *given: counted.append(1) or count(*given))
-    cache.attend(*history.tokens(0, 1), slopes=torch.ones(3))
-    assert len(counted) == 1
-    cache.attend(*history.tokens(1, 2))
-    assert len(counted) == 1

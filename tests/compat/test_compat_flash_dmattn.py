@@ -19,8 +19,8 @@ TRUTH = torch.float64
 LEAST = torch.finfo(TRUTH).min
 
 
-def case_of(queries, keys, dtype=TRUTH, size=16, **fields) -> AttentionCase:
-    q, k, v = (tensor((2, h, n, size), h, dtype) for h, n in ((4, queries), (2, keys), (2, keys)))
+def case_of(queries, keys, dtype=TRUTH, size=16, device="cpu", **fields) -> AttentionCase:
+    q, k, v = (tensor((2, h, n, size), h, dtype, device) for h, n in ((4, queries), (2, keys), (2, keys)))
     return AttentionCase(q, k, v, **fields)
 
 
@@ -69,16 +69,6 @@ def test_dtypes_and_names(dtype):
         assert_close_to_reference(case, {"out": out.transpose(1, 2)})
 
 
-def test_only_the_bias_needs_a_gradient():
-    case = case_of(6, 6)
-    bias = tensor((1, 1, 1, 6), 0, TRUTH).requires_grad_()
-    q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
-    out = flash_dmattn.flash_dmattn_func(q, k, v, None, bias)
-    expected = case.with_leaves({"bias": bias}).call_reference()[0].transpose(1, 2)
-    wanted, got = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (expected, out))
-    torch.testing.assert_close(got, wanted)
-
-
 def test_head_sizes_are_padded():
     case = case_of(6, 6, size=10)
     q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
@@ -108,26 +98,15 @@ def test_varlen_is_each_sequence_alone(causal):
 # Versions 1.0.0 to 1.2.0 ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [TRUTH, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["flash_dmattn_func", "triton_dmattn_func", "flex_dmattn_func"])
-def test_a_mask_may_have_the_dtype_of_the_query(name, dtype):
-    case = case_of(9, 12, dtype)
-    keep, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, dtype)
+def test_a_mask_may_have_the_dtype_of_the_query(device, dtype, name):
+    case = case_of(70, 90, dtype, device=device)
+    keep, bias = bernoulli((2, 2, 70, 90), 1).to(device), tensor((2, 2, 70, 90), 2, dtype, device)
     q, k, v = (x.transpose(1, 2) for x in (case.query, case.key, case.value))
     function = getattr(flash_dmattn, name)
     out = function(q, k, v, keep.to(dtype), bias, is_causal=True)
     assert torch.equal(out, function(q, k, v, keep, bias, is_causal=True))
     assert_close_to_reference(dataclasses.replace(case, visible=keep, bias=bias, is_causal=True), {"out": out.transpose(1, 2)})
-
-
-def test_a_model_may_have_a_mask_in_the_dtype_of_the_query():
-    case = case_of(9, 12)
-    keep, bias = bernoulli((2, 2, 9, 12), 1), tensor((2, 2, 9, 12), 2, TRUTH)
-    given = (None, case.query, case.key, case.value)
-    out, _ = flash_dmattn.flash_dynamic_mask_attention_forward(*given, keep.to(TRUTH), bias, window_size=3)
-    expected, _ = flash_dmattn.flash_dynamic_mask_attention_forward(*given, keep, bias, window_size=3)
-    assert torch.equal(out, expected)
-    assert not torch.equal(out, flash_dmattn.flash_dynamic_mask_attention_forward(*given, None, bias, window_size=3)[0])
 
 
 @pytest.mark.parametrize("where", ["window_size", "keep_window_size", "module"])
@@ -141,16 +120,6 @@ def test_a_window_from_the_module_or_by_its_earlier_name(where, window):
         SimpleNamespace(is_causal=True, **held), case.query, case.key, case.value, None, scores, **named
     )
     assert_close_to_reference(case, {"out": out.transpose(1, 2)})
-
-
-def test_an_argument_comes_before_the_modules_window():
-    case, scores = case_of(12, 12), tensor((2, 2, 12), 1, TRUTH)
-    module, tensors = SimpleNamespace(is_causal=True, keep_window_size=2), (case.query, case.key, case.value, None, scores)
-    forward = flash_dmattn.flash_dynamic_mask_attention_forward
-    expected, _ = forward(SimpleNamespace(is_causal=True), *tensors, window_size=5)
-    for name in ("window_size", "keep_window_size"):
-        assert torch.equal(forward(module, *tensors, **{name: 5})[0], expected)
-    assert not torch.equal(forward(module, *tensors)[0], expected)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
@@ -180,6 +149,34 @@ def test_varlen_takes_mask_and_bias_of_earlier_versions(given, heads):
     if bias is not None:
         got, wanted = (torch.autograd.grad(x.square().sum(), bias)[0] for x in (out, expected))
         torch.testing.assert_close(got, wanted)
+
+
+def test_packed_masks_and_biases(device, dtype):
+    """Masks are 1.0 and 0.0 in the query's dtype; those of packs count the keys of the query's own sequence."""
+    tokens, longest = 191, 100
+    keep = (tensor((tokens, 2, longest), 3, device=device) > -0.5).to(dtype)
+    bias = tensor((tokens, 2, longest), 4, dtype, device)
+    seen = torch.zeros(1, 2, tokens, 260, dtype=torch.bool, device=device)
+    wide = torch.zeros(1, 2, tokens, 260, dtype=dtype, device=device)
+    row = key = 0
+    for m, n in ((40, 70), (1, 90), (150, 100)):
+        place = (0, slice(None), slice(row, row + m), slice(key, key + n))
+        seen[place] = keep[row : row + m, :, :n].transpose(0, 1).bool()
+        wide[place] = bias[row : row + m, :, :n].transpose(0, 1)
+        row, key = row + m, key + n
+    q, k, v = (tensor((1, h, n, 64), h, dtype, device) for h, n in ((4, tokens), (2, 260), (2, 260)))
+    case = AttentionCase(q, k, v, visible=seen, bias=wide)
+    ends = [torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 40, 41, 191], [0, 70, 160, 260])]
+
+    def fn(q, k, v, _, **__):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, lse, _ = flash_dmattn.flash_dmattn_varlen_func(
+            q, k, v, *ends, 150, 100, attn_mask=keep, attn_bias=bias, return_attn_probs=True
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    results = run(AttentionCase(case.query, case.key, case.value), fn)
+    assert_close_to_reference(case, results)
 
 
 # Selections as masks ------------------------------------------------------------------------------------------------------------------
@@ -254,20 +251,20 @@ def test_create_mask_takes_padding():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("padding", [None, "of keys", "of queries", "by head"])
-def test_a_model_selects_by_bias(queries, causal, rank, padding):
+def test_a_model_selects_by_bias(device, exact, queries, causal, rank, padding):
     """A causal selection never sees what comes later, whether the bias has a row a query or one for all."""
     keys, window = 12, 4
-    scores = tensor((2, 2, keys), 1, TRUTH)
-    shown = torch.ones(2, 1, 1, keys, dtype=torch.bool)
+    scores = tensor((2, 2, keys), 1, torch.promote_types(exact, torch.float32), device)
+    shown = torch.ones(2, 1, 1, keys, dtype=torch.bool, device=device)
     mask = None
     if padding == "of keys":
-        mask = bernoulli((2, keys), 5)
+        mask = bernoulli((2, keys), 5).to(device)
         shown = mask[:, None, None]
     elif padding == "of queries":
-        mask = bernoulli((2, queries), 5)
+        mask = bernoulli((2, queries), 5).to(device)
         shown[:, 0, 0, keys - queries :] = mask
     elif padding == "by head":
-        mask = shown = bernoulli((2, 4, 1, keys), 5)
+        mask = shown = bernoulli((2, 4, 1, keys), 5).to(device)
     late = causal and queries > 1
     allowed = shown.expand(-1, -1, keys, -1)
     wide = scores if shown.shape[1] == 1 else scores.repeat_interleave(2, 1)
@@ -281,8 +278,7 @@ def test_a_model_selects_by_bias(queries, causal, rank, padding):
         )[:, :, keys - queries :]
         & shown
     )
-    bias = scores if rank == 3 else scores[:, :, None]
-    case = case_of(queries, keys, visible=visible, key_bias=scores, scale=0.3)
+    case = case_of(queries, keys, exact, device=device, visible=visible, key_bias=scores, scale=0.3)
 
     def fn(query, key, value, _, *, key_bias, scale, **__):
         given_bias = key_bias if rank == 3 else key_bias[:, :, None]
@@ -296,7 +292,6 @@ def test_a_model_selects_by_bias(queries, causal, rank, padding):
     results = run(dataclasses.replace(case, grad_through_lse=False), fn)
     results.pop("lse")
     assert_close_to_reference(dataclasses.replace(case, grad_through_lse=False), results)
-    assert bias.shape[-1] == keys
 
 
 def test_a_model_selects_by_a_bias_of_every_pair():

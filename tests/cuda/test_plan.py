@@ -402,6 +402,66 @@ def test_families_that_are_wanted():
     )
 
 
+# Decoding -----------------------------------------------------------------------------------------------------------------------------
+
+CACHE = {"batch": 1, "heads": 32, "kv_heads": 8, "key_length": 4096}
+
+
+def decode(device=None, **call):
+    return plan.decode_plan({**CACHE, **call}, device)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel", "cluster", "regions"),
+    [
+        ({}, "sm80 decode", True, set()),
+        ({"takes_token": True}, "sm80 step", True, set()),
+        ({"batch": 64}, "sm80 decode", False, set()),  # a block for each key head keeps the GPU busy
+        ({"batch": 64, "takes_token": True}, "sm80 step", False, set()),
+        ({"key_length": 131072}, "sm80 decode", False, {"part_out", "part_sums"}),
+        ({"key_length": 131072, "takes_token": True}, "sm80 decode", False, {"part_out", "part_sums"}),
+        ({"query_length": 0}, "none", False, set()),
+    ],
+)
+def test_kernels_of_decoding(call, kernel, cluster, regions):
+    planned = decode(**call)
+    assert (planned["kernel"], planned["is_cluster"], set(planned["workspace"]["regions"])) == (kernel, cluster, regions)
+
+
+@pytest.mark.parametrize("device", [{"family": "sm80"}, plan.DEVICES["sm80"], {"has_room_for_clusters": False}])
+def test_decoding_without_clusters(device):
+    planned = decode(device)
+    assert not planned["is_cluster"]
+    assert planned["parts"] > 1
+    assert planned["workspace"]["regions"]["part_out"][1] == 32 * planned["parts"] * 128 * 4
+
+
+def test_sums_of_decoding_do_not_depend_on_the_batch_and_the_device():
+    for length, tokens in itertools.product((100, 4096, 40_000, 1 << 20), (1, 8)):
+        calls = [decode(device, key_length=length, query_length=tokens, batch=batch)
+                 for batch, device in itertools.product((1, 3, 64), plan.DEVICES.values())]  # fmt: skip
+        assert len({planned["split_keys"] for planned in calls}) == 1
+        for planned in calls:
+            assert planned["block_splits"].bit_count() == 1
+            assert planned["parts"] * planned["block_splits"] * planned["split_keys"] >= length
+
+
+def test_rows_of_decoding():
+    assert [decode(query_length=tokens)["rows"] for tokens in (1, 4, 5)] == ["few rows", "few rows", "many rows"]
+    assert not decode(query_length=5)["is_cluster"]
+
+
+def test_decoding_that_no_kernel_takes():
+    with pytest.raises(RuntimeError, match="query: expected dtype bfloat16 or float16 on CUDA"):
+        decode(dtype="float32")
+    with pytest.raises(
+        RuntimeError, match="no kernel for head sizes D=128 and Dv=128; compiled: sm80 decode/bfloat16/64/few rows, "
+    ):
+        decode({"sizes": [64]})
+    with pytest.raises(RuntimeError, match=r"query: expected B x H x T x splits below 2\^31"):
+        decode(batch=1 << 20, query_length=64)
+
+
 # Plans themselves ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +483,9 @@ def test_plans_in_words(capsys):
     assert "forward: Hopper's kernels (sm90), because" in said
     assert "kernel     sm90 backward, gathered/scaled/key for heads up to 128: live keys gathered from lists; key_bias" in said
     assert "because few pairs are visible" in said
+    arguments = parser.parse_args(["plan", "--decode", "--kv-heads", "8", "--length", "4096"])
+    arguments.run(arguments)
+    assert "kernel     sm80 decode, few rows, for heads up to 128" in capsys.readouterr().out
     arguments = parser.parse_args(["plan", "--device", "sm80", "--family", "sm90"])
     arguments.run(arguments)
     assert "backward: refused: dmattn: DMATTN_FAMILY: sm90 needs a device" in capsys.readouterr().out

@@ -13,11 +13,7 @@ import torch.distributed as dist
 from dmattn import IntervalMask, checks
 from dmattn.distributed import Traffic, agreement, context_parallel_attention, exchange, record_traffic
 from dmattn.testing.strategies import random_tensor
-from dmattn.testing.tolerance import (
-    assert_same_by_another_way,
-    assert_same_in_another_order,
-    assert_same_sums_by_another_way,
-)
+from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order, assert_same_sums_by_another_way
 from rank_sharding import device_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

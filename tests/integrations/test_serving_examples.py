@@ -57,23 +57,6 @@ def test_a_growing_cache_is_the_same_model_that_sees_all_keys(modules):
     assert sum(cache.nbytes for cache in caches) == 2 * 2 * 2 * 2 * 60 * 8 * 8
 
 
-def test_what_a_byte_costs(modules):
-    model, _, cost = modules
-    small = made(model)
-    rows = cost.costs(small, torch.arange(100)[None], (20, 50, 100), 2)
-    assert [row.context for row in rows] == [20, 50, 100]
-    assert len({row.bounded_bytes for row in rows}) == 1
-    assert rows[2].growing_bytes == 5 * rows[0].growing_bytes
-    assert all(row.bounded_seconds > 0 and row.growing_seconds > 0 for row in rows)
-
-
-def test_weights_are_saved_and_loaded(modules, tmp_path):
-    small, tokens = made(modules[0]), torch.arange(20)[None]
-    small.save(tmp_path / "weights.pt")
-    with torch.no_grad():
-        assert torch.equal(modules[0].ByteModel.load(tmp_path / "weights.pt").eval()(tokens), small(tokens))
-
-
 @pytest.fixture
 def serve(modules, monkeypatch, tmp_path, capsys):
     """Runs the example with arguments on a small model, whose greedy answers rounding cannot change; returns what it prints."""
@@ -120,22 +103,3 @@ def test_the_demo_trains_exports_compares_and_draws(monkeypatch, tmp_path, capsy
     assert all(f"\n{number}. " in printed for number in range(1, 9))
     made = {"loss.png", "cost.png", "lifetimes.png", "model.pt2", "weights.pt", "scores.pt"}
     assert {path.name for path in tmp_path.iterdir()} == made
-
-
-def test_models_that_take_turns_train_for_the_same_time(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_language_model as program
-    from model import ByteModel
-
-    size = program.QUICK._replace(layers=1, width=32, heads=2, window=8, local=4, length=32, batch=2, steps=7)
-    data = torch.arange(4000).remainder(50).to(torch.uint8)
-    learners = [
-        program.Learner(ByteModel(1, 32, 2, 2, 8, 4), size, data, data, torch.device("cpu"), window=window, teach=window is None)
-        for window in (None, 32, 8)
-    ]
-    program.train_by_turns(learners[0], {"dense": learners[1], "sliding": learners[2]}, 7)
-    assert len(learners[0].losses) == 7
-    assert [step for step, _ in learners[0].held_out] == [0, 2, 3, 5, 6, 7]
-    assert all(one.held_out[-1][0] == len(one.losses) and len(one.held_out) == 6 for one in learners)
-    assert all(learners[0].seconds <= peer.seconds for peer in learners[1:])  # each stops with the step that reaches the time
-    assert "step    7: train" in capsys.readouterr().out

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 
 import pytest
 import torch
+import transformers
+from dmattn.integrations.transformers import BoundedLayer, bounded_cache, convert, enable_dynamic_mask_attention
+from tiny_models import SIZES, distinct, padded, scattered
 from torch.testing import assert_close
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-
-from dmattn.integrations.transformers import BoundedLayer, bounded_cache, convert, enable_dynamic_mask_attention  # noqa: E402
-
-transformers.logging.set_verbosity_error()
-# Parts of transformers warn of themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)
-SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": None,
-}  # fmt: skip
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "disable_compile": True, "no_repeat_ngram_size": 1}
-
-
-def scattered(model) -> torch.nn.Module:
-    """The model with scores that differ from value to value, so that no two keys of distinct tokens tie."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith((".A", "dt_proj.weight")):
-                parameter.normal_()
-            elif name.endswith("log_slope"):  # else the last heads' slopes hardly count
-                parameter.fill_(-1.0)
-    return model
 
 
 def built(kind: str) -> torch.nn.Module:
@@ -67,13 +42,8 @@ def automatic(model, rewind: int = 32) -> torch.nn.Module:
 
 
 def prompt(side: str | None = None, batch: int = 2, length: int = 20) -> dict[str, torch.Tensor]:
-    """Tokens none of which comes twice in a sequence; the first sequence has six tokens of padding."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.stack([3 + torch.randperm(253, generator=generator)[:length] for _ in range(batch)])
-    mask = torch.ones_like(tokens)
-    if side is not None:
-        mask[0, slice(0, 6) if side == "left" else slice(length - 6, length)] = 0
-    return {"input_ids": tokens, "attention_mask": mask}
+    tokens = distinct(batch, length)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens) if side is None else padded(side, batch, length)}
 
 
 def sizes_of(cache) -> list[int]:
@@ -266,18 +236,6 @@ def test_a_cache_can_be_made_before_the_first_tokens(model):
     assert "window=" in repr(cache)
 
 
-def test_autocast(model):
-    tokens = prompt()["input_ids"]
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = bounded_cache(model)
-        parts = torch.cat([logits_after(model, cache, part) for part in tokens.split([12, 1, 7], 1)], 1)
-        whole = logits_after(model, None, tokens)
-    assert {parts.dtype, whole.dtype} == {torch.bfloat16}
-    part = cache.layers[0].cache
-    assert (part.selecting if cache.layers[0].local_heads else part).key.dtype == torch.bfloat16
-    assert parts.isfinite().all()
-
-
 # When a model makes its own -------------------------------------------------------------------------------------------------------------
 
 
@@ -308,19 +266,6 @@ def test_packed_sequences_keep_all_keys(model):
     assert_close(out.logits, expected)
     with pytest.raises(ValueError, match="position_ids: expected one sequence a row with a bounded cache"), torch.no_grad():
         model(input_ids=tokens, position_ids=positions, past_key_values=bounded_cache(model))
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_packing_is_looked_for_once_a_layer(model, own, monkeypatch):
-    layers = sys.modules["dmattn.integrations.transformers.layers"]
-    asked, look = [], layers.packed_sequences
-    monkeypatch.setattr(layers, "packed_sequences", lambda *given: asked.append(1) or look(*given))
-    with torch.no_grad():
-        if own:
-            automatic(model)(**prompt(), use_cache=True)
-        else:
-            model(**prompt(), past_key_values=bounded_cache(model))
-    assert len(asked) == model.config.num_hidden_layers
 
 
 # What is refused ------------------------------------------------------------------------------------------------------------------------

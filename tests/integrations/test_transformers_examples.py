@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-
-transformers.logging.set_verbosity_error()
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Parts of transformers warn of themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)
 
 
 @pytest.fixture

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 
 import pytest
 import torch
+import transformers
+from dmattn import IntervalMask
+from dmattn.integrations.transformers import attention_forward, enable_dynamic_mask_attention, make_mask
+from dmattn.testing import strategies
+from tiny_models import distinct
+from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
-
-from dmattn import IntervalMask  # noqa: E402
-from dmattn.integrations.transformers import attention_forward, enable_dynamic_mask_attention, make_mask  # noqa: E402
-from dmattn.testing import strategies  # noqa: E402
-from torch._dynamo.testing import CompileCounter  # noqa: E402
-from torch.testing import assert_close  # noqa: E402
-
-transformers.logging.set_verbosity_error()
-# Parts of transformers warn of themselves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)
 COMMON = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 DECODER = COMMON | {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -68,19 +60,13 @@ def built(name: str) -> torch.nn.Module:
 PAIRS = ("bigbird_pegasus", "nllb-moe", "pegasus_x")
 
 
-def tokens(length: int = 20, seed: int = 1) -> torch.Tensor:
-    """Tokens none of which comes twice in a sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([3 + torch.randperm(61, generator=generator)[:length] for _ in range(2)])
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_models_give_what_eager_gives(name):
     model, padding = built(name), torch.ones(2, 20, dtype=torch.int64)
-    inputs = {"input_ids": tokens(), "attention_mask": padding, "use_cache": False}
+    inputs = {"input_ids": distinct(vocabulary=64), "attention_mask": padding, "use_cache": False}
     if name in PAIRS:
         padding[0, -6:] = 0
-        inputs["decoder_input_ids"] = tokens(9, 2)
+        inputs["decoder_input_ids"] = distinct(length=9, vocabulary=64, seed=2)
     else:
         padding[0, :6] = 0
     found = {}
@@ -99,7 +85,7 @@ def test_layers_that_call_no_attention_function_are_refused():
     with pytest.raises(
         ValueError, match=r"attn_implementation: expected one that the model has.*got dmattn for a model with BloomConfig"
     ):
-        model(tokens())
+        model(distinct(vocabulary=64))
 
 
 def test_masks_of_a_model_that_is_not_of_transformers_are_intervals():
@@ -121,7 +107,7 @@ def test_a_doge_model_keeps_its_selection(way):
     sizes = {"batch_size": 2, "q_length": 20, "kv_length": 20, "allow_is_causal_skip": False}
     assert make_mask(**sizes, config=model.config).dtype == torch.int32
     assert make_mask(**sizes, config=built("doge").config).dtype == torch.float32
-    assert model(tokens()).logits.isfinite().all()
+    assert model(distinct(vocabulary=64)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -135,7 +121,7 @@ def test_a_doge_model_compiles_whether_it_was_enabled_or_not(enabled, length):
         model.set_attn_implementation("dmattn")
     padding = torch.ones(2, length, dtype=torch.int64)
     padding[0, : length // 2] = 0
-    inputs = {"input_ids": tokens(length), "attention_mask": padding, "use_cache": False}
+    inputs = {"input_ids": distinct(length=length, vocabulary=64), "attention_mask": padding, "use_cache": False}
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():

@@ -113,15 +113,6 @@ def test_interval_and_interval_stays_a_base_for_selection():
     assert IntervalMask.padding(8, 3).segments == "whole"
 
 
-def test_documents_from_ids_and_from_cu_seqlens_agree():
-    cu_seqlens = torch.tensor([0, 3, 4, 9, 12], dtype=torch.int32)
-    ids = torch.tensor([7, 7, 7, 1, 4, 4, 4, 4, 4, 7, 7, 7])
-    for causal in (True, False):
-        a, b = IntervalMask.documents(12, cu_seqlens, causal), IntervalMask.documents(12, ids=ids, is_causal=causal)
-        assert torch.equal(a.start, b.start)
-        assert torch.equal(a.end, b.end)
-
-
 def test_device_argument_and_defaults():
     for mask in (
         IntervalMask.causal(5, device="meta"), IntervalMask.sliding_window(5, 2, device="meta"), IntervalMask.prefix(5, 2, device="meta"),
@@ -453,15 +444,3 @@ def test_tiles_beyond_the_lengths_are_empty_though_a_block_reaches_them(device):
     tiles, rows, _ = torch.ops.dmattn.pack_tiles(mask, 53, 53, 200, 200, 64, 64)
     assert tiles[0, 0].tolist() == [[1, 0], [0, 0]]
     assert rows[0, 0, :, 0].tolist() == [1, 0]
-
-
-def test_exported_program_takes_block_masks_after_loading(tmp_path):
-    class Attend(torch.nn.Module):
-        def forward(self, q, mask):
-            return dmattn.attention(q, q, q, mask)
-
-    q = torch.randn(1, 2, 40, 8)
-    mask = BlockMask.from_bool(torch.rand(40, 40) > 0.5) & IntervalMask.causal(40)
-    torch.export.save(torch.export.export(Attend(), (q, mask)), tmp_path / "program.pt2")
-    loaded = torch.export.load(tmp_path / "program.pt2").module()
-    assert torch.equal(loaded(q, mask), dmattn.attention(q, q, q, mask))

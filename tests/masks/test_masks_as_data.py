@@ -10,7 +10,7 @@ import re
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, CombinedMask, IntervalMask, reference
+from dmattn import BlockMask, CombinedMask, IntervalMask
 from dmattn.masks import collate
 from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.export import Dim
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 SQ, SK = 40, 50
 
@@ -130,27 +130,9 @@ def test_pinning_reaches_every_tensor(mask, monkeypatch):
     assert same(made, mask)
 
 
-def test_libraries_that_move_batches_find_to(mask):
-    """accelerate and Lightning move whatever has a method ``to``, by ``x.to(device, non_blocking=...)`` and ``x.to(device)``."""
-
-    def send(given):
-        if isinstance(given, dict):
-            return {name: send(value) for name, value in given.items()}
-        return given.to("meta", non_blocking=True) if callable(getattr(type(given), "to", None)) else given
-
-    moved = send({"x": torch.zeros(3), "mask": mask, "name": "text"})
-    assert moved["mask"].device.type == "meta"
-
-
 def test_accelerate_moves_masks(mask):
     operations = pytest.importorskip("accelerate.utils.operations")
     moved = operations.send_to_device({"x": torch.zeros(3), "mask": mask}, torch.device("meta"), non_blocking=True)
-    assert moved["mask"].device.type == "meta"
-
-
-def test_lightning_moves_masks(mask):
-    apply_func = pytest.importorskip("lightning_fabric.utilities.apply_func")
-    moved = apply_func.move_data_to_device({"x": torch.zeros(3), "mask": mask}, torch.device("meta"))
     assert moved["mask"].device.type == "meta"
 
 
@@ -169,18 +151,6 @@ def test_an_int_gives_one_sequence(mask, index):
 def test_a_slice_or_a_tensor_gives_some(mask, index):
     part = mask[index]
     assert torch.equal(says(part), says(mask)[index])
-
-
-def test_attention_with_parts_of_a_batch(mask):
-    q, k, v = queries()
-    whole = dmattn.attention(q, k, v, mask)
-    for b in range(3):
-        assert torch.equal(dmattn.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask[b])[0], whole[b])
-
-
-def test_an_integer_of_numpy(mask):
-    number = pytest.importorskip("numpy").int64(1)
-    assert same(mask[number], mask[1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,30 +210,6 @@ def test_cat_of_block_masks_in_different_tiles():
     assert torch.equal(says(joined), torch.cat([says(small), says(large)]))
 
 
-def test_cat_checks_what_it_joins():
-    causal, other = IntervalMask.causal(5), IntervalMask.causal(6)
-    with pytest.raises(ValueError, match="masks: expected one number of keys, got 5 and 6"):
-        IntervalMask.cat([causal, other])
-    with pytest.raises(ValueError, match="masks: expected one number of keys, got 5 and 1"):
-        IntervalMask.cat([causal, IntervalMask.causal(1)])
-    with pytest.raises(ValueError, match="masks: expected at least one IntervalMask, got none"):
-        IntervalMask.cat([])
-    with pytest.raises(TypeError, match="masks: expected every one to be of type IntervalMask, got BlockMask"):
-        IntervalMask.cat([causal, MASKS["block"]])
-    with pytest.raises(TypeError, match="masks: expected a list or tuple of BlockMask, got BlockMask"):
-        BlockMask.cat(MASKS["block"])
-    with pytest.raises(ValueError, match="masks: expected one device, got cpu and meta"):
-        IntervalMask.cat([causal, causal.to("meta")])
-    with pytest.raises(ValueError, match=r"masks: expected one \(Sq, Sk\), got \(40, 50\) and \(50, 40\)"):
-        BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(SK, SQ))])
-    with pytest.raises(ValueError, match="masks: expected numbers of heads that divide 3, got 2"):
-        BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(3, SQ, SK))])
-    with pytest.raises(
-        ValueError, match=r"masks: expected a batch of 1 in each \(cat joins batches\), got IntervalMask\(shape=\[3, 1, 50\]"
-    ):
-        IntervalMask.stack([MASKS["interval"]])
-
-
 def test_cat_keeps_what_a_base_is_only_when_all_agree():
     a, b = IntervalMask.documents(9, torch.tensor([0, 4, 9])), IntervalMask.documents(9, torch.tensor([0, 9]))
     whole = IntervalMask.padding(9, 4)
@@ -287,18 +233,6 @@ def test_default_collate_stacks_masks(mask):
 def test_collate_of_something_else(given):
     with pytest.raises(TypeError, match="masks: expected a list of masks, got"):
         collate(given)
-
-
-def test_a_data_loader_collates_masks():
-    class Samples(torch.utils.data.Dataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, index):
-            return torch.full((3,), index), IntervalMask.padding(8, index)
-
-    for numbers, batch in DataLoader(Samples(), batch_size=3):
-        assert torch.equal(says(batch, 8, 8), says(IntervalMask.padding(8, numbers[:, 0]), 8, 8))
 
 
 # What a mask says of itself ---------------------------------------------------------------------------------------------------------
@@ -415,11 +349,6 @@ def test_a_state_dict_from_before_masks_knew_how_many_keys_a_query_sees():
     assert (holder.mask.segments, holder.mask.most_keys) == ("causal", 0)
 
 
-def test_whether_a_buffer_is_saved_is_a_bool():
-    with pytest.raises(TypeError, match="persistent: expected a bool, got str"):
-        MaskBuffer(IntervalMask.causal(5), persistent="no")
-
-
 @pytest.mark.parametrize("facts", [[0, 3, 0], [0, -1, 0], [2, 0, 0], [0, 0, -1], [0, 3], [0], None], ids=str)
 @pytest.mark.parametrize("made", [torch.tensor, list], ids=["tensor", "list"])
 def test_facts_of_no_interval_mask_are_refused(facts, made):
@@ -441,11 +370,6 @@ def test_a_mask_that_is_not_saved(mask):
     assert set(module.state_dict()) == {"proj.weight", "proj.bias"}
     module.load_state_dict(Windowed(mask, persistent=False).state_dict())
     assert same(module.visible.mask, mask)
-
-
-def test_a_buffer_of_something_else():
-    with pytest.raises(TypeError, match="mask: expected an IntervalMask, a BlockMask or interval & block, got Tensor"):
-        MaskBuffer(torch.ones(3, 3, dtype=torch.bool))
 
 
 def test_a_module_with_a_mask_compiles_and_exports(mask):
@@ -561,27 +485,6 @@ def test_a_compiled_function_takes_bases_and_makes_them():
         )
 
 
-def test_masks_in_compiled_code_as_data():
-    def attend(q, k, v, masks, b):
-        joined = IntervalMask.cat(masks) & IntervalMask.causal(k.shape[2])
-        return dmattn.attention(q, k, v, joined) + dmattn.attention(q[:1], k[:1], v[:1], joined[1].to(q.device))
-
-    q, k, v = queries(2)
-    arguments = (q, k, v, [IntervalMask.padding(SK, 9), IntervalMask.padding(SK, 30)], 1)
-    torch._dynamo.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*arguments), attend(*arguments))
-
-
-def test_vmap_over_the_batch_of_an_interval_mask():
-    masks = IntervalMask.padding(SK, torch.tensor([3, 20, 50]))
-    masks = IntervalMask(masks.start.expand(3, 1, SK), masks.end)
-    seen = torch.vmap(lambda mask: mask.end.clamp(max=SK) - mask.start.clamp(min=0))(masks)
-    assert torch.equal(seen[:, 0], (masks.end.clamp(max=SK) - masks.start.clamp(min=0))[:, 0])
-    shared = torch.vmap(lambda x, mask: x + mask.end[0, 0], in_dims=(0, None))(torch.zeros(4, SK), masks)
-    assert torch.equal(shared[3], masks.end[0, 0].float())
-
-
 # Lengths ----------------------------------------------------------------------------------------------------------------------------
 
 ONE_KEY = {
@@ -661,23 +564,6 @@ def test_a_length_is_remembered_under_compile():
 # Causality of segments --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causality", [(True, True), (True, False), (False, True), (False, False)])
-def test_the_intersection_of_two_bases_selects_causally_when_one_is_causal(causality):
-    length, window = 24, 4
-    scores = strategies.random_tensor((2, 2, length), 3)
-    cuts = (torch.tensor([0, 9, length]), torch.tensor([0, 15, length]))
-    a, b = (IntervalMask.documents(length, c, causal) for c, causal in zip(cuts, causality, strict=True))
-    document = [torch.bucketize(torch.arange(length), c[1:-1], right=True) for c in cuts]
-    together = (document[0][:, None] == document[0]) & (document[1][:, None] == document[1])
-    q, k, v = queries(2, length, length)
-    for base in (a & b, b & a):
-        visible = reference.top_k_visible(scores, window, any(causality), together[None, None])
-        assert torch.equal(IntervalMask.top_k(scores, window, is_causal=False, base=base).to_bool(length, length), visible)
-        out = dmattn.dynamic_mask_attention(q, k, v, scores, window, is_causal=False, base=base)
-        expected = dmattn.attention(q, k, v, visible, key_bias=scores)
-        torch.testing.assert_close(out, expected)
-
-
 # Constructors -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -720,6 +606,17 @@ REFUSED = {
     "causal a text": (lambda: IntervalMask.documents(5, torch.tensor([0, 5]), "x"), TypeError, "causal: expected a bool, got str"),
     "causal a number": (lambda: IntervalMask.top_k(torch.ones(1, 1, 5), 2, 0), TypeError, "causal: expected a bool, got int"),
     "causal None": (lambda: IntervalMask.top_k(torch.ones(1, 1, 5), 2, None), TypeError, "causal: expected a bool, got NoneType"),
+    "cat of other lengths": (lambda: IntervalMask.cat([IntervalMask.causal(5), IntervalMask.causal(6)]), ValueError, "masks: expected one number of keys, got 5 and 6"),
+    "cat with a single key": (lambda: IntervalMask.cat([IntervalMask.causal(5), IntervalMask.causal(1)]), ValueError, "masks: expected one number of keys, got 5 and 1"),
+    "cat of nothing": (lambda: IntervalMask.cat([]), ValueError, "masks: expected at least one IntervalMask, got none"),
+    "cat of two kinds": (lambda: IntervalMask.cat([IntervalMask.causal(5), MASKS["block"]]), TypeError, "masks: expected every one to be of type IntervalMask, got BlockMask"),
+    "cat of a mask": (lambda: BlockMask.cat(MASKS["block"]), TypeError, "masks: expected a list or tuple of BlockMask, got BlockMask"),
+    "cat of two devices": (lambda: IntervalMask.cat([IntervalMask.causal(5), IntervalMask.causal(5).to("meta")]), ValueError, "masks: expected one device, got cpu and meta"),
+    "cat of other blocks": (lambda: BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(SK, SQ))]), ValueError, "masks: expected one (Sq, Sk), got (40, 50) and (50, 40)"),
+    "cat of other heads": (lambda: BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(3, SQ, SK))]), ValueError, "masks: expected numbers of heads that divide 3, got 2"),
+    "stack of batches": (lambda: IntervalMask.stack([MASKS["interval"]]), ValueError, "masks: expected a batch of 1 in each (cat joins batches), got IntervalMask(shape=[3, 1, 50]"),
+    "buffer of booleans": (lambda: MaskBuffer(torch.ones(3, 3, dtype=torch.bool)), TypeError, "mask: expected an IntervalMask, a BlockMask or interval & block, got Tensor"),
+    "buffer that is saved or not": (lambda: MaskBuffer(IntervalMask.causal(5), persistent="no"), TypeError, "persistent: expected a bool, got str"),
     "combined of tensors": (lambda: CombinedMask(INTS, MASKS["block"]), TypeError, "interval: expected an IntervalMask, got Tensor"),
     "combined of intervals": (lambda: CombinedMask(MASKS["interval"], MASKS["interval"]), TypeError, "block: expected a BlockMask, got IntervalMask"),
     "combined elsewhere": (lambda: MASKS["interval"].to("meta") & MASKS["block"], ValueError, "block: expected device meta like the interval mask, got cpu"),
@@ -738,15 +635,6 @@ def test_the_longest_masks_there_may_be():
     assert IntervalMask.causal(1 << 20).key_length == 1 << 20
     assert IntervalMask.padding(5, torch.tensor([1 << 20])).shape == (1, 1, 5)
     assert IntervalMask.sliding_window(9, 1 << 20).to_bool(9, 9).sum() == 45
-
-
-@pytest.mark.parametrize("make", [IntervalMask.padding, IntervalMask.prefix])
-def test_lengths_do_not_wrap_where_they_are_not_known(make):
-    """On a GPU and in compiled code nobody looks at values: a length beyond int32 is a long one, not its remainder."""
-    torch._dynamo.reset()
-    lengths = torch.tensor([2**32 + 5, 5])
-    made = torch.compile(lambda given: says(make(8, given), 8, 8), fullgraph=True, backend="aot_eager")(lengths)
-    assert torch.equal(made, says(make(8, torch.tensor([8, 5])), 8, 8))
 
 
 # Hand-made block masks ---------------------------------------------------------------------------------------------------------------

@@ -126,14 +126,6 @@ def test_it_is_saved_and_loaded():
     assert holder.mask.most_keys == 7
 
 
-def test_trees_of_masks_are_equal_whatever_they_know():
-    trees = [pytree.tree_structure(mask) for mask in (window(), window(9), IntervalMask(window().start, window().end))]
-    assert trees[0] == trees[1] == trees[2]
-    said = pytree.treespec_dumps(trees[0])
-    leaves = pytree.tree_leaves(window())
-    assert pytree.tree_unflatten(leaves, pytree.treespec_loads(said)).most_keys == 6
-
-
 # What calls tell the ops --------------------------------------------------------------------------------------------------------------
 
 PLACE = 18  # of the hint among forward's arguments

@@ -79,15 +79,6 @@ def test_what_follows_from_counts():
     assert found.is_causal
 
 
-def test_heads_are_counted_each():
-    window = torch.tensor([4, 8]).view(1, 2, 1)
-    keys = torch.arange(64, dtype=torch.int32).expand(1, 2, 64)
-    mask = IntervalMask(keys.contiguous(), (keys + window).int())
-    found = dmattn.stats((1, 4, 64, 8), mask, (1, 2, 64, 8))
-    narrow, wide = (sum(min(i + 1, n) for i in range(64)) for n in (4, 8))
-    assert found.visible_pairs.tolist() == [[narrow, narrow, wide, wide]]
-
-
 def test_a_long_dynamic_mask_takes_no_matrix():
     """2^18 keys: 6.9 * 10^10 pairs. Live keys of a tile are about as many as the window."""
     mask = IntervalMask.top_k(strategies.random_tensor((1, 1, 1 << 18), 0), 1024)
@@ -122,16 +113,6 @@ def test_bool_masks_and_masks_of_blocks():
     keys = dmattn.stats((1, 1, 10, 8), torch.arange(30) < 7, (1, 1, 30, 8))
     assert keys.kind == "interval"
     assert keys.visible_pairs.tolist() == [[70]]
-
-
-def test_a_block_mask_that_serves_more_keys_than_the_interval_mask_beside_it():
-    both = IntervalMask.causal(100) & BlockMask.from_blocks(torch.ones(1, 1, dtype=torch.bool), 128)
-    assert dmattn.stats((1, 1, 100, 8), both).visible_pairs.tolist() == [[100 * 101 // 2]]
-
-
-def test_bytes_in_float64():
-    found = dmattn.stats((1, 1, 10, 8), dtype=torch.float64)
-    assert found.read_bytes == 8 * 10 * (8 + 8 + 8 + 8 + 1)
 
 
 def test_nothing_visible():

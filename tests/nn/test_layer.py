@@ -370,10 +370,7 @@ def test_the_tangent_of_the_loss_is_its_gradient_times_that_of_the_scores():
     torch._dynamo.reset()
     for function in (pushed, torch.compile(pushed, fullgraph=True, backend="aot_eager")):
         torch.testing.assert_close(function(scores), (torch.func.grad(loss)(scores) * tangent).sum())
-    for second in (
-        lambda: torch.func.grad(pushed)(scores),
-        lambda: torch.func.jvp(torch.func.grad(loss), (scores,), (tangent,)),
-    ):
+    for second in (lambda: torch.func.grad(pushed)(scores), lambda: torch.func.jvp(torch.func.grad(loss), (scores,), (tangent,))):
         with pytest.raises(RuntimeError, match="score_loss: its gradient cannot be differentiated again"):
             second()
 

@@ -64,15 +64,6 @@ def test_equals_attention_with_a_top_k_mask(device, dtype, causal, beside):
         assert torch.equal(ours[1], general[1])
 
 
-def test_nan_scores_hide_their_keys(device, dtype):
-    query, key, value = (tensor((1, 1, 30, 16), i, dtype, device) for i in range(3))
-    scores = tensor((1, 1, 30), 4, device=device)
-    scores[..., 3] = float("nan")
-    case = AttentionCase(query, key, value, visible=top_k_visible(scores, 8), key_bias=scores)
-    out, lse = dmattn.dynamic_mask_attention(query, key, value, scores, 8, return_lse=True)
-    assert_close_to_reference(case, {"out": out, "lse": lse})
-
-
 def test_a_window_of_0_is_a_streaming_head(device, dtype):
     query, key, value = (tensor((2, heads, 90, 32), i, dtype, device) for i, heads in enumerate((4, 2, 2)))
     scores = tensor((2, 2, 90), 5, device=device)
@@ -137,11 +128,6 @@ def test_doge_formulas(window):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_fresh_scores_are_one():
-    value = tensor((1, 2, 9, 8), 0)
-    assert torch.equal(dmattn.key_scores(value, tensor((2, 16), 1), torch.zeros(2)), torch.ones(1, 2, 9))
-
-
 # The layer ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -202,14 +188,6 @@ def test_layer_keeps_documents_apart(options):
     torch.testing.assert_close(packed, torch.cat([layer(hidden[:, :12]), layer(hidden[:, 12:])], dim=1))
 
 
-def test_rotation_depends_on_distance_only():
-    x = tensor((1, 1, 1, 16), 0).expand(1, 1, 50, 16)
-    y = rotate(x, 10000.0)
-    products = y @ y.transpose(-1, -2)
-    torch.testing.assert_close(products[0, 0].diagonal(3), products[0, 0, 0, 3].expand(47))
-    assert torch.equal(rotate(x, 10000.0)[:, :, 0], x[:, :, 0])
-
-
 # Modules are called -----------------------------------------------------------------------------------------------------------------
 
 
@@ -262,20 +240,6 @@ def test_hooks_of_a_projection_fire(layer, name):
     assert seen == ["before", (2, 20, width)]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:torch.ao.quantization is deprecated:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning"
-)
-def test_dynamic_quantisation_of_linear_layers(layer):
-    quantised = torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, dtype=torch.qint8)
-    hidden = tensor((2, 20, 64), 0)
-    with torch.no_grad():
-        value = quantised.v_proj(hidden).unflatten(2, (2, 16)).transpose(1, 2)
-        dt = quantised.dt_proj(value.transpose(1, 2).flatten(2))
-        assert torch.equal(quantised.scores(value), torch.exp(layer.A * F.softplus(dt)).transpose(1, 2))
-        assert not torch.equal(quantised.scores(value), layer.scores(value))
-        assert quantised(hidden).isfinite().all()
-
-
 def test_key_scores_of_a_module_a_weight_and_the_older_keyword():
     value, A = tensor((2, 2, 9, 8), 0), tensor((2,), 1)
     module = torch.nn.Linear(16, 2)
@@ -287,14 +251,6 @@ def test_key_scores_of_a_module_a_weight_and_the_older_keyword():
         dmattn.key_scores(value, dt_proj_weight=module.weight, A=A, dt_proj_bias=module.bias),
     ):
         assert torch.equal(scores, expected)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_flash_dma_attention_takes_the_module_as_well(causal):
-    query, key, value = (tensor((2, 20, heads, 16), i) for i, heads in enumerate((4, 2, 2)))
-    module = torch.nn.Linear(32, 2, bias=False)
-    out = dmattn.flash_dma_attention(query, key, value, module, tensor((2,), 5), 6, causal=causal)
-    assert torch.equal(out, dmattn.flash_dma_attention(query, key, value, module.weight, tensor((2,), 5), 6, causal=causal))
 
 
 def rotated_by_complex_numbers(x, theta, first=0):
@@ -311,13 +267,6 @@ def rotated_by_complex_numbers(x, theta, first=0):
 
 
 @pytest.mark.parametrize("theta", [10000.0, 7.0])
-def test_rotation_is_its_definition(theta):
-    x = tensor((2, 3, 20, 16), 0, torch.float64)
-    torch.testing.assert_close(rotate(x, theta), rotated_by_complex_numbers(x, theta))
-    torch.testing.assert_close(rotate(x.float(), theta), rotated_by_complex_numbers(x, theta).float())
-
-
-@pytest.mark.parametrize("theta", [10000.0, 7.0])
 def test_float64_rotates_far_away(theta):
     """Angles of float32, the nearest to a position of a million and its fractions, would be off by a twentieth."""
     x, first = tensor((2, 3, 20, 16), 0, torch.float64), 10**6
@@ -329,16 +278,6 @@ def test_a_part_of_the_dimensions_rotates_as_if_it_were_all():
     x = tensor((2, 3, 5, 24), 0, torch.float64)
     expected = torch.cat((rotate(x[..., :6], 100.0), x[..., 6:]), 3)
     assert torch.equal(rotate(x, 100.0, factor=0.3), expected)
-
-
-def test_rotation_turns_counterclockwise():
-    """A query at position 1 is the query at position 0 turned by +1 radian in its first pair: (1, 0) becomes (cos 1, sin 1)."""
-    x = torch.zeros(1, 1, 2, 8)
-    x[..., 0] = 1.0
-    turned = rotate(x, 10000.0)[0, 0, 1]
-    assert turned[0] > 0.5
-    assert turned[4] > 0.8
-    assert not turned[[1, 2, 3, 5, 6, 7]].any()
 
 
 # Older names ------------------------------------------------------------------------------------------------------------------------

@@ -86,13 +86,6 @@ def test_gradgradcheck(options, small_tiles):
     assert torch.autograd.gradgradcheck(attend(**options), given_leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("through", [0, 1])
-def test_gradgradcheck_of_one_result_and_few_inputs(through):
-    """A graph of gradients in which grad_lse or grad_out, and gradients of biases, are missing."""
-    given_leaves = [x.requires_grad_(number in (1, 3)) for number, x in enumerate(leaves())]
-    assert torch.autograd.gradgradcheck(lambda *x: attend(is_causal=True)(*x)[through], given_leaves, fast_mode=True)
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradcheck_batched():
     sizes = ((1, 2, 2, 8), (1, 1, 3, 8), (1, 1, 3, 8), (1, 1, 3), (1, 2, 2, 3))
@@ -380,47 +373,6 @@ def test_the_layer_with_gradients_of_each_sample():
         assert_close([of_samples[name][number] for name in parameters], list(expected))
 
 
-def test_the_sdpa_drop_in_is_as_differentiable_as_torch_s_own():
-    query, key, value = (tensor((2, 3, 6, 12), number, torch.float64) for number in range(3))  # 12: padded to 16
-    mask = tensor((6, 6), 5, torch.float64)
-
-    def transformed(fn):
-        call = lambda q, m: fn(q, key, value, m, scale=0.3)  # noqa: E731
-        tangent = jvp(call, (query, mask), (value, mask))[1]
-        samples = vmap(grad(lambda q: call(q, mask).sin().sum()))(query)
-        return tangent, samples, grad(lambda q: grad(lambda q: call(q, mask).sin().sum())(q).sin().sum())(query)
-
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = transformed(torch.nn.functional.scaled_dot_product_attention)
-    assert_close(transformed(dmattn.scaled_dot_product_attention), expected)
-
-
-def test_under_autocast_tangents_are_those_of_the_rounded_inputs():
-    query, key, value, *_ = leaves(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out_t = jvp(dmattn.attention, (query, key, value), tangents(torch.float32)[:3])[1]
-    rounded, directions = ([x.bfloat16() for x in given[:3]] for given in (leaves(torch.float32), tangents(torch.float32)))
-    assert torch.equal(out_t, jvp(dmattn.attention, tuple(rounded), tuple(directions))[1])
-
-
-def test_in_between_other_functions_and_in_graphs_of_several_uses():
-    """One tensor as query, key and value; results used twice; a part without gradients."""
-    x = tensor((1, 2, 6, 8), 0, torch.float64)
-
-    def fn(attention, x):
-        y = attention(x, x, x.detach())
-        return attention(y, x * y, y).sin().sum()
-
-    chain = [
-        lambda q, k, v: dmattn.attention(q, k, v, is_causal=True),
-        lambda q, k, v: reference.attention(q, k, v, is_causal=True)[0],
-    ]
-    for transform in (lambda f: hessian(f)(x), lambda f: jvp(grad(f), (x,), (x,))[1]):
-        assert_close(*(transform(lambda x, attention=attention: fn(attention, x)) for attention in chain))
-
-
 # vmap --------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -543,10 +495,7 @@ def test_vmap_over_masks_in_second_gradients(small_tiles):
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_vmap_of_select(device, in_dims, causal):
-    scores, segments = (
-        tensor((V, V, 2, 20), 0, device=device),
-        torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=device),
-    )
+    scores, segments = (tensor((V, V, 2, 20), 0, device=device), torch.full((V, V, 1, 20), 20, dtype=torch.int32, device=device))
     segments[0, :, :, :7] = 7
     given_tensors = [x[0] if dim is None else x for x, dim in zip((scores, segments), in_dims, strict=True)]
     for beside in ((), (3, 2)) if causal else ((),):
@@ -575,15 +524,6 @@ def test_vmap_of_packing(device, in_dim, block):
     mapped = mask.movedim(0, in_dim)
     for ours, expected in zip(vmap(pack, in_dims=in_dim)(mapped), looped(pack, (in_dim,), mapped), strict=True):
         assert torch.equal(ours, expected)
-
-
-def test_vmap_of_bool_masks(device, dtype):
-    """BlockMask.from_bool inside: how many tiles are partial is not known there."""
-    query, key, value = (tensor(size, number, dtype, device) for number, size in enumerate(SIZES[:3]))
-    visible = torch.stack([drawn_bools(v, 0.4, (2, 1, 7, 9)) for v in range(V)]).to(device)
-    call = lambda q, m: dmattn.attention(q, key, value, m)  # noqa: E731
-    ours = vmap(call, in_dims=(None, 0))(query, visible)
-    torch.testing.assert_close(ours, torch.stack([call(query, row) for row in visible]))
 
 
 def test_vmap_with_dropout_honours_randomness(device, dtype):

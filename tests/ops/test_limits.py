@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 
 import dmattn
 import pytest
@@ -13,7 +12,6 @@ from dmattn.compat import flash_dmattn
 from dmattn.compat.flash_attn import flash_attn_func
 from dmattn.compat.flash_dmattn import flash_dmattn_func
 from dmattn.testing import strategies
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ops = torch.ops.dmattn
 tensor = strategies.random_tensor
@@ -27,31 +25,6 @@ def repeated(length, heads=1, size=8, dtype=torch.float32, device="cpu"):
 
 
 # The longest lengths ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("Sq", "Sk"), [(1, LONGEST), (LONGEST, 1)])
-def test_the_longest_length_is_taken(device, dtype, Sq, Sk):
-    query, key, value = (repeated(length, dtype=dtype, device=device) for length in (Sq, Sk, Sk))
-    expected = value[:, :, :1].expand(1, 1, Sq, 8)  # keys are equal, so weights are, and sums of whole numbers are exact
-    results = [
-        dmattn.attention(query, key, value),
-        ops.forward(query, key, value, *(None,) * 9, *OPTIONS)[0],
-        dmattn.scaled_dot_product_attention(query, key, value),
-    ]
-    for out in results:
-        assert torch.equal(out, expected)
-    key = key.detach().clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(dmattn.attention(query, key, value).sum(), key)
-    assert gradient.shape == key.shape
-    assert gradient.isfinite().all()
-
-
-def test_the_longest_selection_is_taken(device):
-    scores = torch.arange(LONGEST, device=device, dtype=torch.float32)[None, None]  # rising: the window slides
-    for end in (IntervalMask.top_k(scores, 3).end, ops.select(scores, None, 3, True)):
-        keys = torch.arange(LONGEST, device=device)
-        assert torch.equal(end[0, 0, :-3].long(), keys[3:])
-        assert (end[0, 0, -3:] >= LONGEST).all()
 
 
 @pytest.mark.parametrize("tiles", [(4096, 32), (32, 4096)])
@@ -93,16 +66,6 @@ def test_a_window_beyond_32_bits_keeps_every_key(device, window):
         expected = IntervalMask.top_k(scores, 40, causal).end
         assert torch.equal(IntervalMask.top_k(scores, window, causal).end, expected)
         assert torch.equal(ops.select(scores, None, window, causal), expected)
-
-
-@pytest.mark.parametrize("sizes", [(2**63 - 1, 1, 0), (4, 2**63 - 1, 0), (2**62, 2**62, 2**63 - 1)])
-def test_sizes_whose_sum_is_beyond_64_bits_keep_every_key(device, sizes):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    query, key, value = (tensor((1, 2, 40, 8), i, dtype, device=device) for i in range(3))
-    scores = tensor((1, 2, 40), 3, device=device)
-    window, local, sink_keys = sizes
-    out = dmattn.dynamic_mask_attention(query, key, value, scores, window, local=local, sink_keys=sink_keys)
-    assert torch.equal(out, dmattn.dynamic_mask_attention(query, key, value, scores, 40, local=1 if local else 0))
 
 
 # No work ------------------------------------------------------------------------------------------------------------------------------
@@ -178,39 +141,6 @@ def test_an_expanded_mask_is_read_once_a_tile(device):
 # What an option reaches -----------------------------------------------------------------------------------------------------------------
 
 
-class Record(TorchDispatchMode):
-    """The arguments of each of our ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.deterministic = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        names = [argument.name for argument in func._schema.arguments]
-        if "deterministic" in names:
-            self.deterministic[func] = args[names.index("deterministic")]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("torchs", [True, False])
-def test_torchs_deterministic_algorithms_are_ours(device, dtype, given, torchs):
-    query = tensor((1, 2, 20, 16), 0, dtype, device).requires_grad_()
-    scores = tensor((1, 2, 20), 1, device=device)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(torchs)
-    try:
-        for call in (
-            lambda: dmattn.attention(query, query, query, deterministic=given),
-            lambda: dmattn.dynamic_mask_attention(query, query, query, scores, 5, deterministic=given),
-        ):
-            with Record() as record:
-                call().sum().backward()
-            assert record.deterministic == dict.fromkeys((ops.forward.default, ops.backward.default), given or torchs)
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 # What is refused with a sentence ------------------------------------------------------------------------------------------------------
 
 
@@ -242,13 +172,6 @@ def test_scripting_is_refused(what):
 
 
 TRACING = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-
-
-@TRACING
-def test_tracing_is_not():
-    traced = torch.jit.trace(calls_attention, tensor((1, 2, 9, 8), 0))
-    query = tensor((1, 2, 20, 8), 1)
-    assert torch.equal(traced(query), calls_attention(query))
 
 
 class Attends(torch.nn.Module):
@@ -312,16 +235,6 @@ def test_traced_programs_compute_the_same(name):
     assert all(torch.equal(one, other) for one, other in both)
 
 
-@TRACING
-@pytest.mark.parametrize(
-    "name", ["MultiheadAttention", "with a window", "causal", "recommended", "sdpa", "causal sdpa", "flash-attn"]
-)
-def test_traced_programs_take_other_lengths(name):
-    call, given = traced_calls()[name]
-    traced, longer = torch.jit.trace(call, given(9)), given(14)
-    torch.testing.assert_close(traced(*longer), call(*longer))
-
-
 def lengths_of_traced_calls():
     """Calls whose program depends on lengths: (call, what it is given for Sq and Sk)."""
     layer = dmattn.nn.MultiheadAttention(16, 2, batch_first=True).eval()
@@ -360,24 +273,6 @@ def test_causal_programs_do_not_depend_on_the_lengths_of_the_example(name, examp
 
 
 @TRACING
-def test_the_score_loss_is_traced():
-    given = tensor((1, 4, 9, 8), 0), tensor((1, 2, 9, 8), 1), tensor((1, 2, 9), 2)
-
-    def drawn(call):
-        torch.manual_seed(0)
-        return call(*given)
-
-    traced = torch.jit.trace(dmattn.nn.score_loss, given, check_trace=False)
-    torch.testing.assert_close(drawn(traced), drawn(dmattn.nn.score_loss))
-
-
-def test_tensors_are_no_sizes_but_while_tracing():
-    for size in (torch.tensor(9), torch.tensor(9.0)):
-        with pytest.raises(TypeError, match="Sk: expected an int >= 0, got Tensor"):
-            IntervalMask.causal(size)
-
-
-@TRACING
 @pytest.mark.parametrize("capture", [lambda model, query: torch.export.export(model, (query,), strict=False), torch.jit.trace])
 def test_onnx_is_refused_while_the_model_is_captured(monkeypatch, capture):
     """As torch.onnx.export does it, dynamo=True or False, without the packages that it needs."""
@@ -386,19 +281,3 @@ def test_onnx_is_refused_while_the_model_is_captured(monkeypatch, capture):
         NotImplementedError, match=r"dmattn: ONNX has no operator for dmattn's attention; export with torch.export"
     ):
         capture(Attends(), tensor((1, 2, 9, 8), 0))
-
-
-def test_nested_tensors_are_refused():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
-        nested = [
-            torch.nested.nested_tensor([tensor((n, 2, 8), n) for n in (3, 5)], layout=kind)
-            for kind in (torch.jagged, torch.strided)
-        ]
-    for query in nested:
-        for call in (
-            lambda: dmattn.attention(query, query, query),  # noqa: B023
-            lambda: dmattn.dynamic_mask_attention(query, query, query, tensor((2, 2, 5), 0), 3),  # noqa: B023
-        ):
-            with pytest.raises(TypeError, match="query: expected a dense tensor, got a nested one"):
-                call()

@@ -64,22 +64,6 @@ def test_sinks_are_keys_without_a_value(device, data):
     assert_close_to_reference(case, results)
 
 
-def test_a_model_calls_it_so():
-    """gpt-oss: softmax over the logits and the sink, whose column is dropped."""
-    q, k, v = (tensor((2, h, 20, 16), i, torch.float64) for i, h in enumerate((4, 2, 2)))
-    sinks = tensor((4,), 5, torch.bfloat16).requires_grad_()
-    q.requires_grad_()
-    logits = (q @ per_query_head(k, 4).mT) / 4
-    logits = logits.masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
-    column = sinks.double()[None, :, None, None].expand(2, 4, 20, 1)
-    expected = torch.cat([logits, column], -1).softmax(-1)[..., :20] @ per_query_head(v, 4)
-    wanted = torch.autograd.grad(expected.square().sum(), (q, sinks))
-    out = dmattn.attention(q, k, v, is_causal=True, sinks=sinks)
-    got = torch.autograd.grad(out.square().sum(), (q, sinks))
-    assert got[1].dtype == torch.bfloat16
-    torch.testing.assert_close((out, *got), (expected, *wanted))
-
-
 def test_without_keys_nothing_becomes_nan(device, dtype):
     q, k = tensor((1, 2, 5, 8), 0, dtype, device).requires_grad_(), tensor((1, 2, 3, 8), 1, dtype, device)
     for value in (1.0, -torch.inf, torch.inf):
@@ -90,15 +74,6 @@ def test_without_keys_nothing_becomes_nan(device, dtype):
         gradients = torch.autograd.grad((out.sum(), whole.masked_fill(whole.isinf(), 0.0).sum()), (q, sinks))
         assert all(gradient.isfinite().all() for gradient in gradients)
         assert torch.equal(whole[:, :, :2], sinks.detach()[None, :, None].expand(1, 2, 2).to(whole.dtype))
-
-
-def test_partial_results_take_the_sink_once():
-    q, k, v = (tensor((1, 2, 12, 16), i, torch.float64) for i in range(3))
-    sinks = tensor((2,), 7)
-    parts = [dmattn.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(0, 5), slice(5, 12))]
-    total = dmattn.lse_with_sink(torch.logaddexp(parts[0][1], parts[1][1]), sinks)
-    merged = sum(out * (lse - total).exp()[..., None] for out, lse in parts)
-    torch.testing.assert_close(dmattn.attention(q, k, v, sinks=sinks), merged)
 
 
 # query_offset -----------------------------------------------------------------------------------------------------------------------
@@ -226,20 +201,6 @@ def test_weights_are_those_of_the_reference(data):
             ours = dmattn.attention_weights(case.query, case.key, case.mask, known, heads=chosen[0], rows=chosen[1], **options)
             assert ours.shape == (batch, len(head), len(row), keys)
             torch.testing.assert_close(ours, expected)
-
-
-def test_weights_with_sinks_and_offset():
-    q, k, v = (tensor((2, h, n, 16), i, torch.float64) for i, (h, n) in enumerate(((4, 6), (2, 20), (2, 20))))
-    sinks = tensor((4,), 7)
-    options = {"is_causal": True, "sinks": sinks, "query_offset": torch.tensor([3, 9])}
-    out, lse = dmattn.attention(q, k, v, return_lse=True, **options)
-    taken = torch.exp(sinks[:, None] - dmattn.lse_with_sink(lse, sinks))
-    for known in (None, lse):
-        weights = dmattn.attention_weights(q, k, None, known, **options)
-        torch.testing.assert_close(weights @ per_query_head(v, 4), out)
-        torch.testing.assert_close(weights.sum(-1) + taken, torch.ones_like(lse))
-    torch.testing.assert_close(dmattn.attention_weights(q, k, heads=3, rows=5, **options), weights[:, 3:, 5:])
-    assert dmattn.attention_weights(q.bfloat16(), k.bfloat16()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("offset", [-1e9, 1e9, torch.finfo(torch.float32).min])

@@ -87,24 +87,6 @@ def test_opcheck_backward(pattern, with_grad_lse):
     )
 
 
-def test_opcheck_backward_of_strided_gradients():
-    arguments = FORWARD["plain"]
-    out, lse, _ = ops.forward(*arguments)
-    torch.library.opcheck(
-        ops.backward.default,
-        (
-            tensor((1, 1, 1, 1), 0).expand_as(out),
-            lse.transpose(1, 2).contiguous().transpose(1, 2),
-            *arguments[:3],
-            out,
-            lse,
-            *arguments[3:],
-            False,
-            False,
-        ),
-    )
-
-
 @pytest.mark.parametrize("length", [0, 1, 50])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
@@ -157,9 +139,7 @@ def test_opcheck_decode(arguments):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    [((4, 3, 2, 5), torch.float32), ((4, 0, 0, 0), torch.bfloat16), ((0, 3, 2, 1), torch.float64)],
-    ids=str,
+    ("sizes", "dtype"), [((4, 3, 2, 5), torch.float32), ((4, 0, 0, 0), torch.bfloat16), ((0, 3, 2, 1), torch.float64)], ids=str
 )
 def test_opcheck_cache(sizes, dtype):
     window, local, sink_keys, rewind = sizes
@@ -268,19 +248,6 @@ def test_compile_forward_and_backward_without_recompiling(device, dtype, number)
                 torch.testing.assert_close(ours, eager)
 
 
-def test_compiled_sizes_of_a_selection_change_without_recompiling():
-    def fn(query, scores, window, local, sink_keys):
-        return dmattn.dynamic_mask_attention(query, query, query, scores, window, local=local, sink_keys=sink_keys)
-
-    query, scores = tensor((1, 2, 40, 16), 0), tensor((1, 2, 40), 1)
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(query, scores, 8, 6, 3)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for sizes in ((9, 5, 2), (5, 9, 6), (41, 50, 45)):
-            assert torch.equal(compiled(query, scores, *sizes), fn(query, scores, *sizes)), sizes
-
-
 class Generates(torch.nn.Module):
     """A cache as the state of a module."""
 
@@ -372,11 +339,6 @@ def test_export_with_a_cache_as_state(tmp_path, counts):
             assert_same_state(loaded.state_dict(), eager.state_dict())
 
 
-class AttendsMasked(torch.nn.Module):
-    def forward(self, q, k, v, mask):
-        return dmattn.attention(q, k, v, mask)
-
-
 @pytest.mark.parametrize("module", [Attends(), AttendsBeside()], ids=lambda module: type(module).__name__)
 def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path, module):
     length = Dim("length", min=2, max=4096)
@@ -387,46 +349,6 @@ def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path, module):
     for n in (2, 33, 700):
         arguments = (*inputs(Sq=n, Sk=n), tensor((2, 2, n), 4))
         assert torch.equal(loaded(*arguments), module(*arguments))
-
-
-def test_export_with_a_mask_as_a_pytree(tmp_path):
-    length = Dim("length", min=2, max=4096)
-    mask = IntervalMask.sliding_window(40, 5)
-    shapes = ({2: length},) * 3
-    program = torch.export.export(
-        AttendsMasked(),
-        (*inputs(Sq=40, Sk=40), mask),
-        dynamic_shapes=(*shapes, [{2: length}, {2: length}]),
-        strict=False,
-    )
-    torch.export.save(program, tmp_path / "masked.pt2")
-    loaded = torch.export.load(tmp_path / "masked.pt2").module()
-    for n in (7, 333):
-        arguments = (*inputs(Sq=n, Sk=n), IntervalMask.sliding_window(n, 3))
-        assert torch.equal(loaded(*arguments), AttendsMasked()(*arguments))
-
-
-@pytest.mark.parametrize("kind", ["block", "combined", "documents"])
-def test_export_with_other_masks(kind):
-    block = BlockMask.from_bool(tensor((40, 50), 3) > -0.5)
-    masks = {
-        "block": block,
-        "combined": IntervalMask.causal(50) & block,
-        "documents": IntervalMask.documents(50, torch.tensor([0, 9, 50])),
-    }
-    arguments = (*inputs(), masks[kind])
-    program = torch.export.export(AttendsMasked(), arguments)
-    assert torch.equal(program.module()(*arguments), AttendsMasked()(*arguments))
-
-
-def test_masks_are_pytrees():
-    for mask in (IntervalMask.documents(9, torch.tensor([0, 4, 9])), BlockMask.from_bool(torch.ones(9, 9, dtype=torch.bool))):
-        leaves, spec = torch.utils._pytree.tree_flatten(mask)
-        again = torch.utils._pytree.tree_unflatten(leaves, spec)
-        assert type(again) is type(mask)
-        assert all(a is b for a, b in zip(torch.utils._pytree.tree_leaves(again), leaves, strict=True))
-    moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), IntervalMask.causal(9))
-    assert moved.start.is_meta
 
 
 # other torch features -------------------------------------------------------------------------------------------------------------------
@@ -528,25 +450,3 @@ def test_meta_tensors_flow(dtype):
     out, lse = dmattn.dynamic_mask_attention(q, k, v, torch.zeros(2, 2, 50, device="meta"), 5, return_lse=True)
     assert out.is_meta
     assert lse.shape == (2, 4, 40)
-
-
-def test_python_dash_m_says_what_there_is(run_python):
-    finished = run_python("-m", "dmattn", DMATTN_CPU_LEVEL="baseline")
-    assert finished.returncode == 0, finished.stderr
-    for word in (
-        dmattn.__version__,
-        torch.__version__,
-        "stable ABI target",
-        "2.10",
-        "baseline",
-        "cuda",
-        "DMATTN_CPU_LEVEL",
-        dmattn.library_path(),
-    ):
-        assert word in finished.stdout
-
-
-def test_build_info():
-    info = dmattn.build_info()
-    assert info["version"] == dmattn.__version__
-    assert all(isinstance(value, str) for value in info.values())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
-import inspect
 import json
 import pickle
-import warnings
 from pathlib import Path
 
 import dmattn
@@ -18,7 +16,6 @@ from dmattn import BoundedCache, IntervalMask, dynamic_mask_attention, varlen_at
 from dmattn.distributed import context_parallel_attention
 from dmattn.nn import DynamicMaskAttention, MultiheadAttention, score_loss
 from dmattn.renamed import renamed
-from dmattn.testing import strategies
 
 Q, K, V = (torch.randn(2, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
 SCORES = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(5))
@@ -91,30 +88,6 @@ def test_both_names_are_refused(call, old, new, value):
 def test_a_value_by_place_and_by_its_old_name_is_refused():
     with pytest.raises(TypeError, match=r"^is_causal, causal: expected one of them, got both"):
         IntervalMask.documents(12, ENDS, True, causal=True)
-
-
-def test_signatures_have_the_new_names_in_the_old_order():
-    assert [*inspect.signature(IntervalMask.top_k).parameters] == ["scores", "window", "is_causal", "base", "local", "sink_keys"]
-    assert [*inspect.signature(IntervalMask.streaming).parameters] == ["Sk", "sink_keys", "local", "device"]
-    names = [*inspect.signature(DynamicMaskAttention).parameters]
-    assert {"sink_keys", "select_only"} <= {*names}
-    assert {"sink", "taught"}.isdisjoint(names)
-
-
-def test_a_user_sees_the_warning_once_for_each_place():
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            IntervalMask.top_k(SCORES, 3, causal=True)
-    assert len(warned) == 1
-
-
-def test_strategies_take_the_old_name():
-    shape = strategies.Shape(1, 2, 2, 6, 6, 8, 8)
-    with pytest.warns(FutureWarning, match="causal is called is_causal now"):
-        strategies.document_masks(shape, causal=True)
-    with pytest.warns(FutureWarning, match="causal is called is_causal now"):
-        strategies.top_k_masks(shape, causal=True)
 
 
 def test_compiled_and_exported_calls_take_old_names_without_a_graph_break():

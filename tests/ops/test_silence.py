@@ -32,20 +32,21 @@ class Options(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_use_deterministic_algorithms_is_obeyed(device, dtype, wanted):
+@pytest.mark.parametrize("given", [False, True])
+def test_use_deterministic_algorithms_is_obeyed(device, dtype, wanted, given):
     q = tensor((1, 2, 20, 16), 0, dtype, device).requires_grad_()
     scores = tensor((1, 2, 20), 1, device=device)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
     try:
         with Options() as options:
-            dmattn.attention(q, q, q).sum().backward()
-            dmattn.dynamic_mask_attention(q, q, q, scores, 4).sum().backward()
+            dmattn.attention(q, q, q, deterministic=given).sum().backward()
+            dmattn.dynamic_mask_attention(q, q, q, scores, 4, deterministic=given).sum().backward()
             dmattn.scaled_dot_product_attention(q, q, q).sum().backward()
     finally:
         torch.use_deterministic_algorithms(before)
     flags = [arguments["deterministic"] for name, arguments in options.calls if name in ("forward", "backward")]
-    assert flags == [wanted] * 6
+    assert flags == [wanted or given] * 4 + [wanted] * 2
 
 
 def test_autocast_leaves_float64_alone():

@@ -78,22 +78,6 @@ def test_the_gate_refuses_another_mask(kind, monkeypatch):
         measure.gate(case, "cpu")
 
 
-def test_trees_and_patches_are_what_they_say():
-    tree = cases._visible(cases.Case(40, "tree"), "cpu", None, None)[0, 0]
-    parents = cases.tree_parents(40).tolist()
-    assert len(set(parents)) < 40  # it branches
-    for token, parent in enumerate(parents):
-        ancestors = set()
-        while parent >= 0:
-            ancestors.add(parent)
-            parent = parents[parent]
-        assert set(tree[token].nonzero()[:, 0].tolist()) == {token} | ancestors
-    image = cases._visible(cases.Case(26, "patches", radius=1, is_causal=False), "cpu", None, None)[0, 0]
-    assert image[0].all()
-    assert image[:, 0].all()
-    assert int(image[1 + 12].sum()) == 1 + 9  # the class token and nine patches, for the one in the middle of 5 x 5
-
-
 # Peers ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -127,56 +111,6 @@ def test_flex_attention_is_given_the_same_mask(kind, monkeypatch):
             load = cases.workload(case, "cpu")
             (peer,) = load.peers
             measure._same_result(case, peer, peer.run(), load.ours.run())
-
-
-def test_compiled_peers_keep_what_forward_saved(monkeypatch):
-    """Their backward runs many times; compiled with the defaults it raises at the second, on a GPU."""
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: asked.append(peers.functorch_config.donated_buffer) or function)
-    monkeypatch.setattr(peers, "NEEDS_GPU", ())
-    with peers.functorch_config.patch(donated_buffer=True):  # monkeypatch would take the setting away at its end
-        peers._compiled_flex.__wrapped__((1, 2, 3, 3), torch.device("cpu"))
-    with peers.functorch_config.patch(donated_buffer=True):
-        cases.workload(next(iter(small_cases("dense", ("flex",)))), "cpu")
-    assert asked[0] is asked[-1] is False
-
-
-def library(function_name, **attributes):
-    """A stand-in for a library of attention in [B, S, H, D]."""
-
-    def attend(query, key, value, causal=False, window_size=(-1, -1)):
-        four = [given.transpose(1, 2) if given.dim() == 4 else given.transpose(0, 1)[None] for given in (query, key, value)]
-        positions = torch.arange(query.shape[-3])
-        visible = torch.ones(len(positions), len(positions), dtype=torch.bool)
-        visible = visible.tril() if causal else visible
-        visible = visible.triu(-window_size[0]) if window_size[0] >= 0 else visible
-        out = F.scaled_dot_product_attention(*four, visible, enable_gqa=True)
-        return (out.transpose(1, 2), None) if query.dim() == 4 else out[0].transpose(0, 1)
-
-    return types.SimpleNamespace(**{function_name: attend})
-
-
-@pytest.mark.parametrize("name", ["fa3", "fa4", "flashinfer"])
-def test_other_libraries_are_called_as_they_expect(name, monkeypatch):
-    monkeypatch.setattr(peers, "NEEDS_GPU", ())
-    function = "single_prefill_with_kv_cache" if name == "flashinfer" else "flash_attn_func"
-    monkeypatch.setitem(sys.modules, peers.PACKAGES[name], library(function))
-    monkeypatch.setattr(peers, "_is_installed", lambda package: True)
-    for kind in ("dense", "sliding") if name != "flashinfer" else ("dense",):
-        for case in small_cases(kind, (name,)):
-            load = cases.workload(case, "cpu")
-            assert load.peers[0].masked
-            runs = measure._runs(case, load)
-            assert ("peer_backward" in runs) == (name != "flashinfer")
-            runs["peer_forward"]()
-
-
-def test_a_peer_that_takes_too_much_memory_is_left_out(monkeypatch):
-    monkeypatch.setitem(peers.MOST_BYTES, "cpu", 1 << 10)
-    left_out = {}
-    load = cases.workload(cases.Case(100, "sliding", 10, peers=("eager", "torch")), "cpu", left_out=left_out)
-    assert [call.name for call in load.peers] == ["F.scaled_dot_product_attention"]
-    assert "N x N tensors" in left_out["eager"]
 
 
 def test_a_peer_that_fails_is_left_out_with_the_reason():
@@ -226,13 +160,6 @@ def test_memory_is_measured_in_a_process_of_its_own():
     assert taken.keys() == {"forward", "backward"}
 
 
-def test_memory_that_was_there_before_is_not_negative(monkeypatch):
-    """Results that fit into resident pages leave the peak where it was."""
-    monkeypatch.setattr(measure, "_status", lambda field: 2**20)
-    load = cases.workload(cases.Case(20, head_dim=16), "cpu", with_peers=False)
-    assert measure._extra_cpu(load.ours, load.grad_out) == {"forward": 0, "backward": 0}
-
-
 def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls: list[str] = []
@@ -245,43 +172,9 @@ def test_settled_times_come_after_runs_of_the_same_call(monkeypatch):
     assert min(turns[2:]) >= 2
 
 
-def test_shapes_and_lengths_can_be_asked_for():
-    options = suite.Options(lengths=(64, 128), shape={"batch": 2, "heads": 6, "kv_heads": 3, "head_dim": 32}, peers=("eager",))
-    planned = [case for _, case in suite.planned(["documents"], options)]
-    assert {(case.length, case.batch, case.heads, case.kv_heads, case.head_dim) for case in planned} == {
-        (64, 2, 6, 3, 32),
-        (128, 2, 6, 3, 32),
-    }
-    assert suite.shrunk(cases.Case(131072)).length == 4096
-    assert suite.shrunk(cases.Case(4096)).length == suite.shrunk(cases.Case(1024)).length == 1024
-
-
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
-    steps = [("causal", cases.Case(50)), ("decode", workloads.named()["decode"])]
-    assert list(suite.progress(steps)) == steps
-    assert [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "  1/2 causal: 50, dense causal", "  2/2 decode"
-    ]  # fmt: skip
-
-    described = []
-
-    class Bar(list):
-        def __init__(self, given, unit):
-            super().__init__(given)
-
-        def set_description(self, words):
-            described.append(words)
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
-    assert list(suite.progress(steps)) == steps
-    assert described == ["causal: 50, dense causal", "decode"]
-    assert capsys.readouterr().err == ""
-
-
 BAD_RUNS = {
     "run nothing-of-that-name": "expected a workload, one of",
+    "run causal --device cuda": "torch sees no GPU here",
     "run causal --device cpu --peers cudnn": "--peers: cudnn: needs a GPU",
     "run causal --peers somebody": "--peers: expected some of torch, ",
     "run dynamic-trained --trained not-there.pt": "not-there.pt: cannot be read",
@@ -313,32 +206,12 @@ BAD_RUNS = {
 @pytest.mark.parametrize("call", BAD_RUNS)
 def test_bad_runs_are_refused_in_one_sentence(call, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("text.txt").write_text("no JSON")
     torch.save(torch.zeros(2, 10), "short.pt")
     torch.save(torch.zeros(0, 3000), "headless.pt")
     torch.save(torch.stack([torch.zeros(3000), torch.full((3000,), torch.nan)]), "nan.pt")
     assert_refused(call, BAD_RUNS[call], capsys)
-
-
-def test_all_is_every_workload_once_without_what_cannot_run(capsys, tmp_path):
-    named = workloads.named()
-    options = __main__.parser().parse_args(["run", "causal", "all", "--trained", str(tmp_path / "none.pt"), "--lengths", "64"])
-    names = __main__.wanted_names(options)
-    assert names == ["causal", *(name for name in named if name not in ("causal", "dynamic-trained"))]
-    assert "without dynamic-trained: " in capsys.readouterr().err
-    __main__.checked(options)
-    assert "--lengths changes nothing in decode, serving, " in capsys.readouterr().err
-
-
-def test_a_case_that_cannot_run_leaves_the_others(tmp_path, capsys):
-    path = tmp_path / "scores.pt"
-    torch.save(torch.rand(2, 2048), path)
-    given = ["--lengths", "96", "4096", "--peers", "none", "--trained", str(path), "--output", str(tmp_path)]
-    assert __main__.main(["run", "dynamic-trained", *SMALL, *given]) == 0
-    (found,) = tmp_path.glob("*/dynamic-trained.json")
-    rows = json.loads(found.read_text())["rows"]
-    assert ["cannot_run" in row for row in rows] == [False, True]
-    assert "expected scores of 4096 tokens or more, got 2048" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["case_row", "ceiling", "extra_memory"])
@@ -371,25 +244,6 @@ def test_a_case_that_fails_is_refused_and_leaves_the_others(monkeypatch):
     result = suite.run(["causal"], suite.Options(lengths=(50, 60), repeats=1, memory=False, threads=1, peers=()))
     assert ["refused" in row for row in result["rows"]] == [True, False, True, False]
     assert result["rows"][0]["refused"] == "4 x 50, dense causal: failed: CUDA error: an illegal memory access was encountered"
-
-
-def test_a_process_that_measures_memory_and_fails_is_said(monkeypatch):
-    done = types.SimpleNamespace(stderr="a\nMemoryError: none left\n", returncode=1, stdout="")
-    monkeypatch.setattr(measure.subprocess, "run", lambda *given, **options: done)
-    with pytest.raises(measure.CannotRunError, match="memory ended with 1: MemoryError: none left"):
-        measure.extra_memory(cases.Case(300), "cpu", 1)
-
-
-def test_a_missing_gpu_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert __main__.main(["run", "causal", "--device", "cuda"]) == 2
-    assert "torch sees no GPU here" in capsys.readouterr().err
-
-
-def test_the_list_has_every_workload_and_peer(capsys):
-    assert __main__.main(["list"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in (*workloads.named(), *peers.PEERS, "pages"))
 
 
 def test_trained_scores_select(tmp_path):
@@ -436,13 +290,6 @@ def test_decoding_and_generation_are_timed():
     assert all(found.samples[0] > 0 for found in records.measurements({"rows": [*rows, paged, biased]}))
 
 
-def test_a_decoding_step_that_differs_is_refused(monkeypatch):
-    ours = dmattn.decode_attention
-    monkeypatch.setattr(dmattn, "decode_attention", lambda *given, **options: 2 * ours(*given, **options))
-    with pytest.raises(measure.WrongResultError, match="differs from SDPA"):
-        decode.measured(decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16), 1, "cpu")
-
-
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_a_decoding_step_with_a_wrong_bias_is_refused(page_size, monkeypatch):
     case = decode.Case(1, 64, heads=2, kv_heads=1, head_dim=16, page_size=page_size, has_bias=True)
@@ -466,15 +313,6 @@ def test_a_decoding_step_that_leaves_keys_out_is_refused(monkeypatch):
     monkeypatch.setattr(dmattn, "decode_attention", lambda q, k, v, lengths, **rest: ours(q, k, v, lengths - 2048, **rest))
     with pytest.raises(measure.WrongResultError, match="differs from SDPA"):
         decode.measured(case, 1, "cpu")
-
-
-def test_training_steps_on_several_ranks_take_no_documents(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["training_step", "--documents", "4"])
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: pytest.fail("the option was not refused"))
-    with pytest.raises(SystemExit):
-        training_step.main()
-    assert "--documents: expected none on 2 ranks" in capsys.readouterr().err
 
 
 def test_long_caches_that_give_something_else_are_refused(monkeypatch):
@@ -512,51 +350,6 @@ def test_training_steps_that_compute_something_else_are_refused(what, documents,
         training_step.rows(measure.JobOptions("cpu", repeats=1), documents)
 
 
-def test_training_steps_have_options_of_their_own(monkeypatch, tmp_path, capsys):
-    output = tmp_path / "folder/steps.json"
-    sizes = [
-        "--lengths",
-        "64",
-        "--layers",
-        "1",
-        "--width",
-        "32",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--least-window",
-        "8",
-        "--repeats",
-        "1",
-    ]
-    monkeypatch.setattr(sys, "argv", ["training_step", *sizes, "--eager", "--documents", "2", "--output", str(output)])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    training_step.main()
-    assert "dynamic is " in capsys.readouterr().out
-    assert [found.who for found in records.measurements(records.read(output))] == ["dmattn", "causal"]
-
-
-def test_generation_has_options_of_its_own(monkeypatch, tmp_path, capsys):
-    row = serve.row_of("a step", [2.0, 4.0], {"SDPA": [6.0]}, bytes=3000)
-    monkeypatch.setattr(serve, "cpu_rows", lambda *given: ([row], 0.25))
-    monkeypatch.setattr(sys, "argv", ["serve", "--device", "cpu", "--output", str(tmp_path)])
-    serve.main()
-    assert "others used 25% of the processors" in capsys.readouterr().out
-    (path,) = tmp_path.glob("*/serve.json")
-    found = records.measurements(records.read(path))
-    assert [(each.who, each.samples) for each in found] == [("dmattn", (2e-6, 4e-6)), ("SDPA", (6e-6,))]
-
-    def differs(*given):
-        raise AssertionError("by much")
-
-    monkeypatch.setattr(serve, "cpu_rows", differs)
-    with pytest.raises(SystemExit, match="refused: by much"):
-        serve.main()
-    with pytest.raises(measure.WrongResultError, match="by much"):
-        serve.rows(measure.JobOptions("cpu"))
-
-
 def test_ranks_that_fail_or_differ_are_reported(monkeypatch):
     said = types.SimpleNamespace(stderr="so refused: results differ\nmore", returncode=1)
     monkeypatch.setattr(context_parallel.subprocess, "run", lambda *given, **options: said)
@@ -569,15 +362,6 @@ def test_ranks_that_fail_or_differ_are_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(measure.CannotRunError, match="needs two GPUs, here is one"):
         context_parallel.rows(measure.JobOptions("cuda"))
-
-
-def test_a_job_that_cannot_run_says_why(monkeypatch, tmp_path, capsys):
-    def cannot(options):
-        raise measure.CannotRunError("decode: not on this machine")
-
-    monkeypatch.setattr(decode, "rows", cannot)
-    assert __main__.main(["run", "decode", "--device", "cpu", "--output", str(tmp_path)]) == 2
-    assert "decode: not on this machine" in capsys.readouterr().out
 
 
 # Scripts --------------------------------------------------------------------------------------------------------------------------

@@ -180,12 +180,6 @@ def test_a_tensor_story_stands_above_each_kernel():
     assert count > 20
 
 
-def test_few_files_announce_a_surprise():
-    """The formula is for what no reader expects; at the head of most files it says nothing."""
-    announcing = [path for path in tracked("cpp", "python") if re.search(r"\bone surprise\b", path.read_text())]
-    assert 0 < len(announcing) <= 10, sorted(str(path.relative_to(ROOT)) for path in announcing)
-
-
 # Files ---------------------------------------------------------------------------------------------------------------------------------
 
 SHARED_STEMS = {"dispatch", "tiles"}
@@ -558,7 +552,3 @@ def test_functions_are_short():
         long |= {f"{path.relative_to(ROOT)}: {name}" for name, lines in functions if lines > MOST_LINES}
     assert count > 300
     assert long == LONG_FUNCTIONS
-
-
-def test_typed_marker_is_installed():
-    assert (Path(dmattn.__file__).parent / "py.typed").is_file()

@@ -5,7 +5,6 @@ only seem to be there.
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
 import os
 import re
@@ -18,10 +17,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from evidence import facts, record_fuzz
+from evidence import facts
 
 TESTS = Path(__file__).parents[1]
-ROOT = TESTS.parent
 COMMIT = "0123456"
 CHECKED_OPS = {"select", "pack", "forward", "backward", "dynamic", "decode", "cache", "rewind", "reduce"}
 # Seven tests, so that no shard is empty and shards are not equally large; ids with blanks, as real ones have.
@@ -214,30 +212,6 @@ def test_without_a_gpu_nothing_counts_as_passed(checkout):
     assert fuzz.read_text() == "{}"
 
 
-def test_the_fuzz_keeps_the_last_run_of_each_op_with_its_commit(tmp_path):
-    path = tmp_path / "fuzz.json"
-
-    def add(commit, op, family="sm90", failures=0, torch="2.11"):
-        (tmp_path / "facts.json").write_text(json.dumps({"run": {"commit": commit}}))
-        run = {"family": family, "op": op, "failures": failures}
-        (tmp_path / "made.json").write_text(json.dumps({"torch": torch, "commit": "another", "runs": [run]}))
-        said = record_fuzz(tmp_path / "made.json", path, family)
-        return said, {(one["family"], one["op"]): one["commit"] for one in json.loads(path.read_text())["runs"]}
-
-    add("a1", "select")
-    assert add("b2", "decode", "sm80") == ([], {("sm80", "decode"): "b2", ("sm90", "select"): "a1"})
-    said, kept = add("c3", "select", failures=2)
-    assert said == ["fuzz sm90 select: 2 shards failed"]
-    assert kept == {("sm80", "decode"): "b2", ("sm90", "select"): "c3"}
-    assert add("d4", "select", torch="2.12")[1] == {("sm90", "select"): "d4"}
-
-
-def test_a_part_that_does_not_exist(checkout):
-    done, _ = evidence(checkout, "suit")
-    assert done.returncode == 2
-    assert "expected the parts suite, fuzz and sanitizers, got suit" in done.stdout
-
-
 def pytest_in(folder, *arguments, **environment):
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     given = {**os.environ, "STUB_LOG": str(folder / "ran"), **FEW_PLUGINS, **environment}
@@ -291,18 +265,6 @@ def test_facts_are_those_of_this_machine(tmp_path, monkeypatch):
     assert known["folder"] == known["folder"].lower()
     assert (known["run"]["torch"], known["run"]["cuda"]) == (torch.__version__, torch.version.cuda)
     assert "wheel" not in known["run"]
-
-
-def test_facts_name_the_wheel(tmp_path, monkeypatch):
-    wheel = tmp_path / "dmattn-1-cp310-abi3-linux_x86_64.whl"
-    wheel.write_bytes(b"wheel")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("WHEEL", str(wheel))
-    facts(tmp_path)
-    assert json.loads((tmp_path / "facts.json").read_text())["run"]["wheel"] == {
-        "name": wheel.name,
-        "sha256": hashlib.sha256(b"wheel").hexdigest(),
-    }
 
 
 def test_one_place_asks_for_a_gpu():

@@ -72,15 +72,6 @@ def test_a_device_that_cannot_be_used_gets_one_sentence(capsys, monkeypatch, has
     assert capsys.readouterr() == ("", f"python -m dmattn shape: {sentence}\n")
 
 
-@pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
-def test_defaults(monkeypatch, has_gpu, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(shape_command, "build_info", lambda: {"cuda": "13.0"})
-    given = command.parser().parse_args(["shape", "--heads", "4", "--length", "100", "--window", "10"])
-    dtype = torch.bfloat16 if has_gpu else torch.float32
-    assert shape_command.checked(given) == Shape(1, 4, 4, 128, 100, 10, 0, 0, dtype, device)
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no memory\nmore"), RuntimeError("no memory\nmore"), ValueError("no memory")]
 )
@@ -155,15 +146,6 @@ def test_a_compiler_that_takes_too_long_is_interrupted(monkeypatch):
     assert shape_command.sliding_candidate(Inputs(SMALL), 0.05) == expected
     assert time.perf_counter() - begin < 30
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_rounds_end_when_the_next_would_pass_the_time(monkeypatch):
-    clock = iter(range(1000))  # each look at the clock is a second later
-    monkeypatch.setattr(shape_times.time, "perf_counter", lambda: next(clock))
-    candidate = Candidate("one", lambda: torch.ones(1))
-    # A round takes 3 seconds and a fourth would begin at 14.
-    assert shape_times.time_rounds([candidate], torch.ones(1), 16.0) == 3
-    assert candidate.samples == {"forward": [1, 1, 1]}
 
 
 def test_what_does_not_fit_is_cut_skipped_or_refused(monkeypatch):

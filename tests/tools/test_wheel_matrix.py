@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import dmattn
@@ -33,12 +32,6 @@ def test_the_matrix_is_what_the_project_promises():
     assert least is not None
     assert said[1] == wheel_matrix.PYTHONS[0]
     assert wheel_matrix.TORCHES[0] == f"{least[1]}.*"
-
-
-def test_an_interpreter_is_found_by_its_path_alone():
-    assert wheel_matrix.interpreter(f"3.99={sys.executable}") == sys.executable
-    assert wheel_matrix.interpreter("3.99") is None
-    assert wheel_matrix.interpreter("3.99=no/such/program") is None
 
 
 def test_rows_replace_their_own(tmp_path):

@@ -1,7 +1,7 @@
 // Parts of a row's sums: how two are added up, a power of two of them, and how the sums of a row end.
 #pragma once
 
-#include "../splits.h"
+#include "../decode_call.h"
 #include "softmax.cuh"
 
 namespace dmattn::cuda {

@@ -17,6 +17,11 @@ constexpr Instance kSm80BackwardDkdv[] = {DMATTN_ROWS_SM80_BACKWARD_DKDV(DMATTN_
 constexpr Instance kSm90Forward[] = {DMATTN_ROWS_SM90_FORWARD(DMATTN_ROW)};
 constexpr Instance kSm90Backward[] = {DMATTN_ROWS_SM90_BACKWARD(DMATTN_ROW)};
 #undef DMATTN_ROW
+#define DMATTN_ROW(KERNEL, DTYPE, DIM, SMEM_BUDGET, ROWS) \
+  {Kernel::KERNEL, DType::DTYPE, DIM, {}, sm80::SmemBudget::SMEM_BUDGET, sm80::DecodeRows::ROWS},
+constexpr Instance kSm80Decode[] = {DMATTN_ROWS_SM80_DECODE(DMATTN_ROW)};
+constexpr Instance kSm80Step[] = {DMATTN_ROWS_SM80_STEP(DMATTN_ROW)};
+#undef DMATTN_ROW
 
 template <int kCount>
 constexpr InstanceList list_of(const Instance (&instances)[kCount]) {
@@ -27,8 +32,8 @@ constexpr InstanceList list_of(const Instance (&instances)[kCount]) {
 
 Build configured_build(bool has_sm90) {
   return {has_sm90,
-          {list_of(kSm80Forward), list_of(kSm80BackwardDq), list_of(kSm80BackwardDkdv), list_of(kSm90Forward),
-           list_of(kSm90Backward)}};
+          {list_of(kSm80Forward), list_of(kSm80BackwardDq), list_of(kSm80BackwardDkdv), list_of(kSm80Decode), list_of(kSm80Step),
+           list_of(kSm90Forward), list_of(kSm90Backward)}};
 }
 
 const Instance* find_instance(const Build& build, Kernel kernel, const AttentionParams& p, const InstanceTraits& traits,
@@ -46,11 +51,23 @@ const Instance* find_instance(const Build& build, Kernel kernel, const Attention
   return best;
 }
 
+const Instance* find_instance(const Build& build, Kernel kernel, const DecodeParams& p, sm80::DecodeRows rows) {
+  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
+  const Instance* best = nullptr;
+  for (const Instance& instance : build.of(kernel)) {
+    const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
+    if (fits && (!best || instance.dim < best->dim)) best = &instance;
+  }
+  return best;
+}
+
 const char* name_of(Kernel kernel) {
   switch (kernel) {
     case Kernel::kSm80Forward: return "sm80 forward";
     case Kernel::kSm80BackwardDq: return "sm80 backward dq";
     case Kernel::kSm80BackwardDkdv: return "sm80 backward dkdv";
+    case Kernel::kSm80Decode: return "sm80 decode";
+    case Kernel::kSm80Step: return "sm80 step";
     case Kernel::kSm90Forward: return "sm90 forward";
     case Kernel::kSm90Backward: return "sm90 backward";
     case Kernel::kNone: break;
@@ -77,6 +94,8 @@ std::string name_of(const InstanceTraits& traits) {
   return std::string(name_of(traits.keys)) + "/" + name_of(traits.logits) + "/" + name_of(traits.bias);
 }
 
+std::string name_of(sm80::DecodeRows rows) { return rows == sm80::DecodeRows::kFew ? "few rows" : "many rows"; }
+
 const char* name_of(DType dtype) {
   constexpr const char* kNames[] = {"float64", "float32", "bfloat16", "float16"};
   return kNames[static_cast<int>(dtype)];
@@ -84,15 +103,17 @@ const char* name_of(DType dtype) {
 
 std::string name_of(const Instance& instance) {
   std::ostringstream text;
-  text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/" << name_of(instance.traits);
+  const bool decodes = instance.kernel == Kernel::kSm80Decode || instance.kernel == Kernel::kSm80Step;
+  text << name_of(instance.kernel) << "/" << name_of(instance.dtype) << "/" << instance.dim << "/"
+       << (decodes ? name_of(instance.rows) : name_of(instance.traits));
   if (instance.smem_budget != sm80::SmemBudget::kAny)
     text << (instance.smem_budget == sm80::SmemBudget::kLarge ? "/large" : "/small");
   return text.str();
 }
 
-std::string compiled(const Build& build) {
+std::string compiled(const Build& build, std::initializer_list<Kernel> kernels) {
   std::ostringstream text;
-  for (const Kernel kernel : {Kernel::kSm80Forward, Kernel::kSm80BackwardDq, Kernel::kSm80BackwardDkdv}) {
+  for (const Kernel kernel : kernels) {
     for (const Instance& instance : build.of(kernel)) text << (text.tellp() > 0 ? ", " : "") << name_of(instance);
   }
   return text.str();

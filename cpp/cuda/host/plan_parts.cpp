@@ -43,7 +43,8 @@ Instance find_portable(const Target& target, Kernel kernel, const AttentionParam
                        sm80::SmemBudget smem_budget) {
   const Instance* const instance = find_instance(target.build, kernel, p, traits, smem_budget);
   if (!instance) {
-    fail("no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim, "; compiled: ", compiled(target.build));
+    fail("no kernel for head sizes D=", p.head_dim, " and Dv=", p.value_dim,
+         "; compiled: ", compiled(target.build, {Kernel::kSm80Forward, Kernel::kSm80BackwardDq, Kernel::kSm80BackwardDkdv}));
   }
   return *instance;
 }

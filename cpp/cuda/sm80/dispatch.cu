@@ -1,7 +1,4 @@
-// The instances of the sm80 kernels in flat tables, which cmake/instances.cmake generates. For attention a plan names the
-// instance.
-#include <sstream>
-
+// The instances of the sm80 kernels in flat tables, which cmake/instances.cmake generates. A plan names the instance.
 #include "../launch_table.h"
 #include "backward_dkdv.cuh"
 #include "backward_dq.cuh"
@@ -15,6 +12,8 @@ namespace {
 
 using ForwardLaunch = cudaError_t(const ForwardCall&, cudaStream_t);
 using BackwardLaunch = cudaError_t(const BackwardCall&, cudaStream_t);
+using DecodeLaunch = cudaError_t(const DecodeCall&, cudaStream_t);
+using StepLaunch = cudaError_t(const StepCall&, cudaStream_t);
 
 // The last argument of a row is its traits, KernelTraits<...>, commas and all.
 #define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ...)                                      \
@@ -33,35 +32,16 @@ constexpr LaunchRow<BackwardLaunch> kBackwardDq[] = {DMATTN_SM80_BACKWARD_DQ(DMA
 constexpr LaunchRow<BackwardLaunch> kBackwardDkdv[] = {DMATTN_SM80_BACKWARD_DKDV(DMATTN_ROW)};
 #undef DMATTN_ROW
 
-template <class Call>
-struct DecodeInstance {
-  DType dtype;
-  int dim;
-  DecodeRows rows;
-  cudaError_t (*launch)(const Call&, cudaStream_t);
-};
-#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS) \
-  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, DecodeCall>},
-constexpr DecodeInstance<DecodeCall> kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS)                                     \
+  {{Kernel::kSm80Decode, DType::DTYPE, DIM, {}, SmemBudget::SMEM_BUDGET, DecodeRows::ROWS}, \
+   launch_decode<TYPE, DIM, DecodeRows::ROWS, DecodeCall>},
+constexpr LaunchRow<DecodeLaunch> kDecode[] = {DMATTN_SM80_DECODE(DMATTN_ROW)};
 #undef DMATTN_ROW
-#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS) \
-  {DType::DTYPE, DIM, DecodeRows::ROWS, launch_decode<TYPE, DIM, DecodeRows::ROWS, StepCall>},
-constexpr DecodeInstance<StepCall> kStep[] = {DMATTN_SM80_STEP(DMATTN_ROW)};
+#define DMATTN_ROW(DTYPE, TYPE, DIM, SMEM_BUDGET, ROWS)                                   \
+  {{Kernel::kSm80Step, DType::DTYPE, DIM, {}, SmemBudget::SMEM_BUDGET, DecodeRows::ROWS}, \
+   launch_decode<TYPE, DIM, DecodeRows::ROWS, StepCall>},
+constexpr LaunchRow<StepLaunch> kStep[] = {DMATTN_SM80_STEP(DMATTN_ROW)};
 #undef DMATTN_ROW
-
-// The smallest instance that serves the call.
-template <class Call, size_t kCount>
-cudaError_t launch(const DecodeInstance<Call> (&instances)[kCount], const Call& given, cudaStream_t stream) {
-  const DecodeParams& p = decode_of(given).p;
-  const int64_t width = p.head_dim > p.value_dim ? p.head_dim : p.value_dim;
-  const DecodeRows rows = decode_of(given).rows <= kMostFewRows ? DecodeRows::kFew : DecodeRows::kMany;
-  const DecodeInstance<Call>* best = nullptr;
-  for (const auto& instance : instances) {
-    const bool fits = instance.dtype == p.dtype && instance.dim >= width && instance.rows == rows;
-    if (fits && (!best || instance.dim < best->dim)) best = &instance;
-  }
-  return best ? best->launch(given, stream) : cudaErrorNotSupported;
-}
 
 }  // namespace
 
@@ -77,16 +57,12 @@ cudaError_t backward_dkdv(const BackwardCall& call, const Instance& instance, cu
   return find_launch(kBackwardDkdv, instance)(call, stream);
 }
 
-cudaError_t decode(const DecodeCall& call, cudaStream_t stream) { return launch(kDecode, call, stream); }
-cudaError_t step(const StepCall& call, cudaStream_t stream) { return launch(kStep, call, stream); }
+cudaError_t decode(const DecodeCall& call, const Instance& instance, cudaStream_t stream) {
+  return find_launch(kDecode, instance)(call, stream);
+}
 
-std::string compiled_decode() {
-  std::ostringstream text;
-  text << "decode:";
-  for (const auto& instance : kDecode) {
-    text << " " << name_of(instance.dtype) << "/" << instance.dim << "/" << (instance.rows == DecodeRows::kFew ? "few" : "many");
-  }
-  return text.str();
+cudaError_t step(const StepCall& call, const Instance& instance, cudaStream_t stream) {
+  return find_launch(kStep, instance)(call, stream);
 }
 
 }  // namespace dmattn::cuda::sm80

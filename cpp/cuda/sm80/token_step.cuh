@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../common/cache_slots.cuh"
+#include "../decode_call.h"
 #include "../ptx/cluster.cuh"
-#include "../step.h"
 #include "decode_parts.cuh"
 
 namespace dmattn::cuda::sm80 {
