@@ -124,6 +124,8 @@ def python_edits(text: str) -> Iterator[Edit]:
 
     def visit(node: ast.AST, function: str) -> Iterator[Edit]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if any("overload" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return
             function = f"{function}.{node.name}".lstrip(".")
         for operator, first, last, new in changes(node):
             yield function, operator, place(first.lineno, first.col_offset), place(last.end_lineno, last.end_col_offset), new

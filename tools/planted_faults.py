@@ -56,9 +56,9 @@ TESTS = (
     (r"sharding|nn/shards", "sharding shards wrappers"),
     (r"integrations/transformers/(packing|cache)", "transformers_cache serving_examples transformers"),
     (r"integrations/", "transformers transformers_doge transformers_convert transformers_odd_models"),
-    (r"compat/flash_attn|compat/padding", "compat_flash_attn compat_errors"),
-    (r"compat/(flashmask|block_sparse|flashkernel)", "compat_flashmask compat_block_sparse compat_flashkernel compat_errors"),
-    (r"compat/", "compat_flash_dmattn compat_errors compat_block_sparse compat_flash_attn"),
+    (r"compat/flash_attn|compat/padding", "compat_errors compat_flash_attn"),
+    (r"compat/(flashmask|block_sparse|flashkernel)", "compat_errors compat_flashmask compat_block_sparse compat_flashkernel"),
+    (r"compat/", "compat_errors compat_flash_dmattn compat_block_sparse compat_flash_attn"),
     (r"masks/(data|buffer|heads|__init__)", "masks_as_data masks"),
     (r"masks/drawing", "plot"),
     (r"masks/", "masks masks_as_data most_keys in_order errors varlen"),
@@ -316,7 +316,7 @@ def plant_all(planter: Planter, drawn: list[Mutation], count: int, path: Path) -
 def leave_out_failures(planter: Planter, path: Path) -> None:
     """Takes mutations out of a record that were found by tests that fail without them, too."""
     rows = read_record(path)
-    tests = {str(row["found_by"]).partition("[")[0] for row in rows.values() if "::" in str(row["found_by"])}
+    tests = {str(row["found_by"]).partition("[")[0] for row in rows.values() if str(row["found_by"]).startswith("tests/")}
     _, output = planter.pytest(planter.base.site, sorted(tests)) if tests else (0, "")
     failing = {found.partition("[")[0] for found in re.findall(FAILED, output, re.M)}
     for test in sorted(failing):

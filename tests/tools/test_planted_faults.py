@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import types
+from pathlib import Path
 
 import mutations
 import planted_faults
@@ -15,6 +16,8 @@ from mutations import AREAS, ROOT, mutations_of, sample
 
 PYTHON = '''
 """At most 3 + 4."""
+@overload
+def clip(x, low=1): ...
 def clip(x: Literal[1], low, high):
     if not x <= low + 1 and True:
         raise ValueError(f"{x + 1} and {low - 1}")
@@ -94,9 +97,9 @@ def test_a_change_of_one_function_renames_and_redraws_no_other(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text(PYTHON)
 
-    def drawn(**seed):
+    def drawn():
         names: dict[str, list[str]] = {}
-        for mutation in sample(mutations_of("python", tmp_path), **seed):
+        for mutation in sample(mutations_of("python", tmp_path)):
             if mutation.function == "clip":
                 names.setdefault(mutation.operator, []).append(mutation.name)
         return names
@@ -104,7 +107,20 @@ def test_a_change_of_one_function_renames_and_redraws_no_other(tmp_path):
     before = drawn()
     file.write_text("def other():\n    return 1 < 2\n" + PYTHON)
     assert drawn() == before
-    assert any(drawn(seed=seed) != before for seed in range(9))
+
+
+def test_the_object_files_that_a_change_needs():
+    """Those that include the file: of the CPU kernels for this processor alone, of the CUDA kernels for the size that is built."""
+    names = [
+        "x.dir/cpp/cpu/forward.cpp.o", "dmattn_cpu_avx2.dir/cpp/cpu/kernels.cpp.o", "dmattn_cpu_baseline.dir/cpp/cpu/kernels.cpp.o",
+        "x.dir/generated/sm80_forward_64_kPlain.cu.o", "x.dir/generated/sm90_forward_256_kPlain.cu.o", "x.dir/cpp/cuda/sum.cu.o",
+    ]  # fmt: skip
+    ninja = "\n\n".join(f"{name}: #deps 2, deps mtime 1 (VALID)\n    ../source/cpp/a.h\n    /usr/include/b.h" for name in names)
+    base = types.SimpleNamespace(
+        build=Path("/w/build"), source=Path("/w/source"), level="avx2", size=64, dependencies=f"{ninja}\n\n"
+    )
+    assert planted_faults.Build.objects_of(base, "cpp/a.h") == [names[0], names[1], names[3], names[5]]
+    assert planted_faults.Build.objects_of(base, "cpp/b.h") == []
 
 
 def test_outcomes_are_recorded(tmp_path, monkeypatch):
