@@ -1,6 +1,7 @@
 // What forward and backward have in common: their arguments, checked, as AttentionParams.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -12,12 +13,13 @@ namespace dmattn {
 // The arguments that forward and backward share, by the names that schema.cpp gives them.
 struct AttentionArguments {
   Tensor query, key, value;
-  std::optional<Tensor> start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed;
+  std::optional<Tensor> start, end, tiles, rows, columns, bits, indices, index_offset, key_bias, bias, dropout_seed;
   bool is_causal = false;
   double scale = 1.0, softcap = 0.0, dropout_p = 0.0;
   bool deterministic = false;
   bool is_in_order = false;
   int64_t most_keys = 0;
+  int64_t index_block = 1, index_local = 0, index_sinks = 0;
 };
 
 // The arguments with what kernels see of them. Copies made for the kernels stay alive in this struct.
@@ -91,6 +93,34 @@ inline void fill_block_mask(AttentionArguments& given, AttentionParams& p) {
   mask.slots = given.bits->size(0);
 }
 
+inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
+  check(given.indices || !given.index_offset, "index_offset: expected none without indices");
+  if (!given.indices) return;
+  IndexLists& lists = p.mask.index;
+  Tensor& indices = *given.indices;
+  check_dtype("indices", indices, ScalarType::Int);
+  const int64_t count = indices.dim() == 4 ? indices.size(3) : 0;
+  lists.entries = to_per_head("indices", indices, given.query, p.batch, p.heads, p.kv_heads, {p.query_length, count},
+                              "[B|1, H|Hkv|1, Sq, K]");
+  lists.row_stride = indices.stride(2), lists.count = count;
+  const int64_t block = given.index_block;
+  check(block >= 1 && block <= kMaxIndexBlock && (block & (block - 1)) == 0, "index_block: expected a power of two from 1 to ",
+        kMaxIndexBlock, ", got ", block);
+  while (int64_t{1} << lists.log2_block < block) ++lists.log2_block;
+  const std::pair<const char*, int64_t> numbers[] = {{"index_local", given.index_local}, {"index_sinks", given.index_sinks}};
+  for (auto [name, number] : numbers) check(number >= 0, name, ": expected a number of keys, 0 or more, got ", number);
+  lists.local = static_cast<int32_t>(std::min(given.index_local, p.key_length));
+  lists.sinks = static_cast<int32_t>(std::min(given.index_sinks, p.key_length));
+  if (!given.index_offset) return;
+  Tensor& offset = *given.index_offset;
+  check_dtype("index_offset", offset, ScalarType::Int);
+  check_device("index_offset", offset, given.query);
+  check(offset.dim() == 1 && (offset.size(0) == 1 || offset.size(0) == p.batch),
+        "index_offset: expected [1] or [B] with B=", p.batch, ", got ", shape_text(offset));
+  offset = as_contiguous(offset);
+  lists.offset = static_cast<const int32_t*>(offset.data_ptr()), lists.offset_stride = offset.size(0) == 1 ? 0 : 1;
+}
+
 inline void fill_bias(AttentionArguments& given, AttentionParams& p) {
   if (!given.bias) return;
   const ScalarType type = given.bias->scalar_type(), sum_type = accumulate_type(given.query.scalar_type());
@@ -126,6 +156,7 @@ inline CheckedAttention check_attention(AttentionArguments arguments) {
   p.mask.start = view_of_keys("start", given.start, ScalarType::Int, given.query, p);
   p.mask.end = view_of_keys("end", given.end, ScalarType::Int, given.query, p);
   fill_block_mask(given, p);
+  fill_index_lists(given, p);
   p.key_bias = view_of_keys("key_bias", given.key_bias, accumulate_type(given.query.scalar_type()), given.query, p);
   fill_bias(given, p);
   fill_dropout(given, p);

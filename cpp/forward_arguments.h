@@ -12,12 +12,35 @@ using ForwardResults = std::tuple<Tensor, Tensor, Tensor>;  // out, lse, lse_res
 template <ForwardResults (*op)(AttentionArguments)>
 ForwardResults unpack_forward(const Tensor& query, const Tensor& key, const Tensor& value, std::optional<Tensor> start,
                               std::optional<Tensor> end, std::optional<Tensor> tiles, std::optional<Tensor> rows,
-                              std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> key_bias,
-                              std::optional<Tensor> bias, std::optional<Tensor> dropout_seed, bool is_causal, double scale,
-                              double softcap, double dropout_p, bool deterministic, bool is_in_order, int64_t most_keys) {
-  return op({query, key, value, std::move(start), std::move(end), std::move(tiles), std::move(rows), std::move(columns),
-             std::move(bits), std::move(key_bias), std::move(bias), std::move(dropout_seed), is_causal, scale, softcap, dropout_p,
-             deterministic, is_in_order, most_keys});
+                              std::optional<Tensor> columns, std::optional<Tensor> bits, std::optional<Tensor> indices,
+                              std::optional<Tensor> index_offset, std::optional<Tensor> key_bias, std::optional<Tensor> bias,
+                              std::optional<Tensor> dropout_seed, bool is_causal, double scale, double softcap, double dropout_p,
+                              bool deterministic, bool is_in_order, int64_t most_keys, int64_t index_block, int64_t index_local,
+                              int64_t index_sinks) {
+  return op({query,
+             key,
+             value,
+             std::move(start),
+             std::move(end),
+             std::move(tiles),
+             std::move(rows),
+             std::move(columns),
+             std::move(bits),
+             std::move(indices),
+             std::move(index_offset),
+             std::move(key_bias),
+             std::move(bias),
+             std::move(dropout_seed),
+             is_causal,
+             scale,
+             softcap,
+             dropout_p,
+             deterministic,
+             is_in_order,
+             most_keys,
+             index_block,
+             index_local,
+             index_sinks});
 }
 
 // The checked inputs with the results, allocated and in params.

@@ -31,7 +31,18 @@ struct PerHead {
   }
 };
 
-// A key j is visible to position p when start_j <= p < end_j (and j <= p if causal) and the block mask agrees.
+// For each query a list of the keys, or blocks of keys, that it sees. Entry n stands for keys n * block to n * block + block - 1;
+// one that is negative or beyond the keys stands for none, and duplicates count once. Position p also sees keys j with
+// p - local < j <= p, and those below `sinks`. `offset` is the position of query 0 for this purpose.
+struct IndexLists {
+  PerHead entries;                    // int32 [B|1, H|Hkv|1, Sq, K], row_stride between queries; null: no lists
+  int64_t row_stride = 0, count = 0;  // count: K
+  int32_t log2_block = 0, local = 0, sinks = 0;
+  const int32_t* offset = nullptr;  // [B], or [1] with offset_stride 0; null: Sk - Sq
+  int64_t offset_stride = 0;
+};
+
+// A key j is visible to position p when start_j <= p < end_j (and j <= p if causal), and the block mask and the lists agree.
 struct MaskParams {
   PerHead start;  // int32 [B|1, H|Hkv|1, Sk], null: visible from the first position on
   PerHead end;    // int32 [B|1, H|Hkv|1, Sk], null: visible for ever
@@ -45,6 +56,8 @@ struct MaskParams {
   int64_t slots = 0;                 // slots in bits: a corrupt table must not read beyond them
   int64_t tile_q = 0, tile_k = 0;    // multiples of 32
   int64_t tiles_q = 0, tiles_k = 0;  // Nq = Sq / tile_q + 2, Nk = Sk / tile_k + 2; tiles beyond the lengths are empty
+
+  IndexLists index;
 };
 
 inline constexpr int32_t kTileEmpty = 0;

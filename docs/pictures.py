@@ -9,7 +9,7 @@ import matplotlib
 import torch
 
 matplotlib.use("Agg")
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 from dmattn_bench.plots import STYLE, save
 from dmattn_bench.report import draw_committed
 from matplotlib import pyplot
@@ -25,7 +25,7 @@ def flex_mask() -> BlockMask:
     )
 
 
-def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
+def gallery() -> dict[str, IntervalMask | BlockMask | IndexMask | Any]:
     """One mask for each constructor, by the name of its picture."""
     scores = torch.rand(1, 1, LENGTH, generator=torch.Generator().manual_seed(3))
     ends = torch.tensor([0, 20, 28, LENGTH])
@@ -37,6 +37,8 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
     nodes = keys // 8  # nodes 0 to 7: two children of 0, with two and three children of their own
     leave = torch.tensor([8, 4, 3, 4, 8, 6, 7, 8], dtype=torch.int32)[nodes.long()]
     queries, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    pairs = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(7))
+    chosen = pairs[..., :8] < 0.4
     return {
         "intervals": IntervalMask(keys, keys + keys % 16 + 1),
         "causal": IntervalMask.causal(LENGTH),
@@ -65,6 +67,11 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
             lambda b, h, q, k: (q // 48 + k // 48) % 2 == 0, None, None, 192, 192, block_size=32
         ),
         "from_flex": flex_mask(),
+        "lists": IndexMask((pairs[..., :10] * LENGTH).int()),
+        "lists_top_k": IndexMask.top_k(pairs, 8, local=6, sink_keys=2),
+        "lists_blocks": IndexMask.top_k(pairs[..., :16], 3, block_size=4, local=4),
+        "lists_from_bool": IndexMask.from_bool(chosen.repeat_interleave(8, 3), block_size=8),
+        "lists_documents": IndexMask.top_k(pairs, 8, local=6) & IntervalMask.documents(LENGTH, ends),
         "combined": IntervalMask.causal(192) & BlockMask.from_blocks(table, block_size=32),
     }
 
@@ -72,7 +79,7 @@ def gallery() -> dict[str, IntervalMask | BlockMask | Any]:
 def draw_gallery(folder: Path) -> None:
     for name, mask in gallery().items():
         figure, ax = pyplot.subplots(figsize=(2.6, 2.6), layout="constrained")
-        mask.plot(mask.shape[-2] if not isinstance(mask, IntervalMask) else LENGTH, ax=ax)
+        mask.plot(mask.shape[2] if not isinstance(mask, IntervalMask) else LENGTH, ax=ax)
         ax.tick_params(labelsize=7)
         save(figure, folder / f"mask_{name}.svg")
     figure, ax = pyplot.subplots(figsize=(5, 3), layout="constrained")

@@ -11,6 +11,7 @@ constexpr int64_t kDeterministicWorkers = 8;  // sums are split the same way, wh
 BackwardResults backward_op(BackwardArguments given) {
   CheckedBackward checked = check_backward(std::move(given));
   const BackwardParams& params = checked.params;
+  check(!params.forward.mask.index.entries.data, "indices: index lists have no kernel on the CPU yet");
   if (params.forward.query_length == 0 ||
       params.forward.key_length == 0) {  // no pair of a query and a key: whatever gradients there are, are zero
     for (Tensor* grad : {&checked.grad_query, &checked.grad_key, &checked.grad_value}) torch::stable::zero_(*grad);

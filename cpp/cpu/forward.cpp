@@ -9,6 +9,7 @@ namespace {
 ForwardResults forward_op(AttentionArguments given) {
   const CheckedForward checked = check_forward(std::move(given));
   const AttentionParams& p = checked.inputs.params;
+  check(!p.mask.index.entries.data, "indices: index lists have no kernel on the CPU yet");
   if (p.query_length == 0) return checked.results();
   const Kernels& kernels = best_kernels();
   run_phases(kernels.forward_sizes(p),

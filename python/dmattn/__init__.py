@@ -1,7 +1,7 @@
 """dmattn: sparse attention for PyTorch, with dynamic masks in O(N) memory, forward and backward.
 
-Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:`IntervalMask` and :class:`BlockMask`; the layer is
-:class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
+Start at :func:`attention` and :func:`dynamic_mask_attention`; masks are :class:`IntervalMask`, :class:`BlockMask` and :class:`IndexMask`;
+the layer is :class:`dmattn.nn.DynamicMaskAttention`. ``python -m dmattn`` prints what this installation can do.
 """
 
 import torch
@@ -19,7 +19,7 @@ from dmattn.cache import BoundedCache  # noqa: E402
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
 from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
-from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IntervalMask  # noqa: E402
+from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IndexMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 from dmattn.sinks import lse_with_sink  # noqa: E402
 from dmattn.stats import Stats, stats  # noqa: E402
@@ -47,6 +47,7 @@ __all__ = [
     "BlockMask",
     "BoundedCache",
     "CombinedMask",
+    "IndexMask",
     "IntervalMask",
     "Stats",
     "__version__",

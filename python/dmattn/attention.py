@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn import checks, sharding
-from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of
+from dmattn.call import NO_MASK, MaskTensors, at_offset, attend, autocast, mask_tensors, options_of, with_mask
 from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import most_selected, select_interval
 from dmattn.renamed import renamed
@@ -49,7 +49,7 @@ def attention(
     query_offset: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with an O(N) interval mask, a block mask, or both; only visible work is done.
+    """Attention with an O(N) interval mask, a block mask, lists of keys, or several of them; only visible work is done.
 
     ``out_i = sum_j softmax_j(softcap(scale * <q_i, k_j>) + key_bias_j + bias_ij) v_j`` over the keys j visible to query i. Query i stands at
     position ``p = i + (Sk - Sq)``. A query that sees nothing gives 0 (and lse = -inf), never NaN.
@@ -62,7 +62,8 @@ def attention(
             dimension; the output keeps the stride order.
         key: [B, Hkv, Sk, D] with H % Hkv == 0 (GQA, MQA).
         value: [B, Hkv, Sk, Dv]. D and Dv: multiples of 8 up to 256.
-        mask: IntervalMask, BlockMask, ``interval & block``, or bool [B|1, H|Hkv|1, Sq|1, Sk] with leading dimensions optional, True = visible.
+        mask: IntervalMask, BlockMask, IndexMask, an intersection of such (``interval & block``), or bool [B|1, H|Hkv|1, Sq|1, Sk] with leading
+            dimensions optional, True = visible.
         key_bias: added to every logit of a key, [B|1, H|Hkv|1, Sk], differentiable.
         bias: added to the logits, [B|1, H|Hkv|1, Sq|1, Sk] with leading dimensions optional, differentiable.
         is_causal: also hide keys later than the query's position.
@@ -73,7 +74,8 @@ def attention(
         deterministic: gradients bitwise equal from run to run; implied by ``torch.use_deterministic_algorithms(True)``.
         sinks: [H], a logit per head that takes part in the softmax and has no value, differentiable: ``out * sigmoid(lse - sinks)``.
         query_offset: position of the first query, an int, or integers [] or [B] (never read on the host); default Sk - Sq. Causality and
-            intervals follow; block masks and bool masks of several rows count queries, so they stay.
+            intervals and the local window of an index mask follow; block masks, lists and bool masks of several rows count queries, so
+            they stay.
         return_lse: also return the log-sum-exp of each query's logits, differentiable. The sink is not in it: :func:`lse_with_sink`.
 
     Returns:
@@ -90,6 +92,7 @@ def attention(
     options = options_of(
         sizes, dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order=is_in_order, most_keys=most_keys
     )
+    options = with_mask(options, mask)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)

@@ -19,17 +19,21 @@ from dmattn._library import rules
 from dmattn.fake import accumulate_dtype
 
 # The order of forward's arguments in cpp/schema.cpp.
-TENSORS = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed")
+TENSORS = (
+    "query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "indices", "index_offset", "key_bias", "bias",
+    "dropout_seed",
+)  # fmt: skip
 OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
 KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-HINTS = ("is_in_order", "most_keys")  # they may be left out, and no derivative asks for them
+# Hints, and how lists are read; they may be left out.
+LAST = ("is_in_order", "most_keys", "index_block", "index_local", "index_sinks")
 OPTIONS_END = len(TENSORS) + len(OPTIONS)
-INPUTS = OPTIONS_END + len(HINTS)
+INPUTS = OPTIONS_END + len(LAST)
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
-# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before the hints.
+# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before LAST.
 GRADIENT_INPUTS = INPUTS + 7
 NEEDS = slice(OPTIONS_END + 4, OPTIONS_END + 6)
-GRADIENT_DEFAULTS = (None, False, 0)  # of lse_rest and the hints
+GRADIENT_DEFAULTS = (None, False, 0, *composed.LISTS)  # of lse_rest and LAST
 
 
 def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
@@ -47,7 +51,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options, ctx.hints = inputs[len(TENSORS) : OPTIONS_END], inputs[OPTIONS_END:]
+    ctx.options, ctx.last = inputs[len(TENSORS) : OPTIONS_END], inputs[OPTIONS_END:]
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
@@ -67,7 +71,7 @@ def _of_inputs(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grad_query, grad_key, grad_value, grad_key_bias, grad_bias = _gradients(
-        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest, *ctx.hints)
+        (grad_out, grad_lse, query, key, value, out, lse, *masks, *ctx.options, need_key_bias, need_bias, lse_rest, *ctx.last)
     )
     return (
         (grad_query, grad_key, grad_value),
@@ -129,7 +133,7 @@ class Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
         given = [*tangents[:3], tangents[KEY_BIAS], tangents[BIAS]]
         with composed.primals(ctx) as tensors:
-            return *composed.tangents((*tensors, *ctx.options), given), None
+            return *composed.tangents((*tensors, *ctx.options, *ctx.last), given), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -155,6 +159,7 @@ class AttentionGradients(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.options, ctx.need = inputs[4 + len(TENSORS) : NEEDS.start], inputs[NEEDS]
+        ctx.last = inputs[NEEDS.stop + 1 :]
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
@@ -165,7 +170,7 @@ class AttentionGradients(torch.autograd.Function):
         if all(x is None for x in given):
             return none
         first, second, (query, key, value, by_key_bias, by_bias) = composed.gradients_of_gradients(
-            grad_out, grad_lse, (*tensors, *ctx.options), ctx.need, given, wanted
+            grad_out, grad_lse, (*tensors, *ctx.options, *ctx.last), ctx.need, given, wanted
         )
         results: list[Any] = list(none)
         results[:5] = first, second, query, key, value
@@ -181,7 +186,7 @@ class AttentionGradients(torch.autograd.Function):
         given = [*tangents[2:5], tangents[4 + KEY_BIAS], tangents[4 + BIAS]]
         with composed.primals(ctx) as (grad_out, grad_lse, *tensors):
             query, key, value, key_bias, bias = composed.tangents_of_gradients(
-                grad_out, grad_lse, (*tensors, *ctx.options), ctx.need, tangents[0], tangents[1], given
+                grad_out, grad_lse, (*tensors, *ctx.options, *ctx.last), ctx.need, tangents[0], tangents[1], given
             )
         dtype = grad_out.dtype
         empty = torch.zeros((0,), dtype=accumulate_dtype(dtype), device=grad_out.device)

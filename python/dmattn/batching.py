@@ -60,45 +60,46 @@ def one_by_one(call: Callable[..., Any], size: int, in_dims: tuple[Any, ...], in
 
 
 def fold_masks(tensors: tuple[Tensor | None, ...], dims: tuple[int | None, ...], size: int, batch: int) -> list[Tensor | None]:
-    """start, end, tiles, rows, columns and bits; bits with a vmapped dimension become one pool that tiles point into."""
-    *tables, bits = tensors
+    """start, end, tiles, rows, columns, bits, indices and index_offset; bits with a vmapped dimension become one pool that tiles point into."""
+    *tables, bits = tensors[:6]
+    lists = [fold(x, dim, size, batch, shared=True) for x, dim in zip(tensors[6:], dims[6:], strict=True)]
     if bits is not None and dims[5] is not None and tables[2] is not None:
         tiles, bits = in_one_pool(in_front(tables[2], dims[2], size), bits.movedim(dims[5], 0))
         tables[2], dims = tiles, (*dims[:2], 0, *dims[3:])
-    return [*(fold(x, dim, size, batch, shared=True) for x, dim in zip(tables, dims[:5], strict=True)), bits]
+    return [*(fold(x, dim, size, batch, shared=True) for x, dim in zip(tables, dims[:5], strict=True)), bits, *lists]
 
 
 def forward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """query, key, value, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed, options -> out, lse, lse_rest."""
+    """query, key, value, eight tensors of masks, key_bias, bias, dropout_seed, options -> out, lse, lse_rest."""
     size, batch = info.batch_size, batch_of(inputs[0], in_dims[0])
-    has_bias = inputs[9] is not None or inputs[10] is not None  # else lse_rest is empty
+    has_bias = inputs[11] is not None or inputs[12] is not None  # else lse_rest is empty
     out_dims = (0, 0, 0 if has_bias else None)
-    if inputs[12 + DROPOUT_P] > 0:
+    if inputs[14 + DROPOUT_P] > 0:
         out, lse, lse_rest = one_by_one(call, size, in_dims, inputs)
         return (out, lse, lse_rest) if has_bias else (out, lse, lse_rest[0]), out_dims
     tensors = [fold(x, dim, size, batch) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)]
-    tensors += fold_masks(inputs[3:9], in_dims[3:9], size, batch)
-    tensors += [fold(x, dim, size, batch, shared=True) for x, dim in zip(inputs[9:11], in_dims[9:11], strict=True)]
-    results = call(*tensors, None, *inputs[12:])
+    tensors += fold_masks(inputs[3:11], in_dims[3:11], size, batch)
+    tensors += [fold(x, dim, size, batch, shared=True) for x, dim in zip(inputs[11:13], in_dims[11:13], strict=True)]
+    results = call(*tensors, None, *inputs[14:])
     return tuple(unfold(x, size, batch) if dim == 0 else x for x, dim in zip(results, out_dims, strict=True)), out_dims
 
 
 def backward(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, hints -> five gradients."""
+    """grad_out, grad_lse, query, key, value, out, lse, then as forward's, need_key_bias, need_bias, lse_rest, more options -> five gradients."""
     size, batch = info.batch_size, batch_of(inputs[2], in_dims[2])
-    needs, lse_rest = inputs[21:23], inputs[23]
+    needs, lse_rest = inputs[23:25], inputs[25]
     out_dims = (0, 0, 0, *(0 if need else None for need in needs))
-    if inputs[16 + DROPOUT_P] > 0:
+    if inputs[18 + DROPOUT_P] > 0:
         stacked = one_by_one(call, size, in_dims, inputs)
         return tuple(x if dim == 0 else x[0] for x, dim in zip(stacked, out_dims, strict=True)), out_dims
     tensors = [fold(x, dim, size, batch) for x, dim in zip(inputs[:7], in_dims[:7], strict=True)]
-    tensors += fold_masks(inputs[7:13], in_dims[7:13], size, batch)
+    tensors += fold_masks(inputs[7:15], in_dims[7:15], size, batch)
     # A bias that needs a gradient needs one for every sample.
-    biases = list(zip(inputs[13:15], in_dims[13:15], needs, strict=True))
+    biases = list(zip(inputs[15:17], in_dims[15:17], needs, strict=True))
     tensors += [fold(x, dim, size, batch, shared=not need) for x, dim, need in biases]
-    if lse_rest is not None and lse_rest.dim() - (in_dims[23] is not None) == 3:
-        lse_rest = fold(lse_rest, in_dims[23], size, batch)
-    *results, grad_key_bias, grad_bias = call(*tensors, None, *inputs[16:23], lse_rest, *inputs[24:])
+    if lse_rest is not None and lse_rest.dim() - (in_dims[25] is not None) == 3:
+        lse_rest = fold(lse_rest, in_dims[25], size, batch)
+    *results, grad_key_bias, grad_bias = call(*tensors, None, *inputs[18:25], lse_rest, *inputs[26:])
     results = [unfold(x, size, batch) for x in results]
     for gradient, (bias, dim, need) in zip((grad_key_bias, grad_bias), biases, strict=True):
         if need:

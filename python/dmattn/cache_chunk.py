@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dmattn import ops
-from dmattn.call import attend, options_of
+from dmattn.call import NO_MASK, attend, options_of
 from dmattn.sizes import sizes_of
 
 
@@ -65,7 +65,7 @@ def take_chunk(
     # Select, attend, and keep what is alive.
     end = ops.select(score, segment_end, sizes.window, True, sizes.local, sizes.sink_keys)
     call = sizes_of(query, all_key, all_value)
-    masks = (None, end, None, None, None, None)
+    masks = (None, end, *NO_MASK[2:])
     bias = score if added.scores else None if added.slopes is None else added.bias(position, score)
     result = attend(query, all_key, all_value, call, masks, bias, None, options_of(call, None, True, scale, softcap))
     ops.cache_extend(*state, all_key, all_value, score, position, slot, end, lengths, sizes.window, sizes.local, sizes.sink_keys)

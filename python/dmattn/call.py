@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask, bounds
+from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask, bounds
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import ALWAYS, FOREVER
-from dmattn.sizes import Sizes, bias_rows, fitting_block, four_dims, interval_rows, key_bias_rows
+from dmattn.sizes import Sizes, bias_rows, fitting_block, fitting_lists, four_dims, interval_rows, key_bias_rows
 
-# A mask as the op takes it: start and end of an interval mask; tiles, rows, columns and bits of a block mask.
-MaskTensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-NO_MASK: MaskTensors = (None, None, None, None, None, None)
+# A mask as the op takes it: start and end of an interval mask; tiles, rows, columns and bits of a block mask; indices of an index mask and
+# index_offset, the position of the first query that its local window counts from.
+MaskTensors: TypeAlias = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]
+NO_MASK: MaskTensors = (None, None, None, None, None, None, None, None)
 
 # A few queries of many keys, without a gradient, take the decoding kernels: those of forward do not divide the keys of a query tile.
 DECODE_DEVICES = frozenset({"cuda"})
@@ -34,6 +37,14 @@ class Options(NamedTuple):
     # Hints, which change speed, never results.
     is_in_order: bool = False  # the keys that a query sees are neighbours
     most_keys: int = 0  # how many keys a query sees at most, 0 where that is not known
+    # Of an index mask.
+    index_block: int = 1
+    index_local: int = 0
+    index_sinks: int = 0
+
+    def lists(self) -> tuple[int, int, int]:
+        """How an index mask's lists are read."""
+        return self.index_block, self.index_local, self.index_sinks
 
 
 def options_of(
@@ -70,6 +81,20 @@ def options_of(
     return Options(dropout_seed, is_causal, scale, softcap, dropout_p, deterministic, is_in_order, most_keys)
 
 
+def with_mask(options: Options, mask: object) -> Options:
+    """Options with what an index mask, or one in an intersection, says beside its tensors."""
+    index = mask.index if isinstance(mask, CombinedMask) else mask
+    if not isinstance(index, IndexMask):
+        return options
+    most_keys = index.most_keys
+    if isinstance(mask, CombinedMask) and mask.interval is not None and type(mask.interval.most_keys) is int:
+        most_keys = bounds.fewer(most_keys, mask.interval.most_keys or checks.MAX_LENGTH)
+    return options._replace(
+        is_causal=options.is_causal or index.is_causal, most_keys=most_keys, index_block=index.block_size, index_local=index.local,
+        index_sinks=index.sink_keys,
+    )  # fmt: skip
+
+
 def new_seed(device: torch.device) -> Tensor:
     """A seed for dropout, int64 [1], from torch's generator."""
     return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=device)
@@ -95,14 +120,18 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
     """Checks a mask and brings it into the form the op takes."""
     if isinstance(mask, IntervalMask):
-        return *_interval_tensors(mask, sizes), None, None, None, None
+        return *_interval_tensors(mask, sizes), *NO_MASK[2:]
     if isinstance(mask, BlockMask):
-        return None, None, *_block_tensors(mask, sizes)
+        return None, None, *_block_tensors(mask, sizes), None, None
+    if isinstance(mask, IndexMask):
+        return *NO_MASK[:6], fitting_lists(mask, sizes), None
     if isinstance(mask, CombinedMask):
-        return *_interval_tensors(mask.interval, sizes), *_block_tensors(mask.block, sizes)
+        interval = NO_MASK[:2] if mask.interval is None else _interval_tensors(mask.interval, sizes)
+        block = NO_MASK[2:6] if mask.block is None else _block_tensors(mask.block, sizes)
+        return *interval, *block, None if mask.index is None else fitting_lists(mask.index, sizes), None
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got {checks.type_of(mask)}"
+            f"mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got {checks.type_of(mask)}"
         )
     checks.tensor("mask", mask)
     checks.dtype("mask", mask, (torch.bool,))
@@ -110,14 +139,14 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
     if mask.shape[2] == 1 and sizes.query_length != 1:  # a mask of keys alone is an interval: O(N)
         visible = mask[:, :, 0]
         end = torch.where(visible, FOREVER, ALWAYS).int()
-        return torch.full_like(visible, ALWAYS, dtype=torch.int32), end, None, None, None, None
-    return None, None, *_block_tensors(BlockMask.from_bool(mask), sizes)
+        return torch.full_like(visible, ALWAYS, dtype=torch.int32), end, *NO_MASK[2:]
+    return None, None, *_block_tensors(BlockMask.from_bool(mask), sizes), None, None
 
 
 def at_offset(query_offset: object, masks: MaskTensors, options: Options, sizes: Sizes) -> tuple[MaskTensors, Options]:
     """The mask and options under which queries stand at ``query_offset + i``: intervals move, and causality becomes one.
 
-    A block mask counts queries, not positions, and stays.
+    Block masks and lists count queries, not positions, and stay; the local window of an index mask moves.
     """
     offset = bounds.position("query_offset", query_offset, sizes.device)
     if isinstance(offset, Tensor) and offset.dim() and offset.shape[0] not in (1, sizes.batch):
@@ -134,7 +163,11 @@ def at_offset(query_offset: object, masks: MaskTensors, options: Options, sizes:
         options = options._replace(is_causal=False)
     by = usual - offset
     start, end = (None if bound is None else bounds.moved(bound, by) for bound in (start, end))
-    return (start, end, *masks[2:]), options
+    index_offset = masks[7]
+    if options.index_local:
+        first = offset if isinstance(offset, Tensor) else torch.full((1,), offset, device=sizes.device)
+        index_offset = first.reshape(-1).to(sizes.device, torch.int32)
+    return (start, end, *masks[2:7], index_offset), options
 
 
 def _interval_tensors(interval: IntervalMask, sizes: Sizes) -> tuple[Tensor, Tensor]:

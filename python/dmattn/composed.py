@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ BLOCK_QUERIES = 256  # queries of a tile, at most
 BLOCK_KEYS = 1024  # keys of a tile, at most
 TILE_ELEMENTS = 1 << 22  # elements of a tile over all batches and heads, about
 SMALLEST_SIDE = 16
+LISTS = (1, 0, 0)  # the defaults of index_block, index_local and index_sinks
 
 # What a tensor is sliced along: dimension -2 by queries, dimension -2 by keys, or dimensions -2 and -1 by both.
 QUERIES, KEYS, PAIRS = "queries", "keys", "pairs"
-CONSTANTS = 5  # tensors of a TileSum that are no variables: start, end, tiles, bits, dropout_seed
+# Tensors of a TileSum that are no variables: start, end, tiles, bits, indices, index_offset, dropout_seed.
+CONSTANTS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Problem:
     dropout_p: float
     has_key_bias: bool
     has_bias: bool
+    lists: tuple[int, int, int] = LISTS  # index_block, index_local, index_sinks
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -245,7 +248,8 @@ def per_query_head(given: Tensor, heads: int) -> Tensor:
 
 
 class TileSum(torch.autograd.Function):
-    """``apply(function, problem, start, end, tiles, bits, dropout_seed, *operands)`` -> the function's results, summed over tiles.
+    """``apply(function, problem, start, end, tiles, bits, indices, index_offset, dropout_seed, *operands)`` -> the function's results, summed
+    over tiles.
 
     Operands are [.., B, heads, S, size] (key_bias and lse with size 1), masks as in the op ``forward``. What stands before B
     are dimensions that were vmapped over: every operand and every mask but bits has them, each with its full size.
@@ -411,7 +415,7 @@ def _tile(
     problem: Problem, place: Place, constants: Sequence[Tensor | None], operands: Sequence[Any], largest: Tensor | None
 ) -> Tile:
     query, key = operands[:2]
-    seed = constants[4]
+    seed = constants[CONSTANTS - 1]
     kept = None
     if problem.dropout_p > 0 and seed is not None and largest is not None:
         kept = dropout_factors(seed, problem.dropout_p, query.shape[-4], query.shape[-3], place).to(query.dtype)
@@ -420,19 +424,44 @@ def _tile(
 
 def _visible(problem: Problem, place: Place, constants: Sequence[Tensor | None], query: Tensor, key: Tensor) -> Tensor | None:
     """Who sees whom in a tile: bool [.., B|1, H|1, queries, keys], None for all."""
-    start, end, tiles, bits, _ = constants
+    masks, shift = Masks(*constants[: CONSTANTS - 1]), key.shape[-2] - query.shape[-2]
+    return pairs_seen(masks, problem.is_causal, problem.lists, place, shift, query.shape[-3], query.device)
+
+
+class Masks(NamedTuple):
+    """What the op ``forward`` gets of a mask, but for the lists of occupied tiles."""
+
+    start: Tensor | None
+    end: Tensor | None
+    tiles: Tensor | None
+    bits: Tensor | None
+    indices: Tensor | None
+    index_offset: Tensor | None
+
+
+def pairs_seen(
+    masks: Masks, is_causal: bool, lists: tuple[int, int, int], place: Place, shift: int, heads: int, device: torch.device
+) -> Tensor | None:
+    """Which of these queries, which stand ``shift`` behind their numbers, see which of these keys: bool [.., B|1, H|1, queries, keys], None
+    for all."""
+    start, end, tiles, bits, indices, index_offset = masks
     (first_query, last_query), (first_key, last_key) = place
-    heads, device = query.shape[-3], query.device
-    position = torch.arange(first_query, last_query, device=device)[:, None] + (key.shape[-2] - query.shape[-2])
+    row = torch.arange(first_query, last_query, device=device)[:, None]
+    position = row + shift
     parts = []
-    if problem.is_causal:
+    if is_causal:
         parts.append(torch.arange(first_key, last_key, device=device) <= position)
     if start is not None:
         parts.append(per_query_head(start[..., None, first_key:last_key], heads) <= position)
     if end is not None:
         parts.append(position < per_query_head(end[..., None, first_key:last_key], heads))
     if tiles is not None and bits is not None:
-        parts.append(per_query_head(_visible_in_blocks(tiles, bits, place), heads))
+        column = torch.arange(first_key, last_key, device=device)
+        parts.append(per_query_head(visible_in_blocks(tiles, bits, row, column), heads))
+    if indices is not None:
+        own = position if index_offset is None else row + index_offset[..., None, None, None]
+        listed = visible_in_lists(indices[..., first_query:last_query, :], lists, own, place[1])
+        parts.append(per_query_head(listed, heads))
     if not parts:
         return None
     visible = parts[0]
@@ -441,14 +470,9 @@ def _visible(problem: Problem, place: Place, constants: Sequence[Tensor | None],
     return visible
 
 
-def _visible_in_blocks(tiles: Tensor, bits: Tensor, place: Place) -> Tensor:
-    """The part of a block mask that a tile covers, bool [.., B|1, H|Hkv|1, queries, keys]; 0 empty, 1 full, 2 + slot partial."""
-    row, column = (torch.arange(*span, device=bits.device) for span in place)
-    return visible_in_blocks(tiles, bits, row[:, None], column)
-
-
 def visible_in_blocks(tiles: Tensor, bits: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """What a block mask says of these queries [queries, 1] and keys [keys], bool [.., B|1, H|Hkv|1, queries, keys]."""
+    """What a block mask says of these queries [queries, 1] and keys [keys], bool [.., B|1, H|Hkv|1, queries, keys]; 0 empty, 1 full, 2 + slot
+    partial."""
     slots, tile_q, words = bits.shape
     state = tiles[..., row // tile_q, column // (words * 32)].long()
     if slots == 0:
@@ -456,6 +480,28 @@ def visible_in_blocks(tiles: Tensor, bits: Tensor, row: Tensor, column: Tensor) 
     word = ((state - 2).clamp(0, slots - 1) * tile_q + row % tile_q) * words + column % (words * 32) // 32
     bit = (bits.flatten()[word] >> (column % 32)) & 1
     return (state == 1) | ((state >= 2) & (state < 2 + slots) & (bit != 0))
+
+
+def visible_in_lists(indices: Tensor, lists: tuple[int, int, int], position: Tensor, keys: Span) -> Tensor:
+    """What an index mask says of some keys: bool [.., B|1, H|Hkv|1, queries, keys].
+
+    Args:
+        indices: the lists of the queries, [.., B|1, H|Hkv|1, queries, K].
+        lists: keys of a block, of the local window, and sinks.
+        position: where the queries stand, [.., queries, 1].
+        keys: the first, and the one behind the last.
+    """
+    block, local, sinks = lists
+    column = torch.arange(*keys, device=indices.device)
+    first = keys[0] // block
+    blocks = -(-keys[1] // block) - first
+    entry = indices.long() - first
+    entry = torch.where((entry >= 0) & (entry < blocks), entry, blocks)  # one column more, for what is listed elsewhere
+    listed = torch.zeros((*entry.shape[:-1], blocks + 1), dtype=torch.bool, device=indices.device)
+    seen = listed.scatter(-1, entry, True)[..., column // block - first]
+    if local:
+        seen = seen | ((position - local < column) & (column <= position))
+    return seen | (column < sinks) if sinks else seen
 
 
 def dropout_factors(seed: Tensor, p: float, batch: int, heads: int, place: Place) -> Tensor:
@@ -506,7 +552,7 @@ def _occupied(
     problem: Problem, constants: Sequence[Tensor | None], rows: list[Span], columns: list[Span], shift: int
 ) -> list[list[bool]] | None:
     """For each tile whether its interval and block masks may let something through; None when their values cannot be read now."""
-    start, end, tiles, bits, _ = constants
+    start, end, tiles, bits = constants[:4]
     given = [x for x in (start, end, tiles) if x is not None and x.numel()]
     if not given or len(rows) * len(columns) == 1 or not all(_readable(x) for x in given):
         return None
@@ -564,17 +610,17 @@ class Call:
 
 
 def call_of(inputs: Sequence[Any]) -> Call:
-    """From all arguments of the op ``forward``, in its order."""
-    query, key, value, start, end, tiles, _, _, bits, key_bias, bias, dropout_seed, is_causal, scale, softcap, dropout_p, _ = (
-        inputs
-    )
+    """From all arguments of the op ``forward``, in its order; last ones that have their defaults may be left out."""
+    query, key, value, start, end, tiles, _, _, bits, indices, index_offset, key_bias, bias, dropout_seed, *options = inputs
+    is_causal, scale, softcap, dropout_p, _, *more = options
+    lists = (*more[2:], *LISTS[len(more[2:]) :])  # behind the hints
     summed = accumulate_dtype(query.dtype)
-    problem = Problem(is_causal, scale, softcap, dropout_p, key_bias is not None, bias is not None)
+    problem = Problem(is_causal, scale, softcap, dropout_p, key_bias is not None, bias is not None, lists)
     biases = [key_bias[..., None]] if key_bias is not None else []
     biases += [bias] if bias is not None else []
     seed = dropout_seed.reshape(1) if dropout_p > 0 and dropout_seed is not None else None
     operands = (query.to(summed), key.to(summed), value.to(summed), *biases)
-    return Call(problem, (start, end, tiles, bits, seed), operands, query.dtype)
+    return Call(problem, (start, end, tiles, bits, indices, index_offset, seed), operands, query.dtype)
 
 
 def _inverse(denominator: Tensor) -> Tensor:

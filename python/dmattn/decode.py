@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from dmattn import checks, ops, unsupported
+from dmattn.decode_listed import Cache, decode_listed
 from dmattn.fake import accumulate_dtype
+from dmattn.masks import IndexMask
 from dmattn.sinks import sinks_of_heads
-from dmattn.sizes import Sizes, key_bias_rows
+from dmattn.sizes import Sizes, fitting_lists, key_bias_rows
 
 MAX_QUERIES = 16
 PAGE_UNIT = 16  # page sizes are multiples of it
@@ -19,14 +21,14 @@ PAGE_UNIT = 16  # page sizes are multiples of it
 @overload
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, key_bias: Tensor | None = None,
-    page_table: Tensor | None = None, sinks: Tensor | None = None, scale: float | None = None, softcap: float = 0.0,
-    return_lse: Literal[False] = False,
+    page_table: Tensor | None = None, mask: IndexMask | None = None, sinks: Tensor | None = None, scale: float | None = None,
+    softcap: float = 0.0, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, key_bias: Tensor | None = None,
-    page_table: Tensor | None = None, sinks: Tensor | None = None, scale: float | None = None, softcap: float = 0.0,
-    return_lse: Literal[True],
+    page_table: Tensor | None = None, mask: IndexMask | None = None, sinks: Tensor | None = None, scale: float | None = None,
+    softcap: float = 0.0, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def decode_attention(
     query: Tensor,
@@ -36,6 +38,7 @@ def decode_attention(
     *,
     key_bias: Tensor | None = None,
     page_table: Tensor | None = None,
+    mask: IndexMask | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -59,6 +62,8 @@ def decode_attention(
         page_table: int32 [B, max_pages] on query's device. Key j of sequence b lies in page ``page_table[b, j // page_size]``, and Smax is
             max_pages * page_size. A number that is out of range is no wrong access: if a key below ``lengths[b]`` would lie there, all of
             sequence b is empty, 0 with lse = -inf.
+        mask: an :class:`IndexMask` for the T queries: each sees those of its keys that are listed, in its local window or among the sinks, and
+            no others are read. Entries count a sequence's keys from its first one, with a page_table, too.
         sinks: [H], learned logits that only take weight: exp(sinks[h]) is added to the denominator. lse leaves them out.
         scale: factor of the products, default D ** -0.5.
         softcap: if > 0, products become ``softcap * tanh(s / softcap)`` before biases are added.
@@ -87,7 +92,14 @@ def decode_attention(
     softcap = checks.softcap(softcap)
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         unsupported.refuse_onnx()
-    out, lse = ops.decode(query, key_cache, value_cache, lengths, page_table, key_bias, sinks, True, scale, softcap)
+    if mask is None:
+        out, lse = ops.decode(query, key_cache, value_cache, lengths, page_table, key_bias, sinks, True, scale, softcap)
+    else:
+        if not isinstance(mask, IndexMask):
+            raise TypeError(f"mask: expected an IndexMask, got {checks.type_of(mask)}")
+        fitting_lists(mask, sizes)
+        cache = Cache(key_cache, value_cache, lengths, page_table)
+        out, lse = decode_listed(query, cache, mask, key_bias, sinks, sizes, scale, softcap)
     return (out, lse) if return_lse else out
 
 

@@ -103,13 +103,15 @@ def forward(
     rows: Tensor | None,
     columns: Tensor | None,
     bits: Tensor | None,
+    indices: Tensor | None,
+    index_offset: Tensor | None,
     key_bias: Tensor | None,
     bias: Tensor | None,
     dropout_seed: Tensor | None,
     *options: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (key, value, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
-    check_one_device("forward", "query", query, *tensors)
+    masks = (start, end, tiles, rows, columns, bits, indices, index_offset)
+    check_one_device("forward", "query", query, key, value, *masks, key_bias, bias, dropout_seed)
     lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
     has_bias = key_bias is not None or bias is not None
     return empty_in_order_of(query, value.shape[3]), lse, lse.new_empty(lse.shape if has_bias else (0,))
@@ -130,6 +132,8 @@ def backward(
     rows: Tensor | None,
     columns: Tensor | None,
     bits: Tensor | None,
+    indices: Tensor | None,
+    index_offset: Tensor | None,
     key_bias: Tensor | None,
     bias: Tensor | None,
     dropout_seed: Tensor | None,
@@ -141,10 +145,10 @@ def backward(
     need_key_bias: bool,
     need_bias: bool,
     lse_rest: Tensor | None = None,
-    is_in_order: bool = False,
-    most_keys: int = 0,
+    *last: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (grad_out, grad_lse, key, value, out, lse, start, end, tiles, rows, columns, bits, key_bias, bias, dropout_seed)
+    masks = (start, end, tiles, rows, columns, bits, indices, index_offset)
+    tensors = (grad_out, grad_lse, key, value, out, lse, *masks, key_bias, bias, dropout_seed)
     check_one_device("backward", "query", query, *tensors, lse_rest)
     summed = accumulate_dtype(query.dtype)
     return (

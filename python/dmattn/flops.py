@@ -18,19 +18,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dmattn import checks
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.composed import LISTS, Masks, pairs_seen
+from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
 from dmattn.masks.heads import repeat_heads
-from dmattn.masks.tables import elements
 
 COUNTER = "torch.utils.flop_counter"
-CHUNK = 1 << 22  # elements of interval & block that are counted at once
+CHUNK = 1 << 22  # pairs that are looked at together, about
 
 
 def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = False, batch: int = 1, heads: int = 1) -> int:
     """How many (query, key) pairs a mask lets through, over all batches and heads. Interval masks take O(N) memory.
 
     Args:
-        mask: None (all), IntervalMask, BlockMask or ``interval & block``.
+        mask: None (all), IntervalMask, BlockMask, IndexMask or an intersection of such.
         Sq: number of queries.
         Sk: number of keys.
         is_causal: also hide later keys.
@@ -43,38 +43,41 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
     for name, size in (("Sq", Sq), ("Sk", Sk), ("batch", batch), ("heads", heads)):
         checks.length(name, size)
     checks.flag("is_causal", is_causal)
-    start = end = tiles = bits = None
-    if isinstance(mask, IntervalMask):
-        start, end = mask.start, mask.end
-    elif isinstance(mask, BlockMask):
-        tiles, bits = mask.tiles, mask.bits
-    elif isinstance(mask, CombinedMask):
-        start, end, tiles, bits = mask.interval.start, mask.interval.end, mask.block.tiles, mask.block.bits
-    elif mask is not None:
-        raise TypeError(f"mask: expected an IntervalMask, a BlockMask, interval & block or None, got {checks.type_of(mask)}")
-    interval = mask.interval if isinstance(mask, CombinedMask) else mask
-    if isinstance(interval, IntervalMask) and not interval.serves(Sk):
-        raise ValueError(f"mask: expected an IntervalMask for Sk={Sk} keys, got one for {interval.key_length}")
-    block = mask.block if isinstance(mask, CombinedMask) else mask
-    if isinstance(block, BlockMask) and not block.fits(Sq, Sk):
-        raise ValueError(f"mask: expected a BlockMask for Sq={Sq}, Sk={Sk}, got one for {block.lengths}")
-    tables = [t for t in (start, end, tiles) if t is not None]
+    if mask is not None and not isinstance(mask, IntervalMask | BlockMask | IndexMask | CombinedMask):
+        raise TypeError(
+            f"mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or None, got {checks.type_of(mask)}"
+        )
+    parts = mask._parts() if isinstance(mask, CombinedMask) else [] if mask is None else [mask]
+    masks, lists = Masks(None, None, None, None, None, None), LISTS
+    for part in parts:
+        if isinstance(part, IntervalMask):
+            if not part.serves(Sk):
+                raise ValueError(f"mask: expected an IntervalMask for Sk={Sk} keys, got one for {part.key_length}")
+            masks = masks._replace(start=part.start.expand(-1, -1, Sk), end=part.end.expand(-1, -1, Sk))
+        elif isinstance(part, BlockMask):
+            if not part.fits(Sq, Sk):
+                raise ValueError(f"mask: expected a BlockMask for Sq={Sq}, Sk={Sk}, got one for {part.lengths}")
+            masks = masks._replace(tiles=part.tiles, bits=part.bits)
+        else:
+            if not part.fits(Sq):
+                raise ValueError(f"mask: expected an IndexMask for Sq={Sq}, got one for {part.query_length}")
+            masks, lists = masks._replace(indices=part.indices), (part.block_size, part.local, part.sink_keys)
+            is_causal = is_causal or part.is_causal
+    tables = [t for t in (masks.start, masks.end, masks.tiles, masks.indices) if t is not None]
     batch = max([batch, *(t.shape[0] for t in tables)])
     heads = max([heads, *(t.shape[1] for t in tables)])
     for t in tables:
         if t.shape[0] not in (1, batch) or heads % max(1, t.shape[1]):
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, ..] with B={batch}, H={heads}, got {checks.shape_of(t)}")
-    return _pairs(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
+    return _pairs(masks, lists, is_causal, batch, heads, Sq, Sk)
 
 
-def _pairs(
-    start: Tensor | None, end: Tensor | None, tiles: Tensor | None, bits: Tensor | None, is_causal: bool,
-    batch: int, heads: int, Sq: int, Sk: int,
-) -> int:  # fmt: skip
-    if any(isinstance(t, FakeTensor) or t.is_meta for t in (start, end, tiles) if t is not None):
+def _pairs(masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: int, heads: int, Sq: int, Sk: int) -> int:
+    start, end = masks.start, masks.end
+    if any(isinstance(t, FakeTensor) or t.is_meta for t in masks if t is not None):
         return batch * heads * Sq * Sk
-    if tiles is not None and bits is not None:
-        return _pairs_by_element(start, end, tiles, bits, is_causal, batch, heads, Sq, Sk)
+    if masks.tiles is not None or masks.indices is not None:
+        return _pairs_by_element(masks, lists, is_causal, batch, heads, Sq, Sk)
     if start is None and end is None:
         before = max(0, Sk - Sq)  # a query at position p sees p + 1 keys
         return batch * heads * ((Sk * (Sk + 1) - before * (before + 1)) // 2 if is_causal else Sq * Sk)
@@ -98,45 +101,46 @@ def _interval_bounds(
 
 
 def _pairs_by_element(
-    start: Tensor | None,
-    end: Tensor | None,
-    tiles: Tensor,
-    bits: Tensor,
-    is_causal: bool,
-    batch: int,
-    heads: int,
-    Sq: int,
-    Sk: int,
+    masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: int, heads: int, Sq: int, Sk: int
 ) -> int:
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, tiles.device)
-    total = 0
+    given = [t for t in (masks.start, masks.end, masks.tiles, masks.indices) if t is not None]
+    own_heads = max(t.shape[1] for t in given)
     rows = max(1, CHUNK // max(Sk, 1))
-    visible = elements(tiles, bits, Sq, Sk)
-    share = max(first.shape[1], visible.shape[1])
-    first, last, visible = (repeat_heads(t, share) for t in (first, last, visible))
+    total = 0
     for row in range(0, Sq, rows):
-        position = torch.arange(row, min(row + rows, Sq), device=tiles.device)[:, None] + (Sk - Sq)
-        inside = (first[:, :, None] <= position) & (position < last[:, :, None])
-        chunk = inside & visible[:, :, row : row + rows]
-        total += int(chunk.sum()) * (batch * heads // max(1, chunk.shape[0] * chunk.shape[1]))
+        place = ((row, min(row + rows, Sq)), (0, Sk))
+        seen = pairs_seen(masks, is_causal, lists, place, Sk - Sq, own_heads, given[0].device)
+        assert seen is not None
+        total += int(seen.sum()) * (batch * heads // max(1, seen.shape[0] * seen.shape[1]))
     return total
 
 
 def _forward_flops(
     query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, end: Tensor | None, tiles: Tensor | None, rows: Tensor | None,
-    columns: Tensor | None, bits: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None,
-    is_causal: bool, *options: object, **kwargs: object,
+    columns: Tensor | None, bits: Tensor | None, indices: Tensor | None, index_offset: Tensor | None, key_bias: Tensor | None,
+    bias: Tensor | None, dropout_seed: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
+    return _attention_flops(
+        query, value, Masks(start, end, tiles, bits, indices, index_offset), is_causal, key.shape[2], options[6:]
+    )
+
+
+def _attention_flops(query: Tensor, value: Tensor, masks: Masks, is_causal: bool, keys: int, lists: Sequence[int]) -> int:
+    """lists: how lists are read; last numbers that have their defaults may be left out."""
     batch, heads, length, size = query.shape
-    pairs = _pairs(start, end, tiles, bits, is_causal, batch, heads, length, key.shape[2])
-    return 2 * pairs * (size + value.shape[3])
+    block, local, sinks = (*lists, *LISTS[len(lists) :])
+    return 2 * _pairs(masks, (block, local, sinks), is_causal, batch, heads, length, keys) * (size + value.shape[3])
 
 
-def _backward_flops(grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-                    *mask_and_options: Any, **kwargs: object) -> int:  # fmt: skip
+def _backward_flops(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, start: Tensor | None,
+    end: Tensor | None, tiles: Tensor | None, rows: Tensor | None, columns: Tensor | None, bits: Tensor | None, indices: Tensor | None,
+    index_offset: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None, is_causal: bool,
+    *options: Any, **kwargs: Any,
+) -> int:  # fmt: skip
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
-    forward: int = _forward_flops(query, key, value, *mask_and_options)
-    return forward * 5 // 2
+    masks = Masks(start, end, tiles, bits, indices, index_offset)
+    return _attention_flops(query, value, masks, is_causal, key.shape[2], options[9:]) * 5 // 2
 
 
 def _step_flops(key_cache: Tensor, value_cache: Tensor, score_cache: Tensor, position: Tensor, entered: Tensor, steps: Tensor,

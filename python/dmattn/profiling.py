@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from dmattn import autograd, ops
+from dmattn.call import NO_MASK
+from dmattn.composed import LISTS
 from dmattn.stats import count
 
 Call = Callable[..., Any]
@@ -35,8 +37,8 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     """Replaces the functions that the public functions call by ones that print or mark, where the environment asks for it."""
     log, nvtx = (is_on(name, environment) for name in VARIABLES)
     if log:
-        ops.forward = logged(ops.forward, lambda inputs: (inputs[3:9], inputs[12]))
-        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: ((None,) * 6, inputs[7]))
+        ops.forward = logged(ops.forward, lambda inputs: (inputs[3:11], inputs[14], inputs[21:24]))
+        ops.decode_if_plain = logged(ops.decode_if_plain, lambda inputs: (NO_MASK, inputs[7], LISTS))
     if nvtx and torch.version.cuda is None:
         warnings.warn("DMATTN_NVTX: this torch was built without CUDA and has no NVTX, so nothing is marked", stacklevel=2)
     elif nvtx:
@@ -45,20 +47,20 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
         autograd._gradients = marked("dmattn.backward", autograd._gradients)
 
 
-def logged(op: Call, mask_of: Callable[[tuple[Any, ...]], tuple[Any, bool]]) -> Call:
+def logged(op: Call, mask_of: Callable[[tuple[Any, ...]], tuple[Any, bool, tuple[int, int, int]]]) -> Call:
     """An op of attention with a line on stderr for each eager call that it serves. Reading the mask waits for its device.
 
     Args:
         op: takes query, key, value and more.
-        mask_of: from all of its arguments to the six tensors of the mask that ``forward`` takes, and is_causal.
+        mask_of: from all of its arguments to the eight tensors of the mask that ``forward`` takes, is_causal, and how lists are read.
     """
 
     @functools.wraps(op)
     def call(*inputs: Any) -> Any:
         result = op(*inputs)
         if result is not None and not torch.compiler.is_compiling() and not ops._watched(inputs) and not inputs[0].is_meta:
-            masks, is_causal = mask_of(inputs)
-            counted = count([given.shape for given in inputs[:3]], inputs[0].dtype, masks, is_causal)
+            masks, is_causal, lists = mask_of(inputs)
+            counted = count([given.shape for given in inputs[:3]], inputs[0].dtype, masks, is_causal, lists)
             print(f"dmattn: {counted.line}, on {inputs[0].device}", file=sys.stderr, flush=True)
         return result
 

@@ -30,8 +30,8 @@ NONE = Roles(None, None)
 PAGED = Roles(None, 2)  # [pages, page_size, Hkv, D]
 PER_SEQUENCE = Roles(0, None)
 PER_HEAD = Roles(None, 0)
-# Of the op forward's twelve tensors: query to columns, bits, key_bias, bias, dropout_seed.
-FORWARD = (*(USUAL,) * 8, NONE, USUAL, USUAL, NONE)
+# Of the op forward's tensors: query to columns, bits, indices, index_offset, key_bias, bias, dropout_seed.
+FORWARD = (*(USUAL,) * 8, NONE, USUAL, PER_SEQUENCE, USUAL, USUAL, NONE)
 
 
 def is_sharded(given: object) -> bool:

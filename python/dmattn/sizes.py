@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.fake import accumulate_dtype
-from dmattn.masks import BlockMask
+from dmattn.masks import BlockMask, IndexMask
+from dmattn.masks.index import with_four_dims
 from dmattn.masks.interval import with_three_dims
 
 
@@ -144,6 +145,21 @@ def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
     tiles = block.tiles
     per_head("mask", tiles, sizes, tiles.shape[2:], "[B|1, H|Hkv|1, Sq, Sk]", block.shape)
     return block.cut(sizes.query_length, sizes.key_length)
+
+
+def fitting_lists(index: IndexMask, sizes: Sizes) -> Tensor:
+    """The lists of an index mask, checked against the call's sizes. Entries beyond the keys are refused where their values are known."""
+    lists = with_four_dims(index.indices)  # fewer under torch.vmap over a mask's batch
+    if lists.shape[2] != sizes.query_length:
+        raise ValueError(f"mask: expected an IndexMask for Sq={sizes.query_length}, got one for Sq={lists.shape[2]}")
+    per_head("mask", lists, sizes, lists.shape[2:], "[B|1, H|Hkv|1, Sq, K]", index.indices.shape)
+    if checks.values_are_known(lists) and lists.numel():
+        blocks, most = -(-sizes.key_length // index.block_size), int(lists.amax())
+        if most >= blocks:
+            raise ValueError(
+                f"mask: expected entries below {blocks} for Sk={sizes.key_length} keys in blocks of {index.block_size}, got {most}"
+            )
+    return lists if lists.stride(3) == 1 else lists.contiguous()
 
 
 def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, Sk]") -> Tensor:

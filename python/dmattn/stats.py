@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.call import NO_MASK, at_offset, mask_tensors, options_of
-from dmattn.composed import visible_in_blocks
+from dmattn.call import NO_MASK, at_offset, mask_tensors, options_of, with_mask
+from dmattn.composed import LISTS, Masks, pairs_seen
 from dmattn.fake import accumulate_dtype
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
 from dmattn.masks.heads import same_heads
 from dmattn.sizes import sizes_of
 
@@ -34,7 +34,7 @@ class Stats:
         key_shape: (B, Hkv, Sk, D).
         value_dim: Dv.
         dtype: of query, key and value.
-        kind: "none", "interval", "block" or "interval & block".
+        kind: "none", or the parts of the mask: "interval", "block", "index", "interval & block" and so on.
         tile: queries and keys of a tile.
         visible_pairs: pairs of a query and a key that it sees.
         live_keys: keys that are live for a row of tiles, summed over rows.
@@ -163,8 +163,8 @@ def stats(
 ) -> Stats:
     """What a call of :func:`attention` would do, without running it.
 
-    Interval masks take memory and time in proportion to keys and tiles. Block masks are looked at element by element, in pieces. Reading
-    the mask waits for its device.
+    Interval masks take memory and time in proportion to keys and tiles. Block masks and lists are looked at element by element, in pieces.
+    Reading the mask waits for its device.
 
     Args:
         query_shape: [B, H, Sq, D], as ``query.shape``.
@@ -195,13 +195,13 @@ def stats(
             raise ValueError(f"{name}: expected sizes whose product is at most 2^54, got {list(shape)}")
     sizes = sizes_of(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
     sizes = sizes._replace(device=torch.device("cpu") if mask is None else getattr(mask, "device", torch.device("cpu")))
-    options = options_of(sizes, None, checks.flag("is_causal", is_causal), None)
+    options = with_mask(options_of(sizes, None, checks.flag("is_causal", is_causal), None), mask)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
     if not all(checks.values_are_known(given) or given.is_cuda for given in masks if given is not None):
         raise ValueError("mask: expected a mask with values, got one on the meta device or of a program that is being traced")
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
-    return count(shapes, dtype, masks, options.is_causal, None if tile is None else _tile_of(tile))
+    return count(shapes, dtype, masks, options.is_causal, options.lists(), None if tile is None else _tile_of(tile))
 
 
 def count(
@@ -209,20 +209,23 @@ def count(
     dtype: torch.dtype,
     masks: tuple[Tensor | None, ...],
     is_causal: bool,
+    lists: tuple[int, int, int] = LISTS,
     tile: tuple[int, int] | None = None,
 ) -> Stats:
-    """The counts of a call from what the op ``forward`` takes: shapes of query, key and value, and its six tensors of the mask."""
-    start, end, tiles, _, _, bits = masks
+    """The counts of a call from what the op ``forward`` takes: shapes of query, key and value, its eight tensors of the mask, and how lists
+    are read."""
+    start, end, tiles, _, _, bits, indices, index_offset = masks
     if tile is None:
         tile = TILE if bits is None else (bits.shape[1], bits.shape[2] * 32)
     (batch, heads, queries, _), keys = shapes[0], shapes[1][2]
-    if tiles is None or bits is None:
+    if tiles is None and indices is None:
         found = _by_intervals(start, end, is_causal, queries, keys, tile)
     else:
-        found = _by_elements(start, end, tiles, bits, is_causal, queries, keys, tile)
+        by_element = Masks(start, end, tiles, bits, indices, index_offset)
+        found = _by_elements(by_element, is_causal, lists, queries, keys, tile, of_tiles=indices is None)
     *counts, sees_later = found
-    has_intervals = start is not None or end is not None
-    kind = " & ".join(name for name, has in (("interval", has_intervals), ("block", tiles is not None)) if has) or "none"
+    parts = {"interval": start is not None or end is not None, "block": tiles is not None, "index": indices is not None}
+    kind = " & ".join(name for name, has in parts.items() if has) or "none"
     pairs, live, computed, active, full = (
         of.cpu().repeat_interleave(heads // max(of.shape[1], 1), 1).expand(batch, heads) for of in counts
     )
@@ -294,44 +297,42 @@ def _by_intervals(
 
 
 def _by_elements(
-    start: Tensor | None, end: Tensor | None, tiles: Tensor, bits: Tensor, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
-) -> tuple[Any, ...]:  # fmt: skip
-    """The same for a block mask, alone or beside intervals: every element is looked at, a few rows of tiles at a time."""
-    device, base = tiles.device, keys - queries
+    masks: Masks, is_causal: bool, lists: tuple[int, int, int], queries: int, keys: int, tile: tuple[int, int], *, of_tiles: bool
+) -> tuple[Any, ...]:
+    """The same for block masks and lists, alone or beside others: every element is looked at, a few rows of tiles at a time.
+
+    of_tiles: whether whole tiles are computed, not the live keys of a row of tiles.
+    """
+    given = [table for table in (masks.start, masks.end, masks.tiles, masks.indices) if table is not None]
+    device, base = given[0].device, keys - queries
     key = torch.arange(keys, device=device)
     tile_q, tile_k = tile
     columns = -(-keys // tile_k)
-    given = [table for table in (start, end, tiles) if table is not None]
     size = (max(table.shape[0] for table in given), max(table.shape[1] for table in given))
     pairs, live_keys, computed, active, full = (torch.zeros(size, dtype=torch.int64, device=device) for _ in range(5))
     area = torch.nn.functional.pad(torch.ones_like(key), (0, columns * tile_k - keys)).view(columns, tile_k).sum(1)
     sees_later = False
     for row in range(0, queries, tile_q):
         query = torch.arange(row, min(row + tile_q, queries), device=device)[:, None]
-        visible = visible_in_blocks(tiles, bits, query, key)
-        if is_causal:
-            visible = visible & (key <= query + base)
-        if start is not None:
-            visible = torch.logical_and(*same_heads(visible, start[:, :, None] <= query + base, "start", "tiles"))
-        if end is not None:
-            visible = torch.logical_and(*same_heads(visible, query + base < end[:, :, None], "end", "tiles"))
+        visible = pairs_seen(masks, is_causal, lists, ((row, row + len(query)), (0, keys)), base, size[1], device)
+        assert visible is not None
         seen, count_of = visible.any(2), visible.sum(2)
         in_tiles = torch.nn.functional.pad(count_of, (0, columns * tile_k - keys)).unflatten(-1, (columns, tile_k)).sum(-1)
         pairs += count_of.sum(-1)
         live_keys += seen.sum(-1)
         active += (in_tiles > 0).sum(-1)
         full += (in_tiles == area * len(query)).sum(-1) if keys else 0
-        computed += ((in_tiles > 0) * area * len(query)).sum(-1)
+        computed += ((in_tiles > 0) * area * len(query)).sum(-1) if of_tiles else seen.sum(-1) * len(query)
         sees_later = sees_later or bool((visible & (key > query + base)).any())
     return pairs, live_keys, computed, active, full, sees_later
 
 
 def _key_length(mask: object) -> int | None:
     """How many keys a mask is for, None for any number."""
-    if isinstance(mask, CombinedMask):  # the block mask may serve shorter lengths as well, an interval mask does not
-        return mask.block.key_length if mask.interval.key_length is None else mask.interval.key_length
-    if isinstance(mask, IntervalMask | BlockMask):
+    if isinstance(mask, IntervalMask | BlockMask | CombinedMask):
         return mask.key_length
+    if isinstance(mask, IndexMask):
+        return None
     return mask.shape[-1] if isinstance(mask, Tensor) and mask.dim() and mask.shape[-1] != 1 else None
 
 

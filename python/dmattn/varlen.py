@@ -12,30 +12,31 @@ from torch import Tensor
 
 from dmattn import checks, ops
 from dmattn._library import build_info
-from dmattn.call import NO_MASK, attend, autocast, new_seed, options_of
+from dmattn.call import NO_MASK, MaskTensors, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
-from dmattn.masks import ALWAYS, IntervalMask, bounds
+from dmattn.masks import ALWAYS, CombinedMask, IndexMask, IntervalMask, bounds
 from dmattn.masks.heads import same_heads
+from dmattn.masks.index import with_four_dims
 from dmattn.renamed import renamed
 from dmattn.sinks import with_sinks
-from dmattn.sizes import Sizes, interval_rows, key_bias_rows, sizes_of, with_own_gradient
+from dmattn.sizes import Sizes, fitting_lists, interval_rows, key_bias_rows, sizes_of, with_own_gradient
 
 
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
-    key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
-    return_lse: Literal[False] = False,
+    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
+    sinks: Tensor | None = None, return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *, is_causal: bool = False,
-    mask: IntervalMask | None = None, scores: Tensor | None = None, window: int | None = None, local: int = 0, sink_keys: int = 0,
-    key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None, softcap: float | None = 0.0,
-    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
-    return_lse: Literal[True],
+    mask: IntervalMask | IndexMask | CombinedMask | None = None, scores: Tensor | None = None, window: int | None = None,
+    local: int = 0, sink_keys: int = 0, key_bias: Tensor | None = None, bias: Tensor | None = None, scale: float | None = None,
+    softcap: float | None = 0.0, dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False,
+    sinks: Tensor | None = None, return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @renamed(sink="sink_keys")
 def varlen_attention(
@@ -46,7 +47,7 @@ def varlen_attention(
     cu_seqlens_k: Tensor | None = None,
     *,
     is_causal: bool = False,
-    mask: IntervalMask | None = None,
+    mask: IntervalMask | IndexMask | CombinedMask | None = None,
     scores: Tensor | None = None,
     window: int | None = None,
     local: int = 0,
@@ -79,6 +80,8 @@ def varlen_attention(
         is_causal: also hide keys later than the query's position.
         mask: an :class:`IntervalMask` for Tk keys that is intersected. Its positions are those of packed keys: the query stands where key
             ``a + Lk - Lq`` of its document lies, so ``IntervalMask.sliding_window(Tk, left)`` is a sliding window within each document.
+            Or an :class:`IndexMask` for Tq queries, whose entries count keys, or blocks of keys, from the beginning of the query's
+            document, as its local window and its sinks do; or both, ``interval & index``.
         scores: [Tk, Hkv], floating point: each query sees the ``window`` best-scored keys of its document among those it may see, and the
             scores are added to the logits, as in :func:`dynamic_mask_attention`. Selection has no gradient; scores get theirs through the
             logits. To select without adding: ``mask=IntervalMask.top_k(scores.T[None], window, base=IntervalMask.documents(Tk, cu_seqlens_k))``.
@@ -117,15 +120,17 @@ def varlen_attention(
             )
     elif key.shape[0] != query.shape[0]:
         ends_k = _ends("cu_seqlens_q", cu_seqlens_q, query, key.shape[0])
-    if mask is not None and not isinstance(mask, IntervalMask):
-        raise TypeError(f"mask: expected an IntervalMask, got {checks.type_of(mask)}")
+    mask, index = parts_of(mask)
+    is_causal = is_causal or (index is not None and index.is_causal)
     window = _checked_window(scores, window, local, sink_keys, is_causal)
     if scores is not None:
         scores = _key_rows("scores", scores, query, key, (key.shape[1],), "[Tk, Hkv]")
     if key_bias is not None:
         key_bias = _key_rows("key_bias", key_bias, query, key, (query.shape[1], key.shape[1], 1), "[Tk] or [Tk, H|Hkv|1]")
     packed = Packed(query, key, value, ends_q, ends_k, scores, key_bias)
-    rules = Rules(is_causal, mask, window, local, sink_keys, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic)
+    rules = Rules(
+        is_causal, mask, index, window, local, sink_keys, bias, sinks, scale, softcap, dropout_p, dropout_seed, deterministic
+    )
     most = checks.MAX_LENGTH
     if max(query.shape[0], key.shape[0]) <= most:
         out, lse = attend_packed(packed, rules)
@@ -153,6 +158,7 @@ class Rules(NamedTuple):
 
     is_causal: bool
     mask: IntervalMask | None
+    listed: IndexMask | None
     window: int | None  # None: nothing is selected
     local: int
     sink_keys: int
@@ -180,9 +186,14 @@ def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> t
     is_causal = rules.is_causal and packed.ends_k is None
     options = options_of(
         sizes, rules.dropout_seed, is_causal, rules.scale, rules.softcap, rules.dropout_p, rules.deterministic,
-        is_in_order=rules.window is None and (rules.mask is None or rules.mask.is_in_order),
+        is_in_order=rules.listed is None and rules.window is None and (rules.mask is None or rules.mask.is_in_order),
     )  # fmt: skip
-    out, lse = attend(query, key, value, sizes, (start, end, *NO_MASK[2:]), key_bias, rules.bias, options)
+    masks: MaskTensors = (start, end, *NO_MASK[2:])
+    if rules.listed is not None:
+        lists, local = packed_lists(packed, rules.listed, sizes)
+        masks = (start, end, *NO_MASK[2:6], lists, None)
+        options = options._replace(most_keys=bounds.fewer(lists.shape[3] + local, checks.MAX_LENGTH), index_local=local)
+    out, lse = attend(query, key, value, sizes, masks, key_bias, rules.bias, options)
     if rules.sinks is not None:
         out = with_sinks(out, lse, rules.sinks, sizes)
     # The gradient of squeeze is a view, that of an index a copy among zeros.
@@ -247,6 +258,33 @@ def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | No
     return start, end
 
 
+def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor, int]:
+    """The lists of an index mask with entries that are packed keys, int32 [1, H|Hkv|1, Tq, K'], and the op's local window.
+
+    Entries count from the beginning of the query's document. Blocks become single keys, since documents begin anywhere; sinks, and a local
+    window where queries and keys are not the same tokens, become entries.
+    """
+    ends_q = packed.ends_q.to(sizes.device, non_blocking=True).long()
+    ends_k = ends_q if packed.ends_k is None else packed.ends_k.to(sizes.device, non_blocking=True).long()
+    query = torch.arange(sizes.query_length, device=sizes.device)
+    # Counted from 1. Queries behind the last document are in one more, which is empty.
+    document = torch.searchsorted(ends_q, query, right=True)
+    first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
+    fitting_lists(index, sizes)
+    lists = with_four_dims(index.keys())
+    own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
+    local = index.local
+    if packed.ends_k is not None and local:
+        # Where the query stands among its document's keys.
+        behind = with_last_twice(ends_q).index_select(0, document) - query
+        last = end_key - first_key - behind[:, None]
+        own.append((last - torch.arange(local, device=sizes.device)).expand(1, 1, -1, -1))
+        local = 0
+    entries = torch.cat([given.expand(-1, lists.shape[1], -1, -1) for given in own], dim=3)
+    inside = (entries >= 0) & (entries < end_key - first_key)
+    return torch.where(inside, entries + first_key, -1).int(), local
+
+
 def with_last_twice(ends: Tensor) -> Tensor:
     return torch.cat((ends, ends[-1:]))
 
@@ -261,7 +299,9 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
     """
     if packed.query.device.type != "cuda" or max(packed.query.shape[0], packed.key.shape[0]) > checks.MAX_LENGTH_IN_ORDER:
         return False
-    has_more = any(given is not None for given in (packed.scores, packed.key_bias, rules.mask, rules.window, rules.bias))
+    has_more = any(
+        given is not None for given in (packed.scores, packed.key_bias, rules.mask, rules.listed, rules.window, rules.bias)
+    )
     is_plain = not (has_more or rules.softcap or rules.dropout_p or rules.deterministic)
     return (
         is_plain
@@ -279,7 +319,7 @@ def takes_long_packs(packed: Packed, rules: Rules) -> bool:
 def attend_in_parts(packed: Packed, rules: Rules, longest: int) -> tuple[Tensor, Tensor]:
     """:func:`attend_packed` for any number of tokens, in calls of at most ``longest``, cut between documents."""
     queries, keys = packed.query.shape[0], packed.key.shape[0]
-    for name, left_out in (("mask", rules.mask), ("bias", rules.bias)):
+    for name, left_out in (("mask", rules.mask), ("mask", rules.listed), ("bias", rules.bias)):
         if left_out is not None:
             raise ValueError(f"{name}: expected None for more than {longest} packed tokens, got Tq={queries}, Tk={keys}")
     device = packed.query.device
@@ -359,6 +399,15 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     if value.shape[:2] != key.shape[:2]:
         expected = f"Tk={key.shape[0]}, Hkv={key.shape[1]}"
         raise ValueError(f"value: expected [Tk, Hkv, Dv] with {expected}, got {checks.shape_of(value)}")
+
+
+def parts_of(mask: object) -> tuple[IntervalMask | None, IndexMask | None]:
+    """The intervals and the lists of a mask."""
+    if isinstance(mask, CombinedMask) and mask.block is None:
+        return mask.interval, mask.index
+    if mask is not None and not isinstance(mask, IntervalMask | IndexMask):
+        raise TypeError(f"mask: expected an IntervalMask, an IndexMask or interval & index, got {checks.type_of(mask)}")
+    return (None, mask) if isinstance(mask, IndexMask) else (mask, None)
 
 
 def _ends(name: str, given: object, query: Tensor, length: int) -> Tensor:

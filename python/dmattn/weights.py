@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dmattn import checks
-from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of
-from dmattn.composed import visible_in_blocks, without_autocast
+from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of, with_mask
+from dmattn.composed import visible_in_blocks, visible_in_lists, without_autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import Mask
 from dmattn.sharding import beside
@@ -56,11 +56,11 @@ def attention_weights(
     checks.flag("is_causal", is_causal)
     query, key, _ = autocast(query, key, key)
     sizes = sizes_of(query, key, key)
-    options = options_of(sizes, None, is_causal, scale, softcap)
+    options = with_mask(options_of(sizes, None, is_causal, scale, softcap), mask)
     masks = NO_MASK if mask is None else mask_tensors(mask, sizes)
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
-    start, end, tiles, _, _, bits = masks
+    start, end, tiles, _, _, bits, indices, index_offset = masks
     head, row = _numbers("heads", heads, sizes.heads, query.device), _numbers("rows", rows, sizes.query_length, query.device)
 
     def of_heads(given: Tensor) -> Tensor:
@@ -79,6 +79,9 @@ def attention_weights(
         visible = visible & (position < of_heads(end)[:, :, None])
     if tiles is not None and bits is not None:
         visible = visible & visible_in_blocks(of_heads(tiles), bits, row[:, None], keys)
+    if indices is not None:
+        own = position if index_offset is None else row[:, None] + index_offset[:, None, None, None]
+        visible = visible & visible_in_lists(of_heads(indices)[:, :, row], options.lists(), own, (0, sizes.key_length))
 
     # Compute their logits. A key that none of them sees may hold anything.
     dtype = accumulate_dtype(query.dtype)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dmattn.compat import block_sparse_attn, flash_attn, flash_dmattn, flashkernel, flashmask, triton_flashattn
-from test_errors import STRANGE
+from strange import STRANGE, assert_taken_or_refused
 
 Q, K, V = torch.randn(2, 5, 4, 16), torch.randn(2, 6, 2, 16), torch.randn(2, 6, 2, 8)
 PQ, PK, PV = Q.flatten(0, 1), K.flatten(0, 1), V.flatten(0, 1)
@@ -118,20 +118,10 @@ EXCEPT = {
 def test_anything_for_any_argument(function, argument):
     """It is taken by the arguments that say so, or refused with TypeError or ValueError, and the message opens with an argument's name."""
     names = [*ARGUMENTS[function], "query", "key", "value", "sinks", "dropout_p", "q, k, v", "query, key"]
-    opening = re.compile("(" + "|".join(map(re.escape, names)) + "): expected ")
-    wrong = []
-    for what, given in STRANGE.items():
-        if argument == "attention_bias" and what.startswith("2^40") and function in DENSE:
-            continue  # there is memory for every element, or torch's error
-        try:
-            function(**ARGUMENTS[function] | {argument: given})
-        except (TypeError, ValueError) as error:
-            if not opening.match(str(error)):
-                wrong.append(f"{what}: {error}")
-        else:
-            if what not in EXCEPT.get((function, argument), TAKEN.get(argument, ())):
-                wrong.append(f"{what} was taken")
-    assert not wrong, "\n".join(wrong)
+    # There is memory for every element of a bias, or torch's error.
+    left_out = {what for what in STRANGE if what.startswith("2^40") and argument == "attention_bias" and function in DENSE}
+    taken = EXCEPT.get((function, argument), TAKEN.get(argument, ()))
+    assert_taken_or_refused(function, ARGUMENTS[function], argument, names, taken, left_out)
 
 
 SHORT, LATE = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([1, 5, 10], dtype=torch.int32)

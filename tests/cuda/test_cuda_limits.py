@@ -70,7 +70,7 @@ def test_float32_says_what_is_supported():
     with pytest.raises(TypeError, match="query: expected dtype bfloat16, float16, got float32"):
         dmattn.attention(q, q, q)
     with pytest.raises(RuntimeError, match="bfloat16"):
-        torch.ops.dmattn.forward(q, q, q, *(None,) * 9, False, 1.0, 0.0, 0.0, False)
+        torch.ops.dmattn.forward(q, q, q, *(None,) * 11, False, 1.0, 0.0, 0.0, False)
 
 
 def test_impossible_family_is_an_error(run_python):

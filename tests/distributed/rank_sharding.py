@@ -216,7 +216,7 @@ def run_other_functions(group: dist.ProcessGroup) -> None:
 
     compare(varlen, packed, {name: shard(given, 1) for name, given in packed.items()})
     inputs = [shard(leaves[name], 1) for name in ("query", "key", "value")]
-    options = (*(None,) * 9, True, 0.25, 0.0, 0.0, False)
+    options = (*(None,) * 11, True, 0.25, 0.0, 0.0, False)
     out, lse, rest = torch.ops.dmattn.forward(*inputs, *options)
     plain = torch.ops.dmattn.forward(*(leaves[name] for name in ("query", "key", "value")), *options)
     for got, wanted in zip((out, lse, rest), plain, strict=True):

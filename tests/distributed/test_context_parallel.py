@@ -709,21 +709,8 @@ def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
 def test_the_benchmark_runs_on_two_ranks(tmp_path):
     """It compares with one process first, and refuses to time what differs."""
     output = tmp_path / "times.json"
-    sizes = [
-        "--lengths",
-        "1024",
-        "--window",
-        "64",
-        "--heads",
-        "2",
-        "--kv-heads",
-        "1",
-        "--head-dim",
-        "16",
-        "--repeats",
-        "1",
-        "--output",
-    ]
+    sizes = ["--lengths", "1024", "--window", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--repeats", "1",
+             "--output"]  # fmt: skip
     with started(2, "dmattn_bench.context_parallel", *sizes, output) as process:
         printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed.decode()

@@ -91,23 +91,6 @@ def rows_of(parameter, rank):
     return torch.nn.Parameter(parameter.detach().chunk(2)[rank])
 
 
-def test_projections_of_half_the_heads_make_a_layer_of_half_the_heads():
-    """By hand, without torch.distributed: the outputs of both halves add up to the layer's."""
-    layer, hidden = layer_of(score="linear"), tensor((2, 20, 64), 0, torch.float64)
-    total = 0
-    for rank in range(2):
-        part = layer_of(score="linear")
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(part, name).weight = rows_of(getattr(layer, name).weight, rank)
-        part.score_proj.weight, part.score_proj.bias = (
-            rows_of(layer.score_proj.weight, rank),
-            rows_of(layer.score_proj.bias, rank),
-        )
-        part.o_proj.weight = torch.nn.Parameter(layer.o_proj.weight.detach().chunk(2, dim=1)[rank])
-        total = total + part(hidden)
-    torch.testing.assert_close(total, layer(hidden))
-
-
 def test_what_does_not_fit_a_shard_is_refused():
     hidden = tensor((2, 20, 64), 0, torch.float64)
     for options, message in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dmattn import BlockMask, CombinedMask, IntervalMask
 from dmattn.masks import detect
-from dmattn.testing import per_query_head, poisoned_memory, strategies, top_k_visible
+from dmattn.testing import per_query_head, poisoned_memory, strategies
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
@@ -265,14 +265,6 @@ def test_trees_trace_with_any_length():
         assert torch.equal(traced(parents), IntervalMask.tree_from_parents(parents).to_tensor())
 
 
-def test_selection_within_chunks_and_left_padding(device):
-    scores = strategies.make_scores((2, 2, 30), "random", 3, device=device)
-    base = IntervalMask.chunked(30, 7, device=device) & IntervalMask.padding(30, torch.tensor([20, 30], device=device), "left")
-    selected = IntervalMask.top_k(scores, 3, base=base)
-    expected = top_k_visible(scores, 3, True, base.to_bool(30, 30))
-    assert torch.equal(selected.to_bool(30, 30), expected)
-
-
 # Packing ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -359,12 +351,6 @@ def test_every_byte_but_0_is_true(device, layout):
     assert torch.equal(BlockMask.from_bool(data.view(torch.bool)).to_bool()[0, 0], data != 0)
 
 
-def test_bits_beyond_the_lengths_are_zero(device):
-    mask = BlockMask.from_bool(torch.eye(37, dtype=torch.bool, device=device))
-    assert not mask.bits[:, 37:].any()
-    assert not (mask.bits[:, :, 2:]).any()
-
-
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_bits_beyond_the_lengths_are_zero_in_parts_of_a_wider_mask(device, is_transposed):
     """Where memory beyond the last query and key holds more of the mask, all of it True; its strides fit no fast way."""
@@ -417,14 +403,6 @@ def test_documents_are_in_order_and_every_mask_serves_its_own_lengths():
     assert not IntervalMask(torch.zeros_like(ends), ends).is_in_order
     assert documents.serves(30)
     assert not documents.serves(31)
-
-
-def test_only_partial_tiles_have_bits():
-    causal = BlockMask.from_bool(torch.ones(1024, 1024, dtype=torch.bool).tril(), 128)
-    assert causal.bits.shape[0] == 8
-    blocks = BlockMask.from_blocks(torch.rand(8, 8) < 0.5, 128)
-    assert not (blocks.tiles >= 2).any()
-    assert blocks.bits.shape[0] == 2  # room that tracing does not specialise on, and nothing in it
 
 
 @given(data=st.data())

@@ -615,7 +615,7 @@ REFUSED = {
     "cat of other blocks": (lambda: BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(SK, SQ))]), ValueError, "masks: expected one (Sq, Sk), got (40, 50) and (50, 40)"),
     "cat of other heads": (lambda: BlockMask.cat([MASKS["block"], BlockMask.from_bool(bools(3, SQ, SK))]), ValueError, "masks: expected numbers of heads that divide 3, got 2"),
     "stack of batches": (lambda: IntervalMask.stack([MASKS["interval"]]), ValueError, "masks: expected a batch of 1 in each (cat joins batches), got IntervalMask(shape=[3, 1, 50]"),
-    "buffer of booleans": (lambda: MaskBuffer(torch.ones(3, 3, dtype=torch.bool)), TypeError, "mask: expected an IntervalMask, a BlockMask or interval & block, got Tensor"),
+    "buffer of booleans": (lambda: MaskBuffer(torch.ones(3, 3, dtype=torch.bool)), TypeError, "mask: expected an IntervalMask, a BlockMask, an IndexMask or an intersection, got Tensor"),
     "buffer that is saved or not": (lambda: MaskBuffer(IntervalMask.causal(5), persistent="no"), TypeError, "persistent: expected a bool, got str"),
     "combined of tensors": (lambda: CombinedMask(INTS, MASKS["block"]), TypeError, "interval: expected an IntervalMask, got Tensor"),
     "combined of intervals": (lambda: CombinedMask(MASKS["interval"], MASKS["interval"]), TypeError, "block: expected a BlockMask, got IntervalMask"),

@@ -128,7 +128,7 @@ def test_it_is_saved_and_loaded():
 
 # What calls tell the ops --------------------------------------------------------------------------------------------------------------
 
-PLACE = 18  # of the hint among forward's arguments
+PLACE, BACKWARD_PLACE = 20, 27  # of the hint among the ops' arguments
 
 
 def tokens(length=SK, seed=0, heads=(4, 2)):
@@ -141,9 +141,9 @@ def told(monkeypatch):
     """What the ops forward and backward are told, in turn."""
     counts, forward, gradients = [], ops.forward, dmattn.autograd._gradients
     assert torch.ops.dmattn.forward.default._schema.arguments[PLACE].name == "most_keys"
-    assert torch.ops.dmattn.backward.default._schema.arguments[-1].name == "most_keys"
+    assert torch.ops.dmattn.backward.default._schema.arguments[BACKWARD_PLACE].name == "most_keys"
     monkeypatch.setattr(ops, "forward", lambda *inputs: counts.append(inputs[PLACE]) or forward(*inputs))
-    monkeypatch.setattr(dmattn.autograd, "_gradients", lambda inputs: counts.append(inputs[-1]) or gradients(inputs))
+    monkeypatch.setattr(dmattn.autograd, "_gradients", lambda inputs: counts.append(inputs[BACKWARD_PLACE]) or gradients(inputs))
     return counts
 
 

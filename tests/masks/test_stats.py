@@ -161,7 +161,7 @@ def test_it_reads_well():
         (((1, 2, 8, 8), None, (2**40, 2**30, 8, 8)), {}, ValueError, "key_shape: expected sizes whose product"),
         (((1, 2, 8, 8),), {"value_dim": 2**60}, ValueError, "value_dim: expected sizes whose product"),
         (((1, 2, 30, 8),), {"query_offset": 1.5}, TypeError, "query_offset: "),
-        (((1, 2, 30, 8), "causal"), {}, TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor"),
+        (((1, 2, 30, 8), "causal"), {}, TypeError, "mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection"),
         (((1, 2, 30, 8), IntervalMask.causal(31), (1, 2, 30, 8)), {}, ValueError, "mask: expected an IntervalMask for Sk=30"),
         (((1, 2, 30, 8), IntervalMask.causal(30, device="meta")), {}, ValueError, "mask: expected a mask with values"),
     ],

@@ -32,11 +32,14 @@ def arguments(device, dtype):
     seed = torch.tensor([3], device=device)
     plain = (False, 0.25, 0.0, 0.0, True)
     return {
-        "plain": ((q, k, v, *(None,) * 9, *plain), (0, 1, 2)),
-        "key alone": ((q.detach(), k, v.detach(), *(None,) * 9, *plain), (1,)),
-        "key_bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 6, key_bias, None, None, *plain), (9,)),
-        "bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 7, bias, None, *plain), (10,)),
-        "everything": ((q, k, v, None, end, *tables, key_bias, bias, seed, True, 0.25, 4.0, 0.3, True), (0, 1, 2, 9, 10)),
+        "plain": ((q, k, v, *(None,) * 11, *plain), (0, 1, 2)),
+        "key alone": ((q.detach(), k, v.detach(), *(None,) * 11, *plain), (1,)),
+        "key_bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 8, key_bias, None, None, *plain), (11,)),
+        "bias alone": ((q.detach(), k.detach(), v.detach(), *(None,) * 9, bias, None, *plain), (12,)),
+        "everything": (
+            (q, k, v, None, end, *tables, None, None, key_bias, bias, seed, True, 0.25, 4.0, 0.3, True),
+            (0, 1, 2, 11, 12),
+        ),
     }
 
 

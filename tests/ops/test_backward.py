@@ -7,7 +7,7 @@ import dataclasses
 import dmattn
 import pytest
 import torch
-from cases import make
+from cases import make, threads
 from devices import DEVICE
 from dmattn import BlockMask, IntervalMask
 from dmattn.testing import (
@@ -185,13 +185,9 @@ def test_deterministic_gradients_are_equal_on_every_run_and_thread_count(device,
     case = make(device, dtype, B=2, H=4, Hkv=2, Sq=300, is_causal=True, mask=mask, deterministic=True, **options)
     case = dataclasses.replace(case, key_bias=strategies.random_tensor((2, 300), 1, device=device), bias=rows)
     first = run(case)
-    threads = torch.get_num_threads()
-    try:
-        for count in (threads, 1, 2, 3, 8):
-            torch.set_num_threads(count)
+    for count in (torch.get_num_threads(), 1, 2, 3, 8):
+        with threads(count):
             assert_same_bits(run(case), first)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("cut", [1, 40, 64, 99])
@@ -601,7 +597,7 @@ def call_op(case, tables, gradients=True):
     """The ops themselves with a block mask: out, lse and gradients."""
     tensors = (case.query, case.key, case.value)
     options = (case.is_causal, case.query.shape[3] ** -0.5, 0.0, 0.0, True)
-    masks = (None, None, *tables, None, None, None)
+    masks = (None, None, *tables, *(None,) * 5)
     out, lse, *rest = torch.ops.dmattn.forward(*tensors, *masks, *options)
     results = {"out": out, "lse": lse}
     if gradients:

@@ -6,12 +6,12 @@ from __future__ import annotations
 import re
 
 import dmattn
-import numpy as np
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
 from dmattn.nn import DynamicMaskAttention, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
+from strange import BLOCK, assert_taken_or_refused
 
 NAN, INF = float("nan"), float("inf")
 
@@ -24,8 +24,6 @@ Q, K, V = rows(), rows(2, 2, 12, 16), rows(2, 2, 12, 8)
 K4, V4 = rows(2, 4, 12, 16), rows(2, 4, 12, 8)
 S, FACTORS = rows(2, 2, 12), rows(2)
 INTS = torch.zeros(12, dtype=torch.int32)
-JAGGED = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(5, 64)], layout=torch.jagged)
-BLOCK = BlockMask.from_bool(torch.ones(10, 12, dtype=torch.bool))
 
 
 def attend(query=Q, key=K, value=V, mask=None, **options):
@@ -86,7 +84,7 @@ PUBLIC = {
     "too long": (lambda: attend(Q[:1, :1].expand(1, 1, 10, 16), K[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 16), V[:1, :1, :1].expand(1, 1, (1 << 20) + 1, 8)), ValueError, "expected lengths up to 1048576, got Sq=10, Sk=1048577"),
     # mask
     "mask of floats": (lambda: attend(mask=torch.ones(10, 12)), TypeError, "mask: expected dtype bool, got float32"),
-    "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, interval & block or a bool tensor, got list"),
+    "mask is a list": (lambda: attend(mask=[[True]]), TypeError, "mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got list"),
     "mask does not broadcast": (lambda: attend(mask=torch.ones(10, 11, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [10, 11]"),
     "mask of 3 heads": (lambda: attend(mask=torch.ones(3, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk] with B=2, H=4, Hkv=2, Sq=10, Sk=12, got [3, 10, 12]"),
     "mask of rank 5": (lambda: attend(mask=torch.ones(1, 1, 1, 10, 12, dtype=torch.bool)), ValueError, "mask: expected [B|1, H|Hkv|1, Sq|1, Sk], got shape [1, 1, 1, 10, 12]"),
@@ -378,7 +376,8 @@ def test_public_call(call, error, message):
 
 ops = torch.ops.dmattn
 TABLES = (BLOCK.tiles, BLOCK.rows, BLOCK.columns, BLOCK.bits)
-FORWARD = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "key_bias", "bias", "dropout_seed",
+FORWARD = ("query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "indices", "index_offset", "key_bias",
+           "bias", "dropout_seed",
            "is_causal", "scale", "softcap", "dropout_p", "deterministic")  # fmt: skip
 
 
@@ -405,7 +404,7 @@ def decode_op(**changes):
 def backward(**changes):
     out, lse, _ = forward()
     head = {"grad_out": out, "grad_lse": None, "query": Q, "key": K, "value": V, "out": out, "lse": lse}
-    rest = dict.fromkeys(FORWARD[3:12]) | {
+    rest = dict.fromkeys(FORWARD[3:14]) | {
         "is_causal": False,
         "scale": 1.0,
         "softcap": 0.0,
@@ -419,6 +418,7 @@ def tables(**changes):
     return dict(zip(("tiles", "rows", "columns", "bits"), TABLES, strict=True)) | changes
 
 
+LISTS = torch.zeros(1, 1, 10, 3, dtype=torch.int32)
 WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  # no copy of it can be made
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 DIRECT = {
@@ -464,6 +464,15 @@ DIRECT = {
     "softcap too small": (lambda: forward(softcap=1e-39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e-39"),
     "softcap denormal": (lambda: backward(softcap=5e-324), "softcap: expected 0 or a number from 1e-30 to 1e[+]30"),
     "softcap beyond float32": (lambda: forward(softcap=1e39), "softcap: expected 0 or a number from 1e-30 to 1e[+]30, got 1e[+]39"),
+    "lists of rank 3": (lambda: forward(indices=LISTS[0]), "indices: expected .B.1, H.Hkv.1, Sq, K."),
+    "lists of 9 queries": (lambda: forward(indices=LISTS[:, :, 1:]), "indices: expected .B.1, H.Hkv.1, Sq, K."),
+    "lists dtype": (lambda: forward(indices=LISTS.long()), "indices: expected dtype int32, got int64"),
+    "lists in blocks of 3": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=3), "index_block: expected a power of two from 1 to 128, got 3"),
+    "lists in blocks of 256": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=256), "index_block: expected a power of two from 1 to 128, got 256"),
+    "local of lists": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=1, index_local=-1), "index_local: expected a number of keys"),
+    "sinks of lists": (lambda: forward(indices=LISTS, is_in_order=False, most_keys=0, index_block=1, index_local=0, index_sinks=-1), "index_sinks: expected a number of keys"),
+    "offset without lists": (lambda: forward(index_offset=LENGTHS), "index_offset: expected none without indices"),
+    "three offsets": (lambda: forward(indices=LISTS, index_offset=INTS[:3]), "index_offset: expected .1. or .B. with B=2, got .3."),
     "start of 2^40 keys": (lambda: forward(start=WIDE), "start: expected .*, got .1, 1, 1099511627776."),
     "end of 2^40 keys": (lambda: forward(end=WIDE), "end: expected .*, got .1, 1, 1099511627776."),
     "key_bias of 2^40 keys": (lambda: forward(key_bias=WIDE.view(torch.float32)), "key_bias: expected .*, got .1, 1, 1099511627776."),
@@ -588,9 +597,7 @@ def test_ops_refuse_tables_no_tile_could_have():
     for words in (2**59, 2**58):
         bits = torch.empty(0, dtype=torch.int32).as_strided((0, 32, words), (1, 1, 1))
         with pytest.raises(RuntimeError, match="bits: expected"):
-            torch.ops.dmattn.forward(
-                q, q, q, None, None, tiles, rows, columns, bits, None, None, None, False, 1.0, 0.0, 0.0, False
-            )
+            torch.ops.dmattn.forward(q, q, q, None, None, tiles, rows, columns, bits, *(None,) * 5, False, 1.0, 0.0, 0.0, False)
 
 
 def test_select_refuses_a_mix_of_devices():
@@ -600,18 +607,6 @@ def test_select_refuses_a_mix_of_devices():
 
 # Anything for any argument ----------------------------------------------------------------------------------------------------------
 
-STRANGE = {
-    "None": None, "a bool": True, "an int": 3, "a huge int": 10**400, "a float": 2.5, "NaN": NAN, "inf": INF, "a complex number": 1j,
-    "text": "x", "a list": [1.0], "a dict": {}, "a numpy array": np.ones((2, 4, 10, 16), np.float32), "a numpy float": np.float32(0.5),
-    "a numpy int": np.int64(3), "a dtype": torch.float32, "a function": len, "a module": torch.nn.Linear(16, 2),
-    "an interval mask": IntervalMask.causal(7), "a block mask": BLOCK, "a number in a tensor": torch.tensor(1.0), "an int in a tensor": torch.tensor(3),
-    "no elements": torch.empty(0), "no batch": torch.empty(0, 4, 10, 16), "no keys": torch.empty(2**36, 4, 0, 16),
-    "booleans": torch.ones(4, 5, dtype=torch.bool), "integers": torch.ones(2, 4, 10, 16, dtype=torch.int64),
-    "complex": torch.ones(2, 4, 10, 16, dtype=torch.complex64), "8-bit floats": torch.ones(2, 4, 10, 16).to(torch.float8_e4m3fn),
-    "another device": torch.empty(2, 4, 10, 16, device="meta"), "sparse": torch.ones(2, 4, 10, 16).to_sparse(), "nested": JAGGED,
-    "2^40 elements": torch.zeros(1).expand(2**40), "2^40 in three dimensions": torch.zeros(1, 1, 1).expand(1, 1, 2**40),
-    "2^40 batches and heads": torch.zeros(1, 1, 1, 16).expand(2**20, 2**20, 1, 16),
-}  # fmt: skip
 LAYER = DynamicMaskAttention(32, 4, 4)
 ARGUMENTS = {
     dmattn.attention: {"query": Q, "key": K, "value": V, "mask": None, "key_bias": None, "bias": None, "is_causal": False, "scale": None,
@@ -661,19 +656,6 @@ TAKEN = {
 )
 def test_anything_for_any_argument(function, argument):
     """It is taken by the arguments that say so, or refused with TypeError or ValueError, and the message opens with an argument's name."""
-    opening = re.compile(
-        "("
-        + "|".join([*ARGUMENTS[function], "query", "key", "value", "mask", "base.start", "mask.start", "query, key"])
-        + "): expected "
-    )
-    wrong = []
-    for what, given in STRANGE.items():
-        try:
-            function(**ARGUMENTS[function] | {argument: given})
-        except (TypeError, ValueError) as error:
-            if not opening.match(str(error)):
-                wrong.append(f"{what}: {error}")
-        else:
-            if what not in TAKEN.get((function, argument), TAKEN.get(argument, ())):
-                wrong.append(f"{what} was taken")
-    assert not wrong, "\n".join(wrong)
+    names = [*ARGUMENTS[function], "query", "key", "value", "mask", "base.start", "mask.start", "query, key"]
+    taken = TAKEN.get((function, argument), TAKEN.get(argument, ()))
+    assert_taken_or_refused(function, ARGUMENTS[function], argument, names, taken)

@@ -250,7 +250,7 @@ def through_the_ops(fuzzed, gradients, layout, wanted):
     scale = case.query.shape[3] ** -0.5 if case.scale is None else case.scale
     options = (fuzzed.is_causal, scale, case.softcap, case.dropout_p, case.deterministic)
     tensors = (case.query, case.key, case.value)
-    given = (fuzzed.start, fuzzed.end, *tables, key_bias, bias, seed, *options)
+    given = (fuzzed.start, fuzzed.end, *tables, None, None, key_bias, bias, seed, *options)
     out, lse, *rest = torch.ops.dmattn.forward(*tensors, *given)
     results = {"out": out, "lse": lse}
     if gradients:

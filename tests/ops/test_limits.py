@@ -43,7 +43,7 @@ def test_one_more_is_refused():
         with pytest.raises(ValueError, match=rf"query, key: expected lengths up to {LONGEST}, got Sq=.*{LONGEST + 1}"):
             dmattn.attention(Sq, Sk, Sk)
         with pytest.raises(RuntimeError, match=rf"(query|key): expected a length up to {LONGEST}, got {LONGEST + 1}"):
-            ops.forward(Sq, Sk, Sk, *(None,) * 9, *OPTIONS)
+            ops.forward(Sq, Sk, Sk, *(None,) * 11, *OPTIONS)
     with pytest.raises(RuntimeError, match=rf"scores: expected a length up to {LONGEST}, got {LONGEST + 1}"):
         ops.select(key[..., 0], None, 3, True)
     with pytest.raises(ValueError, match=rf"value: expected a length up to {LONGEST}, got {LONGEST + 1}"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import warnings
 
 import pytest
 import torch
+from cases import threads
 from dmattn.testing.tolerance import assert_sum_close
 from hypothesis import given as drawn
 from hypothesis import strategies as st
@@ -79,16 +79,6 @@ def assert_right(x, dim, keepdim=False):
     assert largest.dtype == x.dtype
     assert largest.shape == expected.shape
     assert torch.equal(largest, expected)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # Values -------------------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def forward_patterns():
     """Name to the arguments of ``dmattn::forward``."""
     q, k, v = inputs()
     options = (False, 0.25, 0.0, 0.0, False)
-    none = (None,) * 9
+    none = (None,) * 11
     block = BlockMask.from_bool(tensor((4, 40, 50), 7) > -0.5, 32)
     interval = IntervalMask.top_k(tensor((2, 2, 50), 8), 9)
     tables = (block.tiles, block.rows, block.columns, block.bits)
@@ -57,10 +57,12 @@ def forward_patterns():
         "permuted": (*[t.requires_grad_() for t in permuted], *none, *options),
         "start": (*grad, interval.start, None, *none[2:], *options),
         "interval": (*grad, interval.start, interval.end, *none[2:], *options),
-        "block": (*grad, None, None, *tables, None, None, None, *options),
-        "everything": (*grad, None, interval.end, *tables, key_bias.requires_grad_(), bias.requires_grad_(), seed, True, 0.25, 4.0, 0.3, True),
-        "key_bias": (q, k, v, *none[:6], key_bias.detach().requires_grad_(), None, None, *options),
-        "bias in bfloat16": (*inputs(dtype=torch.bfloat16), *none[:7], bias.detach().bfloat16().requires_grad_(), None, *options),
+        "block": (*grad, None, None, *tables, *none[6:], *options),
+        "everything": (
+            *grad, None, interval.end, *tables, None, None, key_bias.requires_grad_(), bias.requires_grad_(), seed, True, 0.25, 4.0, 0.3, True,
+        ),
+        "key_bias": (q, k, v, *none[:8], key_bias.detach().requires_grad_(), None, None, *options),
+        "bias in bfloat16": (*inputs(dtype=torch.bfloat16), *none[:9], bias.detach().bfloat16().requires_grad_(), None, *options),
         "float64": (*inputs(dtype=torch.float64), *none, *options),
         "float16": (*[t.requires_grad_() for t in inputs(dtype=torch.float16)], *none, *options),
     }  # fmt: skip
@@ -80,7 +82,7 @@ def test_opcheck_backward(pattern, with_grad_lse):
     arguments = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in FORWARD[pattern])
     out, lse, lse_rest = ops.forward(*arguments)
     grad_lse = tensor(lse.shape, 3, lse.dtype) if with_grad_lse else None
-    needs = (arguments[9] is not None, arguments[10] is not None)
+    needs = (arguments[11] is not None, arguments[12] is not None)
     torch.library.opcheck(
         ops.backward.default,
         (tensor(out.shape, 4, out.dtype), grad_lse, *arguments[:3], out, lse, *arguments[3:], *needs, lse_rest),
@@ -431,7 +433,7 @@ def test_an_op_on_another_layout_says_what_is_supported():
     with pytest.raises(
         NotImplementedError, match=r"dmattn::forward: no kernel for .*; this build has kernels for strided tensors on CPU"
     ):
-        ops.forward(sparse, sparse, sparse, *(None,) * 9, False, 1.0, 0.0, 0.0, False)
+        ops.forward(sparse, sparse, sparse, *(None,) * 11, False, 1.0, 0.0, 0.0, False)
 
 
 def test_an_unsupported_device_says_what_is_supported():

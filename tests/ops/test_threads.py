@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 
 import pytest
 import torch
+from cases import make, threads
 from dmattn import BlockMask, IntervalMask
-from dmattn.testing import AttentionCase, assert_close_to_reference, assert_same_bits, run, strategies
+from dmattn.testing import assert_close_to_reference, assert_same_bits, run, strategies
 
 tensor = strategies.random_tensor
 THREADS = (1, 2, 3, 8)
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def make(B=1, H=2, Hkv=1, Sq=70, Sk=None, D=16, **options):
-    Sk = Sq if Sk is None else Sk
-    return AttentionCase(
-        *(tensor((B, heads, n, D), i) for i, (heads, n) in enumerate(((H, Sq), (Hkv, Sk), (Hkv, Sk)))), **options
-    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +23,7 @@ def make(B=1, H=2, Hkv=1, Sq=70, Sk=None, D=16, **options):
 @pytest.mark.parametrize(("Sq", "Sk"), [(128, 1024), (300, 200)])
 def test_bias_gradients_of_shared_heads_are_not_raced_for(B, H, Hkv, lead, Sq, Sk):
     """Heads of a group, or batches, in tasks of their own, have one bias: a lost sum shows within some of forty runs."""
-    case = make(B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=8, bias=tensor((*lead, Sq, Sk), 5), deterministic=True)
+    case = make("cpu", torch.float32, B=B, H=H, Hkv=Hkv, Sq=Sq, Sk=Sk, D=8, bias=tensor((*lead, Sq, Sk), 5), deterministic=True)
     with threads(1):
         alone = run(case)
     assert_close_to_reference(case, alone)
@@ -58,7 +41,7 @@ def test_bias_gradients_of_shared_heads_are_not_raced_for(B, H, Hkv, lead, Sq, S
 @pytest.mark.parametrize("D", [16, 24])
 def test_parts_of_a_head_add_up(count, Sk, D):
     """With fewer heads than threads, queries are distributed over several workers and their sums of keys added up, 1,024 keys a task."""
-    case = make(H=2, Hkv=1, Sq=140, Sk=Sk, D=D, key_bias=tensor((1, 2, Sk), 6), is_causal=True)
+    case = make("cpu", torch.float32, H=2, Hkv=1, Sq=140, Sk=Sk, D=D, key_bias=tensor((1, 2, Sk), 6), is_causal=True)
     with threads(count):
         assert_close_to_reference(case, run(case))
 
@@ -68,7 +51,7 @@ def test_every_number_of_threads_gives_the_same(heads):
     H, Hkv = heads
     block = BlockMask.from_bool(tensor((1, H, 260, 330), 8) > -1, 64)
     interval = IntervalMask.top_k(tensor((1, Hkv, 330), 9), 90)
-    case = make(H=H, Hkv=Hkv, Sq=260, Sk=330, mask=interval & block, visible=(interval & block).to_bool(260, 330), softcap=5.0,
+    case = make("cpu", torch.float32, D=16, H=H, Hkv=Hkv, Sq=260, Sk=330, mask=interval & block, softcap=5.0,
                 bias=tensor((1, 1, 260, 330), 5), key_bias=tensor((1, Hkv, 330), 6), dropout_p=0.3, deterministic=True)  # fmt: skip
     with threads(1):
         first = run(case)
@@ -102,10 +85,8 @@ def test_packing_and_selection_on_every_number_of_threads():
 
 def test_several_callers_at_once():
     """Ops keep nothing between calls that two Python threads could share."""
-    cases = [
-        make(H=4, Hkv=2, Sq=20 + 61 * n, Sk=150, is_causal=n % 2 == 0, deterministic=True, key_bias=tensor((1, 2, 150), n))
-        for n in range(4)
-    ]
+    given = {"device": "cpu", "dtype": torch.float32, "H": 4, "Hkv": 2, "Sk": 150, "D": 16, "deterministic": True}
+    cases = [make(**given, Sq=20 + 61 * n, is_causal=n % 2 == 0, key_bias=tensor((1, 2, 150), n)) for n in range(4)]
     expected = [run(case) for case in cases]
 
     def several(number):

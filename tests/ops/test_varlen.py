@@ -221,7 +221,7 @@ def test_which_long_packs_are_one_call(monkeypatch):
         device=types.SimpleNamespace(type="cuda"), shape=(1 << 21, 8, 64), dtype=torch.bfloat16, stride=lambda: (512, 64, 1)
     )
     documents = varlen.Packed(query, query, query, None, None, None, None)
-    plain = varlen.Rules(True, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
+    plain = varlen.Rules(True, None, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
     monkeypatch.setattr(varlen, "HAS_HOPPER_KERNELS", True)
     assert varlen.takes_long_packs(documents, plain)
     for changed in ({"scale": 1e-7}, {"softcap": 1.0}, {"dropout_p": 0.1}, {"deterministic": True}, {"window": 5}):
@@ -246,7 +246,7 @@ def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
     ends_q, ends_k = (ends_of(given.tolist(), device) for given in (lengths_q, lengths))
     leaves = [tensor((length, 2, 64), i, torch.bfloat16, device).requires_grad_() for i, length in enumerate((Tq, Tk, Tk))]
     documents = varlen.Packed(*leaves, ends_q, None if same else ends_k, None, None)
-    rules = varlen.Rules(causal, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
+    rules = varlen.Rules(causal, None, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
     assert varlen.takes_long_packs(documents, rules)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -266,7 +266,7 @@ def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
     assert_same_by_another_way(ours, theirs, torch.bfloat16)
     with pytest.raises(RuntimeError, match="query, key: expected lengths up to 1048576 for a call that does not take"):
         dmattn.ops.forward(
-            *(given.detach().transpose(0, 1)[None] for given in leaves), *(None,) * 9, False, 1.0, 0.0, 0.0, False, True
+            *(given.detach().transpose(0, 1)[None] for given in leaves), *(None,) * 11, False, 1.0, 0.0, 0.0, False, True
         )
 
 
@@ -401,7 +401,7 @@ def test_malformed_ends_that_nobody_reads_are_no_wrong_access():
         given = varlen.Packed(query, key, value, torch.tensor(wrong, dtype=torch.int32), None, None, None)
         for ends_k in (None, torch.tensor([7, 30, -1])):
             for causal in (True, False):
-                rules = varlen.Rules(causal, None, 3, 0, 0, None, None, None, 0.0, 0.0, None, False)
+                rules = varlen.Rules(causal, None, None, 3, 0, 0, None, None, None, 0.0, 0.0, None, False)
                 out, _ = varlen.attend_packed(given._replace(ends_k=ends_k), rules)
                 assert out.isfinite().all()
 
@@ -419,7 +419,7 @@ def attend(query=Q, key=K, value=V, cu_seqlens_q=ENDS_Q, cu_seqlens_k=ENDS_K, **
 def in_parts(**changes):
     return varlen.attend_in_parts(
         varlen.Packed(Q, K, V, changes.get("ends_q", ENDS_Q), ENDS_K, None, None),
-        varlen.Rules(False, changes.get("mask"), None, 0, 0, changes.get("bias"), None, None, 0.0, 0.0, None, False),
+        varlen.Rules(False, changes.get("mask"), None, None, 0, 0, changes.get("bias"), None, None, 0.0, 0.0, None, False),
         changes.get("longest", 10),
     )
 

@@ -1,7 +1,10 @@
-"""Attention problems of given sizes, for tests that say what is hostile about theirs."""
+"""Attention problems of given sizes, for tests that say what is hostile about theirs, and numbers of threads."""
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from dmattn import BlockMask
 from dmattn.testing import AttentionCase, strategies
 
@@ -14,3 +17,13 @@ def make(device, dtype, B=1, H=2, Hkv=None, Sq=70, Sk=None, D=32, Dv=None, seed=
     if mask is not None and "visible" not in options:
         options["visible"] = mask.to_bool() if isinstance(mask, BlockMask) else mask.to_bool(Sq, Sk)
     return AttentionCase(*tensors, mask=mask, **options)
+
+
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -119,10 +119,10 @@ def test_every_page_is_in_the_contents():
 
 
 def test_the_gallery_has_every_constructor():
-    from dmattn import BlockMask, IntervalMask
+    from dmattn import BlockMask, IndexMask, IntervalMask
 
     text = (DOCS / "gallery.md").read_text()
-    for cls in (IntervalMask, BlockMask):
+    for cls in (IntervalMask, BlockMask, IndexMask):
         own = [name for name, value in vars(cls).items() if isinstance(value, classmethod) and not name.startswith("_")]
         assert own
         for name in own:

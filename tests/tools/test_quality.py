@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -91,33 +90,6 @@ def test_a_mask_shows_sinks_neighbours_and_the_best_of_the_others(quality):
             assert set(shown[b, 1, position].nonzero().flatten().tolist()) == near | set(best)
 
 
-def test_windows_fall_from_dense_to_their_size(quality):
-    s = quality.settings_of({"task": "text", "variant": "dynamic+anneal"})
-    windows = [s.window_at(step / 100) for step in range(101)]
-    assert windows[:5] == [None] * 5
-    assert windows[5:] == sorted(windows[5:], reverse=True)
-    assert max(windows[5:]) > 7000
-    assert set(windows[50:]) == {s.window}
-
-
-def test_scores_learn_the_attention_of_later_queries(quality):
-    """Queries that look for two old keys, and the scores that the loss alone teaches them."""
-    import quality_model
-
-    settings = quality.settings_of({"task": "mqar", "variant": "taught+local", **SMALL, "teach_rows": 64})
-    attention = quality_model.Attention(settings)
-    query, key = torch.ones(1, 2, 128, 16), torch.zeros(1, 2, 128, 16)
-    key[:, 0, 10], key[:, 1, 20] = 2.0, 2.0
-    score = torch.zeros(1, 2, 128, requires_grad=True)
-    optimizer = torch.optim.Adam([score], lr=0.1)
-    for _ in range(50):
-        _, loss = attention.explored(query, key, key, None, score, key)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert score[0].argmax(1).tolist() == [10, 20]
-
-
 def test_queries_that_explore_attend_to_all(quality):
     import quality_model
 
@@ -200,16 +172,6 @@ def test_every_variant_trains(quality, name):
     json.dumps(result)
 
 
-def test_jobs_become_lines_and_a_table(quality, tmp_path, capsys):
-    given = {"task": "mqar", "variant": "sliding", "seeds": [2], **SMALL}
-    (tmp_path / "jobs").write_text("# a comment\n" + json.dumps(given))
-    options = argparse.Namespace(file=tmp_path / "jobs", limit=300, per_gpu=1, output=tmp_path / "out.jsonl")
-    quality.jobs(options)  # the job runs in a process of its own
-    results = [json.loads(line) for line in options.output.read_text().splitlines()]
-    assert [(result["name"], result["settings"]["seed"]) for result in results] == [("sliding", 2)]
-    assert "mqar, 128 tokens, 16 visible, 2 st" in capsys.readouterr().out
-
-
 def finished(quality, variant, seed, bits, **more):
     """A run as `quality.py` writes it."""
     settings = dataclasses.asdict(quality.settings_of({"task": "text", "variant": variant, "seed": seed, **more}))
@@ -261,9 +223,3 @@ def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
     assert lines[5].startswith("| decode memory after 8,192 tokens | ")
     assert f"| {kept_whole / 1e6:.1f} MB |" in lines[5]
-
-
-@pytest.mark.parametrize("given", [{"steps": "many"}, {"stepz": 3}, {"variant": "dens"}, {"task": "novel"}, {"bias": "none"}])
-def test_a_wrong_setting_is_named(quality, given):
-    with pytest.raises(ValueError, match=next(iter(given)).replace("stepz", "settings")):
-        quality.settings_of({"task": "mqar", "variant": "dynamic", **given})

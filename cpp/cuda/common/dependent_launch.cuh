@@ -80,7 +80,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent_clusters(void (*kernel)(Parameters...), unsigned cluster, dim3 grid, unsigned threads,
                                       size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
   const bool is_dependent = has_dependent_launch();
-  if (cluster > 1 && !is_dependent) return cudaErrorNotSupported;
+  if (cluster > 1 && !is_dependent) return cudaErrorInvalidClusterSize;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

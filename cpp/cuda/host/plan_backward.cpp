@@ -358,6 +358,7 @@ BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionPara
 BackwardPlan plan_backward(const BackwardParams& b, const BiasGradients& gradients, const Target& target) {
   const AttentionParams& p = b.forward;
   check_kernel_inputs(p);
+  check(!p.mask.index.entries.data, "indices: index lists have no kernel on CUDA yet");
   const WantedFamily allowed = allowed_family(target);
   BackwardPlan plan;
   plan.why.family = "there are no queries and no keys";

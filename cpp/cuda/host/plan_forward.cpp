@@ -248,6 +248,7 @@ ForwardPlan plan_sm80(const AttentionParams& p, const Target& target, const char
 
 ForwardPlan plan_forward(const AttentionParams& p, const Target& target) {
   check_kernel_inputs(p);
+  check(!p.mask.index.entries.data, "indices: index lists have no kernel on CUDA yet");
   const WantedFamily allowed = allowed_family(target);
   ForwardPlan plan;
   plan.why.family = "there are no queries";

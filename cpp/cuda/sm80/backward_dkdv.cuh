@@ -368,6 +368,127 @@ __device__ __forceinline__ void add_key_bias_gradient(const BackwardCall& call, 
   if (key >= 0) atomicAdd(row_of<float>(call.grad_key_bias, batch, head) + key, sum);
 }
 
+// What a query head of the group adds to the gradients of the tile's keys, and to query_sums: loops over the chunks of queries
+// that see the tile. Scores and their gradients are the warp's from warp_row and warp_column on, grad_key and grad_value its rows
+// from key_row and its columns from row_part on.
+template <class T, int kDim, class Traits, class Layout, class Shared>
+__device__ __forceinline__ void add_head(const BackwardCall& call, Shared& shared, int batch, int head, int first_key,
+                                         int warp_row, int warp_column, int key_row, int row_part,
+                                         float (&grad_key)[2][Layout::kRowN][4], float (&grad_value)[2][Layout::kRowN][4]) {
+  constexpr BackwardShape kShape = Layout::kShape;
+  constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM,
+                kDimN = Layout::kDimN;
+  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll, kHasEarlyStages = kShape.early_stages == 2;
+  const AttentionParams& p = call.b.forward;
+  const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim), warp = threadIdx.x / 32;
+  const uint32_t key_tile = shared_address(shared.key);
+  const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+  if constexpr (!kIsPlain) find_spans(p, shared, batch, head);
+  auto scheduler = [&] {
+    if constexpr (kIsPlain) {
+      return PlainQueryScheduler<kShape.queries, kShape.keys>(p, first_key);
+    } else {
+      return QueryScheduler<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
+    }
+  }();
+  const uint32_t* bits = nullptr;
+  const auto next_chunk = [&](int& query, Chunk& of) {
+    if constexpr (kIsPlain) {
+      return scheduler.next(query, of);
+    } else {
+      return scheduler.next(query, of, bits);
+    }
+  };
+  const auto copy_bits = [&](int to) {
+    if constexpr (!kIsPlain) scheduler.copy_bits(shared.tile.stage[to], bits);
+  };
+  const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int from_query, int width) {
+    copy_queries<kDim, Layout>(p, tensor, to, batch, head, from_query, width);
+  };
+  constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
+  const auto query_tile_of = [&](int buffer) { return query_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kTileBytes; };
+  const auto grad_out_tile_of = [&](int buffer) {
+    return grad_out_tile_0 + (kShape.early_stages == 2 ? buffer : 0) * kTileBytes;
+  };
+  int first_query = 0, coming_query = 0, buffer = 0;
+  Chunk chunk, coming;
+  bool has_chunk = next_chunk(first_query, chunk);
+  if (has_chunk) {
+    copy_bits(0);
+    copy_rows(query_tile_0, p.query, first_query, head_dim);
+    copy_rows(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
+    copy_terms<kIsPlain>(call, shared, 0, batch, head, first_query);
+  }
+  copy_async_commit();
+  // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
+  const auto copy_early = [&] {
+    if (!has_chunk) return;
+    copy_bits(buffer ^ 1);
+    copy_rows(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
+    copy_terms<kIsPlain>(call, shared, buffer ^ 1, batch, head, coming_query);
+  };
+
+  while (has_chunk) {
+    const uint32_t query_tile = query_tile_of(buffer), grad_out_tile = grad_out_tile_of(buffer);
+    copy_async_wait<0>();
+    // Clear rows that see nothing but are not finite: each thread asks for the row whose terms it copied.
+    const int own = static_cast<int>(thread_index());
+    const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[buffer][own], shared.delta[buffer][own]);
+    if (__syncthreads_or(is_bad)) {
+      if (is_bad) clear_query<kDim>(shared, buffer, own);
+      __syncthreads();
+    }
+    has_chunk = next_chunk(coming_query, coming);
+    if (has_chunk && kShape.late_stages == 2) copy_rows(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
+    if (kHasEarlyStages) {
+      copy_early();
+      copy_async_commit();
+    }
+
+    // Scores and their gradients, to shared memory.
+    const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
+    const int row = warp_row + lane / 4;                                                // of this thread's first element
+    put_scores<T, kDim, Traits>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column, lane);
+    __syncthreads();
+
+    if (!kHasEarlyStages) {
+      // grad_value first: then grad_out is read, and the next one can come.
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+      __syncthreads();
+      copy_early();
+      copy_async_commit();
+    }
+    // The rows of grad_query are added beside the product after it.
+    if (call.query_sums) {
+      float grad_query[kM][kDimN][4], *rows[kM][2];
+      const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim));
+      clear(grad_query);
+      accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
+      find_query_sums(call, batch, head, first_query + row, rows);
+      const AddRows<kM, kDimN> add{grad_query, rows, part_of_query, width};
+      if (kHasEarlyStages) {
+        accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part, add);
+        accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
+      } else {
+        accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part, add);
+      }
+    } else {
+      if (kHasEarlyStages)
+        accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
+      accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
+    }
+    if (kShape.late_stages == 1 && has_chunk) {
+      __syncthreads();
+      copy_rows(query_tile_0, p.query, coming_query, head_dim);
+      copy_async_commit();
+    }
+    chunk = coming;
+    first_query = coming_query;
+    buffer ^= 1;
+  }
+}
+
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value [B, Hkv, Sk, D or Dv], and rows of query_sums. A block has one tile of keys of one kv head and loops over the
 // queries of its group, head by head, chunk by chunk; scores are [queries, keys].
@@ -381,8 +502,8 @@ __global__ __launch_bounds__(
   }
   using Layout = BackwardDkdvLayout<kDim, kSmemBudget>;
   constexpr BackwardShape kShape = Layout::kShape;
-  constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kWidth = Layout::kWidth, kM = Layout::kM;
-  constexpr int kN = Layout::kN, kDimN = Layout::kDimN, kKeyWarps = Layout::kKeyWarps, kRowN = Layout::kRowN;
+  constexpr int kThreads = Layout::kThreads, kColumns = Layout::kColumns, kM = Layout::kM, kN = Layout::kN;
+  constexpr int kKeyWarps = Layout::kKeyWarps, kRowN = Layout::kRowN;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<BackwardDkdvShared<kDim, Traits, kSmemBudget>*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
@@ -390,12 +511,10 @@ __global__ __launch_bounds__(
   const int group = static_cast<int>(p.heads / p.kv_heads), thread = threadIdx.x, warp = thread / 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
   const int key_row = warp % kKeyWarps * 32, row_part = warp / kKeyWarps * kRowN * 8;  // of this warp's grad_key and grad_value
-  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll, kHasEarlyStages = kShape.early_stages == 2;
+  constexpr bool kIsPlain = Traits::kKeys == Keys::kAll;
   const bool is_gathered = !kIsPlain && call.live_keys.index;
 
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
-  const uint32_t query_tile_0 = shared_address(shared.query), grad_out_tile_0 = shared_address(shared.grad_out);
-  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
   // Find this block's tile: early tiles come first, because causality makes them long.
   const int tiles = static_cast<int>((p.key_length + kShape.keys - 1) / kShape.keys);
@@ -439,110 +558,8 @@ __global__ __launch_bounds__(
     clear(grad_key);
     clear(grad_value);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      if constexpr (!kIsPlain) find_spans(p, shared, batch, head);
-      auto scheduler = [&] {
-        if constexpr (kIsPlain) {
-          return PlainQueryScheduler<kShape.queries, kShape.keys>(p, first_key);
-        } else {
-          return QueryScheduler<kThreads, kShape.queries, kShape.keys>(p, shared.tile.bounds, batch, head, first_key);
-        }
-      }();
-      const uint32_t* bits = nullptr;
-      const auto next_chunk = [&](int& query, Chunk& of) {
-        if constexpr (kIsPlain) {
-          return scheduler.next(query, of);
-        } else {
-          return scheduler.next(query, of, bits);
-        }
-      };
-      const auto copy_bits = [&](int to) {
-        if constexpr (!kIsPlain) scheduler.copy_bits(shared.tile.stage[to], bits);
-      };
-      const auto copy_rows = [&](uint32_t to, const TensorView& tensor, int from_query, int width) {
-        copy_queries<kDim, Layout>(p, tensor, to, batch, head, from_query, width);
-      };
-      constexpr uint32_t kTileBytes = kShape.queries * kDim * 2;
-      const auto query_tile_of = [&](int buffer) { return query_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kTileBytes; };
-      const auto grad_out_tile_of = [&](int buffer) {
-        return grad_out_tile_0 + (kShape.early_stages == 2 ? buffer : 0) * kTileBytes;
-      };
-      int first_query = 0, coming_query = 0, buffer = 0;
-      Chunk chunk, coming;
-      bool has_chunk = next_chunk(first_query, chunk);
-      if (has_chunk) {
-        copy_bits(0);
-        copy_rows(query_tile_0, p.query, first_query, head_dim);
-        copy_rows(grad_out_tile_0, call.b.grad_out, first_query, value_dim);
-        copy_terms<kIsPlain>(call, shared, 0, batch, head, first_query);
-      }
-      copy_async_commit();
-      // What is copied for the coming chunk once nobody reads the tile of grad_out that it goes to.
-      const auto copy_early = [&] {
-        if (!has_chunk) return;
-        copy_bits(buffer ^ 1);
-        copy_rows(grad_out_tile_of(buffer ^ 1), call.b.grad_out, coming_query, value_dim);
-        copy_terms<kIsPlain>(call, shared, buffer ^ 1, batch, head, coming_query);
-      };
-
-      while (has_chunk) {
-        const uint32_t query_tile = query_tile_of(buffer), grad_out_tile = grad_out_tile_of(buffer);
-        copy_async_wait<0>();
-        // Clear rows that see nothing but are not finite: each thread asks for the row whose terms it copied.
-        const int own = static_cast<int>(thread_index());
-        const bool is_bad = own < kShape.queries && is_bad_row(shared.lse2[buffer][own], shared.delta[buffer][own]);
-        if (__syncthreads_or(is_bad)) {
-          if (is_bad) clear_query<kDim>(shared, buffer, own);
-          __syncthreads();
-        }
-        has_chunk = next_chunk(coming_query, coming);
-        if (has_chunk && kShape.late_stages == 2) copy_rows(query_tile_of(buffer ^ 1), p.query, coming_query, head_dim);
-        if (kHasEarlyStages) {
-          copy_early();
-          copy_async_commit();
-        }
-
-        // Scores and their gradients, to shared memory.
-        const int lane = static_cast<int>((kIsPlain ? threadIdx.x : thread_index()) % 32);  // fresh where registers are short
-        const int row = warp_row + lane / 4;                                                // of this thread's first element
-        put_scores<T, kDim, Traits>(call, shared, chunk, buffer, batch, head, first_query, first_key, warp_row, warp_column,
-                                    lane);
-        __syncthreads();
-
-        if (!kHasEarlyStages) {
-          // grad_value first: then grad_out is read, and the next one can come.
-          accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
-          __syncthreads();
-          copy_early();
-          copy_async_commit();
-        }
-        // The rows of grad_query are added beside the product after it.
-        if (call.query_sums) {
-          float grad_query[kM][kDimN][4], *rows[kM][2];
-          const int part_of_query = warp % kColumns * kDimN * 8, width = static_cast<int>(sum_width(p.head_dim));
-          clear(grad_query);
-          accumulate_queries<T, kShape.keys, kWidth, kDim>(grad_query, grad_score_tile, warp_row, key_tile, part_of_query);
-          find_query_sums(call, batch, head, first_query + row, rows);
-          const AddRows<kM, kDimN> add{grad_query, rows, part_of_query, width};
-          if (kHasEarlyStages) {
-            accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part, add);
-            accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
-          } else {
-            accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part, add);
-          }
-        } else {
-          if (kHasEarlyStages)
-            accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
-          accumulate<T, kShape.queries, kWidth, kDim>(grad_key, grad_score_tile, key_row, query_tile, row_part);
-        }
-        if (kShape.late_stages == 1 && has_chunk) {
-          __syncthreads();
-          copy_rows(query_tile_0, p.query, coming_query, head_dim);
-          copy_async_commit();
-        }
-        chunk = coming;
-        first_query = coming_query;
-        buffer ^= 1;
-      }
+      add_head<T, kDim, Traits, Layout>(call, shared, batch, head, first_key, warp_row, warp_column, key_row, row_part, grad_key,
+                                        grad_value);
       __syncthreads();
       if constexpr (!kIsPlain) add_key_bias_gradient(call, shared, batch, head);
     }

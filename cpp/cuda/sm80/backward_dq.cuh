@@ -15,6 +15,8 @@ namespace dmattn::cuda::sm80 {
 template <int kDim, SmemBudget kSmemBudget>
 struct alignas(128) BackwardDqShared {
   static constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
+  static constexpr int kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
+  static constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8;  // of a warp's scores
   uint16_t query[kShape.queries * kDim];  // at the end grad_query leaves from here
   uint16_t grad_out[kShape.queries * kDim];
   uint16_t key[kShape.late_stages][kShape.keys * kDim];
@@ -24,6 +26,133 @@ struct alignas(128) BackwardDqShared {
   KeyStage<kShape.queries, kShape.keys> stage[2];
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
 };
+
+// The terms of a thread's rows. Instances that take any logits subtract lse as it is, the others in base 2.
+template <int kM>
+struct QueryTerms {
+  float lse2[kM][2], lse_rest2[kM][2], delta[kM][2];
+
+  // `row`: of the padded queries of all heads, the thread's first.
+  template <class Traits>
+  __device__ __forceinline__ void load(const BackwardCall& call, int64_t row) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t at = row + 16 * m + 8 * r;
+        lse2[m][r] = (Traits::kLogits == Logits::kAny ? call.lse : call.lse2)[at];
+        lse_rest2[m][r] = Traits::kLogits == Logits::kAny ? call.lse_rest2[at] : 0.0f;
+        delta[m][r] = call.delta[at];
+      }
+    }
+  }
+  // Rows that see nothing but are not finite have a delta of 0 then. Are there any?
+  __device__ __forceinline__ bool clear_bad() {
+    bool has_bad = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!is_bad_row(lse2[m][r], delta[m][r])) continue;
+        has_bad = true;
+        delta[m][r] = 0.0f;
+      }
+    }
+    return has_bad;
+  }
+};
+
+// Clears such rows in shared memory, when their copies have landed.
+template <int kDim, class Shared>
+__device__ __forceinline__ void clear_bad_rows(const BackwardCall& call, Shared& shared, int batch, int head, int first_query) {
+  copy_async_wait<0>();
+  __syncthreads();
+  for (int row = threadIdx.x; row < Shared::kShape.queries; row += Shared::kShape.warps * 32) {
+    const int64_t at = (batch * call.b.forward.heads + head) * call.padded_queries + first_query + row;
+    if (!is_bad_row(call.lse2[at], call.delta[at])) continue;
+    clear_row<kDim>(shared.query, row);
+    clear_row<kDim>(shared.grad_out, row);
+  }
+}
+
+// The rows of key_sums of the thread's keys, of which key_of(row) is the first; a key that does not exist has the spare row.
+template <class KeyOf>
+__device__ __forceinline__ void find_key_sums(const BackwardCall& call, int batch, int kv_head, int key_width, int value_width,
+                                              int row, const KeyOf& key_of, float* (&key_rows)[2][2],
+                                              float* (&value_rows)[2][2]) {
+  const AttentionParams& p = call.b.forward;
+  const uint64_t row_bytes = static_cast<uint32_t>(key_width + value_width) * 4;
+  char* const first_row = reinterpret_cast<char*>(call.key_sums) + (batch * p.kv_heads + kv_head) * p.key_length * row_bytes;
+  char* const no_row = reinterpret_cast<char*>(call.key_sums) + p.batch * p.kv_heads * p.key_length * row_bytes;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = key_of(row + 16 * m + 8 * r);
+      const bool is_key = key >= 0 && key < p.key_length;
+      key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
+      value_rows[m][r] = key_rows[m][r] + key_width;
+    }
+  }
+}
+
+// Scores and their gradients of a chunk of keys against the tile of queries: probabilities and score gradients to shared memory.
+// Of a block of scores the warp has the rows from warp_row and the columns from warp_column on. grad_key_bias: of the head, null:
+// not wanted. rows_are_huge: some lse may be.
+template <class T, int kDim, class Traits, class Shared, class Scheduler, class Stage, int kM>
+__device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shared, const Scheduler& scheduler,
+                                          const Stage& stage, const Chunk& chunk, const QueryTerms<kM>& terms, int batch,
+                                          int head, int first_query, uint32_t key_tile, int warp_row, int warp_column, int lane,
+                                          bool rows_are_huge, float* grad_key_bias) {
+  constexpr int kN = Shared::kN, kWidth = Shared::kWidth;
+  const AttentionParams& p = call.b.forward;
+  const uint32_t query_tile = shared_address(shared.query), grad_out_tile = shared_address(shared.grad_out),
+                 value_tile = shared_address(shared.value);
+  const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
+  float scores[kM][kN][4], grad_scores[kM][kN][4];
+  clear(scores);
+  multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
+                                 Fragment<kDim>::wide(key_tile, warp_column, 0));
+  if (Traits::kLogits != Logits::kAny && scheduler.needs_test(stage, chunk))
+    hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
+  const int column = warp_column + lane % 4 * 2;  // of the thread's first element
+  const auto compare_values = [&](auto are_exponents) {
+    clear(grad_scores);
+    multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
+                                   Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
+                                     put_probabilities<T, Traits, decltype(are_exponents)::value>(
+                                         PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, terms.lse2,
+                                         call.scale_2, stage.key_bias, column, part, total);
+                                   });
+  };
+  if (Traits::kBias == Bias::kKey && rows_are_huge) {
+    to_exponents(scores, call, stage.key_bias, (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4,
+                 column);
+    compare_values(std::true_type{});
+  } else {
+    compare_values(std::false_type{});
+  }
+  // Turn them into gradients of the scores.
+  ColumnSums<kN> sums;
+  if constexpr (Traits::kLogits == Logits::kAny) {
+    to_gradients<T>(scores, grad_scores, terms.lse2, terms.lse_rest2, terms.delta, sums, call, batch, head, stage, chunk,
+                    scheduler.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
+                    [&](int column) { return scheduler.key_of(stage, chunk, column); });
+  } else {
+    to_gradients(scores, grad_scores, terms.delta);
+    if (Traits::kBias == Bias::kKey) sums.add(grad_scores);
+  }
+  // Add the gradient of key_bias.
+  if (Traits::kBias != Bias::kNone && grad_key_bias) {
+    sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
+      const int key = scheduler.key_of(stage, chunk, column);
+      if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+    });
+  }
+  if (Traits::kLogits == Logits::kAny)
+    put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+  put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+}
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_query [B, H,
 // Sq, D], and rows of key_sums. A block has one tile of queries of one head and loops over chunks of keys; scores are [queries,
@@ -36,12 +165,13 @@ __global__ __launch_bounds__(
     __trap();
     return;
   }
-  constexpr BackwardShape kShape = kBackwardDqShape<kDim, kSmemBudget>;
-  constexpr int kThreads = kShape.warps * 32, kColumns = kShape.warps / kShape.warp_rows, kWidth = kScoreWidth<kShape.keys>;
-  constexpr int kM = kShape.queries / kShape.warp_rows / 16, kN = kShape.keys / kColumns / 8, kDimN = kDim / kColumns / 8;
+  using Shared = BackwardDqShared<kDim, kSmemBudget>;
+  constexpr BackwardShape kShape = Shared::kShape;
+  constexpr int kThreads = kShape.warps * 32, kColumns = Shared::kColumns, kWidth = Shared::kWidth;
+  constexpr int kM = Shared::kM, kN = Shared::kN, kDimN = kDim / kColumns / 8;
   constexpr int kKeyWarps = kShape.keys / 32, kRowN = kDim / (kShape.warps / kKeyWarps) / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<BackwardDqShared<kDim, kSmemBudget>*>(shared_bytes);
+  auto& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
@@ -56,18 +186,8 @@ __global__ __launch_bounds__(
   const uint32_t probability_tile = shared_address(shared.probability), grad_score_tile = shared_address(shared.grad_score);
 
   // Start the copies of the queries and of the first chunk's keys and values.
-  const auto copy_queries = [&](uint32_t tile, const TensorView& tensor, int width) {
-    const char* const from = rows_of_head(tensor, batch, head);
-    const RowCopy<kDim, kThreads> copy(width);
-#pragma unroll 4
-    for (int r = 0; r < kShape.queries; r += copy.kRows) {
-      const int query = first_query + copy.row + r;
-      const bool wanted = query < p.query_length;
-      copy.start(tile, r, from + (wanted ? query : 0) * tensor.row_stride * 2, wanted);
-    }
-  };
-  copy_queries(query_tile, p.query, head_dim);
-  copy_queries(grad_out_tile, call.b.grad_out, value_dim);
+  copy_tile<kDim, kThreads, kShape.queries>(query_tile, p.query, p.query_length, batch, head, first_query, head_dim);
+  copy_tile<kDim, kThreads, kShape.queries>(grad_out_tile, call.b.grad_out, p.query_length, batch, head, first_query, value_dim);
   KeyScheduler<Traits, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head, kv_head,
                                                                         first_query);
   Chunk chunk, coming;
@@ -83,39 +203,9 @@ __global__ __launch_bounds__(
   if (has_chunk) copy_keys(0, chunk), copy_values(0, chunk);
   copy_async_commit();
 
-  // The general instance subtracts lse as it is, the others in base 2.
-  float lse2[kM][2], lse_rest2[kM][2], delta[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int64_t row = (batch * p.heads + head) * call.padded_queries + first_query + warp_row + 16 * m + 8 * r + lane / 4;
-      lse2[m][r] = (Traits::kLogits == Logits::kAny ? call.lse : call.lse2)[row];
-      lse_rest2[m][r] = Traits::kLogits == Logits::kAny ? call.lse_rest2[row] : 0.0f;
-      delta[m][r] = call.delta[row];
-    }
-  }
-  // Clear rows that see nothing but are not finite, here and in shared memory.
-  bool has_bad = false;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (!is_bad_row(lse2[m][r], delta[m][r])) continue;
-      has_bad = true;
-      delta[m][r] = 0.0f;
-    }
-  }
-  if (__syncthreads_or(has_bad)) {
-    copy_async_wait<0>();
-    __syncthreads();
-    for (int row = threadIdx.x; row < kShape.queries; row += kThreads) {
-      const int64_t at = (batch * p.heads + head) * call.padded_queries + first_query + row;
-      if (!is_bad_row(call.lse2[at], call.delta[at])) continue;
-      clear_row<kDim>(shared.query, row);
-      clear_row<kDim>(shared.grad_out, row);
-    }
-  }
+  QueryTerms<kM> terms;
+  terms.template load<Traits>(call, (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4);
+  if (__syncthreads_or(terms.clear_bad())) clear_bad_rows<kDim>(call, shared, batch, head, first_query);
   float grad_query[kM][kDimN][4];
   clear(grad_query);
   const int key_width = static_cast<int>(sum_width(p.head_dim)), value_width = static_cast<int>(sum_width(p.value_dim));
@@ -129,49 +219,8 @@ __global__ __launch_bounds__(
     __syncthreads();
 
     // Scores and their gradients, to shared memory.
-    float scores[kM][kN][4], grad_scores[kM][kN][4];
-    clear(scores);
-    multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
-                                   Fragment<kDim>::wide(key_tile, warp_column, 0));
-    if (Traits::kLogits != Logits::kAny && scheduler.needs_test(stage, chunk))
-      hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
-    const int column = warp_column + lane % 4 * 2;  // of the thread's first element
-    const auto compare_values = [&](auto are_exponents) {
-      clear(grad_scores);
-      multiply_by_rows<T, kDim / 16>(grad_scores, Fragment<kDim>::tall(grad_out_tile, warp_row, 0),
-                                     Fragment<kDim>::wide(value_tile, warp_column, 0), [&](int part, int total) {
-                                       put_probabilities<T, Traits, decltype(are_exponents)::value>(
-                                           PairPlace<kWidth>(probability_tile, warp_row, warp_column), scores, lse2, call.scale_2,
-                                           stage.key_bias, column, part, total);
-                                     });
-    };
-    if (Traits::kBias == Bias::kKey && rows_are_huge) {
-      to_exponents(scores, call, stage.key_bias,
-                   (batch * p.heads + head) * call.padded_queries + first_query + warp_row + lane / 4, column);
-      compare_values(std::true_type{});
-    } else {
-      compare_values(std::false_type{});
-    }
-    // Turn them into gradients of the scores.
-    ColumnSums<kN> sums;
-    if constexpr (Traits::kLogits == Logits::kAny) {
-      to_gradients<T>(scores, grad_scores, lse2, lse_rest2, delta, sums, call, batch, head, stage, chunk,
-                      scheduler.needs_test(stage, chunk), first_query, warp_row + lane / 4, warp_column + lane % 4 * 2,
-                      [&](int column) { return scheduler.key_of(stage, chunk, column); });
-    } else {
-      to_gradients(scores, grad_scores, delta);
-      if (Traits::kBias == Bias::kKey) sums.add(grad_scores);
-    }
-    // Add the gradient of key_bias.
-    if (Traits::kBias != Bias::kNone && grad_key_bias) {
-      sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
-        const int key = scheduler.key_of(stage, chunk, column);
-        if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
-      });
-    }
-    if (Traits::kLogits == Logits::kAny)
-      put_tile<T, kWidth>(probability_tile, scores, warp_row, warp_column, [](int, int) { return 1.0f; });
-    put_tile<T, kWidth>(grad_score_tile, grad_scores, warp_row, warp_column, [](int, int) { return 1.0f; });
+    put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
+                               warp_column, lane, rows_are_huge, grad_key_bias);
     __syncthreads();
 
     // The values are read: start on the next chunk.
@@ -183,20 +232,10 @@ __global__ __launch_bounds__(
     // Rows of grad_value and grad_key, and grad_query. The rows of one product are added beside the next.
     const int part_of_query = warp % kColumns * kDimN * 8;
     if (call.key_sums) {
-      const uint64_t row_bytes = static_cast<uint32_t>(key_width + value_width) * 4;
-      char* const first_row = reinterpret_cast<char*>(call.key_sums) + (batch * p.kv_heads + kv_head) * p.key_length * row_bytes;
-      char* const no_row = reinterpret_cast<char*>(call.key_sums) + p.batch * p.kv_heads * p.key_length * row_bytes;
       float *key_rows[2][2], *value_rows[2][2];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int key = scheduler.key_of(stage, chunk, key_row + 16 * m + 8 * r + lane / 4);
-          const bool is_key = key >= 0 && key < p.key_length;
-          key_rows[m][r] = reinterpret_cast<float*>(is_key ? first_row + static_cast<uint32_t>(key) * row_bytes : no_row);
-          value_rows[m][r] = key_rows[m][r] + key_width;
-        }
-      }
+      find_key_sums(
+          call, batch, kv_head, key_width, value_width, key_row + lane / 4,
+          [&](int row) { return scheduler.key_of(stage, chunk, row); }, key_rows, value_rows);
       float grad_value[2][kRowN][4], grad_key[2][kRowN][4];
       clear(grad_value);
       accumulate<T, kShape.queries, kWidth, kDim>(grad_value, probability_tile, key_row, grad_out_tile, row_part);
@@ -220,7 +259,7 @@ __global__ __launch_bounds__(
   copy_async_wait<0>();
   __syncthreads();
   put_tile<T, kDim>(query_tile, grad_query, warp_row, warp % kColumns * kDimN * 8,
-                    [&](int m, int r) { return lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
+                    [&](int m, int r) { return terms.lse2[m][r] == -negative_infinity() ? 0.0f : call.scale; });
   __syncthreads();
   store_tile<kDim, kThreads, kShape.queries>(shared.query, head_dim, [&](int r) {
     const int query = first_query + r;

@@ -52,6 +52,19 @@ struct ScoreTerms {
   int end[2];                // the first key that each row does not see
   int whole_until;           // all rows see the keys before
 
+  // Which keys do this thread's two rows see? `row` is the first, of the block's tile.
+  template <class Tile>
+  __device__ __forceinline__ void find_keys(const DecodeCall& call, const Tile& here, int row, bool bias_is_shared) {
+    const DecodeParams& p = call.p;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RowPlace place(call, here.kv_head, here.first_row + min(row + 8 * r, here.rows - 1));
+      end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place.query + 1 : here.length;
+      row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
+    }
+    whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);
+  }
+
   // Products with keys first, first + 1, .. to logits. This thread has columns lane % 4 * 2 and the one after, of every eight.
   // shared_bias [keys] is the key_bias of the group, or null; keys from last_key on do not exist.
   template <int kN>
@@ -160,6 +173,16 @@ struct QueryRows {
       copy.start(tile, r, from, wanted);
     }
   }
+  template <class Copies>
+  __device__ __forceinline__ void start_with_chunks(const DecodeCall& call, const DecodeTile<Sizes::kTileRows>& here, int thread,
+                                                    Copies& copies) const {
+#pragma unroll 1
+    for (int chunk = 0; chunk + 1 < Sizes::kStages; ++chunk) {
+      copies.start(chunk);
+      if (chunk == 0) start(call, here, thread);
+      copy_async_commit();
+    }
+  }
   __device__ __forceinline__ void take(uint32_t (&query)[kDim / 16][4], int tile_row) const {
     const auto fragment = Fragment<kDim>::tall(tile, tile_row, 0);
 #pragma unroll
@@ -177,6 +200,17 @@ __device__ __forceinline__ auto begin_token(const Call& given, TokenShared<kDim,
   } else {
     return 0;
   }
+}
+
+// Says what the other blocks of the cluster will send, and that they may begin to.
+template <int kDim, int kWarps, bool kTakesToken, class Token, class Tile>
+__device__ __forceinline__ void join_cluster(const DecodeCall& call, const Tile& here, [[maybe_unused]] Token& token,
+                                             uint8_t* inbox) {
+  if (threadIdx.x == 0) {
+    if constexpr (kTakesToken) token.exchange.expect(call.parts * kWarps * static_cast<int>(sizeof(float4)));
+    ClusterReduceLayout<kDim>(call.parts, here.rows).expect(inbox, here.part);
+  }
+  DsmemExchange::cluster_arrive();
 }
 
 // query [B, H, T, D], key, value [B, Hkv, Smax, D or Dv] or pages -> out, lse, or part_sums, part_out. A warp has 16 rows, and
@@ -199,14 +233,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   using Token = TokenShared<kDim, Sizes::kThreads / 32>;
   [[maybe_unused]] auto& token_shared = *reinterpret_cast<Token*>(shared_bytes + sizeof(Shared));
   uint8_t* const inbox = shared_bytes + sizeof(Shared) + (kTakesToken ? Token::bytes(call.parts) : 0);
-  if (call.is_cluster) {
-    if (thread == 0) {
-      if constexpr (kTakesToken)
-        token_shared.exchange.expect(call.parts * (Sizes::kThreads / 32) * static_cast<int>(sizeof(float4)));
-      ClusterReduceLayout<kDim>(call.parts, here.rows).expect(inbox, here.part);
-    }
-    DsmemExchange::cluster_arrive();
-  }
+  if (call.is_cluster) join_cluster<kDim, Sizes::kThreads / 32, kTakesToken>(call, here, token_shared, inbox);
   ChunkCopies<kDim, Sizes::kKeys, kStages, Sizes::kTeamThreads> copies{p, here.batch, here.kv_head,
                                                                        here.first_key + slice * Sizes::kKeys, Sizes::kChunkKeys};
   copies.thread = team_thread;
@@ -224,12 +251,7 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
   copies.chunks = (here.last_key - here.first_key + Sizes::kChunkKeys - 1) / Sizes::kChunkKeys;
   // Start the copies: the first chunk with the queries, and as many chunks as there is room for.
   const QueryRows<T, kDim, kRows> query_rows{shared_address(&shared.stages[slice][kStages - 1])};
-#pragma unroll 1
-  for (int chunk = 0; chunk + 1 < kStages; ++chunk) {
-    copies.start(chunk);
-    if (chunk == 0) query_rows.start(call, here, team_thread);
-    copy_async_commit();
-  }
+  query_rows.start_with_chunks(call, here, team_thread, copies);
 
   // Decide where the new token goes.
   if constexpr (kTakesToken) {
@@ -237,15 +259,8 @@ __global__ __launch_bounds__(DecodeSizes<kDim, kRows>::kThreads,
     if (!token.has_length) here.length = 0, here.last_key = here.first_key, copies.chunks = 0;
   }
 
-  // Which keys do this thread's two rows see?
   ScoreTerms terms{call.scale, LogitCap(p.softcap)};
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const RowPlace place(call, here.kv_head, here.first_row + min(tile_row + lane / 4 + 8 * r, here.rows - 1));
-    terms.end[r] = p.is_causal ? here.length - static_cast<int>(p.queries) + place.query + 1 : here.length;
-    terms.row_bias[r] = bias_is_shared ? nullptr : row_of<const float>(p.key_bias, here.batch, place.head);
-  }
-  terms.whole_until = here.length - (p.is_causal ? static_cast<int>(p.queries) - 1 : 0);
+  terms.find_keys(call, here, tile_row + lane / 4, bias_is_shared);
   const bool has_rows = tile_row < here.rows;
 
   // Take the queries.

@@ -23,6 +23,67 @@ struct alignas(128) ForwardShared {
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
 };
 
+// Products become logits with key_bias. `column` is that of the thread's first score.
+template <int kM, int kN>
+__device__ __forceinline__ void add_key_bias(float (&scores)[kM][kN][4], const float* key_bias_of, int column, float scale) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 key_bias = *reinterpret_cast<const float2*>(&key_bias_of[column + 8 * n]);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] = fmaf(scores[m][n][e], scale, e % 2 == 0 ? key_bias.x : key_bias.y);
+    }
+  }
+}
+
+// Products become logits with everything that a call may have: softcap, key_bias, bias. `query` and `column` are those of the
+// thread's first score, key_of(column) is a key of the chunk.
+template <class T, int kM, int kN, class KeyOf>
+__device__ __forceinline__ void add_terms(float (&scores)[kM][kN][4], const AttentionParams& p, const float* key_bias_of,
+                                          int batch, int head, int first_query, int column, const KeyOf& key_of) {
+  const LogitTerms<T> terms(p, batch, head);
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int at = column + 8 * n + e, key = key_of(at);
+      const float key_bias = p.key_bias.data ? key_bias_of[at] : 0.0f;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& logit = scores[m][n][2 * r + e];
+          logit =
+              terms.capped(logit) + key_bias + terms.bias_at(first_query + 16 * m + 8 * r, key, static_cast<int>(p.query_length));
+        }
+      }
+    }
+  }
+}
+
+// Weights that dropout drops become 0.
+template <int kM, int kN, class KeyOf>
+__device__ __forceinline__ void drop_weights(float (&weights)[kM][kN][4], const Dropout& dropout, int first_query, int column,
+                                             const KeyOf& key_of) {
+  if (!dropout.is_on()) return;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t row_key = dropout.row_key(first_query + 16 * m + 8 * r);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = key_of(column + 8 * n + e);
+          if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) weights[m][n][2 * r + e] = 0.0f;
+        }
+      }
+    }
+  }
+}
+
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. A block has one tile of
 // queries of one head; each warp has some rows of it, with scores [rows, keys] and sums [rows, Dv] in registers.
 template <class T, int kDim, class Traits>
@@ -43,16 +104,8 @@ __global__ __launch_bounds__(
                  value_tile = shared_address(shared.value);
 
   // Start the copies of the query tile and of the first chunk's keys.
-  {
-    const char* const queries = rows_of_head(p.query, batch, head);
-    const RowCopy<kDim, kThreads> copy(static_cast<int>(p.head_dim));
-#pragma unroll 4
-    for (int r = 0; r < kShape.queries; r += copy.kRows) {
-      const int query = first_query + copy.row + r;
-      const bool wanted = query < p.query_length;
-      copy.start(query_tile, r, queries + (wanted ? query : 0) * p.query.row_stride * 2, wanted);
-    }
-  }
+  copy_tile<kDim, kThreads, kShape.queries>(query_tile, p.query, p.query_length, batch, head, first_query,
+                                            static_cast<int>(p.head_dim));
   KeyScheduler<Traits, kThreads, kShape.queries, kShape.keys> scheduler(p, call.live_keys, shared.queues, batch, head,
                                                                         here.kv_head, first_query);
   Chunk chunk, coming;
@@ -91,39 +144,11 @@ __global__ __launch_bounds__(
     clear(scores);
     multiply_by_rows<T, kDim / 16>(scores, queries(), key_fragment);
 
-    // Add key_bias.
-    if constexpr (Traits::kBias == Bias::kKey) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const float2 key_bias = *reinterpret_cast<const float2*>(&stage.key_bias[column + 8 * n]);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) scores[m][n][e] = fmaf(scores[m][n][e], call.scale, e % 2 == 0 ? key_bias.x : key_bias.y);
-        }
-      }
-    }
-    // Cap the scores, add key_bias and bias.
-    if constexpr (Traits::kLogits == Logits::kAny) {
-      const LogitTerms<T> terms(p, batch, head);
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = column + 8 * n + e, key = scheduler.key_of(stage, chunk, at);
-          const float key_bias = p.key_bias.data ? stage.key_bias[at] : 0.0f;
-#pragma unroll
-          for (int m = 0; m < kM; ++m) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int query = first_query + tile_row + 16 * m + 8 * r;
-              float& logit = scores[m][n][2 * r + e];
-              logit = terms.capped(logit) + key_bias + terms.bias_at(query, key, static_cast<int>(p.query_length));
-            }
-          }
-        }
-      }
-    }
+    // Add biases, and cap the scores.
+    [[maybe_unused]] const auto key_of = [&](int at) { return scheduler.key_of(stage, chunk, at); };
+    if constexpr (Traits::kBias == Bias::kKey) add_key_bias(scores, stage.key_bias, column, call.scale);
+    if constexpr (Traits::kLogits == Logits::kAny)
+      add_terms<T>(scores, p, stage.key_bias, batch, head, first_query + tile_row, column, key_of);
     // Hide what some queries of the tile do not see.
     if (scheduler.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, scheduler.low());
 
@@ -136,27 +161,8 @@ __global__ __launch_bounds__(
 
     // Turn scores into weights, and rescale the sums if a maximum moved.
     softmax.update(scores, call.scale_2, out);
-    // Drop weights by dropout.
-    if constexpr (Traits::kLogits == Logits::kAny) {
-      const Dropout dropout(p, batch, head);
-      if (dropout.is_on()) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const uint32_t row_key = dropout.row_key(first_query + tile_row + 16 * m + 8 * r);
-#pragma unroll
-            for (int n = 0; n < kN; ++n) {
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const int key = scheduler.key_of(stage, chunk, column + 8 * n + e);
-                if (!dropout_keeps(row_key, static_cast<uint32_t>(key), dropout.threshold)) scores[m][n][2 * r + e] = 0.0f;
-              }
-            }
-          }
-        }
-      }
-    }
+    if constexpr (Traits::kLogits == Logits::kAny)
+      drop_weights(scores, Dropout(p, batch, head), first_query + tile_row, column, key_of);
     // Multiply out += weights V.
     multiply_by_columns<T, kShape.keys / 16>(
         out, [&](int k, int m, uint32_t (&a)[4]) { as_operand<T>(scores[m], k, a); },

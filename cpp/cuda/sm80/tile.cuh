@@ -208,6 +208,20 @@ __device__ __forceinline__ void put_tile(uint32_t tile, const float (&x)[kM][kN]
   }
 }
 
+// Starts the copies of the rows of a head of query or grad_out, from first_query on, into a tile of kQueries rows.
+template <int kDim, int kThreads, int kQueries>
+__device__ __forceinline__ void copy_tile(uint32_t tile, const TensorView& tensor, int64_t query_length, int batch, int head,
+                                          int first_query, int width) {
+  const char* const from = rows_of_head(tensor, batch, head);
+  const RowCopy<kDim, kThreads> copy(width);
+#pragma unroll 4
+  for (int r = 0; r < kQueries; r += copy.kRows) {
+    const int query = first_query + copy.row + r;
+    const bool wanted = query < query_length;
+    copy.start(tile, r, from + (wanted ? query : 0) * tensor.row_stride * 2, wanted);
+  }
+}
+
 // Writes a tile's first `width` columns to the global rows that `row_at(r)` names; a row without a place is left out (null).
 template <int kWidth, int kThreads, int kRows, class RowAt>
 __device__ __forceinline__ void store_tile(const void* tile, int width, RowAt row_at) {

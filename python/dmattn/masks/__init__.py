@@ -1,4 +1,4 @@
-"""What a mask means: intervals (O(N)) and blocks (everything else). All types are frozen dataclasses and pytrees."""
+"""What a mask means: intervals (O(N)), blocks, lists of keys for each query. All types are frozen dataclasses and pytrees."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from dmattn.masks.block import BlockMask, CombinedMask
+from dmattn.masks.block import BlockMask
 from dmattn.masks.bounds import ALWAYS, FOREVER
+from dmattn.masks.combined import CombinedMask
 from dmattn.masks.data import MaskData, collate
+from dmattn.masks.index import IndexMask
 from dmattn.masks.interval import IntervalMask, Segments
 
-Mask = IntervalMask | BlockMask | CombinedMask
+Mask = IntervalMask | BlockMask | IndexMask | CombinedMask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +41,16 @@ def _register(cls: type[MaskData], context: Callable[[Any], Any], constants: Cal
     placeholders."""
 
     def flatten(mask: Any) -> tuple[list[Any], Any]:
-        return [getattr(mask, name) for name in cls.LEAVES], context(mask)
+        return [getattr(mask, name) for name in mask._leaf_names()], context(mask)
 
     def flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], Any]:
         values, kept = flatten(mask)
-        return [(pytree.GetAttrKey(name), value) for name, value in zip(cls.LEAVES, values, strict=True)], kept
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(mask._leaf_names(), values, strict=True)], kept
 
     def unflatten(values: Any, kept: Any) -> Any:
-        return cls._build(**dict(zip(cls.LEAVES, values, strict=True)), **constants(kept))
+        names = kept if cls is CombinedMask else cls.LEAVES
+        fields = dict.fromkeys(cls.LEAVES) | dict(zip(names, values, strict=True))
+        return cls._build(**fields, **constants(kept))
 
     pytree.register_pytree_node(
         cls, flatten, unflatten, serialized_type_name=f"dmattn.{cls.__name__}", flatten_with_keys_fn=flatten_with_keys,
@@ -62,10 +66,18 @@ _register(
     lambda given: IntervalContext(*given),
 )
 _register(BlockMask, lambda mask: mask.block_size, lambda kept: {"block_size": kept}, list, tuple)
-_register(CombinedMask, lambda mask: None, lambda kept: {}, lambda kept: None, lambda given: None)
+_register(
+    IndexMask,
+    lambda mask: tuple(getattr(mask, name) for name in IndexMask.CONSTANTS),
+    lambda kept: dict(zip(IndexMask.CONSTANTS, kept, strict=True)),
+    list,
+    tuple,
+)
+# Which parts there are; programs of earlier versions do not say it.
+_register(CombinedMask, CombinedMask._leaf_names, lambda kept: {}, list, lambda given: tuple(given or ("interval", "block")))
 
-for _type in (IntervalMask, BlockMask, CombinedMask):
+for _type in (IntervalMask, BlockMask, IndexMask, CombinedMask):
     torch.serialization.add_safe_globals([_type])  # torch.load(weights_only=True); saved programs hold example inputs
     default_collate_fn_map[_type] = collate  # torch.utils.data.DataLoader
 
-__all__ = ["ALWAYS", "FOREVER", "BlockMask", "CombinedMask", "IntervalMask", "Mask", "collate"]
+__all__ = ["ALWAYS", "FOREVER", "BlockMask", "CombinedMask", "IndexMask", "IntervalMask", "Mask", "collate"]

@@ -1,4 +1,4 @@
-"""BlockMask: any boolean mask as tiles that are empty, full or partial, with one bit per element for partial tiles only; and CombinedMask.
+"""BlockMask: any boolean mask as tiles that are empty, full or partial, with one bit per element for partial tiles only.
 
 The tiles that kernels walk need not be the blocks the mask was given in. Blocks smaller than a tile become bits of a
 partial tile; results never depend on it.
@@ -21,7 +21,6 @@ from dmattn.masks import drawing, tables
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.detect import function_sizes, on_grid
 from dmattn.masks.heads import same_heads
-from dmattn.masks.interval import IntervalMask
 from dmattn.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -177,14 +176,12 @@ class BlockMask(MaskData):
         return cls.from_bool(inside, size)
 
     @overload
-    def __and__(self, other: IntervalMask) -> CombinedMask: ...
-    @overload
     def __and__(self, other: BlockMask) -> BlockMask: ...
-    def __and__(self, other: object) -> CombinedMask | BlockMask:
-        if isinstance(other, IntervalMask):
-            return CombinedMask(other, self)
+    @overload
+    def __and__(self, other: MaskData) -> Any: ...
+    def __and__(self, other: object) -> Any:
         if not isinstance(other, BlockMask):
-            return NotImplemented
+            return self._beside(other)
         Sq, Sk = (min(m, n) for m, n in zip(self.lengths, other.lengths, strict=True))
         if not (self.fits(Sq, Sk) and other.fits(Sq, Sk)):
             raise ValueError(f"other: expected a mask for (Sq, Sk) = {self.lengths}, got one for {other.lengths}")
@@ -193,9 +190,6 @@ class BlockMask(MaskData):
         sizes = zip((Sq, Sk), self.block_size, other.block_size, strict=True)
         latest = tuple(max(pair, key=lambda size: -(-length // size) * size - size) for length, *pair in sizes)
         return BlockMask.from_bool(a & b, self.tile)._replace(block_size=latest)
-
-    def __rand__(self, other: IntervalMask) -> CombinedMask:
-        return self & other
 
     @property
     def shape(self) -> torch.Size:
@@ -258,6 +252,10 @@ class BlockMask(MaskData):
         tiles, rows, columns = (t if t.shape[0] == 1 else t[index] for t in (self.tiles, self.rows, self.columns))
         return self._replace(tiles=tiles, rows=rows, columns=columns)
 
+    def _expand(self, batch: int) -> BlockMask:
+        wide = {name: (given := getattr(self, name)).expand(batch, *given.shape[1:]) for name in ("tiles", "rows", "columns")}
+        return self._replace(**wide)
+
     def _for_device(self, device: torch.device) -> BlockMask:
         """Tiles of 128 for a GPU: on a CPU, smaller blocks make smaller tiles."""
         tile_q, tile_k = self.tile
@@ -300,91 +298,6 @@ class BlockMask(MaskData):
             tiles=tiles, rows=rows, columns=columns, bits=bits, query_length=first.query_length, key_length=first.key_length,
             block_size=block_size,
         )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class CombinedMask(MaskData):
-    """Visible where both masks say so; made by ``interval & block``.
-
-    Raises:
-        TypeError: interval is not an IntervalMask, or block not a BlockMask.
-        ValueError: they are for different numbers of keys, or lie on different devices.
-    """
-
-    interval: IntervalMask
-    block: BlockMask
-
-    LEAVES: ClassVar[tuple[str, ...]] = ("interval", "block")
-    CONSTANTS: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.interval, IntervalMask):
-            raise TypeError(f"interval: expected an IntervalMask, got {type(self.interval).__name__}")
-        if not isinstance(self.block, BlockMask):
-            raise TypeError(f"block: expected a BlockMask, got {type(self.block).__name__}")
-        Sk = self.interval.key_length
-        if Sk is not None and not self.block.fits(self.block.query_length, Sk):
-            raise ValueError(
-                f"block: expected a BlockMask for Sk={Sk} keys like the interval mask, got one for {self.block.key_length}"
-            )
-        checks.same_device("block", self.block.tiles, self.interval.start, "the interval mask")
-
-    def __and__(self, other: IntervalMask | BlockMask | CombinedMask) -> CombinedMask:
-        if isinstance(other, CombinedMask):
-            return CombinedMask(self.interval & other.interval, self.block & other.block)
-        if isinstance(other, IntervalMask):
-            return CombinedMask(self.interval & other, self.block)
-        if isinstance(other, BlockMask):
-            return CombinedMask(self.interval, self.block & other)
-        return NotImplemented
-
-    __rand__ = __and__
-
-    @property
-    def shape(self) -> torch.Size:
-        """[B|1, H|Hkv|1, Sq, Sk]."""
-        batch, heads = (
-            max(m, n) if 1 not in (m, n) else m * n for m, n in zip(self.interval.shape[:2], self.block.shape[:2], strict=True)
-        )
-        return torch.Size((batch, heads, self.block.query_length, self.interval.key_length or self.block.key_length))
-
-    def to_bool(self, Sq: int, Sk: int) -> Tensor:
-        """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible."""
-        if not self.block.fits(Sq, Sk):
-            raise ValueError(f"Sq, Sk: expected the block mask's lengths {self.block.lengths}, got {(Sq, Sk)}")
-        interval, block = same_heads(self.interval.to_bool(Sq, Sk), self.block.cut(Sq, Sk).to_bool(), "block")
-        return interval & block
-
-    def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
-        Sq, Sk = self.block._drawn_length(Sq), self.interval.key_length or self.block.key_length
-        heads = max(self.interval.start.shape[1], self.interval.end.shape[1], self.block.tiles.shape[1])
-        interval = self.interval._of_head(head, batch, heads, Sk)
-        return drawing.pairs(interval, self.block._of_head(head, batch, heads), Sq, Sk, ax)
-
-    def _describe(self) -> str:
-        return f"shape={list(self.shape)}, interval={self.interval!r}, block={self.block!r}"
-
-    def _for_device(self, device: torch.device) -> CombinedMask:
-        block = self.block._for_device(device)
-        return self if block is self.block else self._replace(block=block)
-
-    def _select(self, index: slice | Tensor) -> CombinedMask:
-        interval, block = (part if part.shape[0] == 1 else part._select(index) for part in (self.interval, self.block))
-        return self._replace(interval=interval, block=block)
-
-    @classmethod
-    def _cat(cls, masks: Sequence[CombinedMask]) -> CombinedMask:
-        wide = [mask._expand(mask.shape[0]) for mask in masks]
-        return cls(IntervalMask.cat([mask.interval for mask in wide]), BlockMask.cat([mask.block for mask in wide]))
-
-    def _expand(self, batch: int) -> CombinedMask:
-        """Both parts with this batch."""
-
-        def expand(tensor: Tensor) -> Tensor:
-            return tensor.expand(batch, *tensor.shape[1:])
-
-        tables_of_tiles = {name: expand(getattr(self.block, name)) for name in ("tiles", "rows", "columns")}
-        return self._replace(interval=self.interval._map(expand), block=self.block._replace(**tables_of_tiles))
 
 
 def _pair(block_size: int | tuple[int, int]) -> tuple[int, int]:

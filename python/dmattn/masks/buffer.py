@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dmattn import checks
 from dmattn.fake import table_size
-from dmattn.masks import BlockMask, CombinedMask, IntervalMask, Mask
+from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
 from dmattn.masks.block import GPU_TILE
 
 SEGMENTS = (None, "causal", "whole")  # their places here are what a state dict holds
@@ -25,7 +25,7 @@ class MaskBuffer(nn.Module):
     block mask may be another.
 
     Args:
-        mask: IntervalMask, BlockMask or ``interval & block``.
+        mask: IntervalMask, BlockMask, IndexMask, or an intersection of such.
         persistent: whether the state dict holds the mask.
 
     Raises:
@@ -34,16 +34,18 @@ class MaskBuffer(nn.Module):
 
     def __init__(self, mask: Mask, *, persistent: bool = True) -> None:
         super().__init__()
-        if not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
-            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or interval & block, got {checks.type_of(mask)}")
+        if not isinstance(mask, IntervalMask | BlockMask | IndexMask | CombinedMask):
+            raise TypeError(
+                f"mask: expected an IntervalMask, a BlockMask, an IndexMask or an intersection, got {checks.type_of(mask)}"
+            )
         checks.flag("persistent", persistent)
-        self._type: type[IntervalMask] | type[BlockMask] | type[CombinedMask] = type(mask)
+        self._type: type[IntervalMask] | type[BlockMask] | type[IndexMask] | type[CombinedMask] = type(mask)
         self._persistent = persistent
         self._facts: dict[str, Any] = {}
         if isinstance(mask, BlockMask) and any(size % GPU_TILE for size in mask.tile):
             mask = mask._with_tiles((GPU_TILE, GPU_TILE))  # tiles that every device takes
         for name, value in mask._fields().items():
-            if isinstance(value, IntervalMask | BlockMask):
+            if isinstance(value, IntervalMask | BlockMask | IndexMask):
                 self.add_module(name, MaskBuffer(value, persistent=persistent))
             elif isinstance(value, Tensor):
                 self.register_buffer(name, value, persistent=persistent)
@@ -62,9 +64,11 @@ class MaskBuffer(nn.Module):
         facts = self._facts
         if self._type is IntervalMask:
             return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"]), int(facts["most_keys"])])
-        return torch.tensor(
-            [facts["query_length"], facts["key_length"], *facts["block_size"]] if facts else [], dtype=torch.int64
-        )
+        if self._type is IndexMask:
+            return torch.tensor([int(facts[name]) for name in IndexMask.CONSTANTS])
+        if self._type is CombinedMask:
+            return torch.zeros(0, dtype=torch.int64)
+        return torch.tensor([facts["query_length"], facts["key_length"], *facts["block_size"]])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Takes over what :meth:`get_extra_state` gave.
@@ -76,10 +80,12 @@ class MaskBuffer(nn.Module):
         if self._type is IntervalMask and isinstance(given, list) and len(given) == 2:
             given = [*given, 0]  # saved before masks knew how many keys a query sees
         if not self._fits(given):
-            article = "an" if self._type is IntervalMask else "a"
+            article = "an" if self._type in (IntervalMask, IndexMask) else "a"
             raise ValueError(f"state_dict: expected the state of {article} {self._type.__name__}, got {given}")
         if self._type is IntervalMask:
             self._facts = {"any_length": bool(given[0]), "segments": SEGMENTS[given[1]], "most_keys": given[2]}
+        elif self._type is IndexMask:
+            self._facts = dict(zip(IndexMask.CONSTANTS, (given[0], bool(given[1]), *given[2:]), strict=True))
         elif given:
             self._facts = {"query_length": given[0], "key_length": given[1], "block_size": (given[2], given[3])}
 
@@ -89,6 +95,8 @@ class MaskBuffer(nn.Module):
             return False
         if self._type is IntervalMask:
             return state[0] in (0, 1) and state[1] in range(len(SEGMENTS)) and state[2] >= 0
+        if self._type is IndexMask:
+            return state[0] in [1 << n for n in range(8)] and state[1] in (0, 1) and min(state[2:]) >= 0
         if not state:
             return True
         _, tile_q, words = self.get_buffer("bits").shape

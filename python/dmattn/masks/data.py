@@ -34,13 +34,17 @@ class MaskData:
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*self.LEAVES, *self.CONSTANTS)}
 
+    def _leaf_names(self) -> tuple[str, ...]:
+        """Those of LEAVES that this mask has."""
+        return self.LEAVES
+
     def _replace(self: M, **changes: Any) -> M:
         return self._build(**{**self._fields(), **changes})
 
     def _map(self: M, fn: Callable[[Tensor], Tensor]) -> M:
         """The mask with ``fn`` applied to each of its tensors; itself when ``fn`` returns each of them as it is."""
         changes = {}
-        for name in self.LEAVES:
+        for name in self._leaf_names():
             old = getattr(self, name)
             new = old._map(fn) if isinstance(old, MaskData) else fn(old) if isinstance(old, Tensor) else old
             if new is not old:
@@ -49,7 +53,7 @@ class MaskData:
 
     def _tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
-        for name in self.LEAVES:
+        for name in self._leaf_names():
             value = getattr(self, name)
             found += value._tensors() if isinstance(value, MaskData) else [value] if isinstance(value, Tensor) else []
         return found
@@ -58,18 +62,22 @@ class MaskData:
         """Sizes, device and kind, not the data; placeholders of a pytree as they are."""
         if self._holds_tensors():
             return f"{type(self).__name__}({self._describe()})"
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self.LEAVES)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in self._leaf_names())})"
 
     def _holds_tensors(self) -> bool:
-        values = [getattr(self, name) for name in self.LEAVES if not name.endswith("_length")]
+        values = [getattr(self, name) for name in self._leaf_names() if not name.endswith("_length")]
         return all(value._holds_tensors() if isinstance(value, MaskData) else isinstance(value, Tensor) for value in values)
 
     def _describe(self) -> str:
         raise NotImplementedError
 
+    # ``self & other`` for masks of two kinds: a CombinedMask, and NotImplemented for what is no mask. masks/combined.py says how, since it
+    # knows all kinds.
+    _beside: ClassVar[Callable[[Any, object], Any]]
+
     def __rand__(self, interval: Any) -> Any:
-        """``interval & self``, for the masks that an IntervalMask does not know."""
-        return NotImplemented
+        """``interval & self``: an IntervalMask knows no other kind."""
+        return self._beside(interval)
 
     # Devices ----------------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,10 @@ class MaskData:
             if mask.device != masks[0].device:
                 raise ValueError(f"masks: expected one device, got {masks[0].device} and {mask.device}")
         return cls._cat(masks)
+
+    def _expand(self: M, batch: int) -> M:
+        """The mask of so many sequences; this one has as many, or one."""
+        return self._map(lambda tensor: tensor.expand(batch, *tensor.shape[1:]))
 
     @classmethod
     def stack(cls: type[M], masks: Sequence[M]) -> M:

@@ -66,22 +66,32 @@ def lifetimes(start: Tensor, end: Tensor, ax: Any) -> Any:
     return ax
 
 
-def pairs(interval: tuple[Tensor, Tensor] | None, block: tuple[Tensor, Tensor] | None, Sq: int, Sk: int, ax: Any) -> Any:
+def pairs(
+    interval: tuple[Tensor, Tensor] | None,
+    block: tuple[Tensor, Tensor] | None,
+    Sq: int,
+    Sk: int,
+    ax: Any,
+    listed: Tensor | None = None,
+) -> Any:
     """Draws which query sees which key.
 
     Args:
         interval: start and end, int32 [Sk]; None for no interval mask.
         block: tiles int32 [Nq, Nk] and bits int32 [slots, tile_q, tile_k / 32]; None for no block mask.
+        listed: what an index mask shows to the sampled queries, bool [queries, keys]; None for no index mask.
     """
     ax = axes_or_new(ax)
     queries, keys = sample(Sq), sample(Sk)
     codes = torch.full((len(queries), len(keys)), VISIBLE)
     if block is not None:
         codes = tile_codes(*block, queries, keys)
+    inside = torch.ones_like(codes, dtype=torch.bool) if listed is None else listed
     if interval is not None:
         start, end = interval
         position = (queries + (Sk - Sq))[:, None]
-        inside = (start[keys] <= position) & (position < end[keys])
+        inside = inside & (start[keys] <= position) & (position < end[keys])
+    if interval is not None or listed is not None:
         codes = torch.where(inside, codes, torch.where(codes >= HIDDEN_IN_PARTIAL, HIDDEN_IN_PARTIAL, HIDDEN))
     colors = importlib.import_module("matplotlib.colors").ListedColormap(COLORS)
     edges = (-0.5, max(Sk, 1) - 0.5, max(Sq, 1) - 0.5, -0.5)

@@ -128,8 +128,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
         checks.flag("is_causal", is_causal)
-        if mask is not None and not isinstance(mask, IntervalMask | BlockMask | CombinedMask):
-            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or both joined, got {checks.type_of(mask)}")
+        has_lists = isinstance(mask, CombinedMask) and mask.index is not None
+        if has_lists or (mask is not None and not isinstance(mask, IntervalMask | BlockMask | CombinedMask)):
+            given_type = "one with an IndexMask" if has_lists else checks.type_of(mask)
+            raise TypeError(f"mask: expected an IntervalMask, a BlockMask or both joined, got {given_type}")
         batch_dim = 0 if not is_batched or self.batch_first else 1
         projected = self._projected(query, key, value, batch_dim, is_batched)
         batch, length, keys = projected[0].shape[0], projected[0].shape[1], projected[1].shape[1]
@@ -257,8 +259,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if hidden is not None:
             end = torch.where(hidden, ALWAYS, FOREVER).int()
             parts.append(IntervalMask(torch.full_like(end, ALWAYS), end))
-        if isinstance(mask, IntervalMask | CombinedMask):
-            interval = mask.interval if isinstance(mask, CombinedMask) else mask
+        interval = mask.interval if isinstance(mask, CombinedMask) else mask
+        if isinstance(interval, IntervalMask):
             if not interval.serves(keys):
                 raise ValueError(f"mask: expected an IntervalMask for S={keys} keys, got one for {interval.key_length}")
             parts.append(interval)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dmattn import reference
-from dmattn.masks import BlockMask, IntervalMask, Mask
+from dmattn.masks import BlockMask, IndexMask, IntervalMask, Mask
 from dmattn.renamed import renamed
 from dmattn.testing.case import AttentionCase, positions_from, with_rank
 from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
@@ -461,6 +461,37 @@ def block_masks_from_function(draw: st.DrawFn, shape: Shape, device: str = "cpu"
     visible = fn(*torch.meshgrid(*grid, indexing="ij"))
     words = f"BlockMask.from_function(({a} q + {b} k + b + h) % {modulus} < 1, B={B}, H={H})"
     return DrawnMask(mask, visible, words, frozenset({"from_function"}))
+
+
+@st.composite
+def index_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu") -> DrawnMask:
+    """``IndexMask``: lists in no order, with duplicates, -1 anywhere, future keys, and empty ones, of none to more entries than keys."""
+    block = draw(st.sampled_from((1, 1, 2, 4, 8, 16, 32, 64, 128)))
+    blocks = -(-shape.Sk // block)
+    entries = draw(st.integers(0, min(blocks + 2, 40)))
+    generator = torch.Generator().manual_seed(draw(seeds()))
+    size = (*draw(_lead(shape)), shape.Sq, entries)
+    lists = torch.randint(-1, max(1, blocks), size, generator=generator, dtype=draw(st.sampled_from((torch.int32, torch.int64))))
+    lists = lists if blocks else torch.full_like(lists, -1)
+    empty = draw(st.sampled_from((0.0, 0.1, 1.0)))
+    lists = torch.where(torch.rand((*size[:3], 1), generator=generator) < empty, -1, lists)
+    if draw(st.booleans()):
+        lists = lists.sort(dim=-1, descending=True).values
+    numbers = st.just(0) | st.integers(0, shape.Sk + 2)
+    mask = IndexMask(lists.to(device), block, is_causal=draw(st.booleans()), local=draw(numbers), sink_keys=draw(numbers))
+    p, _ = positions(shape.Sq, shape.Sk, device)
+    words = f"IndexMask({list(size)}, {block}, is_causal={mask.is_causal}, local={mask.local}, sink_keys={mask.sink_keys})"
+    return DrawnMask(mask, listed_rows(mask, p, shape.Sk), words, frozenset({"index"}))
+
+
+def listed_rows(mask: IndexMask, p: Tensor, Sk: int) -> Tensor:
+    """Brute force: the keys that queries at positions p [.., Sq, 1] see, bool [B|1, H|Hkv|1, Sq, Sk]."""
+    j = torch.arange(Sk, device=p.device)
+    seen = (p - mask.local < j) & (j <= p) | (j < mask.sink_keys)
+    for entry in mask.indices.unbind(-1):
+        seen = seen | (entry[..., None] == j // mask.block_size)
+    seen = seen & (j <= p) if mask.is_causal else seen
+    return seen.expand(*torch.broadcast_shapes(seen.shape, (*mask.indices.shape[:3], Sk)))
 
 
 @st.composite

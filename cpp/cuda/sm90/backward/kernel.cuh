@@ -106,191 +106,216 @@ struct BackwardProducts {
 };
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: 64 keys of a tile against chunks of
-// queries. Scores and their gradients are [64 keys, queries].
+// grad_value (or rows of key_sums), query_sums. A computing warpgroup, one object for each thread: 64 keys of a tile against
+// chunks of queries. Scores and their gradients are [64 keys, queries].
 template <class T, int kDim, class Traits>
-__device__ __forceinline__ void compute_gradients(const BackwardCall& call, BackwardShared<kDim, Traits::kHasOptions>& shared) {
+class GradientConsumer {
+ public:
   using Shared = BackwardShared<kDim, Traits::kHasOptions>;
+
+  __device__ __forceinline__ GradientConsumer(const BackwardCall& call, Shared& shared)
+      : call_(call), shared_(shared), products_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    for (;; ++tile_visit_) {
+      descriptor_full_.wait_full(tile_visit_);
+      const KeyDescriptor& tile = shared_.key_descriptors[tile_visit_ % Shared::kKeyDescriptors];
+      if (tile.head < 0) break;
+      compute_tile(tile);
+    }
+  }
+
+ private:
   using Products = BackwardProducts<T, kDim, Traits::kHasOptions>;
-  constexpr BackwardShape kShape = Shared::kShape;
-  constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
-  constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions, kHasBias = Traits::kBias != Bias::kNone;
-  const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
-      descriptor_empty{shared_address(shared.descriptor_empty)};
-  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
-      tile_empty{shared_address(&shared.tile_empty)};
-  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const Ring<2> score_full{shared_address(shared.score_full)}, score_empty{shared_address(shared.score_empty)};
-  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
-      semaphore_released{shared_address(&shared.semaphore_released)};
-  const Products products(shared);
+  static constexpr BackwardShape kShape = Shared::kShape;
+  static constexpr int kN = Products::kN, kSteps = Products::kSteps, kOut = Products::kOut, kPart = Products::kPart;
+  static constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions,
+                        kHasBias = Traits::kBias != Bias::kNone;
 
-  float grad_key[kOut][4], grad_value[kOut][4];
-
-  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
-  float bias_2[2] = {}, bias_sum[2] = {};
-  int head = -1;
-  uint32_t n = 0;  // the number of the descriptor of queries
-  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
-  auto add = [&](const float (&grad_query)[kPart / 8][4], uint32_t descriptor, uint32_t tile_visit) {
-    if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(descriptor - tile_visit);
-    add_grad_query<Shared, kDim>(shared.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products.group,
-                                 static_cast<int>(p.head_dim));
-    if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(descriptor - tile_visit));
-  };
-  for (uint32_t tile_visit = 0;; ++tile_visit) {
-    descriptor_full.wait_full(tile_visit);
-    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
-    if (tile.head < 0) break;
-    head = -1;
+  // One visit of a tile of keys: by all queries that see it.
+  //
+  // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before, and
+  // grad_query is computed a chunk late, from score gradients that wait in shared memory. A tile visit's first chunk computes a
+  // grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on all ways
+  // through the loop.
+  __device__ __forceinline__ void compute_tile(const KeyDescriptor& tile) {
+    head_ = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) grad_key_[i][e] = grad_value_[i][e] = 0.0f;
     }
-
-    // The tensor cores always have a product to do beside what the threads do. Scores are begun at the end of the chunk before,
-    // and grad_query is computed a chunk late, from score gradients that wait in shared memory. A tile visit's first chunk
-    // computes a grad_query that means nothing, and its last begins scores that mean nothing, so that registers are the same on
-    // all ways through the loop.
-    bool has_chunk_before = false;
+    has_chunk_before_ = false, has_test_ = false, is_new_head_ = false;
     float scores[kN][4], grad_scores[kN][4];
-    bool has_test = false, is_new_head = false;  // of the chunk: known early, so that nothing waits for them
-    // Waits for the next descriptor; false: it ends the tile visit.
-    auto await_chunk = [&] {
-      query_full.wait_full(n);
-      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
-      const bool has_chunk = !descriptor.ends_tile_visit;
-      has_test = descriptor.has_test;
-      if (kHasBias) is_new_head = descriptor.head != head;
-      if (descriptor.has_bad_rows && has_chunk) clear_bad_rows(shared, n % kShape.query_stages);
-      return has_chunk;
-    };
-    // Starts grad_scores at delta, from which the product is then subtracted.
-    auto start_grad_scores = [&] {
-      const float* const delta = &shared.delta[n % kShape.query_stages][ScorePlace<kDim>().column];
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        const float2 pair = *reinterpret_cast<const float2*>(&delta[8 * i]);
-        grad_scores[i][0] = grad_scores[i][2] = pair.x, grad_scores[i][1] = grad_scores[i][3] = pair.y;
-      }
-    };
-    // Issues grad_scores -= V dO^T, or with options grad_scores = V dO^T.
-    auto begin_grad_scores = [&] {
-      pin(grad_scores);
-      begin_products();
-      products.begin_grad_scores(grad_scores, n);
-    };
-    // Issues scores = K Q^T.
-    auto begin_scores = [&] {
-      pin(scores);
-      begin_products();
-      products.begin_scores(scores, n);
-    };
-    key_full.wait_full(tile_visit);
+    key_full_.wait_full(tile_visit_);
     bool has_chunk = await_chunk();
-    begin_scores();
-    value_full.wait_full(tile_visit);
-    if (!kHasOptions) start_grad_scores();
+    begin_scores(scores);
+    value_full_.wait_full(tile_visit_);
+    if (!kHasOptions) start_grad_scores(grad_scores);
     wait_products<0>();
     pin(scores);
-    while (has_chunk) {
-      // Descriptors that ended a tile visit do not count as chunks.
-      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
-      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
-      float grad_query[kPart / 8][4];
-      uint32_t weights[kSteps][4], gradients[kSteps][4];
-      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // with options; with softcap beside a bias of single pairs
-      // With options registers do not suffice for both products before the scores are weighed.
-      if (!kHasOptions) begin_grad_scores();
-      if (kHasBias && is_new_head) {
-        if (!kIsGathered || !call.semaphores) flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
-                            bias_2);
-      }
-      if (kHasBias) head = descriptor.head;
+    while (has_chunk) has_chunk = compute_chunk(tile, scores, grad_scores);
+    end_tile(tile);
+  }
 
-      weigh_chunk<T, kDim, Traits>(call, shared, tile, descriptor, stage, has_test, scores, bias_2, bias_sum, weights, slopes,
-                                   cap_slopes);
-      if (kHasOptions) begin_grad_scores();
-      // Issue grad_value += weights dO, and wait for grad_scores.
-      pin(grad_value);
-      begin_products();
-      products.begin_sums(grad_value, weights, products.grad_outs_of(n));
-      wait_products<1>();
-      pin(grad_scores);
-      // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
-      // fp32 would not fit into registers.
-      differentiate_scores<T, Traits>(call, grad_scores, weights, slopes, &shared.delta[stage][ScorePlace<kDim>().column],
-                                      bias_sum);
-      differentiate_bias<T, kDim, Traits>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
-      narrow<T>(gradients, grad_scores);
-      // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
-      if (has_chunk_before) score_full.wait_full(chunk - 1);
-      pin(grad_query);
-      pin(grad_key);
-      begin_products();
-      products.begin_grad_query(grad_query, chunk - 1);
-      products.begin_sums(grad_key, gradients, products.queries_of(n));
-      // Leave the score gradients in shared memory for grad_query.
-      score_empty.wait_empty(chunk);
-      put_gradients<kDim>(shared_address(shared.grad_score[chunk % 2]), gradients);
-      // Wait for the three products; the chunk's place is free.
-      wait_products<0>();
-      pin(grad_value);
-      pin(grad_query);
-      pin(grad_key);
-      barrier_arrive(query_empty.at(n));
-      ++n;
-      // Issue the scores of the next chunk. Only then announce the score gradients: by now they have reached shared memory, and
-      // the fence takes no time. Add grad_query of the chunk before to global memory.
-      has_chunk = await_chunk();
-      begin_scores();
-      fence_async();
-      barrier_arrive(score_full.at(chunk));
-      if (has_chunk_before) {
-        barrier_arrive(score_empty.at(chunk - 1));
-        add(grad_query, n - 2, tile_visit);
-      }
-      has_chunk_before = true;
-      if (!kHasOptions) start_grad_scores();
-      wait_products<0>();
-      pin(scores);
+  // Computes chunk n of queries, of which scores are there, and the scores of the next one. True: that one is a chunk.
+  __device__ __forceinline__ bool compute_chunk(const KeyDescriptor& tile, float (&scores)[kN][4], float (&grad_scores)[kN][4]) {
+    // Descriptors that ended a tile visit do not count as chunks.
+    const uint32_t stage = n_ % kShape.query_stages, chunk = n_ - tile_visit_;
+    const QueryDescriptor& descriptor = shared_.query_descriptors[n_ % Shared::kQueryDescriptors];
+    float grad_query[kPart / 8][4];
+    uint32_t weights[kSteps][4], gradients[kSteps][4];
+    uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // with options; with softcap beside a bias of single pairs
+    // With options registers do not suffice for both products before the scores are weighed.
+    if (!kHasOptions) begin_grad_scores(grad_scores);
+    if (kHasBias && is_new_head_) {
+      if (!kIsGathered || !call_.semaphores) flush_bias<kDim>(call_, tile, head_, bias_sum_);
+      read_key_bias<kDim>(call_.b.forward, tile, ScorePlace<kDim>().row, descriptor.head,
+                          kHasOptions && (shared_.row_flags & kHugeRows), bias_2_);
     }
+    if (kHasBias) head_ = descriptor.head;
 
-    // End the tile visit: compute the last chunk's grad_query, then write grad_key and grad_value.
-    const uint32_t chunks = n - tile_visit;
-    if (has_chunk_before) score_full.wait_full(chunks - 1);
+    weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, has_test_, scores, bias_2_, bias_sum_, weights, slopes,
+                                 cap_slopes);
+    if (kHasOptions) begin_grad_scores(grad_scores);
+    // Issue grad_value += weights dO, and wait for grad_scores.
+    pin(grad_value_);
+    begin_products();
+    products_.begin_sums(grad_value_, weights, products_.grad_outs_of(n_));
+    wait_products<1>();
+    pin(grad_scores);
+    // Compute the gradients of the scores from the probabilities in 16 bits, as the product before has them: a second copy in
+    // fp32 would not fit into registers.
+    differentiate_scores<T, Traits>(call_, grad_scores, weights, slopes, &shared_.delta[stage][ScorePlace<kDim>().column],
+                                    bias_sum_);
+    differentiate_bias<T, kDim, Traits>(call_, tile, descriptor, grad_scores, slopes, cap_slopes);
+    narrow<T>(gradients, grad_scores);
+    // Issue grad_query = grad_scores^T K of the chunk before, and grad_key += grad_scores Q of this one.
+    if (has_chunk_before_) score_full_.wait_full(chunk - 1);
+    pin(grad_query);
+    pin(grad_key_);
+    begin_products();
+    products_.begin_grad_query(grad_query, chunk - 1);
+    products_.begin_sums(grad_key_, gradients, products_.queries_of(n_));
+    // Leave the score gradients in shared memory for grad_query.
+    score_empty_.wait_empty(chunk);
+    put_gradients<kDim>(shared_address(shared_.grad_score[chunk % 2]), gradients);
+    // Wait for the three products; the chunk's place is free.
+    wait_products<0>();
+    pin(grad_value_);
+    pin(grad_query);
+    pin(grad_key_);
+    barrier_arrive(query_empty_.at(n_));
+    ++n_;
+    // Issue the scores of the next chunk. Only then announce the score gradients: by now they have reached shared memory, and the
+    // fence takes no time. Add grad_query of the chunk before to global memory.
+    const bool has_chunk = await_chunk();
+    begin_scores(scores);
+    fence_async();
+    barrier_arrive(score_full_.at(chunk));
+    if (has_chunk_before_) {
+      barrier_arrive(score_empty_.at(chunk - 1));
+      add_grad_query_of(grad_query, n_ - 2);
+    }
+    has_chunk_before_ = true;
+    if (!kHasOptions) start_grad_scores(grad_scores);
+    wait_products<0>();
+    pin(scores);
+    return has_chunk;
+  }
+
+  // Computes the last chunk's grad_query, then writes grad_key and grad_value.
+  __device__ __forceinline__ void end_tile(const KeyDescriptor& tile) {
+    const uint32_t chunks = n_ - tile_visit_;
+    if (has_chunk_before_) score_full_.wait_full(chunks - 1);
     float grad_query[kPart / 8][4];
     pin(grad_query);
     begin_products();
-    products.begin_grad_query(grad_query, chunks - 1);
+    products_.begin_grad_query(grad_query, chunks - 1);
     wait_products<0>();
     pin(grad_query);
-    barrier_arrive(tile_empty.at(tile_visit));
-    barrier_arrive(query_empty.at(n));
-    if (kIsGathered && call.semaphores) semaphore_acquired.wait_full(tile_visit);
-    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
+    barrier_arrive(tile_empty_.at(tile_visit_));
+    barrier_arrive(query_empty_.at(n_));
+    if (kIsGathered && call_.semaphores) semaphore_acquired_.wait_full(tile_visit_);
+    if (kHasBias) flush_bias<kDim>(call_, tile, head_, bias_sum_);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
-    if (has_chunk_before) {
-      barrier_arrive(score_empty.at(chunks - 1));
-      add(grad_query, n - 1, tile_visit);
+    if (has_chunk_before_) {
+      barrier_arrive(score_empty_.at(chunks - 1));
+      add_grad_query_of(grad_query, n_ - 1);
     }
-    barrier_arrive(descriptor_empty.at(tile_visit));
-    ++n;
-    if (call.key_sums) {
-      if (has_chunk_before) add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
-      if (kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(tile_visit));
+    barrier_arrive(descriptor_empty_.at(tile_visit_));
+    ++n_;
+    if (call_.key_sums) {
+      if (has_chunk_before_) add_key_sums<kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
+      if (kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(tile_visit_));
     } else if constexpr (kIsGathered) {  // this tile visit is the only one of its keys
-      store_key_gradients<T, kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+      store_key_gradients<T, kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
     } else {
       const int row = first_key + ScorePlace<kDim>().row;
-      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
+      store_key_gradients<T, kDim>(call_, batch, kv_head, {row, row + 8}, grad_key_, grad_value_);
     }
   }
-}
+
+  // Waits for the next descriptor; false: it ends the tile visit.
+  __device__ __forceinline__ bool await_chunk() {
+    query_full_.wait_full(n_);
+    const QueryDescriptor& descriptor = shared_.query_descriptors[n_ % Shared::kQueryDescriptors];
+    const bool has_chunk = !descriptor.ends_tile_visit;
+    has_test_ = descriptor.has_test;
+    if (kHasBias) is_new_head_ = descriptor.head != head_;
+    if (descriptor.has_bad_rows && has_chunk) clear_bad_rows(shared_, n_ % kShape.query_stages);
+    return has_chunk;
+  }
+  // Starts grad_scores at delta, from which the product is then subtracted.
+  __device__ __forceinline__ void start_grad_scores(float (&grad_scores)[kN][4]) const {
+    const float* const delta = &shared_.delta[n_ % kShape.query_stages][ScorePlace<kDim>().column];
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const float2 pair = *reinterpret_cast<const float2*>(&delta[8 * i]);
+      grad_scores[i][0] = grad_scores[i][2] = pair.x, grad_scores[i][1] = grad_scores[i][3] = pair.y;
+    }
+  }
+  // Issues grad_scores -= V dO^T, or with options grad_scores = V dO^T.
+  __device__ __forceinline__ void begin_grad_scores(float (&grad_scores)[kN][4]) const {
+    pin(grad_scores);
+    begin_products();
+    products_.begin_grad_scores(grad_scores, n_);
+  }
+  // Issues scores = K Q^T.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kN][4]) const {
+    pin(scores);
+    begin_products();
+    products_.begin_scores(scores, n_);
+  }
+  // Adds grad_query of the chunk with this descriptor. Where sums have a fixed order, when the semaphore allows it.
+  __device__ __forceinline__ void add_grad_query_of(const float (&grad_query)[kPart / 8][4], uint32_t descriptor) const {
+    if (!kIsGathered && call_.semaphores) semaphore_acquired_.wait_full(descriptor - tile_visit_);
+    add_grad_query<Shared, kDim>(shared_.query_descriptors[descriptor % Shared::kQueryDescriptors], grad_query, products_.group,
+                                 static_cast<int>(call_.b.forward.head_dim));
+    if (!kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(descriptor - tile_visit_));
+  }
+
+  const BackwardCall& call_;
+  Shared& shared_;
+  const Ring<Shared::kKeyDescriptors> descriptor_full_{shared_address(shared_.descriptor_full)},
+      descriptor_empty_{shared_address(shared_.descriptor_empty)};
+  const Ring<1> key_full_{shared_address(&shared_.key_full)}, value_full_{shared_address(&shared_.value_full)},
+      tile_empty_{shared_address(&shared_.tile_empty)};
+  const Ring<kShape.query_stages> query_full_{shared_address(shared_.query_full)},
+      query_empty_{shared_address(shared_.query_empty)};
+  const Ring<2> score_full_{shared_address(shared_.score_full)}, score_empty_{shared_address(shared_.score_empty)};
+  const Ring<1> semaphore_acquired_{shared_address(&shared_.semaphore_acquired)},
+      semaphore_released_{shared_address(&shared_.semaphore_released)};
+  const Products products_;
+  float grad_key_[kOut][4], grad_value_[kOut][4];
+  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
+  float bias_2_[2] = {}, bias_sum_[2] = {};
+  int head_ = -1;
+  uint32_t n_ = 0, tile_visit_ = 0;              // the numbers of the descriptors of queries, and of keys
+  bool has_chunk_before_ = false;                // of the tile visit
+  bool has_test_ = false, is_new_head_ = false;  // of the chunk: known early, so that nothing waits for them
+};
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The first warpgroups of a block compute; of the last one two warps load tiles of
@@ -317,7 +342,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_kernel(const __g
   // Give each warp its role.
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
-    compute_gradients<T, kDim, Traits>(call, shared);
+    GradientConsumer<T, kDim, Traits>(call, shared).run();
   } else {
     give_registers<kShape.loading_registers>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;

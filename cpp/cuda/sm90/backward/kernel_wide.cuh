@@ -149,195 +149,228 @@ struct WideProducts {
 };
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
-// grad_value (or rows of key_sums), query_sums. What a computing warpgroup does: a tile of 64 keys against chunks of 64 queries.
-// Its scores and their gradients are [64 keys, 32 queries], its sums have 128 columns.
+// grad_value (or rows of key_sums), query_sums. A computing warpgroup, one object for each thread: a tile of 64 keys against
+// chunks of 64 queries. Its scores and their gradients are [64 keys, 32 queries], its sums have 128 columns.
 template <class T, class Traits>
-__device__ __forceinline__ void compute_wide_gradients(const BackwardCall& call,
-                                                       BackwardShared<kWideDim, Traits::kHasOptions>& shared) {
+class WideGradientConsumer {
+ public:
   using Shared = BackwardShared<kWideDim, Traits::kHasOptions>;
+
+  __device__ __forceinline__ WideGradientConsumer(const BackwardCall& call, Shared& shared)
+      : call_(call), shared_(shared), products_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    for (;; ++tile_visit_) {
+      descriptor_full_.wait_full(tile_visit_);
+      const KeyDescriptor& tile = shared_.key_descriptors[tile_visit_ % Shared::kKeyDescriptors];
+      if (tile.head < 0) break;
+      compute_tile(tile);
+    }
+  }
+
+ private:
   using Products = WideProducts<T, Traits::kHasOptions>;
-  constexpr BackwardShape kShape = Shared::kShape;
-  constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8;
-  constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions, kHasBias = Traits::kBias != Bias::kNone;
-  const AttentionParams& p = call.b.forward;
-  const Ring<Shared::kKeyDescriptors> descriptor_full{shared_address(shared.descriptor_full)},
-      descriptor_empty{shared_address(shared.descriptor_empty)};
-  const Ring<1> key_full{shared_address(&shared.key_full)}, value_full{shared_address(&shared.value_full)},
-      tile_empty{shared_address(&shared.tile_empty)};
-  const Ring<kShape.query_stages> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)},
-      grad_out_full{shared_address(shared.grad_out_full)};
-  const Ring<1> weight_full{shared_address(&shared.weight_full)}, weight_empty{shared_address(&shared.weight_empty)},
-      score_full{shared_address(&shared.score_full)};
-  const Ring<1> semaphore_acquired{shared_address(&shared.semaphore_acquired)},
-      semaphore_released{shared_address(&shared.semaphore_released)};
-  const Products products(shared);
-  float grad_key[kOut][4], grad_value[kOut][4];
-  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
-  float bias_2[2] = {}, bias_sum[2] = {};
-  int head = -1;
-  uint32_t n = 0;  // the number of the descriptor of queries
-  for (uint32_t tile_visit = 0;; ++tile_visit) {
-    descriptor_full.wait_full(tile_visit);
-    const KeyDescriptor& tile = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
-    if (tile.head < 0) break;
-    head = -1;
+  static constexpr BackwardShape kShape = Shared::kShape;
+  static constexpr int kDim = kWideDim, kN = Products::kMine / 8, kSteps = Products::kMine / 16, kOut = Products::kColumns / 8,
+                       kPieceN = Products::kPiece / 8;
+  static constexpr bool kIsGathered = Traits::kGathers, kHasOptions = Traits::kHasOptions,
+                        kHasBias = Traits::kBias != Bias::kNone;
+
+  // One visit of a tile of keys: by all queries that see it.
+  //
+  // The tensor cores always have a product to do beside what the threads do. Scores are begun beside the sums of the chunk
+  // before. The two pieces of grad_query have the same registers one after the other and are added a chunk late, each beside
+  // products that last as long. A tile visit's first chunk computes a piece that means nothing, and its last begins scores that
+  // mean nothing, so that registers are the same on all ways through the loop.
+  __device__ __forceinline__ void compute_tile(const KeyDescriptor& tile) {
+    head_ = -1;
 #pragma unroll
     for (int i = 0; i < kOut; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) grad_key[i][e] = grad_value[i][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) grad_key_[i][e] = grad_value_[i][e] = 0.0f;
     }
-
-    // The tensor cores always have a product to do beside what the threads do. Scores are begun beside the sums of the chunk
-    // before. The two pieces of grad_query have the same registers one after the other and are added a chunk late, each beside
-    // products that last as long. A tile visit's first chunk computes a piece that means nothing, and its last begins scores that
-    // mean nothing, so that registers are the same on all ways through the loop.
-    const uint32_t first_chunk = n - tile_visit;  // descriptors that ended a tile visit do not count
-    float scores[kN][4], grad_scores[kN][4], grad_query[Products::kPiece / 8][4];
-    auto begin_scores = [&] {
-      query_full.wait_full(n);
-      pin(scores);
-      begin_products();
-      products.begin_scores(scores, n % kShape.query_stages);
-      commit_products();
-      return !shared.query_descriptors[n % Shared::kQueryDescriptors].ends_tile_visit;
-    };
-    // Where the warp's part of grad_query of the last chunk is added, and how many floats a row there has.
-    float* to = nullptr;
-    const int width = static_cast<int>(sum_width(p.head_dim));
-    // Where sums have a fixed order, each piece of a chunk is added when the semaphore allows it.
-    auto add = [&](int piece, uint32_t chunk) {
-      const int columns = width - ScorePlace<kDim>().first_column - piece * Products::kPiece;
-      const uint32_t number = chunk * Shared::kPieces + piece;
-      if (!kIsGathered && call.semaphores) semaphore_acquired.wait_full(number);
-      add_wide_grad_query(to + piece * Products::kPiece * 64, columns, grad_query);
-      if (!kIsGathered && call.semaphores) barrier_arrive(semaphore_released.at(number));
-    };
-    key_full.wait_full(tile_visit);
-    bool has_chunk = begin_scores();
-    value_full.wait_full(tile_visit);
+    const uint32_t first_chunk = n_ - tile_visit_;  // descriptors that ended a tile visit do not count
+    float scores[kN][4], grad_scores[kN][4], grad_query[kPieceN][4];
+    float* to = nullptr;  // where the warp's part of grad_query of the last chunk is added
+    key_full_.wait_full(tile_visit_);
+    bool has_chunk = begin_scores(scores);
+    value_full_.wait_full(tile_visit_);
     wait_products<0>();
-    while (has_chunk) {
-      const uint32_t stage = n % kShape.query_stages, chunk = n - tile_visit;
-      const QueryDescriptor& descriptor = shared.query_descriptors[n % Shared::kQueryDescriptors];
-      uint32_t weights[kSteps][4], gradients[kSteps][4];
-      uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // as for smaller heads
-      // Scores = K Q^T are there. Issue grad_scores = V dO^T.
-      grad_out_full.wait_full(n);
-      pin(scores);
-      pin(grad_query);
-      if (shared.row_flags & kBadRows) clear_bad_rows(shared, stage);
-      pin(grad_scores);
-      begin_products();
-      products.begin_grad_scores(grad_scores, stage);
-      commit_products();
-      // Hide scores, and turn the others into probabilities.
-      if (kHasBias && descriptor.head != head) {
-        flush_bias<kDim>(call, tile, head, bias_sum);
-        read_key_bias<kDim>(p, tile, ScorePlace<kDim>().row, descriptor.head, kHasOptions && (shared.row_flags & kHugeRows),
-                            bias_2);
-      }
-      head = descriptor.head;
-      int column;  // of the thread's first query
-      if constexpr (kHasOptions) {
-        weigh_chunk<T, kDim, Traits>(call, shared, tile, descriptor, stage, true, scores, bias_2, bias_sum, weights, slopes,
-                                     cap_slopes);
-        column = ScorePlace<kDim>().column;
-      } else {
-        hide_scores<kDim, Traits>(p, tile, descriptor, scores);
-        column = ScorePlace<kDim>().column;
-        if (kHasBias && (shared.row_flags & kHugeRows)) {
-          weigh_huge_scores<kDim>(call, tile, descriptor, scores);
-        } else {
-          weigh_scores<Traits>(scores, shared.lse2[stage], column, bias_2, call.scale_2);
-        }
-        narrow<T>(weights, scores);
-      }
-      // Leave them in shared memory, and issue grad_value += weights dO when the other warpgroup has, too.
-      weight_empty.wait_empty(chunk);
-      put_scores(shared_address(shared.weight), weights);
-      fence_async();
-      barrier_arrive(weight_full.at(chunk));
-      weight_full.wait_full(chunk);
-      pin(grad_value);
-      begin_products();
-      products.begin_grad_value(grad_value, stage);
-      commit_products();
+    while (has_chunk) has_chunk = compute_chunk(tile, first_chunk, scores, grad_scores, grad_query, to);
+    end_tile(tile, first_chunk, scores, grad_query, to);
+  }
 
-      // Add the first piece of grad_query = grad_scores^T K of the chunk before to global memory, and issue the second.
-      if (chunk > first_chunk) add(0, chunk - 1);
-      pin(grad_query);
-      begin_products();
-      products.begin_grad_query(grad_query, 1, chunk - 1);
-      commit_products();
-      // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
-      wait_products<2>();
-      pin(grad_scores);
-      const float* const delta = &shared.delta[stage][column];
-      if (!kHasOptions) subtract_from_delta(grad_scores, delta);
-      differentiate_scores<T, Traits>(call, grad_scores, weights, slopes, delta, bias_sum);
-      differentiate_bias<T, kDim, Traits>(call, tile, descriptor, grad_scores, slopes, cap_slopes);
-      narrow<T>(gradients, grad_scores);
-      // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
-      // because both have left the weights of this chunk.
-      put_scores(shared_address(shared.grad_score[chunk % 2]), gradients);
-      fence_async();
-      barrier_arrive(score_full.at(chunk));
-      score_full.wait_full(chunk);
-      pin(grad_key);
-      begin_products();
-      products.begin_grad_key(grad_key, stage, chunk);
-      commit_products();
-      // Issue the scores of the next chunk. Add the second piece of the chunk before, and issue the first of this one.
-      ++n;
-      has_chunk = begin_scores();
-      wait_products<2>();
-      pin(grad_value);
-      pin(grad_query);
-      barrier_arrive(weight_empty.at(chunk));
-      if (chunk > first_chunk) add(1, chunk - 1);
-      const ScorePlace<kDim> place;
-      to = descriptor.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
-      pin(grad_query);
-      begin_products();
-      products.begin_grad_query(grad_query, 0, chunk);
-      commit_products();
-      // The chunk's place is free when grad_key is there.
-      wait_products<2>();
-      pin(grad_key);
-      barrier_arrive(query_empty.at(n - 1));
-      wait_products<0>();
+  // Computes chunk n of queries, of which scores are there, and the scores of the next one. True: that one is a chunk.
+  __device__ __forceinline__ bool compute_chunk(const KeyDescriptor& tile, uint32_t first_chunk, float (&scores)[kN][4],
+                                                float (&grad_scores)[kN][4], float (&grad_query)[kPieceN][4], float*& to) {
+    const uint32_t stage = n_ % kShape.query_stages, chunk = n_ - tile_visit_;
+    const QueryDescriptor& descriptor = shared_.query_descriptors[n_ % Shared::kQueryDescriptors];
+    uint32_t weights[kSteps][4], gradients[kSteps][4];
+    uint32_t slopes[kSteps][4], cap_slopes[kSteps][4];  // as for smaller heads
+    // Scores = K Q^T are there. Issue grad_scores = V dO^T.
+    grad_out_full_.wait_full(n_);
+    pin(scores);
+    pin(grad_query);
+    if (shared_.row_flags & kBadRows) clear_bad_rows(shared_, stage);
+    pin(grad_scores);
+    begin_products();
+    products_.begin_grad_scores(grad_scores, stage);
+    commit_products();
+    // Hide scores, and turn the others into probabilities.
+    if (kHasBias && descriptor.head != head_) {
+      flush_bias<kDim>(call_, tile, head_, bias_sum_);
+      read_key_bias<kDim>(call_.b.forward, tile, ScorePlace<kDim>().row, descriptor.head,
+                          kHasOptions && (shared_.row_flags & kHugeRows), bias_2_);
     }
+    head_ = descriptor.head;
+    const int column = weigh(tile, descriptor, stage, scores, weights, slopes, cap_slopes);
+    // Leave them in shared memory, and issue grad_value += weights dO when the other warpgroup has, too.
+    weight_empty_.wait_empty(chunk);
+    put_scores(shared_address(shared_.weight), weights);
+    fence_async();
+    barrier_arrive(weight_full_.at(chunk));
+    weight_full_.wait_full(chunk);
+    pin(grad_value_);
+    begin_products();
+    products_.begin_grad_value(grad_value_, stage);
+    commit_products();
 
-    // End the tile visit: add the last pieces of grad_query, then write grad_key and grad_value.
-    const bool is_empty = n - tile_visit == first_chunk;
+    // Add the first piece of grad_query = grad_scores^T K of the chunk before to global memory, and issue the second.
+    if (chunk > first_chunk) add(to, grad_query, 0, chunk - 1);
+    pin(grad_query);
+    begin_products();
+    products_.begin_grad_query(grad_query, 1, chunk - 1);
+    commit_products();
+    // Wait for grad_scores. Compute the gradients of the scores from the probabilities in 16 bits.
+    wait_products<2>();
+    pin(grad_scores);
+    const float* const delta = &shared_.delta[stage][column];
+    if (!kHasOptions) subtract_from_delta(grad_scores, delta);
+    differentiate_scores<T, Traits>(call_, grad_scores, weights, slopes, delta, bias_sum_);
+    differentiate_bias<T, kDim, Traits>(call_, tile, descriptor, grad_scores, slopes, cap_slopes);
+    narrow<T>(gradients, grad_scores);
+    // Leave them in shared memory, and issue grad_key += grad_scores Q. Both warpgroups have read those of two chunks ago,
+    // because both have left the weights of this chunk.
+    put_scores(shared_address(shared_.grad_score[chunk % 2]), gradients);
+    fence_async();
+    barrier_arrive(score_full_.at(chunk));
+    score_full_.wait_full(chunk);
+    pin(grad_key_);
+    begin_products();
+    products_.begin_grad_key(grad_key_, stage, chunk);
+    commit_products();
+    // Issue the scores of the next chunk. Add the second piece of the chunk before, and issue the first of this one.
+    ++n_;
+    const bool has_chunk = begin_scores(scores);
+    wait_products<2>();
+    pin(grad_value_);
+    pin(grad_query);
+    barrier_arrive(weight_empty_.at(chunk));
+    if (chunk > first_chunk) add(to, grad_query, 1, chunk - 1);
+    const ScorePlace<kDim> place;
+    to = descriptor.sums + place.first_column * 64 + place.first_row / 16 * 128 + place.lane * 4;
+    pin(grad_query);
+    begin_products();
+    products_.begin_grad_query(grad_query, 0, chunk);
+    commit_products();
+    // The chunk's place is free when grad_key is there.
+    wait_products<2>();
+    pin(grad_key_);
+    barrier_arrive(query_empty_.at(n_ - 1));
+    wait_products<0>();
+    return has_chunk;
+  }
+
+  // Adds the last pieces of grad_query, then writes grad_key and grad_value.
+  __device__ __forceinline__ void end_tile(const KeyDescriptor& tile, uint32_t first_chunk, float (&scores)[kN][4],
+                                           float (&grad_query)[kPieceN][4], float* to) {
+    const bool is_empty = n_ - tile_visit_ == first_chunk;
     pin(scores);
     pin(grad_query);
     if (!is_empty) {
-      add(0, n - 1 - tile_visit);
+      add(to, grad_query, 0, n_ - 1 - tile_visit_);
       pin(grad_query);
       begin_products();
-      products.begin_grad_query(grad_query, 1, n - 1 - tile_visit);
+      products_.begin_grad_query(grad_query, 1, n_ - 1 - tile_visit_);
       commit_products();
       wait_products<0>();
       pin(grad_query);
-      add(1, n - 1 - tile_visit);
+      add(to, grad_query, 1, n_ - 1 - tile_visit_);
     }
-    barrier_arrive(tile_empty.at(tile_visit));
-    barrier_arrive(query_empty.at(n));
-    if (kHasBias) flush_bias<kDim>(call, tile, head, bias_sum);
+    barrier_arrive(tile_empty_.at(tile_visit_));
+    barrier_arrive(query_empty_.at(n_));
+    if (kHasBias) flush_bias<kDim>(call_, tile, head_, bias_sum_);
     const int batch = tile.batch, kv_head = tile.kv_head, first_key = tile.first_place;
     const int keys_of_rows[2] = {key_at<kDim>(tile, ScorePlace<kDim>().row), key_at<kDim>(tile, ScorePlace<kDim>().row + 8)};
-    barrier_arrive(descriptor_empty.at(tile_visit));
-    ++n;
-    if (kIsGathered || call.key_sums) {
-      if (is_empty) continue;  // nothing was added
-      add_key_sums<kDim>(call, batch, kv_head, keys_of_rows, grad_key, grad_value);
+    barrier_arrive(descriptor_empty_.at(tile_visit_));
+    ++n_;
+    if (kIsGathered || call_.key_sums) {
+      if (is_empty) return;  // nothing was added
+      add_key_sums<kDim>(call_, batch, kv_head, keys_of_rows, grad_key_, grad_value_);
     } else {
       const int row = first_key + ScorePlace<kDim>().row;
-      store_key_gradients<T, kDim>(call, batch, kv_head, {row, row + 8}, grad_key, grad_value);
+      store_key_gradients<T, kDim>(call_, batch, kv_head, {row, row + 8}, grad_key_, grad_value_);
     }
   }
-}
+
+  // Waits for the queries of chunk n, and issues scores = K Q^T; false: there is no such chunk.
+  __device__ __forceinline__ bool begin_scores(float (&scores)[kN][4]) const {
+    query_full_.wait_full(n_);
+    pin(scores);
+    begin_products();
+    products_.begin_scores(scores, n_ % kShape.query_stages);
+    commit_products();
+    return !shared_.query_descriptors[n_ % Shared::kQueryDescriptors].ends_tile_visit;
+  }
+  // Hides scores, and turns the others into probabilities. Gives the column of the thread's first query.
+  __device__ __forceinline__ int weigh(const KeyDescriptor& tile, const QueryDescriptor& descriptor, uint32_t stage,
+                                       float (&scores)[kN][4], uint32_t (&weights)[kSteps][4], uint32_t (&slopes)[kSteps][4],
+                                       uint32_t (&cap_slopes)[kSteps][4]) {
+    if constexpr (kHasOptions) {
+      weigh_chunk<T, kDim, Traits>(call_, shared_, tile, descriptor, stage, true, scores, bias_2_, bias_sum_, weights, slopes,
+                                   cap_slopes);
+      return ScorePlace<kDim>().column;
+    } else {
+      hide_scores<kDim, Traits>(call_.b.forward, tile, descriptor, scores);
+      const int column = ScorePlace<kDim>().column;
+      if (kHasBias && (shared_.row_flags & kHugeRows)) {
+        weigh_huge_scores<kDim>(call_, tile, descriptor, scores);
+      } else {
+        weigh_scores<Traits>(scores, shared_.lse2[stage], column, bias_2_, call_.scale_2);
+      }
+      narrow<T>(weights, scores);
+      return column;
+    }
+  }
+  // Adds a piece of grad_query of a chunk. Where sums have a fixed order, when the semaphore allows it.
+  __device__ __forceinline__ void add(float* to, const float (&grad_query)[kPieceN][4], int piece, uint32_t chunk) const {
+    const int width = static_cast<int>(sum_width(call_.b.forward.head_dim));  // floats in a row
+    const int columns = width - ScorePlace<kDim>().first_column - piece * Products::kPiece;
+    const uint32_t number = chunk * Shared::kPieces + piece;
+    if (!kIsGathered && call_.semaphores) semaphore_acquired_.wait_full(number);
+    add_wide_grad_query(to + piece * Products::kPiece * 64, columns, grad_query);
+    if (!kIsGathered && call_.semaphores) barrier_arrive(semaphore_released_.at(number));
+  }
+
+  const BackwardCall& call_;
+  Shared& shared_;
+  const Ring<Shared::kKeyDescriptors> descriptor_full_{shared_address(shared_.descriptor_full)},
+      descriptor_empty_{shared_address(shared_.descriptor_empty)};
+  const Ring<1> key_full_{shared_address(&shared_.key_full)}, value_full_{shared_address(&shared_.value_full)},
+      tile_empty_{shared_address(&shared_.tile_empty)};
+  const Ring<kShape.query_stages> query_full_{shared_address(shared_.query_full)},
+      query_empty_{shared_address(shared_.query_empty)}, grad_out_full_{shared_address(shared_.grad_out_full)};
+  const Ring<1> weight_full_{shared_address(&shared_.weight_full)}, weight_empty_{shared_address(&shared_.weight_empty)},
+      score_full_{shared_address(&shared_.score_full)};
+  const Ring<1> semaphore_acquired_{shared_address(&shared_.semaphore_acquired)},
+      semaphore_released_{shared_address(&shared_.semaphore_released)};
+  const Products products_;
+  float grad_key_[kOut][4], grad_value_[kOut][4];
+  // key_bias of the thread's two keys in base 2, and the gradient of it, for the head at hand.
+  float bias_2_[2] = {}, bias_sum_[2] = {};
+  int head_ = -1;
+  uint32_t n_ = 0, tile_visit_ = 0;  // the numbers of the descriptors of queries, and of keys
+};
 
 // query, grad_out [B, H, Sq, D or Dv], key, value [B, Hkv, Sk, D or Dv], lse2, delta [B, H, padded_queries] -> grad_key,
 // grad_value (or rows of key_sums), query_sums. The roles of warps are those of backward_kernel.
@@ -363,7 +396,7 @@ __global__ __launch_bounds__(kBackwardThreads, 1) void backward_wide_kernel(cons
   // Give each warp its role.
   if (threadIdx.x < kConsumers * kWarpgroup) {
     take_registers<kShape.computing_registers>();
-    compute_wide_gradients<T, Traits>(call, shared);
+    WideGradientConsumer<T, Traits>(call, shared).run();
   } else {
     give_registers<kShape.loading_registers>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;

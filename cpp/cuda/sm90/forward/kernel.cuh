@@ -17,22 +17,85 @@
 
 namespace dmattn::cuda::sm90 {
 
-// Issues scores = Q K^T. All operands are described tiles. is_biased: scores hold the key_bias, and products are added to it;
-// with kMultipliesBias a product brings it first, whatever they hold, and a huge one has zeros for its thirds.
-template <class T, int kDim, class Traits, int kN>
-__device__ __forceinline__ void issue_scores(float (&scores)[kN][4], uint32_t queries, uint32_t keys, uint32_t ones,
-                                             uint32_t thirds, bool is_biased) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
-  if constexpr (kMultipliesBias<Traits>) {
-    Product<__nv_bfloat16, kShape.keys>::from_shared(scores, complete_narrow(ones), complete_narrow(thirds), 0);
-  }
+// The products of a computing warpgroup, by described tiles in shared memory. Each function issues one, and its end has to be
+// awaited.
+template <class T, int kDim, class Traits>
+struct ForwardProducts {
+  using Shared = ForwardShared<kDim, Traits>;
+  static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  static constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kSteps = kShape.keys / 16, kOut = kDim / 8;
+  static constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
+  uint32_t query_tiles, key_tiles, value_tiles, ones, thirds;
+
+  __device__ __forceinline__ ForwardProducts(const Shared& shared, int group)
+      : query_tiles(describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128)),
+        key_tiles(describe_panels(shared_address(shared.key), kShape.keys * 128)),
+        value_tiles(describe_panels(shared_address(shared.value), kShape.keys * 128)),
+        ones(describe_narrow(shared_address(shared.bias_operands.ones))),
+        thirds(describe_narrow(shared_address(shared.bias_operands.thirds))) {}
+
+  // Issues scores = Q K^T. is_biased: scores hold the key_bias, and products are added to it; with kMultipliesBias a product
+  // brings it first, whatever they hold, and a huge one has zeros for its thirds.
+  __device__ __forceinline__ void begin_scores(float (&scores)[kN][4], uint32_t tile, uint32_t stage, bool is_biased) const {
+    const uint32_t queries =
+        __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
+    const uint32_t keys = key_tiles + stage * kStageStep;
+    if constexpr (kMultipliesBias<Traits>) {
+      Product<__nv_bfloat16, kShape.keys>::from_shared(
+          scores, complete_narrow(ones), complete_narrow(thirds + stage * step_of(kShape.keys * kNarrowRowBytes)), 0);
+    }
 #pragma unroll
-  for (int k = 0; k < kDim / 16; ++k) {
-    Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kShape.rows() * 128)),
-                                         complete(keys + step_of_columns(k, kShape.keys * 128)),
-                                         kMultipliesBias<Traits> || is_biased || k > 0);
+    for (int k = 0; k < kDim / 16; ++k) {
+      Product<T, kShape.keys>::from_shared(scores, complete(queries + step_of_columns(k, kRows * 128)),
+                                           complete(keys + step_of_columns(k, kShape.keys * 128)),
+                                           kMultipliesBias<Traits> || is_biased || k > 0);
+    }
+    commit_products();
   }
-  commit_products();
+  // Issues out += weights V.
+  __device__ __forceinline__ void begin_sums(float (&out)[kOut][4], const uint32_t (&weights)[kSteps][4], uint32_t stage) const {
+    constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
+    const uint32_t values = value_tiles + stage * kStageStep;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int part = 0; part < kDim; part += kPart) {
+        Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[part / 8]), weights[k],
+                                          complete(values + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
+      }
+    }
+    commit_products();
+  }
+};
+
+// Reads the key_bias of two columns into the scores that products are added to. `column` is that of the thread's first score.
+template <int kN, class Descriptor>
+__device__ __forceinline__ void read_bias(float (&scores)[kN][4], const Descriptor& descriptor, int column, int i) {
+  const float2 pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
+  scores[i][0] = scores[i][2] = pair.x, scores[i][1] = scores[i][3] = pair.y;
+}
+
+// Narrows the weights of one chunk to operands; where threads read key_bias, that of the next chunk takes their place in scores.
+template <class T, int kSteps, int kN, class Descriptor>
+__device__ __forceinline__ void narrow_weights(float (&scores)[kN][4], uint32_t (&weights)[kSteps][4], const Descriptor& next,
+                                               int column, bool reads_bias) {
+  const auto narrow = [&](const auto& then) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto& pair = scores[2 * k + i / 2];
+        weights[k][i] = Element<T>::narrow_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+      }
+      then(2 * k), then(2 * k + 1);
+    }
+  };
+  if (reads_bias) {
+    narrow([&](int i) { read_bias(scores, next, column, i); });
+    pin(scores);
+  } else {
+    narrow([](int) {});
+  }
 }
 
 template <int kOut>
@@ -42,207 +105,189 @@ __device__ __forceinline__ void clear_sums(float (&out)[kOut][4]) {
 }
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq].
-// What a computing warpgroup does: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys [keys, D] and values
-// [keys, Dv] in shared memory, as the descriptors say. Scores [64, keys] and sums [64, Dv] stay in registers.
+// A computing warpgroup, one object for each thread: 64 rows of a tile, rows being (query, head) pairs, against chunks of keys
+// [keys, D] and values [keys, Dv] in shared memory, as the descriptors say. Scores [64, keys] and sums [64, Dv] stay in
+// registers.
 template <class T, int kDim, class Traits>
-__device__ __forceinline__ void compute_tiles(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps,
-                                              ForwardShared<kDim, Traits>& shared) {
-  constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
-  using Descriptor = TileDescriptor<kDim, Traits>;
-  constexpr int kRows = kShape.rows(), kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
-  const AttentionParams& p = call.p;
-  // Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what follows from it in uniform
-  // registers.
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const int warp = thread / 32, lane = thread % 32, column = lane % 4 * 2;
-  const int row = group * 64 + warp * 16 + lane / 4;  // of the tile; the thread's other row is row + 8
+class Consumer {
+ public:
+  using Shared = ForwardShared<kDim, Traits>;
 
-  const Ring<kShape.descriptors> descriptor_empty{shared_address(shared.descriptor_empty)};
-  const Ring<kShape.stages> key_full{shared_address(shared.key_full)}, key_empty{shared_address(shared.key_empty)},
-      value_full{shared_address(shared.value_full)}, value_empty{shared_address(shared.value_empty)};
-  const Ring<kShape.query_tiles> query_full{shared_address(shared.query_full)}, query_empty{shared_address(shared.query_empty)};
-  const uint32_t query_tiles = describe_panels(shared_address(shared.query) + group * (64 * 128), kRows * 128);
-  const uint32_t key_tiles = describe_panels(shared_address(shared.key), kShape.keys * 128);
-  const uint32_t value_tiles = describe_panels(shared_address(shared.value), kShape.keys * 128);
-  constexpr uint32_t kStageStep = step_of(kShape.keys * kDim * 2), kTileStep = step_of(kRows * kDim * 2);
+  // group: of the computing warpgroups. Taken from lane 0, so that the assembler knows it is the same in all lanes and keeps what
+  // follows from it in uniform registers.
+  __device__ __forceinline__ Consumer(const ForwardCall& call, const ForwardWork& work, const ForwardMaps& maps, Shared& shared)
+      : call_(call),
+        work_(work),
+        maps_(maps),
+        shared_(shared),
+        group_(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0)),
+        products_(shared, group_),
+        has_bias_(Traits::kKeys == Keys::kIntervals ||
+                  (Traits::kBias == Bias::kKey && call.p.key_bias.data && (!Traits::kHasOptions || call.cap_scale == 0.0f))) {}
 
-  float out[1][kOut][4], scores[1][kN][4];
-  uint32_t weights[kSteps][4];
-
-  // Where keys are gathered, key_bias is what products are added to, unless they are capped. Threads read it into the scores, or
-  // a product of its own brings it there.
-  const bool has_bias = Traits::kKeys == Keys::kIntervals ||
-                        (Traits::kBias == Bias::kKey && p.key_bias.data && (!Traits::kHasOptions || call.cap_scale == 0.0f));
-  const bool reads_bias = has_bias && !kMultipliesBias<Traits>;
-  const uint32_t ones = describe_narrow(shared_address(shared.bias_operands.ones)),
-                 thirds = describe_narrow(shared_address(shared.bias_operands.thirds));
-  auto read_bias = [&](const Descriptor& descriptor, int i) {
-    const float2 pair = *reinterpret_cast<const float2*>(&descriptor.key_bias[Descriptor::bias_place(column + 8 * i)]);
-    scores[0][i][0] = scores[0][i][2] = pair.x, scores[0][i][1] = scores[0][i][3] = pair.y;
-  };
-  auto begin_scores = [&](uint32_t tile, uint32_t stage, uint32_t flags) {
-    const bool is_biased = has_bias && !(flags & kHuge);
-    const uint32_t a = __shfl_sync(0xffffffffu, query_tiles + tile % kShape.query_tiles * kTileStep, 0);  // the same in all lanes
-    const uint32_t b = key_tiles + stage * kStageStep;
-    issue_scores<T, kDim, Traits>(scores[0], a, b, ones, thirds + stage * step_of(kShape.keys * kNarrowRowBytes), is_biased);
-  };
-  auto begin_sums = [&](uint32_t stage) {
-    constexpr int kPart = kDim < 128 ? kDim : 128;  // columns at a time
-    const uint32_t b = value_tiles + stage * kStageStep;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int part = 0; part < kDim; part += kPart) {
-        Product<T, kPart>::from_registers(reinterpret_cast<float (&)[kPart / 8][4]>(out[0][part / 8]), weights[k],
-                                          complete(b + step_of(part / 64 * (kShape.keys * 128) + k * (16 * 128))));
-      }
-    }
-    commit_products();
-  };
-  // Narrows the weights of one chunk to operands; where threads read key_bias, that of the next chunk takes their place in
-  // scores.
-  auto narrow_weights = [&](const Descriptor& next) {
-    auto narrow = [&](const auto& then) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const auto& pair = scores[0][2 * k + i / 2];
-          weights[k][i] = Element<T>::narrow_pair(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-        }
-        then(2 * k), then(2 * k + 1);
-      }
-    };
-    if (reads_bias) {
-      narrow([&](int i) { read_bias(next, i); });
-      pin(scores[0]);
-    } else {
-      narrow([](int) {});
-    }
-  };
-
-  using Softmax = OnlineSoftmaxInParts<Traits::kBias != Bias::kNone>;
-  Softmax softmax;
-  std::conditional_t<Traits::kBias == Bias::kCopied, CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias;
-  float factor[2];
-  bool moves = false;
-  auto weigh = [&](const Descriptor& descriptor, uint32_t flags, uint32_t tile_number, const auto& between) {
-    moves = weigh_scores<T, kDim, Traits>(call, work, shared, descriptor, flags, tile_number, scores, softmax, factor, row,
-                                          column, has_bias, pair_bias, between);
-  };
-
-  constexpr bool kByCopy = ForwardShared<kDim, Traits>::kByCopy;
-  auto store = [&](const Softmax& sums, uint32_t tile_number) {
-    store_tile<T>(call, work, maps, shared, out, sums, tile_number, group, warp, lane, row);
-  };
-  // Says that the place of a tile's queries is free: when its last scores are done, or when its output has left from that place.
-  bool is_storing = false;
-  auto free_queries = [&](uint32_t tile_number) {
-    if (kByCopy && lane == 0) wait_stores_read();
-    barrier_arrive(query_empty.at(tile_number));
-    is_storing = false;
-  };
-
-  // Compute the very first scores, beside which nothing else can run.
-  uint32_t n = 0, tile = 0;
-  key_full.wait_full(0);
-  uint32_t flags = shared.descriptors[0].flags;
-  if (flags & kEnd) return;
-  query_full.wait_full(0);
-  clear_sums(out[0]);
-  if (reads_bias) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) read_bias(shared.descriptors[0], i);
+  __device__ __forceinline__ void run() {
+    if (!compute_first_scores()) return;
+    // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
+    look_ahead();
+    narrow();  // at the end the descriptor has no key_bias, and what is read is not used
+    while (!(flags_ & kEnd)) compute_chunk();
+    compute_last_sums();
   }
-  pin(scores[0]);
-  begin_products();
-  begin_scores(0, 0, flags);
-  read_pair_bias(pair_bias, call, work, shared, 0, flags, 0, group * 64 + warp * 16, row, column);
-  wait_products<0>();
-  pin(scores[0]);
-  barrier_arrive(key_empty.at(0));
-  if (!kByCopy && flags & kLast) free_queries(0);
-  hash_rows(call, work, shared, 0, row);
-  weigh(shared.descriptors[0], flags, 0, [] {});
-  barrier_arrive(descriptor_empty.at(0));
 
-  // Goes on to the next chunk's descriptor. Called before waiting for the products of the chunk before, so that the flags are
-  // known in time.
-  bool is_first = false;  // chunk n belongs to the next tile
-  auto look_ahead = [&] {
-    is_first = flags & kLast;
-    ++n;
-    key_full.wait_full(n);
-    flags = shared.descriptors[n % kShape.descriptors].flags;
-  };
+ private:
+  using Descriptor = TileDescriptor<kDim, Traits>;
+  using Softmax = OnlineSoftmaxInParts<Traits::kBias != Bias::kNone>;
+  static constexpr ForwardShape kShape = kForwardShape<kDim, Traits>;
+  static constexpr int kN = kShape.keys / 8, kOut = kDim / 8, kSteps = kShape.keys / 16;
+  static constexpr bool kByCopy = Shared::kByCopy;
 
-  // From here on the scores of one chunk are computed beside the sums of the one before, which may belong to the tile before.
-  look_ahead();
-  // At the end the descriptor has no key_bias, and what is read is not used.
-  narrow_weights(shared.descriptors[n % kShape.descriptors]);
-  while (!(flags & kEnd)) {
-    // Wait for the queries of the next tile, if chunk n is its first.
-    if (is_first) {
-      if (is_storing) free_queries(tile - 1);
-      query_full.wait_full(tile + 1);
+  // The very first scores, beside which nothing else can run; false: there is no chunk.
+  __device__ __forceinline__ bool compute_first_scores() {
+    key_full_.wait_full(0);
+    flags_ = shared_.descriptors[0].flags;
+    if (flags_ & kEnd) return false;
+    query_full_.wait_full(0);
+    clear_sums(out_[0]);
+    if (reads_bias()) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) read_bias(scores_[0], shared_.descriptors[0], column_, i);
     }
-    pin(scores[0]);
-    pin(out[0]);
+    pin(scores_[0]);
+    begin_products();
+    begin_scores(0, 0);
+    read_pair_bias(pair_bias_, call_, work_, shared_, 0, flags_, 0, group_ * 64 + warp_ * 16, row_, column_);
+    wait_products<0>();
+    pin(scores_[0]);
+    barrier_arrive(key_empty_.at(0));
+    if (!kByCopy && flags_ & kLast) free_queries(0);
+    hash_rows(call_, work_, shared_, 0, row_);
+    weigh(0, [] {});
+    barrier_arrive(descriptor_empty_.at(0));
+    return true;
+  }
+
+  // The scores of chunk n beside the sums of chunk n - 1.
+  __device__ __forceinline__ void compute_chunk() {
+    // Wait for the queries of the next tile, if chunk n is its first.
+    if (is_first_) {
+      if (is_storing_) free_queries(tile_ - 1);
+      query_full_.wait_full(tile_ + 1);
+    }
+    pin(scores_[0]);
+    pin(out_[0]);
     begin_products();
     // Issue scores = Q K^T of chunk n.
-    begin_scores(tile + is_first, n % kShape.stages, flags);
+    begin_scores(tile_ + is_first_, n_ % kShape.stages);
     // Wait for the values of chunk n - 1, and issue out += weights V.
-    value_full.wait_full(n - 1);
-    begin_sums((n - 1) % kShape.stages);
-    if (is_storing) free_queries(tile - 1);
-    read_pair_bias(pair_bias, call, work, shared, n, flags, tile + is_first, group * 64 + warp * 16, row, column);
+    value_full_.wait_full(n_ - 1);
+    products_.begin_sums(out_[0], weights_, (n_ - 1) % kShape.stages);
+    if (is_storing_) free_queries(tile_ - 1);
+    read_pair_bias(pair_bias_, call_, work_, shared_, n_, flags_, tile_ + is_first_, group_ * 64 + warp_ * 16, row_, column_);
     // Wait for the scores; the keys' place is free.
     wait_products<1>();
-    pin(scores[0]);
-    barrier_arrive(key_empty.at(n));
-    if (!kByCopy && flags & kLast) free_queries(tile + is_first);
+    pin(scores_[0]);
+    barrier_arrive(key_empty_.at(n_));
+    if (!kByCopy && flags_ & kLast) free_queries(tile_ + is_first_);
     // Turn the scores of chunk n into weights, beside the product with the values of chunk n - 1.
-    const Softmax ended = softmax;
-    if (is_first) softmax = Softmax(), hash_rows(call, work, shared, tile + 1, row);
-    weigh(shared.descriptors[n % kShape.descriptors], flags, tile + is_first, [&] {
+    const Softmax ended = softmax_;
+    if (is_first_) softmax_ = Softmax(), hash_rows(call_, work_, shared_, tile_ + 1, row_);
+    weigh(tile_ + is_first_, [&] {
       if constexpr (Traits::kGathers) {  // such values are long in coming, so their place is freed early
         wait_products<0>();
-        pin(out[0]);
-        barrier_arrive(value_empty.at(n - 1));
+        pin(out_[0]);
+        barrier_arrive(value_empty_.at(n_ - 1));
       }
     });
     // The address waits for the sums, which are never negative: otherwise the assembler puts the exponentials behind the next
     // wait, where no product hides them.
-    barrier_arrive(descriptor_empty.at(n) + (softmax.sum[0][0] + softmax.sum[0][1] < -1.0f));
+    barrier_arrive(descriptor_empty_.at(n_) + (softmax_.sum[0][0] + softmax_.sum[0][1] < -1.0f));
     // Wait for the descriptor of chunk n + 1, then for the sums of chunk n - 1.
-    const bool ends_tile = is_first;
+    const bool ends_tile = is_first_;
     look_ahead();
     wait_products<0>();
-    pin(out[0]);
-    if constexpr (!Traits::kGathers) barrier_arrive(value_empty.at(n - 2));
+    pin(out_[0]);
+    if constexpr (!Traits::kGathers) barrier_arrive(value_empty_.at(n_ - 2));
     // Store the tile that has ended, or rescale its sums if a maximum moved.
     if (ends_tile) {
-      store(ended, tile++);
-      is_storing = kByCopy;
-      clear_sums(out[0]);
-    } else if (moves) {
-      Softmax::rescale(out[0], factor);
+      store(ended, tile_++);
+      is_storing_ = kByCopy;
+      clear_sums(out_[0]);
+    } else if (moves_) {
+      Softmax::rescale(out_[0], factor_);
     }
-    // Narrow the weights to the operand of the next product.
-    narrow_weights(shared.descriptors[n % kShape.descriptors]);
+    narrow();
   }
-  // Add the last chunk, and store the last tile.
-  value_full.wait_full(n - 1);
-  pin(out[0]);
-  begin_products();
-  begin_sums((n - 1) % kShape.stages);
-  wait_products<0>();
-  pin(out[0]);
-  if (is_storing) free_queries(tile - 1);
-  store(softmax, tile);
-  if (kByCopy && lane == 0) wait_stores_read();
-}
+
+  // Adds the last chunk, and stores the last tile.
+  __device__ __forceinline__ void compute_last_sums() {
+    value_full_.wait_full(n_ - 1);
+    pin(out_[0]);
+    begin_products();
+    products_.begin_sums(out_[0], weights_, (n_ - 1) % kShape.stages);
+    wait_products<0>();
+    pin(out_[0]);
+    if (is_storing_) free_queries(tile_ - 1);
+    store(softmax_, tile_);
+    if (kByCopy && lane_ == 0) wait_stores_read();
+  }
+
+  // Goes on to the next chunk's descriptor. Called before waiting for the products of the chunk before, so that the flags are
+  // known in time.
+  __device__ __forceinline__ void look_ahead() {
+    is_first_ = flags_ & kLast;
+    ++n_;
+    key_full_.wait_full(n_);
+    flags_ = shared_.descriptors[n_ % kShape.descriptors].flags;
+  }
+  __device__ __forceinline__ void begin_scores(uint32_t tile, uint32_t stage) {
+    products_.begin_scores(scores_[0], tile, stage, has_bias_ && !(flags_ & kHuge));
+  }
+  template <class Between>
+  __device__ __forceinline__ void weigh(uint32_t tile, const Between& between) {
+    moves_ = weigh_scores<T, kDim, Traits>(call_, work_, shared_, shared_.descriptors[n_ % kShape.descriptors], flags_, tile,
+                                           scores_, softmax_, factor_, row_, column_, has_bias_, pair_bias_, between);
+  }
+  // Narrows the weights to the operand of the next product.
+  __device__ __forceinline__ void narrow() {
+    narrow_weights<T>(scores_[0], weights_, shared_.descriptors[n_ % kShape.descriptors], column_, reads_bias());
+  }
+  __device__ __forceinline__ void store(const Softmax& sums, uint32_t tile) {
+    store_tile<T>(call_, work_, maps_, shared_, out_, sums, tile, group_, warp_, lane_, row_);
+  }
+  // Says that the place of a tile's queries is free: when its last scores are done, or when its output has left from that place.
+  __device__ __forceinline__ void free_queries(uint32_t tile) {
+    if (kByCopy && lane_ == 0) wait_stores_read();
+    barrier_arrive(query_empty_.at(tile));
+    is_storing_ = false;
+  }
+  // Products are added to key_bias where has_bias_. Threads read it into the scores, or a product of its own brings it there.
+  __device__ __forceinline__ bool reads_bias() const { return has_bias_ && !kMultipliesBias<Traits>; }
+
+  const ForwardCall& call_;
+  const ForwardWork& work_;
+  const ForwardMaps& maps_;
+  Shared& shared_;
+  const int group_;
+  const int thread_ = static_cast<int>(threadIdx.x) % kWarpgroup;
+  const int warp_ = thread_ / 32, lane_ = thread_ % 32, column_ = lane_ % 4 * 2;
+  const int row_ = group_ * 64 + warp_ * 16 + lane_ / 4;  // of the tile; the thread's other row is row + 8
+  const Ring<kShape.descriptors> descriptor_empty_{shared_address(shared_.descriptor_empty)};
+  const Ring<kShape.stages> key_full_{shared_address(shared_.key_full)}, key_empty_{shared_address(shared_.key_empty)},
+      value_full_{shared_address(shared_.value_full)}, value_empty_{shared_address(shared_.value_empty)};
+  const Ring<kShape.query_tiles> query_full_{shared_address(shared_.query_full)},
+      query_empty_{shared_address(shared_.query_empty)};
+  const ForwardProducts<T, kDim, Traits> products_;
+  const bool has_bias_;
+  float out_[1][kOut][4], scores_[1][kN][4];
+  uint32_t weights_[kSteps][4];
+  Softmax softmax_;
+  std::conditional_t<Traits::kBias == Bias::kCopied, CopiedBias<T, kN>, ChunkBias<T, kN>> pair_bias_;
+  float factor_[2];
+  bool moves_ = false;                     // has a maximum moved?
+  uint32_t n_ = 0, tile_ = 0, flags_ = 0;  // the chunk, the tile of the chunk before, the flags of the chunk
+  bool is_first_ = false;                  // chunk n belongs to the next tile
+  bool is_storing_ = false;
+};
 
 // query [B, H, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv] -> out [B, H, Sq, Dv], lse [B, H, Sq]. The first warpgroups of
 // a block compute; the other warps load or schedule.
@@ -293,13 +338,13 @@ __global__ __launch_bounds__(kForwardThreads<kDim, Traits>, 1) void forward_kern
   const int thread = static_cast<int>(threadIdx.x) - kShape.consumers * kWarpgroup;  // of those that do not compute
   if (thread < 0) {
     take_registers<kShape.computing_registers>();
-    compute_tiles<T, kDim, Traits>(call, work, maps, shared);
+    Consumer<T, kDim, Traits>(call, work, maps, shared).run();
     return;
   }
   constexpr int kLoading = 2 * kShape.loaders();
   if (kShape.shares_warpgroup() || thread < kLoading) give_registers<kShape.loading_registers>();
   if (thread < kLoading) {
-    load_tiles<kDim, Traits>(call, work, maps, shared, thread, is_single);
+    Producer<kDim, Traits>(call, work, maps, shared, thread, is_single).run();
   } else {
     if constexpr (!kShape.shares_warpgroup()) give_registers<kShape.scheduler_registers>();
     Scheduler<kDim, Traits>(call, work, thread - kLoading, shared.queues, shared.descriptors,

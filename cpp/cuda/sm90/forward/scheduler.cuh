@@ -35,7 +35,7 @@ class Scheduler {
   // Schedules tile after tile, and writes a descriptor with kEnd when none is left.
   __device__ __forceinline__ void run() {
     if (thread_ == 0) queues_.work_tile = blockIdx.x;
-    // The first tile is that of the block's number: load_tiles loads its queries before it has a descriptor.
+    // The first tile is that of the block's number: the producer loads its queries before it has a descriptor.
     for (uint32_t work_tile = blockIdx.x; work_tile < count_work_tiles();) {
       schedule_tile(work_tile);
       // Take the next tile, as late as the computing warps leave time for, so that no block holds tiles while others have none.
