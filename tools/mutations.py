@@ -135,7 +135,7 @@ def python_edits(text: str) -> Iterator[Edit]:
             return
         for field, value in ast.iter_fields(node):
             for child in (value if isinstance(value, list) else [value]) if field not in UNREAD else []:
-                if isinstance(child, ast.AST):
+                if isinstance(child, ast.AST) and getattr(child, "arg", None) != "strict":  # of zip: an assertion
                     yield from visit(child, function)
 
     yield from visit(ast.parse(text), "")

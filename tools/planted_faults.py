@@ -67,6 +67,7 @@ TESTS = (
     (r"nn/", "layer cache_in_layer model_arguments"),
     (r"dmattn/cache", "cache cache_errors mixed_cache"),
     (r"dmattn/(decode|sdpa|varlen|stats|profiling|plan|renamed|reductions|shape)", r"\1"),
+    (r"dmattn/ops\.py", "cache_errors decode forward backward select cache"),
     (r"dmattn/sinks|dmattn/weights", "model_arguments func multihead"),
     (r"dmattn/flops", "decode cache stats registration"),
     (r"dmattn/testing/", "testing fuzz"),

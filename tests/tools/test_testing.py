@@ -188,7 +188,9 @@ def test_one_wrong_number_among_many_is_seen(check, place):
 @settings(max_examples=15)
 @given(case=attention_cases())
 def test_the_reference_meets_its_own_rule(case):
-    assert_close_to_reference(case, run_reference(case))
+    results = run_reference(case)
+    assert set(results) == {"out", "lse", *(f"grad_{name}" for name in case.leaves())}
+    assert_close_to_reference(case, results)
 
 
 def test_the_reference_is_torchs_attention():
