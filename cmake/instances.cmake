@@ -9,16 +9,17 @@
 # compile are first.
 set(dmattn_plain kInOrder:kScaled:kNone)
 set(dmattn_gathered kGathered:kScaled:kKey)
+set(dmattn_union kUnion:kScaled:kKey)
 set(dmattn_general kAny:kAny:kPair)
 set(dmattn_unmasked kAll:kScaled:kNone)
 set(DMATTN_SM80_ROWS
-  "backward_dq|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
-  "backward_dq|128|kLarge|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "backward_dq|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
+  "backward_dq|128|kLarge|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
   "backward_dq|128|kSmall|${dmattn_general}"
   "backward_dq|256|kLarge|${dmattn_general}"
   "backward_dq|256|kSmall|${dmattn_general}"
-  "forward|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
-  "forward|128|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_general}"
+  "forward|64|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
+  "forward|128|kAny|${dmattn_plain},${dmattn_gathered},${dmattn_union},${dmattn_general}"
   "backward_dkdv|64|kLarge|${dmattn_unmasked}"
   "backward_dkdv|64|kSmall|${dmattn_unmasked}"
   "backward_dkdv|64|kAny|${dmattn_general}"
@@ -137,12 +138,16 @@ set(DMATTN_SM90_ROWS
   "forward|kAll:kCapped:kNone|64,128,256"
   "forward|kAll:kDropout:kCopied|64,128"
   "forward|kGathered:kCapped:kKey|64,128,256"
+  "forward|kUnion:kScaled:kKey|64,128,256"
+  "forward|kUnion:kCapped:kKey|64,128,256"
   "forward|kRange:kScaled:kNone|64,128"
   "backward|kInOrder:kScaled:kNone|64,128"
   "backward|kIntervals:kScaled:kKey|64,128"
   "backward|kGathered:kScaled:kKey|64,128"
   "backward|kInOrder:kCapped:kKey|64,128"
   "backward|kGathered:kCapped:kKey|64,128"
+  "backward|kUnion:kScaled:kKey|64,128"
+  "backward|kUnion:kCapped:kKey|64,128"
   "backward|kInOrder:kDropout:kPair|64,128"
   "backward|kInOrder:kCapped:kPair|128"
   "backward_wide|kInOrder:kScaled:kNone|256"
@@ -150,6 +155,8 @@ set(DMATTN_SM90_ROWS
   "backward_wide|kGathered:kScaled:kKey|256"
   "backward_wide|kInOrder:kCapped:kKey|256"
   "backward_wide|kGathered:kCapped:kKey|256"
+  "backward_wide|kUnion:kScaled:kKey|256"
+  "backward_wide|kUnion:kCapped:kKey|256"
   "backward_wide|kInOrder:kDropout:kPair|256"
   "backward_wide|kInOrder:kCapped:kPair|256")
 

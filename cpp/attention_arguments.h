@@ -103,6 +103,8 @@ inline void fill_index_lists(AttentionArguments& given, AttentionParams& p) {
   lists.entries = to_per_head("indices", indices, given.query, p.batch, p.heads, p.kv_heads, {p.query_length, count},
                               "[B|1, H|Hkv|1, Sq, K]");
   lists.row_stride = indices.stride(2), lists.count = count;
+  static int32_t nothing = 0;  // an empty tensor may have no address, and lists without entries are lists, too
+  if (!lists.entries.data) lists.entries.data = &nothing;
   const int64_t block = given.index_block;
   check(block >= 1 && block <= kMaxIndexBlock && (block & (block - 1)) == 0, "index_block: expected a power of two from 1 to ",
         kMaxIndexBlock, ", got ", block);

@@ -61,6 +61,12 @@ AttentionParams params_of(const nb::dict& call) {
     p.mask.tiles = p.mask.rows = p.mask.columns = per_head(p, heads, has_batches, 1);
     p.mask.tile_q = p.mask.tile_k = get<int64_t>(call, "block_size", 128);
   }
+  if (const int64_t heads = get<int64_t>(call, "index_heads", 0)) {
+    IndexLists& lists = p.mask.index;
+    lists.count = lists.row_stride = get<int64_t>(call, "index_count", 64);
+    lists.entries = per_head(p, heads, has_batches, p.query_length * lists.count);
+    while (int64_t{1} << lists.log2_block < get<int64_t>(call, "index_block", 1)) ++lists.log2_block;
+  }
   p.mask.is_causal = get<bool>(call, "is_causal", false), p.mask.is_in_order = get<bool>(call, "is_in_order", false);
   p.most_keys = get<int64_t>(call, "most_keys", 0);
   p.key_bias = per_head(p, get<int64_t>(call, "key_bias_heads", 0), has_batches, p.key_length);
@@ -136,6 +142,9 @@ nb::dict forward_plan(const nb::dict& call, const nb::dict& device) {
   made["heads_per_tile"] = 1 << plan.schedule.log2_heads_per_tile, made["blocks"] = plan.schedule.blocks;
   const ForwardPlan::Workspace& w = plan.workspace;
   made["workspace"] = workspace_dict({{"lists", w.lists},
+                                      {"union keys", plan.unions.key},
+                                      {"union bits", plan.unions.seen},
+                                      {"union counts", plan.unions.count},
                                       {"tile_counter", w.tile_counter},
                                       {"compact_key", w.compact_key},
                                       {"compact_value", w.compact_value},
@@ -173,7 +182,10 @@ nb::dict backward_plan(const nb::dict& call, const nb::dict& device) {
                                       {"row_hash", w.row_hash},
                                       {"flags", w.flags},
                                       {"semaphores", w.semaphores},
-                                      {"lists", w.lists}},
+                                      {"lists", w.lists},
+                                      {"union keys", plan.unions.key},
+                                      {"union bits", plan.unions.seen},
+                                      {"union counts", plan.unions.count}},
                                      w.bytes);
   return made;
 }

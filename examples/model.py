@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from dmattn import BoundedCache
-from dmattn.nn import DynamicMaskAttention, MixedCache
+from dmattn.nn import DynamicMaskAttention, MixedCache, ScoreRecipe
 from growing import GrowingCache
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         # The layer's recommended settings: half of the key heads see the last `local` keys, the others these and the `window` best before.
         # Scores select only. They learn from a loss of their own which keys later queries would look at.
         self.attention = DynamicMaskAttention.recommended(
-            width, heads, 4 * local, num_kv_heads=kv_heads, window=window, score_queries=32
+            width, heads, 4 * local, num_kv_heads=kv_heads, window=window, recipe=ScoreRecipe(queries=32)
         )
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = SwiGLU(width, 8 * width // 3 // 8 * 8)

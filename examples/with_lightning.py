@@ -13,7 +13,7 @@ import pytorch_lightning as lightning
 import torch
 import torch.nn.functional as F
 from dmattn import IntervalMask
-from dmattn.nn import DynamicMaskAttention
+from dmattn.nn import DynamicMaskAttention, ScoreRecipe
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -27,7 +27,9 @@ class LanguageModel(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.attention = DynamicMaskAttention(WIDTH, 4, window=8, local=8, score="linear", select_only=True)
+        self.attention = DynamicMaskAttention(
+            WIDTH, 4, window=8, local=8, recipe=ScoreRecipe.doge(score="linear", select_only=True)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.losses: list[float] = []
 

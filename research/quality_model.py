@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
-from dmattn.nn.scores import gumbel_like
+from experiments import gumbel_like
 from torch import Tensor, nn
 
 

@@ -47,7 +47,7 @@ TESTS = (
     (r"cpp/.*decode", "decode cache fuzz"),
     (r"cpp/.*reduce", "reduce fuzz"),
     (r"cpp/.*(select|key_order)", "select dynamic_mask_attention errors limits fuzz"),
-    (r"cpp/.*pack", "masks masks_as_data forward errors fuzz"),
+    (r"cpp/.*pack", "errors masks limits masks_as_data forward fuzz"),
     (r"cpp/(\w+_arguments|checks|errors|tensors|params)\.h", "errors forward decode cache select masks reduce backward limits fuzz"),
     (r"cpp/cuda/host/plan", "plan forward backward"),
     (r"cpp/cuda/", "sanitized cuda_tiles cuda_live_keys key_sources in_order cuda_gradients cuda_limits " + OPS),

@@ -47,6 +47,11 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
     live_keys.index += mask_head * live_keys.capacity, live_keys.span += mask_head * live_keys.capacity;
     live_keys.count += mask_head, live_keys.shift += mask_head, live_keys.lists += mask_head * live_keys.most_lists;
   }
+  IndexLists& index = p.mask.index;
+  if (index.entries.data) {
+    index.entries.data = static_cast<char*>(index.entries.data) + index.entries.offset(batch, head) * 4;
+    if (index.offset) index.offset += batch * index.offset_stride;
+  }
   const int64_t terms = (batch * p.heads + head) * call.padded_queries;
   part.lse2 += terms, part.delta += terms;
   if (part.semaphores) part.semaphores += terms / kSemaphoreQueries;
@@ -55,6 +60,12 @@ BackwardCall part_of(const BackwardCall& call, int64_t batch, int64_t batches, i
   if (part.seen) part.seen += (batch * p.heads + head) / part.heads_at_once * part.seen_words;
   p.batch = batches, p.heads = heads, p.kv_heads = ceil_div(heads, group);
   return part;
+}
+
+// Clears what is there and has to be zero at the start.
+void clear(const Region& region, void* memory, cudaStream_t stream) {
+  if (region.bytes == 0) return;
+  DMATTN_CUDA_CHECK(cudaMemsetAsync(region.in<char>(memory), 0, static_cast<size_t>(region.bytes), stream));
 }
 
 // Sets what the instances with options of Hopper's kernels read.
@@ -75,7 +86,7 @@ void set_options(BackwardCall& call) {
 
 // Runs the Hopper kernel, some batches and heads at a time, and what turns its sums into gradients. Where the call is one part,
 // launch_row_terms has cleared the sums of queries, and the tile counter is zero.
-void run_sm90(BackwardCall call, const BackwardPlan& plan, int32_t* tile_counter, cudaStream_t stream) {
+void run_sm90(BackwardCall call, const BackwardPlan& plan, void* memory, int32_t* tile_counter, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
   const BackwardParts& parts = plan.parts;
   set_options(call);
@@ -94,7 +105,12 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, int32_t* tile_counter
           DMATTN_CUDA_CHECK(cudaMemsetAsync(call.query_sums, 0, static_cast<size_t>(floats) * sizeof(float), stream));
           DMATTN_CUDA_CHECK(cudaMemsetAsync(tile_counter, 0, sizeof(int32_t), stream));
         }
-        if constexpr (kHasSm90) check_cuda(sm90::backward(launch, plan, tile_counter, stream), "attention kernel");
+        if constexpr (kHasSm90) {
+          for_each_round(launch, launch.b.forward, plan.unions, memory, tile_counter, stream, [&](const BackwardCall& round) {
+            if (round.semaphores && round.live_keys.unions.first_tile > 0) clear(plan.workspace.semaphores, memory, stream);
+            check_cuda(sm90::backward(round, plan, tile_counter, stream), "attention kernel");
+          });
+        }
         DMATTN_CUDA_CHECK(launch_store_query_sums(launch, stream));
       }
       if (call.live_keys.index || call.key_sums) DMATTN_CUDA_CHECK(launch_store_key_sums(part, stream));
@@ -103,8 +119,8 @@ void run_sm90(BackwardCall call, const BackwardPlan& plan, int32_t* tile_counter
 }
 
 // Runs the portable kernels and what turns their sums into gradients.
-void run_sm80(const BackwardCall& call, const BackwardPlan& plan, cudaStream_t stream) {
-  if (plan.deterministic) {
+void run_sm80(const BackwardCall& call, const BackwardPlan& plan, void* memory, cudaStream_t stream) {
+  if (plan.deterministic && plan.keys != KeySource::kUnions) {
     BackwardCall by_keys = call, by_queries = call;
     by_queries.grad_key_bias = by_queries.grad_bias = {};
     by_keys.batches_per_block = plan.batches_per_block, by_keys.kv_heads_per_block = plan.kv_heads_per_block;
@@ -115,7 +131,10 @@ void run_sm80(const BackwardCall& call, const BackwardPlan& plan, cudaStream_t s
     check_cuda(sm80::backward_dq(by_queries, plan.backward_dq, stream), "attention kernel");
   } else if (call.key_sums) {
     DMATTN_CUDA_CHECK(launch_clear_key_sums(call, stream));
-    check_cuda(sm80::backward_dq(call, plan.backward_dq, stream), "attention kernel");
+    for_each_round(call, call.b.forward, plan.unions, memory, call.tile_counter, stream, [&](const BackwardCall& round) {
+      if (round.live_keys.unions.first_tile > 0) clear(plan.workspace.semaphores, memory, stream);
+      check_cuda(sm80::backward_dq(round, plan.backward_dq, stream), "attention kernel");
+    });
     DMATTN_CUDA_CHECK(launch_store_key_sums(call, stream));
   } else {
     const size_t bytes = static_cast<size_t>(plan.workspace.query_sums.bytes);
@@ -136,12 +155,6 @@ void lay_out(BackwardCall& call, const BackwardPlan::Workspace& workspace, void*
   call.row_hash = workspace.row_hash.in<uint32_t>(memory);
   call.semaphores = workspace.semaphores.in<int32_t>(memory);
   call.seen = workspace.seen.in<uint32_t>(memory);
-}
-
-// Clears what is there and has to be zero at the start.
-void clear(const Region& region, void* memory, cudaStream_t stream) {
-  if (region.bytes == 0) return;
-  DMATTN_CUDA_CHECK(cudaMemsetAsync(region.in<char>(memory), 0, static_cast<size_t>(region.bytes), stream));
 }
 
 // A bias [1, 1, 1, Sk] of zeros, whose rows all queries share.
@@ -202,15 +215,17 @@ BackwardResults backward_op(BackwardArguments given) {
   call.padded_queries = plan.padded_queries;
   call.heads_at_once = static_cast<int>(plan.heads_at_once), call.seen_words = static_cast<int>(plan.seen_words);
 
+  call.tile_counter = tile_counter, call.chained_heads = plan.chained_heads;
+
   const bool is_sm90 = plan.family == Family::kSm90;
   call.query_sums_in_tiles = is_sm90;
   BackwardCall for_terms = call;
   if (!is_sm90 || !plan.parts.is_one) for_terms.query_sums = nullptr;  // nothing to clear
   DMATTN_CUDA_CHECK(launch_row_terms(for_terms, stream));
   if (is_sm90) {
-    run_sm90(call, plan, tile_counter, stream);
+    run_sm90(call, plan, memory.data(), tile_counter, stream);
   } else {
-    run_sm80(call, plan, stream);
+    run_sm80(call, plan, memory.data(), stream);
   }
   return checked.results();
 }

@@ -69,7 +69,11 @@ struct BackwardCall {
   // Semaphores that fix the order of sums, zeroed; null: sums have no fixed order. Keys in order (dq semaphore): how many tiles
   // of keys have added to the chunk of queries that begins here, and at the next element to its second piece. Gathered keys (dkdv
   // semaphore), [B, Hkv, segments] of it: the first key that a segment's list has not added to key_sums.
+  // Of the portable kernel with index lists: the first key that a block has not added, by the numbers of blocks.
   int32_t* semaphores = nullptr;  // [B, H, padded_queries / kSemaphoreQueries]
+  int32_t* tile_counter =
+      nullptr;                // of the portable kernel with index lists, where sums have a fixed order: blocks that have started
+  int64_t chained_heads = 1;  // likewise: query heads whose blocks add to the same sums
   // Where keys come in order: how many query heads of a group a block of Hopper's takes one after the other.
   int heads_at_once = 1;
   // With a block mask, or intervals and keys in order, for kernels that load a tile of keys in one piece: which keys does some

@@ -1,6 +1,8 @@
 // Lays lists of live keys out in the workspace, and launches the kernels that fill them.
 #include "find_keys.h"
 
+#include <algorithm>
+
 #include "runtime.h"
 
 namespace dmattn::cuda {
@@ -23,6 +25,19 @@ LiveKeys lay_out_lists(const KeyLists& lists, int32_t* memory) {
 }
 
 }  // namespace
+
+KeyUnions find_unions(const AttentionParams& p, const KeyUnionLists& lists, void* workspace, int first_tile,
+                      int32_t* tile_counter, cudaStream_t stream) {
+  KeyUnions unions;
+  unions.key = lists.key.in<int32_t>(workspace), unions.seen = lists.seen.in<uint32_t>(workspace);
+  unions.count = lists.count.in<int32_t>(workspace);
+  unions.queries = lists.queries, unions.words = lists.words, unions.capacity = lists.capacity;
+  unions.first_tile = first_tile, unions.tiles = std::min(lists.at_once, lists.tiles - first_tile);
+  unions.batches = lists.batches, unions.heads = lists.heads, unions.head_divisor = lists.head_divisor;
+  unions.batch_stride = lists.batches > 1 ? lists.heads : 0;
+  DMATTN_CUDA_CHECK(launch_key_unions(p, unions, tile_counter, stream));
+  return unions;
+}
 
 LiveKeys find_keys(const AttentionParams& p, const KeyLists& lists, int32_t* memory, cudaStream_t stream) {
   LiveKeys keys;

@@ -38,7 +38,8 @@ ForwardResults forward_op(AttentionArguments given) {
     call.compact.capacity = plan.compact_capacity;
     DMATTN_CUDA_CHECK(launch_compact_keys(call, device.stream()));
   }
-  check_cuda(launch(call, plan, device.stream()), "attention kernel");
+  for_each_round(call, p, plan.unions, memory.data(), call.live_keys.tile_counter, device.stream(),
+                 [&](const ForwardCall& round) { check_cuda(launch(round, plan, device.stream()), "attention kernel"); });
   return checked.results();
 }
 

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "key_lists/key_unions.h"
 #include "sizes.h"
 
 namespace dmattn::cuda {
@@ -53,14 +54,17 @@ struct LiveKeys {
   // There are no lists: the scheduler looks up the spans of all keys that a tile may see. For short sequences, where making lists
   // takes longer than reading what is not in them, and for a key_bias without intervals, where there are no spans to look up.
   bool is_direct = false;
-  // Are keys gathered, from lists or without?
-  __host__ __device__ bool gathers() const { return index || is_direct; }
 
   // There are no lists, and keys are taken in order. A range says from the first to the last key that some of range_queries
   // neighbouring queries see: Sk minus the first, and the one behind the last; 0 where none is seen.
   int2* ranges = nullptr;  // [mask heads, range_count]
   int64_t range_count = 0;
   int range_queries = 0;  // as many as the rows of a tile
+
+  KeyUnions unions;  // of a call with index lists
+
+  // Are keys gathered, from lists, without or from unions?
+  __host__ __device__ bool gathers() const { return index || is_direct || unions.key; }
 
   // With a block mask: in which order to start tiles of kQueryPadding queries, null: as they are numbered.
   int32_t* order = nullptr;  // [B * H * ceil(Sq / kQueryPadding)]
@@ -71,6 +75,8 @@ cudaError_t launch_live_keys(const AttentionParams& p, const LiveKeys& live_keys
 cudaError_t launch_one_list(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 // ranges, and the tile counter behind them, which is set to zero.
 cudaError_t launch_key_ranges(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
+// The lists of unions.tiles tiles of queries of each mask head. Clears tile_counter, if given.
+cudaError_t launch_key_unions(const AttentionParams& p, const KeyUnions& unions, int32_t* tile_counter, cudaStream_t stream);
 cudaError_t launch_order(const AttentionParams& p, const LiveKeys& live_keys, cudaStream_t stream);
 
 }  // namespace dmattn::cuda

@@ -8,9 +8,10 @@
 
 namespace dmattn::cuda {
 
-inline constexpr int kMostDirectDim = 128;  // larger head sizes have no registers to look at all keys
-inline constexpr int kListBlock = 512;      // entries of a list that the portable scheduler reads at once
-inline constexpr int kQueryPadding = 128;   // rows per (batch, head) of the per-query terms are a multiple of this
+inline constexpr int kMostDirectDim = 128;     // larger head sizes have no registers to look at all keys
+inline constexpr int kBackwardUnionWords = 4;  // a tile of queries of Hopper's backward has at most 32 times so many
+inline constexpr int kListBlock = 512;         // entries of a list that the portable scheduler reads at once
+inline constexpr int kQueryPadding = 128;      // rows per (batch, head) of the per-query terms are a multiple of this
 
 inline constexpr int kSegmentQueries = 768;  // queries of the shortest segments: whole tiles of 64, 128 or 192 rows
 inline constexpr int kMostSegments = 2048;   // upper bound on the segments of a head

@@ -14,6 +14,7 @@ enum class Keys : int32_t {
   kRange,      // intervals: keys in order from the first to the last that LiveKeys::ranges gives
   kInOrder,    // those before, or the tiles of a block mask, and intervals beside them
   kGathered,   // live keys, gathered row by row
+  kUnion,      // index lists: for each tile of queries the keys that some of them list, gathered row by row
   kAny,        // kInOrder, or kGathered where the call has lists
 };
 
@@ -33,6 +34,7 @@ constexpr KeyProperties properties_of(Keys keys) {
     case Keys::kRange:     return {    false,      false,        false,    false};
     case Keys::kInOrder:   return {    false,      false,         true,    false};
     case Keys::kGathered:  return {     true,       true,        false,    false};
+    case Keys::kUnion:     return {     true,       true,        false,    false};
     case Keys::kAny:       return {    false,       true,         true,    false};
   }
   return {};
@@ -79,6 +81,7 @@ struct KernelTraits {
   static constexpr InstanceTraits kValue = {kKeys, kLogits, kBias};
   static constexpr bool kGathers = properties_of(kKeys).gathers, kMayGather = properties_of(kKeys).may_gather,
                         kTakesBlocks = properties_of(kKeys).takes_blocks, kIsDense = properties_of(kKeys).is_dense;
+  static constexpr bool kIsUnion = kKeys == Keys::kUnion, kMayBeUnion = kIsUnion || kKeys == Keys::kAny;
   static constexpr bool kMayDrop = kLogits != Logits::kScaled;
   static constexpr bool kHasOptions = has_options(kLogits);
 };
@@ -89,12 +92,14 @@ inline constexpr InstanceTraits kGeneralTraits = {Keys::kAny, Logits::kAny, Bias
 inline constexpr InstanceTraits kDenseTraits = {Keys::kAll, Logits::kScaled, Bias::kNone},
                                 kPlainTraits = {Keys::kInOrder, Logits::kScaled, Bias::kNone},
                                 kKeyBiasTraits = {Keys::kIntervals, Logits::kScaled, Bias::kKey},
-                                kGatheredTraits = {Keys::kGathered, Logits::kScaled, Bias::kKey};
+                                kGatheredTraits = {Keys::kGathered, Logits::kScaled, Bias::kKey},
+                                kUnionTraits = {Keys::kUnion, Logits::kScaled, Bias::kKey};
 
-// kPlainTraits, kGatheredTraits or kGeneralTraits: those that do what the call needs and the least beyond it.
+// kPlainTraits, kGatheredTraits (kUnionTraits where the call has index lists) or kGeneralTraits: those that do what the call
+// needs and the least beyond it.
 inline InstanceTraits traits_of(const AttentionParams& p, bool is_gathered) {
   const bool is_simple = p.scale >= 1e-6 && p.softcap == 0 && p.dropout_p == 0 && !p.bias.data;
-  if (is_simple && is_gathered) return kGatheredTraits;
+  if (is_simple && is_gathered) return p.mask.index.entries.data ? kUnionTraits : kGatheredTraits;
   return is_simple && !p.key_bias.data ? kPlainTraits : kGeneralTraits;
 }
 

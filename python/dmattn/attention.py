@@ -163,7 +163,22 @@ def dynamic_mask_attention(
     Raises:
         TypeError, ValueError: as :func:`attention` and :meth:`IntervalMask.top_k`.
     """
-    checks.flags(is_causal, deterministic, return_lse)
+    checks.flag("return_lse", return_lse)
+    out, lse = selected_attention(
+        query, key, value, scores, window, scores, is_causal, base, local, sink_keys, scale, softcap, dropout_p, dropout_seed,
+        deterministic, sinks, query_offset,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def selected_attention(
+    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, window: int, key_bias: Tensor | None, is_causal: bool = True,
+    base: IntervalMask | None = None, local: int = 0, sink_keys: int = 0, scale: float | None = None, softcap: float | None = 0.0,
+    dropout_p: float = 0.0, dropout_seed: Tensor | None = None, deterministic: bool = False, sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`dynamic_mask_attention` whose scores select alone: ``key_bias`` is what is added to the logits. Gives out and lse."""
+    checks.flags(is_causal, deterministic, False)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
     checks.tensor("scores", scores)
@@ -180,10 +195,10 @@ def dynamic_mask_attention(
     masks: MaskTensors = (start, end, *NO_MASK[2:])
     if query_offset is not None:
         masks, options = at_offset(query_offset, masks, options, sizes)
-    out, lse = attend(query, key, value, sizes, masks, scores, None, options)
+    out, lse = attend(query, key, value, sizes, masks, key_bias, None, options)
     if sinks is not None:
         out = with_sinks(out, lse, sinks, sizes)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 @overload

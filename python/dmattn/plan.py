@@ -31,6 +31,7 @@ KEYS = {
     "range": "intervals whose keys are neighbours, from the first to the last that a tile sees",
     "in order": "keys in order; a block mask or intervals",
     "gathered": "live keys gathered from lists",
+    "union": "index lists: the keys that a tile of queries lists, gathered",
     "any": "keys in order or gathered",
 }
 LOGITS = {"scaled": "", "dropout": "dropout", "capped": "softcap, dropout", "any": "any scale, softcap, dropout"}
@@ -42,6 +43,7 @@ SOURCES = {
     "range": "in order from the first to the last key that a tile of queries sees",
     "direct": "each tile of queries looks at all keys and gathers those that it sees",
     "lists": "lists of live keys, made first, gathered row by row",
+    "unions": "for each tile of queries the keys that some of them list, made first, gathered row by row",
     "compact": "lists of live keys, and copies of them side by side for heads that have few",
 }
 
@@ -51,9 +53,10 @@ def forward_plan(call: Mapping[str, Any], device: Mapping[str, Any] | None = Non
 
     Args:
         call: sizes ``batch``, ``heads``, ``kv_heads``, ``query_length``, ``key_length``, ``head_dim``, ``value_dim``; ``dtype``;
-            ``interval_heads``, ``block_heads``, ``key_bias_heads``, ``bias_heads``: how many heads the mask or bias has, 0 (default) where
-            it is not given; ``batches_differ``; ``is_causal``, ``is_in_order``, ``most_keys`` (how many keys a query sees at most, 0: not
-            known), ``bias_dtype``, ``scale``, ``softcap``, ``dropout_p``, ``deterministic``.
+            ``interval_heads``, ``block_heads``, ``index_heads``, ``key_bias_heads``, ``bias_heads``: how many heads the mask or bias has,
+            0 (default) where it is not given; ``index_count``, ``index_block``: entries of an index list, and keys of an entry;
+            ``batches_differ``; ``is_causal``, ``is_in_order``, ``most_keys`` (how many keys a query sees at most, 0: not known),
+            ``bias_dtype``, ``scale``, ``softcap``, ``dropout_p``, ``deterministic``.
         device: ``major`` of the compute capability, ``processors``, ``shared_bytes``, ``family`` ("auto", "sm80", "sm90"), ``has_sm90``
             (does the build have Hopper's kernels) and ``sizes`` (head sizes a build is trimmed to). Default: an H200.
 
@@ -161,6 +164,9 @@ def described(arguments: argparse.Namespace) -> dict[str, Any]:
     call |= {"bias_heads": heads} if arguments.bias else {}
     call |= {"key_bias_heads": kv_heads} if arguments.key_bias else {}
     call |= {"block_heads": 1} if arguments.block_mask else {}
+    if arguments.index_keys:
+        block = arguments.index_block
+        call |= {"index_heads": kv_heads, "index_count": -(-arguments.index_keys // block), "index_block": block}
     return call
 
 
@@ -186,6 +192,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, default=0, help="a dynamic mask of so many keys; 0: none")
     add("--documents", action="store_true", help="packed documents")
     add("--block-mask", action="store_true")
+    add("--index-keys", type=int, default=0, help="an index mask: every query lists so many keys; 0: none")
+    add("--index-block", type=int, default=1, help="keys of an entry of its lists")
     add("--not-causal", action="store_true")
     add("--bias", action="store_true", help="a bias [B, H, Sq, Sk]")
     add("--key-bias", action="store_true", help="a key_bias [B, Hkv, Sk]; a dynamic mask has one")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -14,13 +16,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def renamed(*, into: Callable[..., Any] = dict, **names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function also takes keyword arguments by their old names: ``@renamed(sink="sink_keys")``.
+
+    A new name "argument.field" says that the old argument is a field of another one now, which ``into(field=value, ...)`` makes.
 
     The signature that ``inspect`` and type checkers see has the new names alone. While torch traces a call there is no warning, so that an
     old name does not break a graph.
 
     Args:
+        into: makes an argument of fields.
         names: the new name of each old one.
 
     Returns:
@@ -29,17 +34,19 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         order = list(inspect.signature(function).parameters)
-        places = {new: order.index(new) for new in names.values() if new in order}
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            fields: dict[str, dict[str, Any]] = {}
             for old, new in names.items():
                 if old in kwargs:
-                    if new in kwargs or len(args) > places.get(new, len(args)):
+                    argument, _, field = new.partition(".")
+                    given = field in fields.get(argument, ()) or argument in kwargs
+                    if given or (argument in order and len(args) > order.index(argument)):
                         raise TypeError(f"{new}, {old}: expected one of them, got both; {old} is the old name of {new}")
                     _warn(old, new)
-                    kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
+                    (fields.setdefault(argument, {}) if field else kwargs)[field or new] = kwargs.pop(old)
+            return function(*args, **kwargs, **{argument: into(**given) for argument, given in fields.items()})
 
         return call
 
@@ -58,15 +65,17 @@ class HidesOldNames:
 
 
 def renamed_attribute(old: str, new: str) -> OldName:
-    """A property under the old name of an attribute, for a class that :class:`HidesOldNames`."""
+    """A property under the old name of an attribute, for a class that :class:`HidesOldNames`; "attribute.field" for a field of a frozen
+    dataclass."""
+    attribute, _, field = new.partition(".")
 
     def get(self: Any) -> Any:
         _warn(old, new)
-        return getattr(self, new)
+        return operator.attrgetter(new)(self)
 
     def put(self: Any, value: Any) -> None:
         _warn(old, new)
-        setattr(self, new, value)
+        setattr(self, attribute, dataclasses.replace(getattr(self, attribute), **{field: value}) if field else value)
 
     return OldName(get, put, doc=f"The old name of ``{new}``.")
 

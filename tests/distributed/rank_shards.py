@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dmattn
 import torch
-from dmattn.nn import DynamicMaskAttention
+from layers import layer_with
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -34,7 +34,7 @@ def whole(tensor):
 def run(group, options, state, hidden, position_ids, local=True):
     """out, all gradients by name, and what a cache gives (of local tensors), from one rank's share of the layer."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    layer = DynamicMaskAttention(64, 4, window=5, **OPTIONS, **options)
+    layer = layer_with(64, 4, window=5, **OPTIONS, **options)
     layer.load_state_dict(state)
     layer = dealt_out(layer, mesh, local)
     hidden.requires_grad_()

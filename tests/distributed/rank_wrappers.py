@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention
 from dmattn.testing.tolerance import assert_same_by_another_way
+from layers import layer_with
 from rank_sharding import device_of
 from rank_shards import dealt_out, whole
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.attention = DynamicMaskAttention(WIDTH, HEADS, 5, num_kv_heads=2, local=2, score="linear", recency=0.25)
+        self.attention = layer_with(WIDTH, HEADS, 5, num_kv_heads=2, local=2, score="linear", recency=0.25)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
         self.cp: DeviceMesh | None = None
 

@@ -8,8 +8,8 @@ import pytest
 import rank_shards
 import torch
 from dmattn import IntervalMask
-from dmattn.nn import DynamicMaskAttention
 from dmattn.testing import strategies
+from layers import layer_with
 from rank_pool import Ranks
 
 tensor = strategies.random_tensor
@@ -23,7 +23,7 @@ SCORES = {
 def layer_of(**options):
     """A layer whose scores differ from key to key, float64."""
     torch.manual_seed(0)
-    layer = DynamicMaskAttention(64, 4, window=5, **rank_shards.OPTIONS, **options)
+    layer = layer_with(64, 4, window=5, **rank_shards.OPTIONS, **options)
     for name, parameter in layer.named_parameters():
         if name == "A" or name.startswith("score_proj"):
             torch.nn.init.normal_(parameter)

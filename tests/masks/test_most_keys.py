@@ -12,9 +12,10 @@ import pytest
 import torch
 from dmattn import BlockMask, IntervalMask, ops
 from dmattn.masks import collate
-from dmattn.nn import DynamicMaskAttention, MaskBuffer
+from dmattn.nn import DynamicMaskAttention, MaskBuffer, ScoreRecipe
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
 from hypothesis import strategies as st
+from layers import layer_with
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
@@ -174,10 +175,9 @@ def layers():
     return {
         "plain": (DynamicMaskAttention(64, 4, window=6, num_kv_heads=2), 6),
         "beside local keys": (DynamicMaskAttention(64, 4, window=6, local=3, sink_keys=2), 11),
-        "taught": (DynamicMaskAttention(64, 4, window=6, score="linear", select_only=True), 6),
-        "noise": (DynamicMaskAttention(64, 4, window=6, noise=0.5), 6),
-        "heads that differ": (DynamicMaskAttention(64, 4, window=6, local=3, local_heads=2), 9),
-        "recommended": (DynamicMaskAttention.recommended(64, 4, visible=8, score_queries=4), 14),
+        "taught": (layer_with(64, 4, window=6, score="linear", select_only=True), 6),
+        "heads that differ": (layer_with(64, 4, window=6, local=3, local_heads=2), 9),
+        "recommended": (DynamicMaskAttention.recommended(64, 4, visible=8, recipe=ScoreRecipe(queries=4)), 14),
     }
 
 

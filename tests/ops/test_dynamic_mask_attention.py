@@ -18,6 +18,7 @@ from dmattn.testing import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from layers import layer_with
 
 tensor = strategies.random_tensor
 
@@ -145,7 +146,7 @@ def test_doge_formulas(window):
 )
 def test_layer_is_its_formula(options):
     torch.manual_seed(0)
-    layer = DynamicMaskAttention(64, 4, window=5, dtype=torch.float64, **options)
+    layer = layer_with(64, 4, window=5, dtype=torch.float64, **options)
     torch.nn.init.normal_(layer.A)
     hidden = tensor((2, 30, 64), 0, torch.float64).requires_grad_()
     out = layer(hidden)

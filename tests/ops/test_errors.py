@@ -9,7 +9,7 @@ import dmattn
 import pytest
 import torch
 from dmattn import BlockMask, IntervalMask
-from dmattn.nn import DynamicMaskAttention, WindowSchedule, rotate, score_loss
+from dmattn.nn import DynamicMaskAttention, ScoreRecipe, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
 from strange import BLOCK, assert_taken_or_refused
 
@@ -224,19 +224,19 @@ PUBLIC = {
     "layer window": (lambda: DynamicMaskAttention(64, 4, window=0), ValueError, "window: expected a positive int, got 0"),
     "layer local": (lambda: DynamicMaskAttention(64, 4, local=-1), ValueError, "local: expected an int >= 0, got -1"),
     "layer sink_keys": (lambda: DynamicMaskAttention(64, 4, is_causal=False, sink_keys=2), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 0 and 2"),
-    "layer local heads": (lambda: DynamicMaskAttention(64, 4, local=2, local_heads=4), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 4 with local=2"),
-    "layer local heads without local": (lambda: DynamicMaskAttention(64, 4, local_heads=1), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 1 with local=0"),
-    "layer score": (lambda: DynamicMaskAttention(64, 4, score="log"), ValueError, "score: expected 'exp', 'linear' or a torch.nn.Module, got 'log'"),
-    "layer score of another width": (lambda: DynamicMaskAttention(64, 4, score=torch.nn.Linear(64, 3))(rows(1, 5, 64)), ValueError, "score: expected a module that returns [B, S, Hkv] = [1, 5, 4], got [1, 5, 3]"),
-    "layer recency": (lambda: DynamicMaskAttention(64, 4, recency=0.0), ValueError, "recency: expected None, or a number > 0 with is_causal, got 0.0 with is_causal=True"),
-    "layer recency without causality": (lambda: DynamicMaskAttention(64, 4, recency=0.1, is_causal=False), ValueError, "recency: expected None, or a number > 0 with is_causal"),
+    "layer local heads": (lambda: DynamicMaskAttention(64, 4, local=2, recipe=ScoreRecipe.doge(local_heads=4)), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 4 with local=2"),
+    "layer local heads without local": (lambda: DynamicMaskAttention(64, 4, recipe=ScoreRecipe.doge(local_heads=1)), ValueError, "local_heads: expected fewer than the 4 key heads, and local > 0, got 1 with local=0"),
+    "layer score": (lambda: ScoreRecipe(score="log"), ValueError, "score: expected 'exp', 'linear' or a torch.nn.Module, got 'log'"),
+    "layer score of another width": (lambda: DynamicMaskAttention(64, 4, recipe=ScoreRecipe(score=torch.nn.Linear(64, 3)))(rows(1, 5, 64)), ValueError, "score: expected a module that returns [B, S, Hkv] = [1, 5, 4], got [1, 5, 3]"),
+    "layer recency": (lambda: ScoreRecipe(recency=0.0), ValueError, "recency: expected None, or a number > 0, got 0.0"),
+    "layer recency without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False, recipe=ScoreRecipe.doge(recency=0.1)), ValueError, "recency: expected None with is_causal=False, got 0.1"),
     "layer score loss without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False)(rows(1, 5, 64), with_score_loss=True), ValueError, "with_score_loss: expected False with is_causal=False"),
     "layer window of a call": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), window=0), ValueError, "window: expected a positive int, got 0"),
     "score loss lengths": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 6, 8), rows(1, 2, 6)), ValueError, "key: expected as many keys as queries, 5, got 6"),
     "score loss under a sliding window": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.sliding_window(5, 2)), ValueError, "base: expected documents, padding or their intersection"),
     "score loss base of other keys": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.causal(6)), ValueError, "base: expected a mask for [B, Hkv, Sk] = [1, 2, 5], got one for [1, 1, 6]"),
     "score loss of countless queries": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), queries=2**31), ValueError, "queries: expected at most 1048576, got 2147483648"),
-    "layer score queries without end": (lambda: DynamicMaskAttention(64, 4, score_queries=2**31), ValueError, "score_queries: expected at most 1048576, got 2147483648"),
+    "layer score queries without end": (lambda: ScoreRecipe(queries=2**31), ValueError, "queries: expected at most 1048576, got 2147483648"),
     "score loss last": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), last=1.5), ValueError, "last: expected 0 <= last <= 1, got 1.5"),
     "recommended odd": (lambda: DynamicMaskAttention.recommended(64, 4, 30), ValueError, "visible: expected a multiple of 4, got 30"),
     "recommended one key head": (lambda: DynamicMaskAttention.recommended(64, 4, 32, num_kv_heads=1), ValueError, "num_kv_heads: expected at least 2"),
@@ -248,7 +248,7 @@ PUBLIC = {
     "layer size": (lambda: DynamicMaskAttention(66, 4), ValueError, "embed_dim: expected a multiple of num_heads=4 when head_dim is not given, got 66"),
     "layer padding side without a cache": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), padding_side="left"), ValueError, "padding_side: expected its default without a cache, got 'left'"),
     "layer tiny rope_theta": (lambda: DynamicMaskAttention(64, 4, rope_theta=1e-300), ValueError, "rope_theta: expected None or a number > 0, got 1e-300"),
-    "layer huge recency": (lambda: DynamicMaskAttention(64, 4, recency=1e300), ValueError, "recency: expected 0 <= recency <= 1e+30, got 1e+300"),
+    "layer huge recency": (lambda: ScoreRecipe(recency=1e300), ValueError, "recency: expected 0 <= recency <= 1e+30, got 1e+300"),
     "rotation of an odd size": (lambda: rotate(rows(1, 2, 5, 7), 1e4), ValueError, "x: expected [B, H, S, D] with an even D, got [1, 2, 5, 7]"),
     "rotation of rank 3": (lambda: rotate(rows(2, 5, 8), 1e4), ValueError, "x: expected [B, H, S, D] with an even D, got [2, 5, 8]"),
     "rotation of integers": (lambda: rotate(torch.ones(1, 2, 5, 8, dtype=torch.int64), 1e4), TypeError, "x: expected dtype float64, float32, bfloat16, float16, got int64"),
@@ -256,7 +256,7 @@ PUBLIC = {
     "rotation to other positions": (lambda: rotate(rows(1, 2, 5, 8), 1e4, torch.zeros(1, 4)), ValueError, "positions: expected [B|1, S] with B=1, S=5, got [1, 4]"),
     "layer positions of another length": (lambda: DynamicMaskAttention(64, 4).projected(rows(2, 5, 64), torch.zeros(1, 4)), ValueError, "positions: expected [B|1, S] with B=2, S=5, got [1, 4]"),
     "layer rotation of another batch": (lambda: DynamicMaskAttention(64, 4).projected(rows(2, 5, 64), rotation=DynamicMaskAttention(64, 4).rotation(torch.zeros(3, 5))), ValueError, "rotation: expected two tensors [B|1, S, 1, rotating pairs] with B=2, S=5 and 8 pairs, got [3, 5, 1, 8]"),
-    "layer rotation of other pairs": (lambda: DynamicMaskAttention(64, 4)(rows(2, 5, 64), rotation=DynamicMaskAttention(64, 4, partial_rotary_factor=0.5).rotation(torch.zeros(1, 5))), ValueError, "rotation: expected two tensors [B|1, S, 1, rotating pairs] with B=2, S=5 and 8 pairs, got [1, 5, 1, 4]"),
+    "layer rotation of other pairs": (lambda: DynamicMaskAttention(64, 4)(rows(2, 5, 64), rotation=DynamicMaskAttention(64, 4, head_dim=8).rotation(torch.zeros(1, 5))), ValueError, "rotation: expected two tensors [B|1, S, 1, rotating pairs] with B=2, S=5 and 8 pairs, got [1, 5, 1, 4]"),
     "layer rotation as one tensor": (lambda: DynamicMaskAttention(64, 4)(rows(2, 5, 64), rotation=torch.zeros(2, 1, 5, 1, 8)), TypeError, "rotation: expected the two tensors that layer.rotation(positions) gives, got Tensor"),
     "layer rotation in another dtype": (lambda: DynamicMaskAttention(64, 4)(rows(2, 5, 64), rotation=DynamicMaskAttention(64, 4).rotation(torch.zeros(1, 5), torch.bfloat16)), TypeError, "rotation: expected dtype float32 like query, got bfloat16"),
     "layer rotation for none": (lambda: DynamicMaskAttention(64, 4, rope_theta=None)(rows(2, 5, 64), rotation=DynamicMaskAttention(64, 4).rotation(torch.zeros(1, 5))), ValueError, "rotation: expected None for a layer with rope_theta=None, got cosines and sines"),
@@ -285,12 +285,9 @@ PUBLIC = {
     "sdpa of other head size": (
         lambda: dmattn.scaled_dot_product_attention(torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4, 5), torch.randn(1, 1, 4, 8)),
         ValueError, "key: expected a last dimension E=3 like query, got 5"),
-    "rotary factor 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.0), ValueError, "partial_rotary_factor: expected a number in (0, 1]"),
-    "rotary factor of no dimension": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=0.2), ValueError, "partial_rotary_factor: expected at least two of the 8 dimensions of a head, got 0.2"),
-    "rotary factor 2": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, partial_rotary_factor=2), ValueError, "0 <= partial_rotary_factor <= 1"),
-    "rotated heads 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=0), ValueError, "rotated_heads: expected"),
-    "rotated heads of more than there are": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=3), ValueError, "rotated_heads: expected None, or at most 2 key heads"),
-    "rotated heads without rotation": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rotated_heads=1, rope_theta=None), ValueError, "rotated_heads: expected None"),
+    "rotated heads 0": (lambda: ScoreRecipe(rotated_heads=0), ValueError, "rotated_heads: expected"),
+    "rotated heads of more than there are": (lambda: DynamicMaskAttention(16, 2, 4, recipe=ScoreRecipe.doge(rotated_heads=3)), ValueError, "rotated_heads: expected None, or at most 2 key heads"),
+    "rotated heads without rotation": (lambda: DynamicMaskAttention(16, 2, 4, rope_theta=None, recipe=ScoreRecipe.doge(rotated_heads=1)), ValueError, "rotated_heads: expected None"),
     "rope_theta 0": (lambda: dmattn.nn.DynamicMaskAttention(16, 2, 4, rope_theta=0.0), ValueError, "rope_theta: expected None or a number > 0"),
     "projection elsewhere": (
         lambda: dmattn.key_scores(torch.randn(1, 1, 4, 8), torch.randn(1, 8, device="meta"), torch.ones(1)),
@@ -309,7 +306,6 @@ PUBLIC = {
     "two seeds without dropout": (lambda: attend(dropout_seed=torch.tensor([1, 2])), ValueError, "dropout_seed: expected one element, got shape [2]"),
     "window of an older name": (lambda: flash_dma(keep_window_size=0), ValueError, "keep_window_size: expected a positive int, got 0"),
     "sdpa dropout a tensor": (lambda: sdpa(dropout_p=torch.tensor([0.1, 0.2])), TypeError, "dropout_p: expected a number, got Tensor"),
-    "layer softcap": (lambda: DynamicMaskAttention(64, 4, softcap=1e-39), ValueError, "softcap: expected 0 or a number from 1e-30 to 1e+30"),
     "a length that wraps in 32 bits": (
         lambda: attend(key=K[:1, :1, :1].expand(2, 2, 2**32 + 12, 16), value=V[:1, :1, :1].expand(2, 2, 2**32 + 12, 8)),
         ValueError, "query, key: expected lengths up to 1048576, got Sq=10, Sk=4294967308"),
@@ -628,9 +624,10 @@ ARGUMENTS = {
                                  "a_coef": rows(2), "keep_window_size": 3, "dropout_p": 0.0, "causal": False, "softmax_scale": None,
                                  "return_attn_probs": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
-    DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False,
-                           "rope_theta": 1e4, "partial_rotary_factor": 1.0, "rotated_heads": None, "is_causal": True, "local": 0, "sink_keys": 0, "local_heads": 0, "score": "exp", "select_only": False, "score_queries": 64, "last_queries": 0.0, "sharp_queries": False, "explore": False, "recency": None,
-                           "noise": 0.0, "dropout": 0.0, "softcap": 0.0},
+    DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False, "dropout": 0.0,
+                           "rope_theta": 1e4, "is_causal": True, "local": 0, "sink_keys": 0, "recipe": None},
+    ScoreRecipe: {"score": "exp", "select_only": False, "recency": None, "local_heads": 0, "rotated_heads": None, "queries": 64, "last": 0.0,
+                  "sharp": False, "explore": False},
     LAYER: {"hidden_states": rows(1, 6, 32), "base": None, "window": None, "with_score_loss": False},
     score_loss: {"query": Q, "key": Q[:, :2], "scores": rows(2, 2, 10), "key_bias": None, "base": None, "local": 0, "sink_keys": 0, "queries": 4,
                  "last": 0.0, "sharp": False, "scale": None, "softcap": 0.0},
@@ -643,11 +640,11 @@ TAKEN = {
     "query_offset": {"None", "an int", "an int in a tensor"}, "lse": {"None"}, (dmattn.lse_with_sink, "lse"): set(),
     (dmattn.attention_weights, "heads"): {"None", "an int", "an int in a tensor"}, "rows": {"None", "an int", "an int in a tensor"},
     "dropout_seed": {"None", "an int in a tensor"}, "base": {"None"}, "window": {"an int"}, (LAYER, "window"): {"None", "an int"}, "score": {"a module"}, "recency": {"None", "an int", "a float"},
-    "noise": {"an int", "a float"}, "queries": {"an int"}, "score_queries": {"an int"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink_keys": {"an int"}, "keep_window_size": {"an int"},
+    "queries": {"an int"}, "local_heads": {"an int"}, "recipe": {"None"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink_keys": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
     "rotated_heads": {"None", "an int"},
-} | {name: {"a bool"} for name in ("is_causal", "causal", "select_only", "sharp_queries", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
+} | {name: {"a bool"} for name in ("is_causal", "causal", "select_only", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import inspect
 import json
+import operator
 import pickle
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import pytest
 import torch
 from dmattn import BoundedCache, IntervalMask, dynamic_mask_attention, varlen_attention
 from dmattn.distributed import context_parallel_attention
-from dmattn.nn import DynamicMaskAttention, MultiheadAttention, score_loss
+from dmattn.nn import DynamicMaskAttention, MultiheadAttention, ScoreRecipe, score_loss
+from dmattn.nn.attention import OLD_NAMES
 from dmattn.renamed import renamed
 
 Q, K, V = (torch.randn(2, heads, 12, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -64,8 +67,7 @@ ALIASES = {
     "score_loss": (loss, "sink", "sink_keys", 2),
     "BoundedCache": (lambda **o: BoundedCache(1, 1, 2, 8, **o).position, "sink", "sink_keys", 3),
     "layer, sink": (seeded(lambda **o: DynamicMaskAttention(16, 2, 3, **o)), "sink", "sink_keys", 2),
-    "layer, taught": (seeded(lambda **o: DynamicMaskAttention(16, 2, 3, recency=0.5, **o)), "taught", "select_only", True),
-    "recommended": (seeded(lambda **o: DynamicMaskAttention.recommended(16, 2, 8, **o)), "taught", "select_only", False),
+    "recommended": (seeded(lambda **o: DynamicMaskAttention.recommended(16, 2, 8, **o)), "sink", "sink_keys", 2),
     "MultiheadAttention": (multihead, "window", "sliding_window", 2),
 }
 
@@ -101,24 +103,64 @@ def test_compiled_and_exported_calls_take_old_names_without_a_graph_break():
     torch.testing.assert_close(torch.export.export(Call(), (Q, SCORES)).module()(Q, SCORES), expected)
 
 
-@pytest.mark.parametrize(("old", "new", "value"), [("sink", "sink_keys", 3), ("taught", "select_only", True)])
+# Old arguments of the layer, and values that are not the default.
+OF_RECIPES = {
+    "score": "linear", "select_only": True, "taught": True, "recency": 0.5, "local_heads": 1, "rotated_heads": 1, "score_queries": 9,
+    "last_queries": 0.25, "sharp_queries": True, "explore": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "value"), OF_RECIPES.items(), ids=OF_RECIPES)
+def test_old_arguments_of_the_layer_are_fields_of_its_recipe(old, value):
+    new = OLD_NAMES[old]
+    field = new.removeprefix("recipe.")
+    with pytest.warns(FutureWarning, match=f"^{old} is called {new} now") as warned:
+        layer = DynamicMaskAttention(16, 2, 3, local=2, **{old: value})
+    assert [warning.filename for warning in warned] == [__file__]
+    assert layer.recipe == ScoreRecipe.doge(**{field: value})
+    with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
+        assert DynamicMaskAttention.recommended(16, 2, 8, **{old: value}).recipe == ScoreRecipe(**{field: value})
+    with pytest.raises(TypeError, match=f"^{new}, {old}: expected one of them, got both"):
+        DynamicMaskAttention(16, 2, 3, recipe=ScoreRecipe(), **{old: value})
+
+
+def test_a_layer_and_one_of_old_arguments_are_the_same():
+    assert len(inspect.signature(DynamicMaskAttention).parameters) == 14
+    old = {"score": "linear", "select_only": True, "recency": 0.5, "local_heads": 1, "explore": True, "score_queries": 7}
+    with pytest.warns(FutureWarning) as warned:
+        layer = DynamicMaskAttention(16, 2, 3, local=2, **old)
+    assert len(warned) == len(old)
+    recipe = ScoreRecipe.doge(score="linear", select_only=True, recency=0.5, local_heads=1, explore=True, queries=7)
+    other = DynamicMaskAttention(16, 2, 3, local=2, recipe=recipe)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(HIDDEN), layer(HIDDEN))
+    assert (other.local_heads, other.rotated_heads) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("sink", "sink_keys", 3), ("taught", "recipe.select_only", True), ("score_queries", "recipe.queries", 9),
+        ("explore", "recipe.explore", True),
+    ],
+)  # fmt: skip
 def test_attributes_of_layers_have_their_old_names_too(old, new, value):
     layer = DynamicMaskAttention(16, 2, 3, sink_keys=2)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
-        assert getattr(layer, old) == getattr(layer, new)
+        assert getattr(layer, old) == operator.attrgetter(new)(layer)
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
         setattr(layer, old, value)
-    assert getattr(layer, new) == value
+    assert operator.attrgetter(new)(layer) == value
 
 
 def test_layers_that_were_pickled_with_old_names_load():
-    layer = DynamicMaskAttention(16, 2, 3, local=2, sink_keys=2, select_only=True)
+    layer = DynamicMaskAttention(16, 2, 3, local=2, sink_keys=2, recipe=ScoreRecipe.doge(select_only=True, queries=9))
     old = copy.copy(layer)
-    for name, new in (("sink", "sink_keys"), ("taught", "select_only")):
-        old.__dict__[name] = old.__dict__.pop(new)
+    del old.__dict__["recipe"]
+    old.__dict__ |= {"sink": old.__dict__.pop("sink_keys"), "taught": True, "score_queries": 9, "explore": False}
     loaded = pickle.loads(pickle.dumps(old))
-    assert (loaded.sink_keys, loaded.select_only) == (2, True)
-    assert {"sink", "taught"}.isdisjoint(loaded.__dict__)
+    assert (loaded.sink_keys, loaded.recipe) == (2, layer.recipe)
+    assert {"sink", "taught", "score_queries", "explore"}.isdisjoint(loaded.__dict__)
     assert torch.equal(loaded(HIDDEN), layer(HIDDEN))
     assert repr(loaded) == repr(layer)
 
@@ -143,18 +185,19 @@ def old_names_of(source: str) -> set[tuple[str, str]]:
             for decorator in getattr(node, "decorator_list", ()):
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "renamed":
                     owner = f"{outer.name}." if isinstance(outer, ast.ClassDef) else ""
-                    found |= {(owner + node.name, keyword.arg) for keyword in decorator.keywords}
+                    names = {keyword.arg for keyword in decorator.keywords} - {None, "into"}  # OLD_NAMES are OF_RECIPES
+                    found |= {(owner + node.name, name) for name in names}
     return found
 
 
 def test_no_alias_is_forgotten_here():
+    assert OF_RECIPES.keys() == OLD_NAMES.keys()
     folder = Path(dmattn.__file__).parent
     assert set().union(*(old_names_of(path.read_text()) for path in folder.rglob("*.py"))) == {
         ("IntervalMask.streaming", "sink"), ("IntervalMask.documents", "causal"), ("IntervalMask.chunked", "causal"),
         ("IntervalMask.top_k", "causal"), ("IntervalMask.top_k", "sink"), ("dynamic_mask_attention", "sink"),
         ("varlen_attention", "sink"), ("score_loss", "sink"), ("BoundedCache.__init__", "sink"), ("document_masks", "causal"),
-        ("top_k_masks", "causal"), ("DynamicMaskAttention.__init__", "sink"), ("DynamicMaskAttention.__init__", "taught"),
-        ("DynamicMaskAttention.recommended", "sink"), ("DynamicMaskAttention.recommended", "taught"),
+        ("top_k_masks", "causal"), ("DynamicMaskAttention.__init__", "sink"), ("DynamicMaskAttention.recommended", "sink"),
         ("MultiheadAttention.__init__", "window"), ("context_parallel_attention", "sink"),
         ("convert", "sink"), ("convert", "taught"), ("BoundedLayer.__init__", "sink"),
     }  # fmt: skip

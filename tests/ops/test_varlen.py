@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import types
+import warnings
 
 import dmattn
 import pytest
@@ -248,7 +249,9 @@ def test_a_long_pack_is_one_call_on_hopper(device, causal, same):
     documents = varlen.Packed(*leaves, ends_q, None if same else ends_k, None, None)
     rules = varlen.Rules(causal, None, None, None, 0, 0, None, None, None, 0.0, 0.0, None, False)
     assert varlen.takes_long_packs(documents, rules)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         one = dmattn.varlen_attention(*leaves, ends_q, None if same else ends_k, is_causal=causal, return_lse=True)
     finally:

@@ -194,6 +194,7 @@ OWN_STEMS = {
         "scheduler",
         "tile",
         "token_step",
+        "union_order",
     },
     "sm90": {"encode_maps", "gather", "maps", "ring", "tile_descriptor", "work_tile"},
     "sm90/forward": {
@@ -208,6 +209,7 @@ OWN_STEMS = {
         "scheduler_lists",
         "scheduler_masks",
         "scheduler_order",
+        "scheduler_union",
         "shared",
         "softmax",
     },

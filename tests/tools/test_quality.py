@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from dmattn.nn import DynamicMaskAttention
+from layers import layer_with
 
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
@@ -119,9 +120,9 @@ def test_the_layer_is_what_was_measured(quality, name):
     settings = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4})
     measured, s = Attention(settings), settings
     torch.nn.init.normal_(measured.to_score.weight)
-    layer = DynamicMaskAttention(
+    layer = layer_with(
         s.width, s.heads, s.window, local=s.local, sink_keys=s.sink, local_heads=s.plain_heads, score="linear", select_only=s.bias == "none",
-        score_queries=s.teach_rows, last_queries=s.teach_last, sharp_queries=s.teach_peak, explore=s.explore, recency=s.recency,
+        queries=s.teach_rows, last=s.teach_last, sharp=s.teach_peak, explore=s.explore, recency=s.recency,
         partial_rotary_factor=s.rope_share, rotated_heads=s.plain_heads if s.rope_plain else None,
     )  # fmt: skip
     parts = measured.qkv.weight.chunk(3)
@@ -223,3 +224,23 @@ def test_the_table_of_three_models_has_their_runs_alone(quality, tmp_path):
     kept_whole = 6 * 2 * 8 * 8192 * 64 * 2  # layers, key and value, heads, tokens, size, bytes
     assert lines[5].startswith("| decode memory after 8,192 tokens | ")
     assert f"| {kept_whole / 1e6:.1f} MB |" in lines[5]
+
+
+def test_noise_selects_in_training_alone_and_repeats_with_its_seed():
+    from experiments import NoisyAttention
+
+    layer, hidden = NoisyAttention(64, 4, 5, num_kv_heads=2, local=2, noise=3.0), torch.randn(1, 60, 64)
+    torch.nn.init.normal_(layer.A)
+    plain = DynamicMaskAttention(64, 4, 5, num_kv_heads=2, local=2)
+    plain.load_state_dict(layer.state_dict())
+    torch.manual_seed(1)
+    first, second = layer(hidden), layer(hidden)
+    torch.manual_seed(1)
+    assert torch.equal(layer(hidden), first)
+    assert not torch.equal(first, second)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="cache: expected a layer in eval mode, got one that trains with noise=3"),
+    ):
+        layer(hidden, cache=layer.new_cache(1))
+    assert torch.equal(layer.eval()(hidden), plain(hidden))

@@ -41,6 +41,7 @@ enum class KeySource : int32_t {
   kDirect,      // intervals: each tile of queries looks at all of them; without intervals all keys in order
   kLists,       // intervals: lists of live keys, gathered row by row
   kCompact,     // as kLists, and copies of the live keys side by side for heads that have few
+  kUnions,      // index lists: for each tile of queries the keys that some of them list, gathered row by row
 };
 
 // The scores that a block holds at a time. rows: pairs of a query and a head in Hopper's forward, queries elsewhere.
@@ -69,6 +70,7 @@ struct ForwardPlan {
   Tile tile;
   KeySource keys = KeySource::kAll;
   KeyLists lists;                // of kRange, kLists and kCompact, and the order of query tiles beside a block mask
+  KeyUnionLists unions;          // of kUnions
   ForwardSchedule schedule;      // of Hopper's kernels
   int64_t compact_capacity = 0;  // live keys that kCompact has room for, per kv head
   Reasons why;
@@ -107,7 +109,8 @@ struct BackwardPlan {
   Instance backward_dkdv, backward_dq;  // of the portable kernels; Kernel::kNone where one does not run
   Tile tile, backward_dkdv_tile, backward_dq_tile;
   KeySource keys = KeySource::kAll;
-  KeyLists lists;  // of kLists, and the order of query tiles beside a block mask
+  KeyLists lists;        // of kLists, and the order of query tiles beside a block mask
+  KeyUnionLists unions;  // of kUnions
   Reasons why;
 
   bool deterministic = false;
@@ -121,6 +124,7 @@ struct BackwardPlan {
   // Of the portable dkdv kernel: what one block takes one after the other, for gradients in a fixed order.
   int64_t batches_per_block = 1, kv_heads_per_block = 1;
   bool backward_dkdv_takes_lists = false;  // in a deterministic call
+  int64_t chained_heads = 1;               // of the portable dq kernel, likewise with index lists (BackwardCall)
 
   struct Workspace {
     Region zero_bias, lists;
@@ -139,8 +143,10 @@ struct BiasGradients {
 
 BackwardPlan plan_backward(const BackwardParams& b, const BiasGradients& gradients, const Target& target);
 
-// The launch of Hopper's backward that has so many batches and query heads of a call.
-BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionParams& p, int64_t batch, int64_t heads);
+// The launch of Hopper's backward that has so many batches and query heads of a call, and with index lists so many tiles of
+// queries.
+BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionParams& p, int64_t batch, int64_t heads,
+                                   int64_t union_tiles = 0);
 
 const char* name_of(Family family);
 const char* name_of(KeySource keys);

@@ -34,7 +34,8 @@ const Instance* find_backward(const Build& build, const AttentionParams& given, 
   } else if (!is_gathered && has_only_key_bias(p)) {
     traits = kKeyBiasTraits;
   } else if (traits == kGeneralTraits) {
-    traits = {is_gathered ? Keys::kGathered : Keys::kInOrder, Logits::kCapped, Bias::kKey};
+    const Keys gathered = has_index_lists(p) ? Keys::kUnion : Keys::kGathered;
+    traits = {is_gathered ? gathered : Keys::kInOrder, Logits::kCapped, Bias::kKey};
   }
   return find_instance(build, Kernel::kSm90Backward, p, traits);
 }
@@ -47,7 +48,10 @@ bool needs_bias(const AttentionParams& p) {
 }
 
 // How many heads of a group share their intervals? Keys in order are loaded once for them.
-int64_t heads_that_share_intervals(const AttentionParams& p) { return heads_that_share(p, {&p.mask.start, &p.mask.end}); }
+int64_t heads_that_share_intervals(const AttentionParams& p) {
+  if (!has_index_lists(p)) return heads_that_share(p, {&p.mask.start, &p.mask.end});
+  return heads_that_share(p, {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.index.entries});
+}
 
 // How many heads of a group may one launch of a deterministic call take? Those that share their intervals and, where keys are
 // gathered or heads wide, their key_bias.
@@ -153,6 +157,20 @@ BackwardParts cut_into_parts(const BackwardParams& b, const BiasGradients& gradi
   return parts;
 }
 
+// Are rows of keys gathered from lists?
+bool gathers_rows(KeySource keys) { return keys == KeySource::kLists || keys == KeySource::kUnions; }
+
+// The unions of a launch. A tile of queries is so long that its keys are worth loading and their gradients worth adding, and with
+// several heads a group they are so without many queries.
+void plan_unions_of_part(const AttentionParams& p, BackwardPlan& plan) {
+  constexpr int64_t kQueries = 64, kManyQueries = 32 * kBackwardUnionWords;
+  AttentionParams part = p;
+  part.batch = plan.parts.batches, part.heads = plan.parts.launch_heads;
+  part.kv_heads = tiles_of(part.heads, p.heads / p.kv_heads);
+  const int64_t heads = heads_that_share_intervals(p), queries = heads > 2 ? kQueries : kManyQueries;
+  plan.unions = plan_unions(part, std::max<int64_t>(queries, plan.tile.rows), plan.workspace.bytes);
+}
+
 // Terms of each query, and the counters of a call.
 void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   BackwardPlan::Workspace& workspace = plan.workspace;
@@ -163,7 +181,7 @@ void place_terms(const AttentionParams& p, BackwardPlan& plan) {
   const bool is_sm90 = plan.family == Family::kSm90;
   if (is_sm90 && p.dropout_seed) workspace.row_hash = add_region(workspace.bytes, bytes);
   if (!plan.lists.has_lists()) workspace.flags = add_region(workspace.bytes, 2 * sizeof(int32_t));
-  if (is_sm90 && plan.deterministic)
+  if (plan.deterministic && (is_sm90 || plan.keys == KeySource::kUnions))
     workspace.semaphores = add_region(workspace.bytes, terms / kSemaphoreQueries * sizeof(int32_t));
   if (plan.lists.elements > 0) workspace.lists = add_region(workspace.bytes, plan.lists.elements * sizeof(int32_t));
 }
@@ -187,13 +205,16 @@ const char* refusal_of_sm90(const AttentionParams& p, bool deterministic, const 
     return "the scale is more than 1e30 times the softcap";
   }
   if (!first || !in_order) return "no kernel for Hopper was built for these head sizes";
+  if (has_index_lists(p) && first->traits.keys != Keys::kUnion) {
+    return "Hopper's kernels for lists take no bias of single pairs, and no extreme scale or softcap";
+  }
   if (!deterministic || !is_wide(*first)) return nullptr;
   // Two warpgroups have the same keys of a wide tile, and nothing orders what they add to the gradient of key_bias. Two numbers
   // have the same sum in either order, those of several heads or batches do not.
   const bool adds_two = p.key_bias.head_divisor == 1 && (p.key_bias.batch_stride != 0 || p.batch == 1);
   if (p.key_bias.data && !adds_two) return "wide heads share a key_bias, whose gradient has no fixed order there";
   // To take such keys in order is slower than the portable kernels, which gather.
-  if (gathers(p) && !p.bias.data) return "gathered keys of wide heads have no fixed order";
+  if ((has_index_lists(p) || gathers(p)) && !p.bias.data) return "gathered keys of wide heads have no fixed order";
   return nullptr;
 }
 
@@ -203,10 +224,12 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   plan.adds_zero_bias = needs_bias(p);
   if (plan.adds_zero_bias) p.bias.data = &plan;  // any address: there will be one
   const Instance* const in_order = find_backward(target.build, p, false);
-  const Instance* const gathered = gathers(p) ? find_backward(target.build, p, true) : in_order;
+  const bool has_unions = has_index_lists(p);
+  const Instance* const gathered = has_unions || gathers(p) ? find_backward(target.build, p, true) : in_order;
   if (const char* const refusal = refusal_of_sm90(p, b.deterministic, gathered, in_order)) return refusal;
-  const KeyChoice choice = choose_keys(b, p, target, *gathered, *in_order);
-  const bool is_gathered = choice.keys == KeySource::kLists, is_fast = !b.deterministic;
+  const KeyChoice choice =
+      has_unions ? KeyChoice{KeySource::kUnions, kWhyUnions} : choose_keys(b, p, target, *gathered, *in_order);
+  const bool is_gathered = gathers_rows(choice.keys), is_fast = !b.deterministic;
   // Beyond kMaxLength there are calls whose keys come in order although they have intervals, or a bias, and no others.
   check_length_without_lists(p, p.bias.data || (gathers(p) && !is_gathered));
   plan.family = Family::kSm90;
@@ -217,10 +240,10 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
   const int64_t group_heads = is_fast ? group : heads_in_order(p, plan.instance, is_gathered);
   plan.heads_at_once = is_fast && !is_gathered ? find_heads_at_once(p, *in_order, plan.processors) : group_heads;
   KeyListOptions options;
-  options.is_one = is_fast && is_gathered && has_one_tile_visit(p, plan.instance);
+  options.is_one = is_fast && choice.keys == KeySource::kLists && has_one_tile_visit(p, plan.instance);
   const bool sums_keys = plan.heads_at_once < group || (is_gathered && !options.is_one);
   plan.parts = cut_into_parts(b, gradients, plan, sums_keys, group_heads);
-  if (is_gathered) {
+  if (choice.keys == KeySource::kLists) {
     // Long segments: what a tile of keys costs once is a smaller part then. In the longest sequences keys of which many die in
     // their segment come behind those that outlive it, so that few tiles meet all its queries; in others that costs more than it
     // gains. Sums in a fixed order need lists in key order, and many of them.
@@ -238,12 +261,13 @@ const char* plan_sm90(const BackwardParams& b, const BiasGradients& gradients, c
     workspace.key_sums = add_region(workspace.bytes, floats * kFloatBytes);
   }
   if (plan.adds_zero_bias) workspace.zero_bias = add_region(workspace.bytes, p.key_length * kFloatBytes);
-  if (p.mask.tiles.data || (gathers(p) && !is_gathered)) {
+  if (!is_gathered && (p.mask.tiles.data || gathers(p))) {
     plan.seen_words = tiles_of(p.key_length, 128) * 4;
     workspace.seen = add_region(workspace.bytes, p.batch * p.heads / plan.heads_at_once * plan.seen_words * sizeof(uint32_t));
   }
+  if (has_unions) plan_unions_of_part(p, plan);
   place_terms(p, plan);
-  if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads).work_tiles == 0)
+  if (schedule_backward(plan, p, plan.parts.batches, plan.parts.launch_heads, plan.unions.at_once).work_tiles == 0)
     return "a launch has 2^31 tiles or more";
   // Without a mask and causality the kernel meets every pair, so it stores every element of a grad_bias that no two share.
   const bool owns_bias = gradients.bias.data && gradients.bias.head_divisor == 1 && gradients.bias.batch_stride != 0;
@@ -285,12 +309,15 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   check_length_without_lists(p, false);
   const sm80::SmemBudget smem_budget =
       target.device.shared_bytes >= kLargeSharedBytes ? sm80::SmemBudget::kLarge : sm80::SmemBudget::kSmall;
-  const bool has_lists = gathers(p), has_blocks = p.mask.tiles.data;
+  const bool has_unions = has_index_lists(p) && p.query_length > 0 && p.key_length > 0;
+  const bool has_lists = gathers(p) && !has_unions, has_blocks = p.mask.tiles.data;
   plan.family = Family::kSm80;
   plan.heads_at_once = p.heads / p.kv_heads;
   plan.why.family = why;
   BackwardPlan::Workspace& workspace = plan.workspace;
-  if (has_lists) {
+  if (has_unions) {
+    plan.keys = KeySource::kUnions, plan.why.keys = kWhyUnions;
+  } else if (has_lists) {
     KeyListOptions options;
     options.keeps_live = b.deterministic;
     plan.keys = KeySource::kLists, plan.lists = plan_lists(p, options);
@@ -300,15 +327,20 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
   } else {
     plan.why.keys = "there is no mask, or causality alone";
   }
-  if (b.deterministic) {
+  if (b.deterministic && has_unions) {
+    const Together together(p, gradients);
+    plan.chained_heads = together.batches || together.kv_heads ? p.batch * p.heads : p.heads / p.kv_heads;
+  }
+  if (b.deterministic && !has_unions) {
     const Together together(p, gradients);
     if (together.batches) plan.batches_per_block = p.batch;
     if (together.kv_heads) plan.kv_heads_per_block = p.kv_heads;
     plan.backward_dkdv_takes_lists = has_lists && backward_dkdv_takes_lists(p, plan);
     plan_backward_dkdv(p, target, smem_budget, plan.backward_dkdv_takes_lists, plan);
     plan_backward_dq(p, target, smem_budget, has_lists, plan);
-  } else if (has_lists || has_blocks) {
-    plan_backward_dq(p, target, smem_budget, has_lists, plan);
+  } else if (has_unions || has_lists || has_blocks) {
+    plan_backward_dq(p, target, smem_budget, has_unions || has_lists, plan);
+    if (has_unions) plan.unions = plan_unions(p, plan.backward_dq_tile.rows, workspace.bytes);
     workspace.key_sums = add_region(workspace.bytes, (p.batch * p.kv_heads * p.key_length + 1) * key_sum_width(p) * kFloatBytes);
   } else {
     plan_backward_dkdv(p, target, smem_budget, false, plan);
@@ -321,14 +353,23 @@ BackwardPlan plan_sm80(const BackwardParams& b, const BiasGradients& gradients, 
 
 }  // namespace
 
-BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionParams& p, int64_t batch, int64_t heads) {
+BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionParams& p, int64_t batch, int64_t heads,
+                                   int64_t union_tiles) {
   const int64_t kv_heads = tiles_of(heads, p.heads / p.kv_heads), group = heads / kv_heads;
-  const bool is_gathered = plan.keys == KeySource::kLists, has_key_sums = plan.workspace.key_sums.bytes > 0;
+  const bool has_unions = plan.keys == KeySource::kUnions;
+  const bool is_gathered = gathers_rows(plan.keys), has_key_sums = plan.workspace.key_sums.bytes > 0;
   BackwardSchedule schedule;
-  schedule.heads = static_cast<int>(std::min<int64_t>(group, is_gathered ? plan.lists.head_divisor : plan.heads_at_once));
+  schedule.heads = static_cast<int>(std::min<int64_t>(group, has_unions    ? plan.unions.head_divisor
+                                                             : is_gathered ? plan.lists.head_divisor
+                                                                           : plan.heads_at_once));
   const int64_t head_groups = batch * heads / schedule.heads;
   int64_t tiles = tiles_of(p.key_length, plan.tile.keys);
-  if (is_gathered) {
+  if (has_unions) {
+    // So many work tiles that blocks end together.
+    const int64_t lists = std::max<int64_t>(union_tiles, 1), wanted = tiles_of(8 * plan.processors, lists * head_groups);
+    schedule.shares = plan.deterministic ? 1 : static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(tiles, 1)));
+    tiles = lists * schedule.shares;
+  } else if (is_gathered) {
     // Cut each list into enough shares that no block has much more to do than others, even if the call has few segments.
     const int64_t segments = plan.lists.most_lists, few = head_groups * std::min<int64_t>(segments, 4);
     const int64_t rounds = has_key_sums ? 4 : 8;  // without sums a share costs little more than its tiles
@@ -358,7 +399,6 @@ BackwardSchedule schedule_backward(const BackwardPlan& plan, const AttentionPara
 BackwardPlan plan_backward(const BackwardParams& b, const BiasGradients& gradients, const Target& target) {
   const AttentionParams& p = b.forward;
   check_kernel_inputs(p);
-  check(!p.mask.index.entries.data, "indices: index lists have no kernel on CUDA yet");
   const WantedFamily allowed = allowed_family(target);
   BackwardPlan plan;
   plan.why.family = "there are no queries and no keys";

@@ -114,6 +114,10 @@ InstanceChoice choose_for_intervals(const AttentionParams& p, const Target& targ
 }
 
 InstanceChoice choose_instance(const AttentionParams& p, const Target& target) {
+  if (has_index_lists(p)) {
+    const Instance* const listed = p.bias.data ? nullptr : find_forward(target.build, p, true);
+    return {listed && listed->traits.keys == Keys::kUnion ? listed : nullptr, KeySource::kUnions, kWhyUnions};
+  }
   const bool has_blocks = p.mask.tiles.data;
   const Instance* const gathered =
       gathers(p) || p.key_bias.data ? find_forward(target.build, p, true) : find_forward(target.build, p, false);
@@ -133,7 +137,7 @@ int find_log2_heads_per_tile(const AttentionParams& p, int rows) {
   const int64_t group = p.heads / p.kv_heads;
   int shift = 0;
   while (rows % (2 << shift) == 0 && group % (int64_t{2} << shift) == 0) ++shift;
-  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.rows, &p.key_bias}) {
+  for (const PerHead* row : {&p.mask.start, &p.mask.end, &p.mask.tiles, &p.mask.index.entries, &p.key_bias}) {
     while (row->data && row->head_divisor % (int64_t{1} << shift) != 0) --shift;
   }
   return shift;
@@ -151,11 +155,12 @@ bool schedule_tiles(const AttentionParams& p, const Target& target, ForwardPlan&
   schedule.queries = static_cast<int>(queries), schedule.tiles = static_cast<int>(tiles);
   schedule.head_groups = static_cast<uint32_t>(head_groups);
   const int64_t head_group_bytes = p.key_length * (p.head_dim + p.value_dim) * 2 * heads_per_tile * p.kv_heads / p.heads;
-  const bool is_local = plan.keys != KeySource::kAll && gathers(p);  // tiles of few keys
+  const bool has_unions = plan.keys == KeySource::kUnions;
+  const bool is_local = has_unions || (plan.keys != KeySource::kAll && gathers(p));  // tiles of few keys
   const int64_t section_bytes = p.mask.is_causal ? kSectionBytes : kNonCausalSectionBytes;
   schedule.section_head_groups = is_local ? std::min(kLocalSectionHeadGroups, schedule.head_groups)
                                           : head_groups_in_section(head_groups, head_group_bytes, section_bytes);
-  schedule.end_tiles = is_local ? schedule.tiles / 8 : 0;
+  schedule.end_tiles = is_local && !has_unions ? schedule.tiles / 8 : 0;
   const int64_t blocks = std::min<int64_t>(work_tiles, target.device.processors);
   schedule.blocks = static_cast<int>(blocks);
   // Where there is no counter that another kernel has cleared, and tiles are short, clearing one takes longer than blocks would
@@ -198,7 +203,10 @@ void place_lists(ForwardPlan& plan) {
 const char* plan_sm90(const AttentionParams& p, const Target& target, ForwardPlan& plan) {
   if (p.key_length == 0) return "there are no keys, so the result is zero";
   const InstanceChoice choice = choose_instance(p, target);
-  if (!choice.instance) return "no kernel for Hopper was built for these head sizes";
+  if (!choice.instance) {
+    return has_index_lists(p) ? "Hopper's kernels for lists take no bias of single pairs, and no extreme scale or softcap"
+                              : "no kernel for Hopper was built for these head sizes";
+  }
   plan.family = Family::kSm90;
   plan.instance = *choice.instance, plan.keys = choice.keys;
   plan.tile = {shape_of(plan.instance).rows(), shape_of(plan.instance).keys};
@@ -216,6 +224,7 @@ const char* plan_sm90(const AttentionParams& p, const Target& target, ForwardPla
   }
   place_lists(plan);
   if (plan.keys == KeySource::kCompact) place_compact_keys(p, plan);
+  if (plan.keys == KeySource::kUnions) plan.unions = plan_unions(p, plan.schedule.queries, plan.workspace.bytes);
   const bool has_counter = plan.lists.kind != KeyLists::Kind::kNone;
   if (plan.schedule.draws_tiles && !has_counter) plan.workspace.tile_counter = add_region(plan.workspace.bytes, sizeof(int32_t));
   plan.why = {"the device has compute capability 9.x, and a kernel for Hopper takes the call", choice.why};
@@ -226,11 +235,15 @@ ForwardPlan plan_sm80(const AttentionParams& p, const Target& target, const char
   check_length_without_lists(p, false);
   ForwardPlan plan;
   plan.family = Family::kSm80;
-  plan.instance = find_portable(target, Kernel::kSm80Forward, p, traits_of(p, gathers(p)));
+  const bool has_unions = has_index_lists(p) && p.key_length > 0;
+  plan.instance = find_portable(target, Kernel::kSm80Forward, p, traits_of(p, has_unions || gathers(p)));
   const sm80::ForwardShape shape = sm80::find_forward_shape(plan.instance.dim, plan.instance.traits);
   plan.tile = {shape.queries, shape.keys};
   plan.why.family = why;
-  if (gathers(p)) {
+  if (has_unions) {
+    plan.keys = KeySource::kUnions, plan.why.keys = kWhyUnions;
+    plan.unions = plan_unions(p, plan.tile.rows, plan.workspace.bytes);
+  } else if (gathers(p)) {
     KeyListOptions options;
     options.lengthens = true;
     plan.keys = KeySource::kLists, plan.lists = plan_lists(p, options);
@@ -248,7 +261,6 @@ ForwardPlan plan_sm80(const AttentionParams& p, const Target& target, const char
 
 ForwardPlan plan_forward(const AttentionParams& p, const Target& target) {
   check_kernel_inputs(p);
-  check(!p.mask.index.entries.data, "indices: index lists have no kernel on CUDA yet");
   const WantedFamily allowed = allowed_family(target);
   ForwardPlan plan;
   plan.why.family = "there are no queries";

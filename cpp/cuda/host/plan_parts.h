@@ -12,6 +12,10 @@ inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 
 // A head dimension that the library's wide kernels are for.
 inline int64_t width_of(const AttentionParams& p) { return std::max(p.head_dim, p.value_dim); }
 
+// Does each query list the keys that it sees?
+inline bool has_index_lists(const AttentionParams& p) { return p.mask.index.entries.data; }
+inline constexpr const char* kWhyUnions = "each query lists its keys, and neighbours list many of the same";
+
 // Refuses dtypes and block masks that no kernel takes.
 void check_kernel_inputs(const AttentionParams& p);
 

@@ -1,6 +1,8 @@
 // How large lists of live keys are, and where their pieces lie.
 #include "workspace.h"
 
+#include <algorithm>
+
 namespace dmattn::cuda {
 namespace {
 
@@ -57,6 +59,36 @@ KeyLists plan_ranges(const AttentionParams& p, int queries) {
   lists.tile_counter = 2 * lists.batches * lists.heads * lists.range_count;
   lists.elements = lists.tile_counter + 1;
   return lists;
+}
+
+KeyUnionLists plan_unions(const AttentionParams& p, int64_t queries, int64_t& bytes) {
+  constexpr int64_t kMostBytes = int64_t{512} << 20, kLeastTiles = 2048;  // so many tiles of all heads keep a GPU busy
+  const IndexLists& lists = p.mask.index;
+  KeyUnionLists unions;
+  unions.queries = static_cast<int>(queries), unions.words = static_cast<int>(ceil_div(queries, 32));
+  unions.tiles = static_cast<int>(ceil_div(p.query_length, queries));
+  unions.head_divisor = p.heads;
+  const MaskParams& mask = p.mask;
+  for (const PerHead* row : {&lists.entries, &mask.start, &mask.end, &mask.tiles}) {
+    if (!row->data) continue;
+    unions.head_divisor = std::min(unions.head_divisor, row->head_divisor);
+    if (row->batch_stride != 0) unions.batches = p.batch;
+  }
+  if (lists.offset_stride != 0) unions.batches = p.batch;
+  unions.heads = std::max<int64_t>(p.heads / unions.head_divisor, 1);
+  // Every query may list other keys.
+  const int64_t local = lists.local > 0 ? lists.local + queries : 0;
+  unions.capacity = std::clamp<int64_t>((queries * lists.count << lists.log2_block) + local + lists.sinks, 1, p.key_length);
+  const int64_t mask_heads = unions.batches * unions.heads, list_bytes = unions.capacity * 4 * (1 + unions.words);
+  const int64_t fit = kMostBytes / std::max<int64_t>(mask_heads * list_bytes, 1),
+                least = ceil_div(kLeastTiles, p.batch * p.heads);
+  unions.at_once = static_cast<int>(std::min<int64_t>(std::max(fit, least), unions.tiles));
+  const int64_t rounds = ceil_div(unions.tiles, unions.at_once);
+  unions.at_once = static_cast<int>(ceil_div(unions.tiles, rounds));
+  unions.seen = add_region(bytes, unions.lists_at_once() * unions.capacity * 4 * unions.words);
+  unions.key = add_region(bytes, unions.lists_at_once() * unions.capacity * 4);
+  unions.count = add_region(bytes, unions.lists_at_once() * 4);
+  return unions;
 }
 
 KeyLists plan_tile_order(const AttentionParams& p) {

@@ -2,6 +2,7 @@
 // of.
 #pragma once
 
+#include "../key_lists/key_unions.h"
 #include "../sizes.h"
 
 namespace dmattn::cuda {
@@ -43,6 +44,21 @@ struct KeyLists {
 
   bool has_lists() const { return kind == Kind::kLists || kind == Kind::kOneList; }
 };
+
+// The unions of index lists (key_lists/key_unions.h) and the order in which they are made: `at_once` tiles of queries of each
+// mask head, which the workspace has room for, then the next ones.
+struct KeyUnionLists {
+  int queries = 0, words = 0;  // of a tile; queries == 0: the call has no index lists
+  int tiles = 0, at_once = 0;
+  int64_t capacity = 0;
+  int64_t batches = 1, heads = 1, head_divisor = 1;
+  Region key, seen, count;
+
+  int64_t lists_at_once() const { return batches * heads * at_once; }
+};
+
+// For kernels whose tiles have so many queries; bytes: as in add_region.
+KeyUnionLists plan_unions(const AttentionParams& p, int64_t queries, int64_t& bytes);
 
 // What a kernel wants of its lists.
 struct KeyListOptions {

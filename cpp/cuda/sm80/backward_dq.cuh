@@ -9,6 +9,7 @@
 
 #include "../common/kernel_limits.cuh"
 #include "backward_tile.cuh"
+#include "union_order.cuh"
 
 namespace dmattn::cuda::sm80 {
 
@@ -25,6 +26,8 @@ struct alignas(128) BackwardDqShared {
   uint16_t grad_score[kShape.queries * kScoreWidth<kShape.keys>];
   KeyStage<kShape.queries, kShape.keys> stage[2];
   KeyQueues<kShape.warps * 32, kShape.keys> queues;
+  uint32_t number;                                 // of the block, where sums have a fixed order
+  float bias_sums[kShape.warp_rows][kShape.keys];  // likewise: the gradient of key_bias
 };
 
 // The terms of a thread's rows. Instances that take any logits subtract lse as it is, the others in base 2.
@@ -96,6 +99,18 @@ __device__ __forceinline__ void find_key_sums(const BackwardCall& call, int batc
   }
 }
 
+// Adds the gradient of key_bias of a chunk of a union, the sums of the block's warps in their order. A thread takes a key.
+template <class Shared, class Stage>
+__device__ __forceinline__ void add_bias_in_order(const Shared& shared, const Stage& stage, const AttentionParams& p,
+                                                  float* grad_key_bias) {
+  if (threadIdx.x >= Shared::kShape.keys) return;
+  const int key = stage.index[threadIdx.x];
+  float sum = 0.0f;
+#pragma unroll
+  for (int row = 0; row < Shared::kShape.warp_rows; ++row) sum += shared.bias_sums[row][threadIdx.x];
+  if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+}
+
 // Scores and their gradients of a chunk of keys against the tile of queries: probabilities and score gradients to shared memory.
 // Of a block of scores the warp has the rows from warp_row and the columns from warp_column on. grad_key_bias: of the head, null:
 // not wanted. rows_are_huge: some lse may be.
@@ -113,8 +128,11 @@ __device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shar
   clear(scores);
   multiply_by_rows<T, kDim / 16>(scores, Fragment<kDim>::tall(query_tile, warp_row, 0),
                                  Fragment<kDim>::wide(key_tile, warp_column, 0));
-  if (Traits::kLogits != Logits::kAny && scheduler.needs_test(stage, chunk))
+  if (Traits::kIsUnion) {
+    hide_of_union(scores, stage, warp_row + lane / 4, warp_column + lane % 4 * 2);
+  } else if (Traits::kLogits != Logits::kAny && scheduler.needs_test(stage, chunk)) {
     hide(scores, stage, chunk, warp_row + lane / 4, warp_column + lane % 4 * 2, scheduler.low());
+  }
   const int column = warp_column + lane % 4 * 2;  // of the thread's first element
   const auto compare_values = [&](auto are_exponents) {
     clear(grad_scores);
@@ -146,7 +164,11 @@ __device__ __forceinline__ void put_chunk(const BackwardCall& call, Shared& shar
   if (Traits::kBias != Bias::kNone && grad_key_bias) {
     sums.finish(warp_column + lane % 4 * 2, [&](int column, float sum) {
       const int key = scheduler.key_of(stage, chunk, column);
-      if (key >= 0 && key < p.key_length) atomicAdd(grad_key_bias + key, sum);
+      if (Traits::kMayBeUnion && call.semaphores) {
+        shared.bias_sums[warp_row / (16 * kM)][column] = sum;
+      } else if (key >= 0 && key < p.key_length) {
+        atomicAdd(grad_key_bias + key, sum);
+      }
     });
   }
   if (Traits::kLogits == Logits::kAny)
@@ -175,7 +197,11 @@ __global__ __launch_bounds__(
   const AttentionParams& p = call.b.forward;
   const int head_dim = static_cast<int>(p.head_dim), value_dim = static_cast<int>(p.value_dim);
 
-  const QueryTile<kShape.queries> here(p, call.live_keys);
+  uint32_t number = block_index();
+  if (Traits::kMayBeUnion && call.semaphores) number = draw_number(call.tile_counter, shared.number);
+  const QueryTile<kShape.queries> here(p, call.live_keys, number);
+  const UnionOrder order(call, number, query_tiles_of(p, call.live_keys, kShape.queries));
+  const bool is_ordered = Traits::kMayBeUnion && order.is_ordered;
   const int batch = here.batch, head = here.head, kv_head = here.kv_head, first_query = here.first_query;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kColumns * kM * 16, warp_column = warp % kColumns * kN * 8;
@@ -215,6 +241,7 @@ __global__ __launch_bounds__(
   while (has_chunk) {
     auto& stage = shared.stage[buffer];
     const uint32_t key_tile = key_tile_0 + (kShape.late_stages == 2 ? buffer : 0) * kShape.keys * kDim * 2;
+    if (is_ordered) order.begin_chunk(stage.index[kShape.keys - 1]);
     copy_async_wait<0>();
     __syncthreads();
 
@@ -222,6 +249,7 @@ __global__ __launch_bounds__(
     put_chunk<T, kDim, Traits>(call, shared, scheduler, stage, chunk, terms, batch, head, first_query, key_tile, warp_row,
                                warp_column, lane, rows_are_huge, grad_key_bias);
     __syncthreads();
+    if (is_ordered && Traits::kBias != Bias::kNone && grad_key_bias) add_bias_in_order(shared, stage, p, grad_key_bias);
 
     // The values are read: start on the next chunk.
     has_chunk = scheduler.next(shared.stage[buffer ^ 1], coming);
@@ -254,7 +282,9 @@ __global__ __launch_bounds__(
     }
     chunk = coming;
     buffer ^= 1;
+    if (is_ordered && has_chunk) order.end_chunk(shared.stage[buffer].index[0]);
   }
+  if (is_ordered) order.finish();
 
   copy_async_wait<0>();
   __syncthreads();
@@ -278,7 +308,7 @@ cudaError_t launch_backward_dq(const BackwardCall& call, cudaStream_t stream) {
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
   const AttentionParams& p = call.b.forward;
-  const int64_t blocks = (p.query_length + kShape.queries - 1) / kShape.queries * p.batch * p.heads;
+  const int64_t blocks = query_tiles_of(p, call.live_keys, kShape.queries) * p.batch * p.heads;
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

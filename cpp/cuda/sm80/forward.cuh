@@ -150,7 +150,11 @@ __global__ __launch_bounds__(
     if constexpr (Traits::kLogits == Logits::kAny)
       add_terms<T>(scores, p, stage.key_bias, batch, head, first_query + tile_row, column, key_of);
     // Hide what some queries of the tile do not see.
-    if (scheduler.needs_test(stage, chunk)) hide(scores, stage, chunk, tile_row, column, scheduler.low());
+    if (scheduler.is_union()) {
+      hide_of_union(scores, stage, tile_row, column);
+    } else if (scheduler.needs_test(stage, chunk)) {
+      hide(scores, stage, chunk, tile_row, column, scheduler.low());
+    }
 
     // Wait for the values; no warp reads these keys any more, so start the copies of the next ones.
     copy_async_wait<0>();
@@ -205,7 +209,7 @@ cudaError_t launch_forward(const ForwardCall& call, cudaStream_t stream) {
   static KernelAttribute shared_bytes;
   const cudaError_t status = allow_shared_bytes(shared_bytes, kernel, kBytes);
   if (status != cudaSuccess) return status;
-  const int64_t blocks = (call.p.query_length + kShape.queries - 1) / kShape.queries * call.p.batch * call.p.heads;
+  const int64_t blocks = query_tiles_of(call.p, call.live_keys, kShape.queries) * call.p.batch * call.p.heads;
   if (blocks == 0) return cudaSuccess;
   kernel<<<grid_of(blocks), kShape.warps * 32, kBytes, stream>>>(call);
   return cudaGetLastError();

@@ -23,7 +23,10 @@ struct alignas(16) KeyStage {
   int32_t index[kKeys];  // gathered: the key, -1 for none
   float key_bias[kKeys];
   int32_t gathered_needs_test;
-  uint32_t bits[kQueries][kKeys / 32];  // filled in for chunks in a partial tile
+  union alignas(8) {
+    uint32_t bits[kQueries][kKeys / 32];               // filled in for chunks in a partial tile
+    uint32_t union_seen[(kQueries + 31) / 32][kKeys];  // of a union: query q sees the key where bit q % 32 of word q / 32 is set
+  };
 };
 
 // What a scheduler looks up, written once for each tile. It is in shared memory, because the kernels are short of registers.
@@ -40,6 +43,7 @@ struct KeySources {
   const int32_t* index;  // the list of the segment
   const int2* span;
   int listed;
+  const uint32_t* union_seen;  // of a union: [listed, words]; null: the list is one of live keys
 };
 
 // How full the rings of gathered keys are.
@@ -66,6 +70,7 @@ struct Chunk {
   int first_key = 0;        // of keys in order
   bool needs_test = false;  // spans are filled in and decide
   bool has_bits = false;    // bits are filled in and decide, too
+  bool is_union = false;    // union_seen is filled in and decides
 };
 
 template <class Traits, int kThreads, int kQueries, int kKeys>
@@ -77,7 +82,7 @@ class KeyScheduler {
   // A tile of the queries [first_query, first_query + kQueries) of a head.
   __device__ __forceinline__ KeyScheduler(const AttentionParams& p, const LiveKeys& live_keys, Queues& queues, int batch,
                                           int head, int kv_head, int first_query)
-      : p_(p), queues_(queues), is_gathered_(live_keys.index != nullptr) {
+      : p_(p), queues_(queues), is_gathered_(live_keys.index || live_keys.unions.key), is_union_(live_keys.unions.key) {
     if (threadIdx.x == 0) {
       auto& sources = *new (queues.sources) KeySources{
           SpanSource(p.mask, static_cast<int>(p.key_length), batch, head), row_of<const float>(p.key_bias, batch, head),
@@ -102,10 +107,13 @@ class KeyScheduler {
   }
 
   __device__ __forceinline__ bool gathered() const { return Traits::kGathers || (Traits::kMayGather && is_gathered_); }
+  __device__ __forceinline__ bool is_union() const { return Traits::kIsUnion || (Traits::kMayBeUnion && is_union_); }
   __device__ __forceinline__ int low() const { return sources().low; }
 
   // Prepares the next chunk in `stage`; false when no chunk is left. All threads take part, and may read the stage on return.
   __device__ __forceinline__ bool next(Stage& stage, Chunk& chunk) {
+    chunk.is_union = is_union();
+    if (is_union()) return next_of_union(stage);
     return gathered() ? next_gathered(stage) : next_in_order(stage, chunk);
   }
 
@@ -263,6 +271,14 @@ class KeyScheduler {
 
   static __device__ __forceinline__ void find_list(KeySources& to, const LiveKeys& live_keys, int batch, int head,
                                                    int first_query) {
+    to.union_seen = nullptr;
+    if (live_keys.unions.key) {
+      const KeyUnions& unions = live_keys.unions;
+      const int64_t list = unions.list_of(batch, head, first_query);
+      to.index = unions.key + list * unions.capacity, to.listed = unions.count[list];
+      to.union_seen = unions.seen + list * unions.capacity * unions.words;
+      return;
+    }
     const int64_t mask_head = live_keys.mask_head_of(batch, head);
     const KeyList list(live_keys, mask_head, first_query);
     to.index = list.index, to.span = list.span, to.listed = list.count;
@@ -349,6 +365,31 @@ class KeyScheduler {
     return true;
   }
 
+  // The next keys of a union, and which queries see them.
+  __device__ __forceinline__ bool next_of_union(Stage& stage) {
+    constexpr int kWords = (kQueries + 31) / 32;
+    const int first = queues_.cursor, thread = threadIdx.x;
+    if (first >= sources().listed) return false;
+    if (thread < kKeys) {
+      const bool is_key = first + thread < sources().listed;
+      const int key = is_key ? sources().index[first + thread] : -1;
+      stage.index[thread] = key;
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+        stage.union_seen[word][thread] = is_key ? sources().union_seen[static_cast<int64_t>(first + thread) * kWords + word] : 0;
+      }
+      if (sources().key_bias) {
+        copy_async_4(shared_address(&stage.key_bias[thread]), sources().key_bias + max(key, 0), is_key);
+      } else {
+        stage.key_bias[thread] = 0.0f;
+      }
+    }
+    if (thread == 0) stage.gathered_needs_test = true;
+    __syncthreads();
+    if (thread == 0) queues_.cursor = first + kKeys;  // read again after some later barrier
+    return true;
+  }
+
   __device__ __forceinline__ void copy_key_bias(Stage& stage, const Chunk& chunk) {
     if (Traits::kBias == Bias::kNone || !sources().key_bias || threadIdx.x >= kKeys) return;
     const int key = chunk.first_key + static_cast<int>(threadIdx.x);
@@ -360,13 +401,14 @@ class KeyScheduler {
 
   const AttentionParams& p_;
   Queues& queues_;
-  const bool is_gathered_;
+  const bool is_gathered_, is_union_;
   int cursor_ = 0, tile_stop_ = 0, entry_ = 0;  // in order: the next key, the end of its tile, the entry after the tile's
 };
 
 // Does the query in tile row `row` (tile row 0 is at position `low`) see the key in `column` of a chunk that needs a test?
 template <class Stage>
 __device__ __forceinline__ bool is_visible(const Stage& stage, const Chunk& chunk, int row, int column, int low) {
+  if (chunk.is_union) return has_bit(stage.union_seen[row / 32][column], row % 32);
   if (!stage.span[column].sees(low + row)) return false;
   return !chunk.has_bits || has_bit(stage.bits[row][column / 32], column % 32);
 }
@@ -399,6 +441,24 @@ __device__ __forceinline__ void hide(float (&scores)[kM][kN][4], const Stage& st
         const uint32_t bits = stage.bits[row + 16 * m + 8 * r][(column + 8 * n) / 32] >> (column + 8 * n) % 32;
         if (!(bits & 1)) scores[m][n][2 * r] = negative_infinity();
         if (!(bits & 2)) scores[m][n][2 * r + 1] = negative_infinity();
+      }
+    }
+  }
+}
+
+// Likewise, for a chunk of a union.
+template <int kM, int kN, class Stage>
+__device__ __forceinline__ void hide_of_union(float (&scores)[kM][kN][4], const Stage& stage, int row, int column) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = row + 16 * m + 8 * r;
+        const uint2 pair = *reinterpret_cast<const uint2*>(&stage.union_seen[at / 32][column + 8 * n]);
+        if (!has_bit(pair.x, at % 32)) scores[m][n][2 * r] = negative_infinity();
+        if (!has_bit(pair.y, at % 32)) scores[m][n][2 * r + 1] = negative_infinity();
       }
     }
   }

@@ -9,20 +9,24 @@
 
 namespace dmattn::cuda::sm80 {
 
+// The tiles of queries of a head that a launch has: all, or those whose unions are made.
+DMATTN_HOST_DEVICE inline int64_t query_tiles_of(const AttentionParams& p, const LiveKeys& live_keys, int64_t queries) {
+  return live_keys.unions.key ? live_keys.unions.tiles : (p.query_length + queries - 1) / queries;
+}
+
 // The query tile of a block. Blocks take head after head, so that the keys of a head stay in L2, and late tiles first, because
 // causality makes them long. Under a block mask they follow the order that was made for it.
 template <int kQueries>
 struct QueryTile {
   int batch, head, kv_head, first_query;
-  __device__ __forceinline__ QueryTile(const AttentionParams& p, const LiveKeys& live_keys) {
-    const uint32_t tiles = (static_cast<uint32_t>(p.query_length) + kQueries - 1) / kQueries;
-    uint32_t index = block_index();
+  __device__ __forceinline__ QueryTile(const AttentionParams& p, const LiveKeys& live_keys, uint32_t index = block_index()) {
+    const uint32_t tiles = static_cast<uint32_t>(query_tiles_of(p, live_keys, kQueries));
     if (kQueries == kQueryPadding && live_keys.order) index = static_cast<uint32_t>(live_keys.order[index]);
     const uint32_t heads = static_cast<uint32_t>(p.heads), group = heads / static_cast<uint32_t>(p.kv_heads);
     const uint32_t batch_head = index / tiles;
     batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
     kv_head = head / static_cast<int>(group);
-    first_query = static_cast<int>((tiles - 1 - index % tiles) * kQueries);
+    first_query = static_cast<int>((static_cast<uint32_t>(live_keys.unions.first_tile) + tiles - 1 - index % tiles) * kQueries);
   }
 };
 

@@ -24,9 +24,11 @@ inline constexpr ForwardRow kForwardRows[] = {
     //dim traits             queries  keys  warps  blocks_per_sm
     { 64, kPlainTraits,    {    128,  128,     4,             2}},
     { 64, kGatheredTraits, {    128,   64,     4,             2}},
+    { 64, kUnionTraits,    {    128,   64,     4,             2}},
     { 64, kGeneralTraits,  {    128,   32,     4,             2}},
     {128, kPlainTraits,    {    128,   64,     4,             2}},
     {128, kGatheredTraits, {    128,   64,     4,             2}},
+    {128, kUnionTraits,    {    128,   64,     4,             2}},
     {128, kGeneralTraits,  {    128,   32,     4,             2}},
     {256, kPlainTraits,    {     64,   32,     4,             1}},
     {256, kGatheredTraits, {     64,   32,     4,             1}},

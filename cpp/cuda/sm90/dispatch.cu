@@ -46,9 +46,10 @@ void set_options(ForwardCall& call, const InstanceTraits& traits) {
   }
 }
 
-ForwardWork work_of(const ForwardSchedule& schedule, int* tile_counter) {
+ForwardWork work_of(const ForwardSchedule& schedule, const KeyUnions& unions, int* tile_counter) {
   ForwardWork work;
-  work.tiles = schedule.tiles, work.queries = schedule.queries;
+  work.tiles = unions.key ? unions.tiles : schedule.tiles, work.queries = schedule.queries;
+  work.first_tile = unions.first_tile;
   work.head_groups = schedule.head_groups, work.section_head_groups = schedule.section_head_groups;
   work.end_tiles = schedule.end_tiles, work.log2_heads_per_tile = schedule.log2_heads_per_tile;
   work.tile_counter = schedule.draws_tiles ? tile_counter : nullptr;
@@ -86,7 +87,7 @@ cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStrea
   const AttentionParams& p = given.p;
   ForwardCall call = given;
   set_options(call, plan.instance.traits);
-  const ForwardWork work = work_of(plan.schedule, call.live_keys.tile_counter);
+  const ForwardWork work = work_of(plan.schedule, call.live_keys.unions, call.live_keys.tile_counter);
   const int keys = plan.tile.keys, heads_per_tile = 1 << work.log2_heads_per_tile, heads_per_warp = std::min(heads_per_tile, 16);
   ForwardMaps maps;
   encode(&maps.query, map_of_groups(p.query, p.head_dim, p, heads_per_tile, heads_per_tile, work.queries));
@@ -100,16 +101,18 @@ cudaError_t forward(const ForwardCall& given, const ForwardPlan& plan, cudaStrea
   }
   if (plan.instance.traits.bias == Bias::kCopied) encode(&maps.bias, map_of_bias(p, plan.tile.rows));
   // Nothing has cleared the counter where there are neither lists nor ranges.
-  if (work.tile_counter && plan.lists.kind == KeyLists::Kind::kNone) {
+  if (work.tile_counter && plan.lists.kind == KeyLists::Kind::kNone && !call.live_keys.unions.key) {
     const cudaError_t status = cudaMemsetAsync(work.tile_counter, 0, sizeof(int), stream);
     if (status != cudaSuccess) return status;
   }
-  return find_launch(kForward, plan.instance)(call, work, maps, plan.schedule.blocks, stream);
+  const int64_t work_tiles = int64_t{work.tiles} * work.head_groups;
+  const int blocks = static_cast<int>(std::min<int64_t>(plan.schedule.blocks, work_tiles));
+  return find_launch(kForward, plan.instance)(call, work, maps, blocks, stream);
 }
 
 cudaError_t backward(const BackwardCall& call, const BackwardPlan& plan, int* tile_counter, cudaStream_t stream) {
   const AttentionParams& p = call.b.forward;
-  const BackwardSchedule schedule = schedule_backward(plan, p, p.batch, p.heads);
+  const BackwardSchedule schedule = schedule_backward(plan, p, p.batch, p.heads, call.live_keys.unions.tiles);
   const int keys = plan.tile.keys, queries = plan.tile.rows;
   BackwardMaps maps;
   encode(&maps.query, map_of_rows(p.query, p.head_dim, p.query_length, p.heads, p.batch, queries));

@@ -11,6 +11,7 @@ namespace dmattn::cuda::sm90 {
 // How the tiles of a call are numbered. A tile is 2^log2_heads_per_tile heads that share their keys, each with `queries` queries.
 struct ForwardWork {
   int tiles, queries;            // tiles of each head group, and how many queries a tile has
+  int first_tile;                // the number of the first of them, where a launch has not all tiles of queries
   uint32_t head_groups;          // batches x groups of heads
   uint32_t section_head_groups;  // head groups whose tiles are done together, so that their keys stay in L2
   int end_tiles;  // of queries, for all head groups at the very end: the first queries, whose tiles causality makes short
@@ -40,7 +41,8 @@ struct WorkTile {
     const uint32_t head_groups =
         is_end ? work.head_groups : min(work.section_head_groups, work.head_groups - section * work.section_head_groups);
     const uint32_t head_group = section * work.section_head_groups + rest % head_groups;
-    first_query = static_cast<int>(((is_end ? end_tiles : end_tiles + tiles) - 1 - rest / head_groups) * work.queries);
+    const uint32_t tile = (is_end ? end_tiles : end_tiles + tiles) - 1 - rest / head_groups;
+    first_query = (static_cast<int>(tile) + (kHasEnd ? work.first_tile : 0)) * work.queries;
     const uint32_t head_groups_per_batch = static_cast<uint32_t>(call.p.heads) >> work.log2_heads_per_tile;
     batch = static_cast<int>(head_group / head_groups_per_batch);
     head = static_cast<int>(head_group % head_groups_per_batch) << work.log2_heads_per_tile;

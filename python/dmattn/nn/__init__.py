@@ -4,6 +4,7 @@ from dmattn.masks.buffer import MaskBuffer as MaskBuffer
 from dmattn.nn.attention import DynamicMaskAttention as DynamicMaskAttention
 from dmattn.nn.mixed_cache import MixedCache as MixedCache
 from dmattn.nn.multihead import MultiheadAttention as MultiheadAttention
+from dmattn.nn.recipe import ScoreRecipe as ScoreRecipe
 from dmattn.nn.rotation import rotate as rotate
 from dmattn.nn.schedule import WindowSchedule as WindowSchedule
 from dmattn.nn.scores import score_loss as score_loss

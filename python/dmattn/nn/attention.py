@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn import checks
-from dmattn.attention import attention, dynamic_mask_attention, key_scores
+from dmattn.attention import key_scores, selected_attention
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
+from dmattn.nn.opaque import is_opaque
 from dmattn.nn.positions import checked_positions, documents_of
-from dmattn.nn.rotation import rotation_table, turned, turning_pairs
-from dmattn.nn.scores import explored, gumbel_like, initial_slopes, recency_of, score_loss, slopes_of
+from dmattn.nn.recipe import ScoreRecipe
+from dmattn.nn.rotation import both_turned, rotated, rotation_table, turning_pairs
+from dmattn.nn.scores import explored, initial_slopes, of_selecting_heads, slopes_of, with_recency
 from dmattn.nn.shards import own_part
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
 from dmattn.unsupported import scripting_refused
+
+# What is in the recipe now.
+OLD_NAMES = {name: f"recipe.{name}" for name in ("score", "select_only", "recency", "local_heads", "rotated_heads", "explore")}
+OLD_NAMES |= {
+    "taught": "recipe.select_only",
+    "score_queries": "recipe.queries",
+    "last_queries": "recipe.last",
+    "sharp_queries": "recipe.sharp",
+}
 
 
 class DynamicMaskAttention(HidesOldNames, nn.Module):
@@ -41,45 +50,32 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         num_kv_heads: key heads Hkv, a divisor of H; default H.
         head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
         bias: whether the projections have biases.
+        dropout: probability of dropping an attention weight while training.
         rope_theta: base of the rotary position embedding (Su et al., arXiv 2104.09864), None for none.
-        partial_rotary_factor: part of the dimensions of a head, the first ones and at least two, that rotate; up to 1.
-        rotated_heads: so many key heads, the first ones, and their query heads rotate; default all. With as many as ``local_heads`` the
-            heads that select know positions by ``recency`` alone.
         is_causal: whether queries select among the keys up to their own position.
         local: latest keys that every query sees whatever their scores; only with is_causal.
         sink_keys: first keys of each document that every query sees whatever their scores; only with is_causal.
-        local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone.
-        score: "exp", the Doge model's score of a key's value; "linear", a linear map of the hidden state that starts at zero; or a module
-            that takes hidden states [B, S, E] to scores [B, S, Hkv]. A score of +inf keeps its key; only with ``select_only``, because a
-            logit of +inf makes NaN.
-        select_only: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
-            is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
-            learn from that, wherever their key is visible.
-        score_queries, last_queries, sharp_queries: which queries look at all keys for that loss and how they count: ``queries``, ``last``
-            and ``sharp`` of :func:`score_loss`.
-        explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
-            queries and keys also learn from what lies beyond the window.
-        recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
-            Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
-            a 2048th of it. Only with is_causal.
-        noise: if > 0, so much Gumbel noise is added to scores where they select in training, from torch's generator.
-        dropout: probability of dropping an attention weight while training.
-        softcap: as in :func:`dmattn.attention`.
+        recipe: how keys are scored and what teaches the scores, a :class:`ScoreRecipe`; default ``ScoreRecipe.doge()``.
         device, dtype: of the parameters.
 
-    Head counts in ``forward`` follow the projections' weights, so heads can be distributed to ranks (tensor parallelism); see :doc:`training`.
+    Two attributes may be set afterwards: ``softcap`` (0.0), as in :func:`dmattn.attention`, and ``partial_rotary_factor`` (1.0), the part of
+    the dimensions of a head, the first ones, that rotate. Head counts in ``forward`` follow the projections' weights, so heads can be
+    distributed to ranks (tensor parallelism); see :doc:`training`.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: sizes that do not divide, a window <= 0 without local and sink_keys, or one of these or recency without is_causal.
+        ValueError: sizes that do not divide, a window <= 0 without local and sink_keys, one of these or recency without is_causal, or
+            a recipe with more local or rotated heads than there can be.
     """
 
+    softcap: float = 0.0
+    partial_rotary_factor: float = 1.0
     rotated_heads: int | None = None  # layers pickled before there was a choice have none of their own
 
-    @renamed(sink="sink_keys", taught="select_only")
+    @renamed(into=ScoreRecipe.doge, sink="sink_keys", **OLD_NAMES)
     def __init__(
         self,
         embed_dim: int,
@@ -89,97 +85,62 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = False,
+        dropout: float = 0.0,
         rope_theta: float | None = 10000.0,
-        partial_rotary_factor: float = 1.0,
-        rotated_heads: int | None = None,
         is_causal: bool = True,
         local: int = 0,
         sink_keys: int = 0,
-        local_heads: int = 0,
-        score: Literal["exp", "linear"] | nn.Module = "exp",
-        select_only: bool = False,
-        score_queries: int = 64,
-        last_queries: float = 0.0,
-        sharp_queries: bool = False,
-        explore: bool = False,
-        recency: float | None = None,
-        noise: float = 0.0,
-        dropout: float = 0.0,
-        softcap: float = 0.0,
+        recipe: ScoreRecipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
-        self._set_selection(window, local, sink_keys, local_heads, is_causal)
+        checks.flag("is_causal", is_causal)
+        checks.selection(window, local, sink_keys, is_causal)
+        self.window, self.local, self.sink_keys, self.is_causal = window, local, sink_keys, is_causal
         if rope_theta is not None:
             rope_theta = checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR)
             if rope_theta < 1 / checks.MAX_FACTOR:
                 raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
         self.rope_theta = rope_theta
-        self.partial_rotary_factor = checks.number("partial_rotary_factor", partial_rotary_factor, low=0.0, high=1.0)
-        if self.partial_rotary_factor == 0:
-            raise ValueError("partial_rotary_factor: expected a number in (0, 1], got 0; rope_theta=None rotates nothing")
-        if rope_theta is not None and int(head_dim * self.partial_rotary_factor) < 2:
-            raise ValueError(
-                f"partial_rotary_factor: expected at least two of the {head_dim} dimensions of a head, got {partial_rotary_factor}"
-            )
-        if rotated_heads is not None:
-            checks.positive_int("rotated_heads", rotated_heads)
-            if rope_theta is None or rotated_heads > num_kv_heads:
-                raise ValueError(
-                    f"rotated_heads: expected None, or at most {num_kv_heads} key heads of a layer with rope_theta, got {rotated_heads}"
-                    f" with rope_theta={rope_theta}"
-                )
-        self.rotated_heads = rotated_heads
-        self.select_only = checks.flag("select_only", select_only)
-        checks.number_drawn("score_queries", score_queries)
-        self.score_queries = score_queries
-        self.last_queries = checks.number("last_queries", last_queries, low=0.0, high=1.0)
-        self.sharp_queries = checks.flag("sharp_queries", sharp_queries)
-        self.explore = checks.flag("explore", explore)
-        self.noise = checks.number("noise", noise, low=0.0)
         self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
-        self.softcap = checks.softcap(softcap)
+        if not isinstance(recipe, ScoreRecipe | None):
+            raise TypeError(f"recipe: expected None or a ScoreRecipe, got {checks.type_of(recipe)}")
+        self.recipe = recipe = ScoreRecipe.doge() if recipe is None else recipe
+        self._set_heads(recipe)
         linear = partial(nn.Linear, bias=checks.flag("bias", bias), device=device, dtype=dtype)
         kv_dim = num_kv_heads * head_dim
         self.q_proj = linear(embed_dim, num_heads * head_dim)
         self.k_proj = linear(embed_dim, kv_dim)
         self.v_proj = linear(embed_dim, kv_dim)
-        if isinstance(score, nn.Module):
-            self.score_proj = score
-        elif isinstance(score, str) and score == "linear":
-            self.score_proj = nn.Linear(embed_dim, num_kv_heads, device=device, dtype=dtype)
-            nn.init.zeros_(self.score_proj.weight), nn.init.zeros_(self.score_proj.bias)
-        elif isinstance(score, str) and score == "exp":
+        self.scores_values = recipe.score == "exp"
+        if self.scores_values:
             self.dt_proj = linear(kv_dim, num_kv_heads)
             self.A = nn.Parameter(torch.zeros(num_kv_heads, device=device, dtype=dtype))
+        elif isinstance(recipe.score, nn.Module):
+            self.score_proj = recipe.score
         else:
-            _refuse_score(score)
-        self.scores_values = not hasattr(self, "score_proj")
-        if recency is None:
+            self.score_proj = nn.Linear(embed_dim, num_kv_heads, device=device, dtype=dtype)
+            nn.init.zeros_(self.score_proj.weight), nn.init.zeros_(self.score_proj.bias)
+        if recipe.recency is None:
             self.log_slope = None
         else:
-            if checks.number("recency", recency, low=0.0, high=checks.MAX_FACTOR) == 0 or not is_causal:
-                raise ValueError(
-                    f"recency: expected None, or a number > 0 with is_causal, got {recency} with is_causal={is_causal}"
-                )
-            self.log_slope = nn.Parameter(initial_slopes(recency, num_kv_heads).to(device, dtype))
+            self.log_slope = nn.Parameter(initial_slopes(recipe.recency, num_kv_heads).to(device, dtype))
         self.o_proj = linear(num_heads * head_dim, embed_dim)
 
     @classmethod
-    @renamed(sink="sink_keys", taught="select_only")
+    @renamed(into=ScoreRecipe, sink="sink_keys", **OLD_NAMES)
     def recommended(
         cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
     ) -> DynamicMaskAttention:
         """The settings that learned best, for ``visible`` keys that a head sees on average; see the page "Does it learn?".
 
-        Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the best
-        ``3 / 2 * visible`` (fewer where the number is odd) by a linear score that is taught; with recency. The former alone rotate, and the
-        queries that teach explore: so it recalled what lies far back. Train it with ``with_score_loss=True``.
+        ``recipe=ScoreRecipe()``, where half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys
+        alone, the others these and the best ``3 / 2 * visible`` (fewer where the number is odd). Train it with ``with_score_loss=True``.
         While the loss is computed each of the 256 queries that teach holds S weights a head that selects in float32, a few times: give very
-        long sequences a smaller ``score_queries``.
+        long sequences ``recipe=ScoreRecipe(queries=...)`` with fewer.
 
         Args:
             embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
@@ -196,20 +157,25 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             raise ValueError(f"visible: expected a multiple of 4, got {visible}")
         if heads < 2:
             raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
-        local, streaming = visible // 4, heads // 2
-        rotates = options.get("rope_theta", 0) is not None
-        chosen: dict[str, Any] = {
-            "window": (visible - local) * heads // (heads - streaming), "local": local, "local_heads": streaming, "score": "linear",
-            "select_only": True, "recency": 0.25, "score_queries": 256, "last_queries": 0.5, "sharp_queries": True,
-            "explore": True, "rotated_heads": (options.get("local_heads", streaming) or None) if rotates else None,
-        }  # fmt: skip
+        local, selecting = visible // 4, heads - heads // 2
+        chosen: dict[str, Any] = {"window": (visible - local) * heads // selecting, "local": local, "recipe": ScoreRecipe()}
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     sink = renamed_attribute("sink", "sink_keys")
-    taught = renamed_attribute("taught", "select_only")
+    taught = renamed_attribute("taught", "recipe.select_only")
+    select_only = renamed_attribute("select_only", "recipe.select_only")
+    score_queries = renamed_attribute("score_queries", "recipe.queries")
+    last_queries = renamed_attribute("last_queries", "recipe.last")
+    sharp_queries = renamed_attribute("sharp_queries", "recipe.sharp")
+    explore = renamed_attribute("explore", "recipe.explore")
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles, which may hold old names
-        super().__setstate__(with_new_names(state, sink="sink_keys", taught="select_only"))
+        state = with_new_names(state, sink="sink_keys", taught="select_only")
+        if "recipe" not in state:
+            old = {"select_only", "score_queries", "last_queries", "sharp_queries", "explore"} & state.keys()
+            fields = {OLD_NAMES[name].removeprefix("recipe."): state.pop(name) for name in old}
+            state["recipe"] = ScoreRecipe.doge(**fields)
+        super().__setstate__(state)
 
     def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
         """Checks them, and gives the head size."""
@@ -228,20 +194,25 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         return head_dim
 
-    def _set_selection(self, window: int, local: int, sink_keys: int, local_heads: int, is_causal: bool) -> None:
-        checks.flag("is_causal", is_causal)
-        checks.selection(window, local, sink_keys, is_causal)
-        checks.local_heads(local_heads, self.num_kv_heads, local)
-        self.window, self.local, self.sink_keys, self.local_heads, self.is_causal = (
-            window,
-            local,
-            sink_keys,
-            local_heads,
-            is_causal,
-        )
+    def _set_heads(self, recipe: ScoreRecipe) -> None:
+        """Says which heads are local and which rotate."""
+        heads = recipe.local_heads
+        self.local_heads = heads if heads != "half" else self.num_kv_heads // 2 if self.local else 0
+        checks.local_heads(self.local_heads, self.num_kv_heads, self.local)
+        if recipe.recency is not None and not self.is_causal:
+            raise ValueError(f"recency: expected None with is_causal=False, got {recipe.recency}")
+        if recipe.rotated_heads == "local":
+            self.rotated_heads = (self.local_heads or None) if self.rope_theta is not None else None
+            return
+        self.rotated_heads = recipe.rotated_heads
+        if self.rotated_heads is not None and (self.rope_theta is None or self.rotated_heads > self.num_kv_heads):
+            raise ValueError(
+                f"rotated_heads: expected None, or at most {self.num_kv_heads} key heads of a layer with rope_theta, got"
+                f" {self.rotated_heads} with rope_theta={self.rope_theta}"
+            )
 
     def scores(self, source: Tensor) -> Tensor:
-        """The scores of keys, [B, Hkv, S], without recency and noise: of values [B, Hkv, S, D] where ``score`` is "exp", and of hidden states
+        """The scores of keys, [B, Hkv, S], without recency: of values [B, Hkv, S, D] where the recipe's score is "exp", and of hidden states
         [B, S, E] otherwise."""
         if self.scores_values:
             return key_scores(source, self.dt_proj, own_part(self.A, source))
@@ -255,7 +226,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         batch, heads, length = value.shape[:3]
         self._check_dealt_out(heads)
         source = value if self.scores_values else hidden_states
-        scores = self.scores(source.detach() if self.select_only else source)
+        scores = self.scores(source.detach() if self.recipe.select_only else source)
         if scores.shape != (batch, heads, length):
             got = checks.shape_of(scores.transpose(1, 2))
             raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
@@ -274,20 +245,18 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
         ranks = self._scores(hidden_states, value)
         if self.log_slope is None:
-            return ranks, None if self.select_only else ranks
-        recency = recency_of(own_part(self.log_slope, value), hidden_states.shape[1])
-        ranks = ranks + recency
-        return ranks, recency if self.select_only else ranks
+            return ranks, None if self.recipe.select_only else ranks
+        ranks, recency = with_recency(ranks, own_part(self.log_slope, value))
+        return ranks, recency if self.recipe.select_only else ranks
 
     def mask(self, ranks: Tensor, base: IntervalMask | None = None, *, window: int | None = None) -> IntervalMask:
         """Which queries see which key, from what keys are selected by; see :meth:`ranked`."""
-        ranks = ranks.detach()
-        if self.noise and self.training:
-            ranks = ranks + self.noise * gumbel_like(ranks)
-        if self.local_heads:  # a score of -inf never wins a place, so local windows and sinks are all that these heads see
-            ranks = F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
         window = self.window if window is None else window
-        return IntervalMask.top_k(ranks, window, self.is_causal, base, local=self.local, sink_keys=self.sink_keys)
+        return IntervalMask.top_k(self.selecting(ranks), window, self.is_causal, base, local=self.local, sink_keys=self.sink_keys)
+
+    def selecting(self, ranks: Tensor) -> Tensor:
+        """What keys are selected by, [B|1, Hkv, S], from :meth:`ranked`, whose gradient ends here: -inf in local heads."""
+        return of_selecting_heads(ranks.detach(), self.local_heads) if self.local_heads else ranks.detach()
 
     def new_cache(self, batch_size: int, *, rewind: int = 0, num_kv_heads: int | None = None) -> BoundedCache | MixedCache:
         """An empty cache for generating with this layer, on its device and in its dtype; with ``local_heads`` a :class:`MixedCache`.
@@ -340,8 +309,8 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         Args:
             hidden_states: [B, S, E]. With a cache they are the next S tokens of each sequence, S = 1 for a decode step.
             base: documents and/or padding, see :meth:`IntervalMask.top_k`; not with a cache.
-            cache: what :meth:`new_cache` gives; it takes the tokens in. Only causally, without gradients, dropout
-                and noise, and with a ``score`` module that looks at each token alone.
+            cache: what :meth:`new_cache` gives; it takes the tokens in. Only causally, without gradients
+                and dropout, and with a ``score`` module that looks at each token alone.
             window: takes the place of the layer's own for this call; see :class:`WindowSchedule`. Not with a cache.
             with_score_loss: also return the mean of :func:`score_loss` over the heads that select, a scalar; only with is_causal, and not
                 with a cache.
@@ -386,28 +355,20 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         # Scores read values as another view, so that compiled layers add up both gradients as the values lie in memory.
         ranks, bias = self.ranked(hidden_states, rows[2].transpose(1, 2))
         dropout = self.dropout if self.training else 0.0
-        if bias is ranks and not self.local_heads and not (self.noise and self.training):
-            out = dynamic_mask_attention(
-                query, key, value, ranks, self.window if window is None else window, is_causal=self.is_causal, base=base,
-                local=self.local, sink_keys=self.sink_keys, softcap=self.softcap, dropout_p=dropout,
-            )  # fmt: skip
-        else:
-            out = attention(
-                query, key, value, self.mask(ranks, base, window=window), key_bias=bias, is_causal=self.is_causal,
-                softcap=self.softcap, dropout_p=dropout,
-            )  # fmt: skip
+        out, _ = selected_attention(
+            query, key, value, self.selecting(ranks), self.window if window is None else window, bias, self.is_causal, base, self.local,
+            self.sink_keys, softcap=self.softcap, dropout_p=dropout,
+        )  # fmt: skip
         if not with_score_loss:
             result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
             return result
-        options: dict[str, Any] = {
-            "key_bias": bias, "base": base, "local": self.local, "sink_keys": self.sink_keys, "queries": self.score_queries,
-            "last": self.last_queries, "sharp": self.sharp_queries, "first_head": self.local_heads, "softcap": self.softcap,
-        }  # fmt: skip
-        if self.explore and self.training:
-            out, losses = explored(query, key, value, out, ranks, **options)
-        else:
-            losses = score_loss(query, key, ranks, **options)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), losses.mean()
+        recipe = self.recipe
+        out, loss = explored(
+            query, key, value, out, ranks, recipe.explore and self.training, mean=True, key_bias=bias, base=base, local=self.local,
+            sink_keys=self.sink_keys, queries=recipe.queries, last=recipe.last, sharp=recipe.sharp, first_head=self.local_heads,
+            softcap=self.softcap,
+        )  # fmt: skip
+        return self.o_proj(out.transpose(1, 2).flatten(2)), loss
 
     def _check_cached(self) -> None:
         if not self.is_causal:
@@ -420,11 +381,10 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         if not isinstance(cache, (BoundedCache, MixedCache)):
             raise TypeError(f"cache: expected a dmattn.BoundedCache or a dmattn.nn.MixedCache, got {type(cache).__name__}")
         self._check_cached()
-        for name, size in (("dropout", self.dropout), ("noise", self.noise)):
-            if self.training and size > 0:
-                raise ValueError(
-                    f"cache: expected a layer in eval mode or without {name}, got one that trains with {name}={size}"
-                )
+        if self.training and self.dropout > 0:
+            raise ValueError(
+                f"cache: expected a layer in eval mode or without dropout, got one that trains with dropout={self.dropout}"
+            )
         batch, length = hidden_states.shape[:2]
         if batch != cache.batch_size:
             raise ValueError(f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={batch}")
@@ -441,7 +401,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         slopes = None if self.log_slope is None else slopes_of(own_part(self.log_slope, value))
         return cache.attend(
             query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
-            select_only=self.select_only,
+            select_only=self.recipe.select_only,
         )  # fmt: skip
 
     def projected(
@@ -466,19 +426,19 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
                 raise ValueError("positions, rotation: expected at most one of them, got both")
             self._check_rotation(rotation, query)
         if self.rope_theta is not None:
-            if rotation is None:
-                batch, length = query.shape[:2]
-                positions = torch.arange(length, device=query.device)[None] if positions is None else positions
-                rotation = self.rotation(positions, query.dtype)
-                if rotation[0].shape[0] not in (1, batch) or rotation[0].shape[1] != length:
-                    raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
-            heads = None
+            heads = key.shape[2] if self.rotated_heads is None else self.rotated_heads
             if self.rotated_heads is not None:
                 self._check_dealt_out(key.shape[2])
-                heads = self.rotated_heads
-            group = query.shape[2] // key.shape[2]
-            query = turned(query, rotation, heads and heads * group)
-            key = turned(key, rotation, heads)
+            batch, length = query.shape[:2]
+            if positions is not None and (positions.shape[0] not in (1, batch) or positions.shape[1] != length):
+                raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
+            if rotation is not None:
+                query, key = both_turned(query, key, rotation, heads)
+            elif is_opaque(query) and turning_pairs(self.head_dim, self.partial_rotary_factor):
+                query, key = rotated(query, key, positions, self.rope_theta, self.partial_rotary_factor, heads)
+            else:
+                positions = torch.arange(length, device=query.device)[None] if positions is None else positions
+                query, key = both_turned(query, key, self.rotation(positions, query.dtype), heads)
         if not heads_first:
             return query, key, value
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -531,19 +491,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
     __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
-        sizes = {
-            "local": self.local,
-            "sink_keys": self.sink_keys,
-            "local_heads": self.local_heads,
-            "select_only": self.select_only,
-            "rotated_heads": self.rotated_heads,
-            "noise": self.noise,
-        }
+        sizes = {name: getattr(self, name) for name in ("local", "sink_keys", "local_heads", "rotated_heads")}
+        sizes |= {"select_only": self.recipe.select_only}
         beside = "".join(f", {name}={size}" for name, size in sizes.items() if size)
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, window={self.window}{beside}"
-
-
-def _refuse_score(score: object) -> NoReturn:
-    if isinstance(score, str):
-        raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {score!r}")
-    raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(score).__name__}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dmattn import checks
+from dmattn.nn.opaque import opaque
 from dmattn.sharding import beside
 
 
@@ -66,3 +69,36 @@ def turned(x: Tensor, table: tuple[Tensor, Tensor], heads: int | None = None) ->
     first, second = x[..., :half], x[..., half : 2 * half]
     unturned = (x[..., 2 * half :],) if 2 * half < x.shape[3] else ()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), dim=-1)
+
+
+def both_turned(query: Tensor, key: Tensor, table: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
+    """query [B, S, H, D] and key [B, S, Hkv, D], of which the first ``heads`` key heads and their query heads are rotated."""
+    return turned(query, table, heads * (query.shape[2] // key.shape[2])), turned(key, table, heads)
+
+
+@opaque("rotated")
+def rotated(
+    query: Tensor, key: Tensor, positions: Tensor | None, theta: float, factor: float, heads: int, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    """:func:`both_turned` to positions [B|1, S], by default 0, 1, ..., or back."""
+    positions = torch.arange(query.shape[1], device=query.device)[None] if positions is None else positions
+    cos, sin = rotation_table(positions, query.shape[3], theta, factor, query.dtype)
+    query, key = both_turned(query, key, (cos, -sin if back else sin), heads)
+    return query.contiguous(), key.contiguous()
+
+
+@rotated.register_fake
+def _(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, positions, *ctx.options, _ = inputs
+    ctx.save_for_backward(positions)
+
+
+def _rotated_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    return *rotated(*grads, *ctx.saved_tensors, *ctx.options, True), *(None,) * 5
+
+
+rotated.register_autograd(_rotated_back, setup_context=_save)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from dmattn import checks
 
-FIELDS = ("window", "length", "dense_steps", "fall_steps", "multiple")
 
-
+@dataclasses.dataclass(eq=False)
 class WindowSchedule:
     """A function from the step to the window, ``schedule(step)``, to be passed to :class:`DynamicMaskAttention` as ``window=``.
 
@@ -29,10 +29,20 @@ class WindowSchedule:
         TypeError, ValueError: an argument that is no int or out of range.
     """
 
-    def __init__(self, window: int, length: int, *, dense_steps: int = 0, fall_steps: int = 0, multiple: int = 64) -> None:
-        self._set(
-            {"window": window, "length": length, "dense_steps": dense_steps, "fall_steps": fall_steps, "multiple": multiple}
-        )
+    window: int
+    length: int
+    _: dataclasses.KW_ONLY
+    dense_steps: int = 0
+    fall_steps: int = 0
+    multiple: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("window", "length", "multiple"):
+            checks.positive_int(name, getattr(self, name))
+        for name in ("dense_steps", "fall_steps"):
+            checks.natural_int(name, getattr(self, name))
+        if self.length < self.window:
+            raise ValueError(f"length: expected at least window={self.window}, got {self.length}")
 
     def __call__(self, step: int) -> int:
         """The window of a step, counted from 0.
@@ -51,7 +61,7 @@ class WindowSchedule:
 
     def state_dict(self) -> dict[str, int]:
         """What the schedule was made of."""
-        return {name: getattr(self, name) for name in FIELDS}
+        return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Takes over a schedule.
@@ -59,19 +69,6 @@ class WindowSchedule:
         Raises:
             ValueError: not what :meth:`state_dict` gives.
         """
-        if not isinstance(state, dict) or set(state) != set(FIELDS):
-            raise ValueError(f"state: expected a dict of {', '.join(FIELDS)}, got {state!r}")
-        self._set(state)
-
-    def _set(self, state: dict[str, int]) -> None:
-        for name in ("window", "length", "multiple"):
-            checks.positive_int(name, state[name])
-        for name in ("dense_steps", "fall_steps"):
-            checks.natural_int(name, state[name])
-        if state["length"] < state["window"]:
-            raise ValueError(f"length: expected at least window={state['window']}, got {state['length']}")
-        self.window, self.length, self.dense_steps = state["window"], state["length"], state["dense_steps"]
-        self.fall_steps, self.multiple = state["fall_steps"], state["multiple"]
-
-    def __repr__(self) -> str:
-        return f"WindowSchedule({', '.join(f'{name}={value}' for name, value in self.state_dict().items())})"
+        if not isinstance(state, dict) or state.keys() != vars(self).keys():
+            raise ValueError(f"state: expected a dict of {', '.join(vars(self))}, got {state!r}")
+        vars(self).update(vars(WindowSchedule(**state)))

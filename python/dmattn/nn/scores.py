@@ -1,9 +1,8 @@
-"""What makes scores of keys learn which keys to keep: a bias by position, noise, and a loss that shows them dense attention."""
+"""What makes scores of keys learn which keys to keep: a bias by position, and a loss that shows them dense attention."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmattn import checks
-from dmattn._library import renewed
 from dmattn.attention import attention
-from dmattn.call import autocast, options_of
+from dmattn.call import NO_MASK, autocast, options_of
+from dmattn.fake import accumulate_dtype, empty_in_order_of
 from dmattn.masks import FOREVER, IntervalMask
+from dmattn.masks.bounds import moved
+from dmattn.masks.heads import repeat_heads
 from dmattn.masks.interval import segment_ends
+from dmattn.nn.opaque import is_opaque, opaque
 from dmattn.renamed import renamed
 from dmattn.sharding import any_sharded, beside, refuse
 from dmattn.sizes import key_bias_rows, sizes_of
@@ -39,10 +41,22 @@ def recency_of(log_slope: Tensor, length: int) -> Tensor:
     return slope[None, :, None] * beside(slope, torch.arange(length, device=slope.device, dtype=slope.dtype))
 
 
-def gumbel_like(scores: Tensor) -> Tensor:
-    """Noise under which the best scores are a sample without replacement from softmax(scores), drawn from torch's generator."""
-    uniform = torch.rand_like(scores, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return -torch.log(-torch.log(uniform.clamp(1e-6, 1 - 1e-6)))
+def with_recency(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    """(scores [B, Hkv, S] with recency, [B, Hkv, S], and the recency, [1, Hkv, S])."""
+    if is_opaque(scores):
+        both: tuple[Tensor, Tensor] = _with_recency(scores, log_slope)
+        return both
+    recency = recency_of(log_slope, scores.shape[2])
+    return scores + recency, recency
+
+
+def of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
+    """Ranks [B, Hkv, S] in which those of the first ``local_heads`` heads are -inf, which never wins a place: local keys and sinks are all that
+    these heads see."""
+    if is_opaque(ranks):
+        result: Tensor = _of_selecting_heads(ranks, local_heads)
+        return result
+    return F.pad(ranks[:, local_heads:], (0, 0, local_heads, 0), value=-math.inf)
 
 
 @renamed(sink="sink_keys")
@@ -94,35 +108,25 @@ def score_loss(
     Raises:
         TypeError, ValueError: as :func:`dmattn.dynamic_mask_attention`; a DTensor; or query and key differ in length.
     """
-    return _taught(query, key, None, scores, key_bias, base, local, sink_keys, queries, last, sharp, first_head, scale, softcap)[
-        1
-    ]
+    return explored(
+        query, key, key, query, scores, False, key_bias=key_bias, base=base, local=local, sink_keys=sink_keys, queries=queries, last=last,
+        sharp=sharp, first_head=first_head, scale=scale, softcap=softcap,
+    )[1]  # fmt: skip
 
 
 def explored(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    scores: Tensor,
-    *,
-    key_bias: Tensor | None = None,
-    base: IntervalMask | None = None,
-    local: int = 0,
-    sink_keys: int = 0,
-    queries: int = 64,
-    last: float = 0.0,
-    sharp: bool = False,
-    first_head: int = 0,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, scores: Tensor, explore: bool = True, *, key_bias: Tensor | None = None,
+    base: IntervalMask | None = None, local: int = 0, sink_keys: int = 0, queries: int = 64, last: float = 0.0, sharp: bool = False,
+    first_head: int = 0, scale: float | None = None, softcap: float = 0.0, mean: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gives the queries that :func:`score_loss` draws the output of attention to all keys, so that queries and keys learn beyond the window.
 
     Args:
         query, key, scores and the others: as in :func:`score_loss`.
         value: [B, Hkv, S, Dv].
         out: [B, H, S, Dv], what attention with the windows gives.
+        explore: if False, out stays as it is.
+        mean: if True, the loss is its mean over heads, [].
 
     Returns:
         (out with the rows of the drawn queries in place of its own, with all gradients; the loss of :func:`score_loss`).
@@ -130,31 +134,13 @@ def explored(
     Raises:
         TypeError, ValueError: as :func:`score_loss`, or value or out does not fit.
     """
-    checks.tensor("query", query), checks.tensor("out", out)
-    if out.shape != (*query.shape[:3], checks.tensor("value", value).shape[-1]):
-        raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[-1]]}, got {checks.shape_of(out)}")
-    dense, loss, rows = _taught(
-        query, key, value, scores, key_bias, base, local, sink_keys, queries, last, sharp, first_head, scale, softcap
-    )
-    if dense is None:
-        return out, loss
-    # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11. Of a query that was
-    # drawn more than once, it takes the first row: a mean of equal rows would be rounded.
-    is_first = F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
-    places = (rows == torch.arange(out.shape[2], device=rows.device)[:, None]) & is_first  # [S, R]
-    return torch.where(places.any(1)[:, None], places.to(dense.dtype) @ dense, out), loss
-
-
-def _taught(
-    query: Tensor, key: Tensor, value: Tensor | None, scores: Tensor, key_bias: Tensor | None, base: IntervalMask | None, local: int,
-    sink_keys: int, queries: int, last: float, sharp: bool, first_head: int, scale: float | None, softcap: float,
-) -> tuple[Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """(the drawn queries' attention to all keys [B, H, R, Dv] if value is given, the loss of each head, which queries were drawn [R])."""
     if any_sharded((query, key, value, scores, key_bias, getattr(base, "end", None))):
         refuse("score_loss")
-    query, key, values = autocast(query, key, key if value is None else value)
-    sizes = sizes_of(query, key, values)
+    query, key, value = autocast(query, key, value)
+    sizes = sizes_of(query, key, value)
     options = options_of(sizes, None, True, scale, softcap)
+    if checks.tensor("out", out).shape != (*query.shape[:3], value.shape[3]):
+        raise ValueError(f"out: expected [B, H, S, Dv] = {[*query.shape[:3], value.shape[3]]}, got {checks.shape_of(out)}")
     key_bias = None if key_bias is None else key_bias_rows(key_bias, sizes)
     checks.number_drawn("queries", queries)
     checks.number("last", last, low=0.0, high=1.0)
@@ -170,36 +156,25 @@ def _taught(
         raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     checks.same_device("scores", scores, query)
     ends = None if base is None else segment_ends(base, scores)
-    rows = _drawn(key.shape[2], queries, last, key.device)
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     if 0 in query.shape[:3]:
-        return None, of_heads.sum((0, 2)), rows
-
-    # A query whose own key is hidden is padding: it teaches nothing and may hold anything.
-    group, drawn = query.shape[1] // key.shape[1], query.index_select(2, rows)  # [B, H, R, D]
-    is_real = None if ends is None else ends[:, :, rows] > rows
-    if is_real is not None:
-        of_query_heads = is_real.repeat_interleave(group, 1) if is_real.shape[1] > 1 else is_real
-        drawn = torch.where(of_query_heads[..., None], drawn, 0.0)
-    dense = None
-    if value is not None:
-        start = _place(rows, torch.arange(key.shape[2], device=key.device)[None, None])
-        seen = IntervalMask(start, torch.full_like(start, FOREVER) if ends is None else _place(rows, ends))
-        dense = attention(
-            drawn, key, values, seen, key_bias=key_bias, scale=options.scale, softcap=options.softcap, query_offset=0
-        )
-
-    def from_first(given: Tensor | None, heads: int = key.shape[1]) -> Tensor | None:
-        return given if given is None or given.shape[1] == 1 else given[:, first_head * given.shape[1] // heads :]
-
+        return out, of_heads.sum() if mean else of_heads.sum((0, 2))
     with torch.no_grad():
-        certain = _certain(scores, base, local, sink_keys) if local or sink_keys else None
-        given = (
-            drawn[:, first_head * group :], key[:, first_head:], of_heads, from_first(key_bias), rows, from_first(is_real),
-            from_first(ends), from_first(certain), sharp, options.scale, options.softcap,
-        )  # fmt: skip
-        loss, gradient = _whole_or_in_parts(*given)
-    return dense, _with_gradient(loss, of_heads, gradient), rows
+        certain = None  # up to where keys are visible without being selected
+        if base is not None and (local or sink_keys):
+            certain = IntervalMask.top_k(scores, 0, base=base, local=local, sink_keys=sink_keys).end
+    others = (queries, last, sharp, first_head, local, sink_keys, options.scale, options.softcap)
+    if is_opaque(scores):
+        loss, rows, _ = _score_loss_op(query.detach(), key.detach(), scores, key_bias, ends, certain, *others, mean)
+    else:
+        with torch.no_grad():
+            loss, rows, gradient = _score_loss(query, key, scores, key_bias, ends, certain, *others)
+        loss = _with_gradient(loss, of_heads, gradient)
+        loss = loss.mean() if mean else loss
+    if explore:
+        given = (query, key, value, out, key_bias, ends, rows, options.scale, options.softcap)
+        out = _explored_op(*given)[0] if is_opaque(scores) else _explored(*given)
+    return out, loss
 
 
 def _drawn(length: int, queries: int, last: float, device: torch.device) -> Tensor:
@@ -218,23 +193,42 @@ def _place(rows: Tensor, positions: Tensor) -> Tensor:
     return (rows < positions[..., None]).sum(-1, dtype=torch.int32)
 
 
-def _certain(scores: Tensor, base: IntervalMask | None, local: int, sink_keys: int) -> Tensor:
-    """The end of each key's interval where scores decide nothing, int32 [B|1, Hkv|1, S]."""
-    if base is None:
-        return IntervalMask.streaming(scores.shape[2], sink_keys, local, device=scores.device).end
-    return IntervalMask.top_k(scores, 0, base=base, local=local, sink_keys=sink_keys).end
+def _real(rows: Tensor, ends: Tensor | None) -> Tensor | None:
+    """Which of the drawn queries are real, [B|1, Hkv|1, R] (None: all). One whose own key is hidden is padding: it teaches nothing and may
+    hold anything."""
+    return None if ends is None else ends[:, :, rows] > rows
 
 
-def _whole_or_in_parts(*given: Any) -> tuple[Tensor, Tensor]:
-    """:func:`_loss_and_gradient`, on a CPU in parts, for which compiled code calls an op: to compile what is in it takes a CPU longer than
-    most runs save."""
-    scores: Tensor = given[2]
-    if scores.device.type != "cpu" or torch.compiler.is_exporting():
-        return _loss_and_gradient(*given, batch=scores.shape[0])
-    if torch.compiler.is_compiling():
-        loss, gradient = torch.ops.dmattn_nn.score_loss(*(x.detach() if isinstance(x, Tensor) else x for x in given))
-        return loss, gradient
-    return _in_parts(*given)
+def _drawn_queries(query: Tensor, rows: Tensor, is_real: Tensor | None) -> Tensor:
+    """[B, H, R, D], 0 where they are padding."""
+    drawn = query.index_select(2, rows)
+    return drawn if is_real is None else torch.where(repeat_heads(is_real, query.shape[1])[..., None], drawn, 0.0)
+
+
+def _score_loss(
+    query: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, ends: Tensor | None, certain: Tensor | None, queries: int,
+    last: float, sharp: bool, first_head: int, local: int, sink_keys: int, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss of the h key heads from ``first_head`` on, [h], which queries were drawn [R], and the loss's gradient by these heads' scores
+    [B, h, S]."""
+    kv_heads, length = key.shape[1:3]
+    rows = _drawn(length, queries, last, key.device)
+    is_real = _real(rows, ends)
+    if certain is None and (local or sink_keys):
+        certain = IntervalMask.streaming(length, sink_keys, local, device=key.device).end
+
+    def from_first(given: Any) -> Any:
+        return given if given is None or given.shape[1] == 1 else given[:, given.shape[1] // kv_heads * first_head :]
+
+    of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
+    parts = (_drawn_queries(query, rows, is_real), key, of_heads, key_bias, rows, is_real, ends, certain)
+    given: list[Any] = [part if part is of_heads or part is rows else from_first(part) for part in parts]
+    given += [sharp, scale, softcap]
+    if scores.device.type == "cpu" and not torch.compiler.is_exporting():
+        loss, gradient = _in_parts(*given)
+    else:
+        loss, gradient = _loss_and_gradient(*given, batch=scores.shape[0])
+    return loss, rows, gradient
 
 
 def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -256,17 +250,196 @@ def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[
     return losses.sum(0), torch.cat([torch.cat([gradient for _, gradient in row], 1) for row in parts])
 
 
-library = renewed("dmattn_nn")
-library.define(
-    "score_loss(Tensor drawn, Tensor key, Tensor scores, Tensor? key_bias, Tensor rows, Tensor? is_real, Tensor? ends, Tensor? certain, "
-    "bool sharp, float scale, float softcap) -> (Tensor, Tensor)"
-)
-library.impl("score_loss", _in_parts, "CPU")
+def _explored(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, scale: float,
+    softcap: float,
+) -> Tensor:  # fmt: skip
+    """out, in which the queries at ``rows`` attend to all keys that they may see."""
+    drawn, seen = _drawn_queries(query, rows, _real(rows, ends)), IntervalMask(*_bounds(rows, key, ends))
+    dense = attention(drawn, key, value, seen, key_bias=key_bias, scale=scale, softcap=softcap)
+    # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11. Of a query that was
+    # drawn more than once, it takes the first row: a mean of equal rows would be rounded.
+    places = (rows == torch.arange(out.shape[2], device=rows.device)[:, None]) & _is_first(rows)  # [S, R]
+    return torch.where(places.any(1)[:, None], places.to(dense.dtype) @ dense, out)
 
 
-@partial(torch.library.register_fake, "dmattn_nn::score_loss", lib=library)
-def _(drawn: Tensor, key: Tensor, scores: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return scores.new_empty(scores.shape[1]), scores.new_empty(scores.shape)
+def _bounds(rows: Tensor, key: Tensor, ends: Tensor | None) -> list[Tensor]:
+    """Start and end of each key's visibility to the drawn queries, int32 [B|1, Hkv|1, S], which the op takes for the last positions."""
+    start = _place(rows, torch.arange(key.shape[2], device=key.device)[None, None])
+    end = torch.full_like(start, FOREVER) if ends is None else _place(rows, ends)
+    return [moved(bound, key.shape[2] - rows.shape[0]) for bound in (start, end)]
+
+
+def _is_first(rows: Tensor) -> Tensor:
+    return F.pad(rows[1:] != rows[:-1], (1, 0), value=True)
+
+
+# What compiled code calls on a CPU ----------------------------------------------------------------------------------------------------
+
+
+@opaque("with_recency")
+def _with_recency(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    ranks, recency = with_recency(scores, log_slope)
+    return ranks.contiguous(), recency
+
+
+@_with_recency.register_fake
+def _(scores: Tensor, log_slope: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(log_slope.dtype, torch.float32)
+    ranks = scores.new_empty(scores.shape, dtype=torch.promote_types(scores.dtype, dtype))
+    return ranks, ranks.new_empty((1, *scores.shape[1:]), dtype=dtype)
+
+
+@opaque("with_recency_backward")
+def _with_recency_backward(of_ranks: Tensor, of_recency: Tensor, log_slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of scores, in the order in which a linear layer left them, [B, S, Hkv], and of the slopes' logarithms."""
+    of_both = (of_ranks.sum(0) + of_recency[0]) * torch.arange(of_ranks.shape[2], device=of_ranks.device)
+    of_scores = of_ranks.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    return of_scores.transpose(1, 2), (of_both.sum(1) * slopes_of(log_slope)).to(log_slope.dtype)
+
+
+@_with_recency_backward.register_fake
+def _(of_ranks: Tensor, _: Tensor, log_slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return of_ranks.transpose(1, 2).new_empty(of_ranks.transpose(1, 2).shape, dtype=dtype).transpose(1, 2), torch.empty_like(
+        log_slope
+    )
+
+
+def _save_slopes(ctx: Any, inputs: tuple[Tensor, Tensor], output: Any) -> None:
+    ctx.dtype = inputs[0].dtype
+    ctx.save_for_backward(inputs[1])
+
+
+def _recency_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    both: tuple[Tensor, Tensor] = _with_recency_backward(*grads, *ctx.saved_tensors, ctx.dtype)
+    return both
+
+
+_with_recency.register_autograd(_recency_gradients, setup_context=_save_slopes)
+
+
+@opaque("score_loss", tags=(torch.Tag.nondeterministic_seeded,))
+def _score_loss_op(
+    query: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, ends: Tensor | None, certain: Tensor | None, queries: int,
+    last: float, sharp: bool, first_head: int, local: int, sink_keys: int, scale: float, softcap: float, mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """:func:`_score_loss`, or the mean of its losses, []."""
+    loss, rows, gradient = _score_loss(
+        query, key, scores, key_bias, ends, certain, queries, last, sharp, first_head, local, sink_keys, scale, softcap
+    )
+    return (loss.mean(), rows, gradient / loss.shape[0]) if mean else (loss, rows, gradient)
+
+
+@_score_loss_op.register_fake
+def _(query: Tensor, key: Tensor, scores: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    queries, first_head, mean = others[3], others[6], others[-1]
+    gradient = scores.new_empty(scores[:, first_head:].shape, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return gradient.new_empty(() if mean else gradient.shape[1]), scores.new_empty(queries, dtype=torch.int64), gradient
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(output[2])
+    ctx.first_head, ctx.dtype = inputs[9], inputs[2].dtype
+
+
+def _score_loss_gradient(ctx: Any, of_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    of_scores = _score_loss_backward(of_loss, *ctx.saved_tensors, ctx.first_head, ctx.dtype)
+    return None, None, of_scores, *(None,) * 12
+
+
+@opaque("score_loss_backward")
+def _score_loss_backward(of_loss: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
+    return F.pad(of_loss[..., None] * gradient, (0, 0, first_head, 0)).to(dtype)
+
+
+@_score_loss_backward.register_fake
+def _(_: Tensor, gradient: Tensor, first_head: int, dtype: torch.dtype) -> Tensor:
+    batch, heads, length = gradient.shape
+    return gradient.new_empty((batch, heads + first_head, length), dtype=dtype)
+
+
+_score_loss_op.register_autograd(_score_loss_gradient, setup_context=_save_gradient)
+
+
+@opaque("explored")
+def _explored_op(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """:func:`_explored`, and what its gradient needs of the attention of the drawn queries."""
+    drawn, seen = _drawn_queries(query, rows, _real(rows, ends)), _bounds(rows, key, ends)
+    options = (key_bias, None, None, False, scale, softcap, 0.0, False)
+    dense, lse, rest = torch.ops.dmattn.forward(drawn, key, value, *seen, *NO_MASK[2:], *options)
+    first = _is_first(rows)
+    return out.clone().index_copy_(2, rows[first], dense[:, :, first].to(out.dtype)), dense, lse, rest
+
+
+@_explored_op.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, key_bias: Tensor | None, ends: Any, rows: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    dense = query.new_empty((*query.shape[:2], rows.shape[0], value.shape[3]))
+    lse = dense.new_empty(dense.shape[:3], dtype=accumulate_dtype(query.dtype))
+    return torch.empty_like(out), dense, lse, lse.new_empty((0,) if key_bias is None else lse.shape)
+
+
+@opaque("explored_backward")
+def _explored_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, dense: Tensor,
+    lse: Tensor, rest: Tensor, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    is_real = _real(rows, ends)
+    of_dense = torch.where(_is_first(rows)[:, None], grad.index_select(2, rows), 0.0).to(dense.dtype)
+    options = (key_bias, None, None, False, scale, softcap, 0.0, False, key_bias is not None, False, rest)
+    of_drawn, of_key, of_value, of_bias, _ = torch.ops.dmattn.backward(
+        of_dense,
+        None,
+        _drawn_queries(query, rows, is_real),
+        key,
+        value,
+        dense,
+        lse,
+        *_bounds(rows, key, ends),
+        *NO_MASK[2:],
+        *options,
+    )
+    if is_real is not None:
+        of_drawn = torch.where(repeat_heads(is_real, query.shape[1])[..., None], of_drawn, 0.0)
+    of_query = torch.zeros_like(query).index_add_(2, rows, of_drawn)
+    return of_query, of_key, of_value, grad.clone().index_fill_(2, rows, 0.0), of_bias
+
+
+@_explored_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    of_key, of_value = (empty_in_order_of(x, x.shape[3]) for x in (key, value))
+    of_bias = key.new_empty((0,) if key_bias is None else key_bias.shape, dtype=accumulate_dtype(key.dtype))
+    return torch.empty_like(query), of_key, of_value, torch.empty_like(grad), of_bias
+
+
+@opaque("of_selecting_heads")
+def _of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
+    return of_selecting_heads(ranks, local_heads)
+
+
+@_of_selecting_heads.register_fake
+def _(ranks: Tensor, local_heads: int) -> Tensor:
+    return ranks.new_empty(ranks.shape)
+
+
+def _save_explored(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, _, *others = inputs
+    ctx.save_for_backward(query, key, value, *others[:3], *output[1:])
+    ctx.options = others[3:]
+
+
+def _explored_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    *gradients, of_bias = _explored_backward(grad, *saved, *ctx.options)
+    return *gradients, None if saved[3] is None else of_bias, *(None,) * 4
+
+
+_explored_op.register_autograd(_explored_gradients, setup_context=_save_explored)
 
 
 def _loss_and_gradient(

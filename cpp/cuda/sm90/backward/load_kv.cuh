@@ -35,6 +35,15 @@ __device__ __forceinline__ void load_key_tile(const BackwardCall& call, const Ba
     has_gaps |= key < 0;
     descriptor.index[index_place<kKeys>(row)] = key < p.key_length ? key : -1;
     descriptor.span[row] = Seen::of(span);
+    if constexpr (Traits::kIsUnion) {
+      const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
+      const int64_t list = unions.list_of(work_tile.batch, work_tile.head, from);
+      const uint32_t* const seen = unions.seen + (list * unions.capacity + first_place + row) * unions.words;
+      // Two words of 64 queries, or four of 128 (plan_unions_of_part).
+      const uint2* const pairs = reinterpret_cast<const uint2*>(seen);
+      const uint2 none = {0, 0}, first = key >= 0 ? pairs[0] : none, second = key >= 0 && unions.words > 2 ? pairs[1] : none;
+      *reinterpret_cast<uint4*>(descriptor.union_seen[row]) = {first.x, first.y, second.x, second.y};
+    }
     bounds[0] = min(bounds[0], is_key ? span.first : kLastPosition);
     bounds[1] = max(bounds[1], is_key ? span.first : kLastPosition);
     bounds[2] = min(bounds[2], is_key ? span.last : kFirstPosition);
@@ -113,7 +122,19 @@ __device__ __forceinline__ void load_keys(const BackwardCall& call, const Backwa
     if (number >= work.work_tiles) break;
     const BackwardWorkTile work_tile(*opaque_reload(&p), *opaque_reload(&work), number);
     const int query_length = static_cast<int>(p.query_length);
-    if constexpr (kIsGathered) {
+    if constexpr (Traits::kIsUnion) {
+      const KeyUnions& unions = opaque_reload(&call)->live_keys.unions;
+      const int from = (unions.first_tile + work.tiles / work.shares - 1 - work_tile.tile / work.shares) * unions.queries;
+      const int64_t list = unions.list_of(work_tile.batch, work_tile.head, from), begin = list * unions.capacity;
+      const int count = unions.count[list], to = min(query_length, from + unions.queries);
+#pragma unroll 1
+      for (int base = work_tile.tile % work.shares * kKeys; base < count; base += work.shares * kKeys) {
+        load_key_tile<kDim, Traits>(
+            call, maps, shared, tile_visit, work_tile, base, from, to,
+            [&](int row) { return base + row < count ? opaque_reload(&call)->live_keys.unions.key[begin + base + row] : -1; },
+            [&](int, int) { return Span{kFirstPosition, kLastPosition}; });
+      }
+    } else if constexpr (kIsGathered) {
       const LiveKeys& live_keys = opaque_reload(&call)->live_keys;
       const int64_t mask_head = live_keys.mask_head_of(work_tile.batch, work_tile.head);
       const int shift = live_keys.shift[mask_head], segment = work.tiles / work.shares - 1 - work_tile.tile / work.shares;

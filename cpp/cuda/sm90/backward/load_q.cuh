@@ -73,10 +73,9 @@ __device__ __forceinline__ void load_queries(const BackwardCall& call, const Bac
       const int words = static_cast<int>(mask.tile_k) / 32;
       if (bits) bits += row_in_tile * words + descriptor.first_place / 32 % words;
       const int64_t terms = (descriptor.batch * p.heads + head) * call.padded_queries + first_query;
-      shared.query_descriptors[n % Shared::kQueryDescriptors] = {bits,        call.query_sums + terms * sum_width(p.head_dim),
-                                                                 first_query, head,
-                                                                 false,       !is_whole || bits,
-                                                                 !is_whole,   (shared.row_flags & kBadRows) != 0};
+      shared.query_descriptors[n % Shared::kQueryDescriptors] = {
+          bits,  call.query_sums + terms * sum_width(p.head_dim), first_query, head,
+          false, !is_whole || bits || Traits::kIsUnion,           !is_whole,   (shared.row_flags & kBadRows) != 0};
       constexpr int kTileBytes = kQueries * kDim * 2, kTermBytes = kQueries * 4;
       const bool has_hashes = Traits::kHasOptions && call.row_hash;
       barrier_expect(full.at(n), (Shared::kSplitsChunks ? 1 : 2) * kTileBytes + (has_hashes ? 3 : 2) * kTermBytes);

@@ -1,6 +1,7 @@
 // The warp of the Hopper backward that gives sums a fixed order, by semaphores in global memory.
 #pragma once
 
+#include "../../common/key_semaphore.cuh"
 #include "load_q.cuh"
 
 namespace dmattn::cuda::sm90 {
@@ -17,15 +18,55 @@ __device__ __forceinline__ void release_dq_semaphore(int32_t* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Waits until the list before has added its keys up to last_key, and says that this one has added its own before next_key.
-__device__ __forceinline__ void wait_dkdv_semaphore(const int32_t* next_key, int last_key) {
-  int reached;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(reached) : "l"(next_key) : "memory");
-  } while (reached <= last_key);
+// Lists of live keys: waits until the list of the next segment has added the keys of a tile visit, lets the computing warps add
+// them, and releases the own semaphore of that segment.
+template <int kKeys>
+__device__ __forceinline__ void pass_list_semaphore(const BackwardCall& call, const AttentionParams& p, const BackwardWork& work,
+                                                    const KeyDescriptor& descriptor, const Ring<1>& begun, const Ring<1>& ended,
+                                                    uint32_t tile_visit) {
+  const LiveKeys& live_keys = call.live_keys;
+  const int64_t mask_head = live_keys.mask_head_of(descriptor.batch, descriptor.head);
+  const int shift = live_keys.shift[mask_head], segment = segment_of(descriptor.from, shift);
+  const int2* const lists = live_keys.lists + mask_head * live_keys.most_lists;
+  const int2 list = lists[segment];
+  const int32_t* const index = live_keys.index + mask_head * live_keys.capacity + list.x;
+  int32_t* const semaphore =
+      call.semaphores + (descriptor.batch * static_cast<int>(p.kv_heads) + descriptor.kv_head) * work.tiles + segment;
+  const int stop = descriptor.first_place + kKeys;
+  // An empty list has no key of a later one either.
+  if (segment + 1 < segments_at(static_cast<int>(p.query_length), shift) && lists[segment + 1].y > 0) {
+    wait_dkdv_semaphore(semaphore + 1, index[min(stop, list.y) - 1]);
+  }
+  barrier_arrive(begun.at(tile_visit));
+  ended.sleep_full(tile_visit);
+  release_dkdv_semaphore(semaphore, stop < list.y ? index[stop] : kLastPosition);
 }
-__device__ __forceinline__ void release_dkdv_semaphore(int32_t* to, int next_key) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(next_key) : "memory");
+
+// Unions of index lists: waits until the tile of queries behind this one has added the keys of a tile visit, lets the computing
+// warps add them, and releases the own semaphore of that tile of queries.
+template <int kKeys>
+__device__ __forceinline__ void pass_union_semaphore(const BackwardCall& call, const AttentionParams& p,
+                                                     const KeyDescriptor& descriptor, const Ring<1>& begun, const Ring<1>& ended,
+                                                     uint32_t tile_visit) {
+  const KeyUnions& unions = call.live_keys.unions;
+  const int64_t list = unions.list_of(descriptor.batch, descriptor.head, descriptor.from);
+  const int tile = descriptor.from / unions.queries - unions.first_tile, count = unions.count[list];
+  const int32_t* const index = unions.key + list * unions.capacity;
+  int32_t* const semaphores =
+      call.semaphores + (descriptor.batch * static_cast<int>(p.kv_heads) + descriptor.kv_head) * unions.tiles;
+  // The next later tile that has keys: each waits for the one behind it.
+  int next = 1;
+  while (tile + next < unions.tiles && unions.count[list + next] == 0) ++next;
+  const int32_t* const before = tile + next < unions.tiles ? semaphores + tile + next : nullptr;
+  const int stop = descriptor.first_place + kKeys;
+  const bool is_last = stop >= count;
+  if (before) wait_dkdv_semaphore(before, index[min(stop, count) - 1]);
+  barrier_arrive(begun.at(tile_visit));
+  ended.sleep_full(tile_visit);
+  // The tile before may have keys that this one has not: they count as added when that tile has added them.
+  int reached = kLastPosition;
+  if (before) reached = wait_dkdv_semaphore(before, is_last ? kLastPosition - 1 : 0);
+  release_dkdv_semaphore(semaphores + tile, min(is_last ? kLastPosition : index[stop], reached));
 }
 
 // Where sums have a fixed order: waits for the semaphores of the block's tiles of keys, tells the computing warps when they may
@@ -42,6 +83,7 @@ __device__ __forceinline__ void release_dkdv_semaphore(int32_t* to, int next_key
 //
 // Gathered keys: one block has the whole list of a segment, so no other block adds to its grad_query. The dkdv semaphore orders
 // the adds to grad_key and grad_value: the lists of a head add a key from the last segment to the first. Lists are in key order.
+// (Unions of index lists likewise, with tiles of queries in place of segments.)
 // In front of a key that two of them share, that of the later segment has fewer keys, because more have died. So it reaches that
 // key first.
 template <int kDim, class Traits>
@@ -64,22 +106,11 @@ __device__ __forceinline__ void run_semaphore_warp(const BackwardCall& call, con
     const KeyDescriptor& descriptor = shared.key_descriptors[tile_visit % Shared::kKeyDescriptors];
     if (descriptor.head < 0) return;
     if constexpr (Traits::kGathers) {
-      const LiveKeys& live_keys = call.live_keys;
-      const int64_t mask_head = live_keys.mask_head_of(descriptor.batch, descriptor.head);
-      const int shift = live_keys.shift[mask_head], segment = segment_of(descriptor.from, shift);
-      const int2* const lists = live_keys.lists + mask_head * live_keys.most_lists;
-      const int2 list = lists[segment];
-      const int32_t* const index = live_keys.index + mask_head * live_keys.capacity + list.x;
-      int32_t* const semaphore =
-          call.semaphores + (descriptor.batch * static_cast<int>(p.kv_heads) + descriptor.kv_head) * work.tiles + segment;
-      const int stop = descriptor.first_place + kShape.keys;
-      // An empty list has no key of a later one either.
-      if (segment + 1 < segments_at(static_cast<int>(p.query_length), shift) && lists[segment + 1].y > 0) {
-        wait_dkdv_semaphore(semaphore + 1, index[min(stop, list.y) - 1]);
+      if constexpr (Traits::kIsUnion) {
+        pass_union_semaphore<kShape.keys>(call, p, descriptor, begun, ended, tile_visit);
+      } else {
+        pass_list_semaphore<kShape.keys>(call, p, work, descriptor, begun, ended, tile_visit);
       }
-      barrier_arrive(begun.at(tile_visit));
-      ended.sleep_full(tile_visit);
-      release_dkdv_semaphore(semaphore, stop < list.y ? index[stop] : kLastPosition);
       barrier_arrive(descriptor_empty.at(tile_visit));
       continue;
     }

@@ -20,6 +20,9 @@ struct KeyDescriptor {
   int bounds[kLoaders / 32][4];
   alignas(16) int32_t index[kBackwardKeys];  // by index_place; -1 for none
   alignas(8) Seen span[kBackwardKeys];
+  // Of the union of index lists: query q of the tile visit, counted from `from`, sees the key where bit q % 32 of word q / 32 is
+  // set.
+  alignas(16) uint32_t union_seen[kBackwardKeys][kBackwardUnionWords];
 };
 
 // A chunk of queries, or the end of a tile visit.

@@ -11,6 +11,26 @@ namespace dmattn::cuda::sm90 {
 template <int kDim, class Traits, int kN>
 __device__ __forceinline__ void hide_scores(const AttentionParams& p, const KeyDescriptor& tile,
                                             const QueryDescriptor& descriptor, float (&scores)[kN][4]) {
+  // Hide what the union of index lists hides.
+  if constexpr (Traits::kIsUnion) {
+    const ScorePlace<kDim> place;
+    const int first_word = (descriptor.first_query - tile.from + place.column) / 32;
+#pragma unroll
+    for (int word = 0; word < kN / 4; ++word) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t bits = tile.union_seen[place.row + 8 * r][first_word + word] >> place.column % 32;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (!has_bit(bits, 8 * i + e)) scores[4 * word + i][2 * r + e] = negative_infinity();
+          }
+        }
+      }
+    }
+    return;
+  }
   // Hide what spans hide.
   if (descriptor.needs_test) {
     const ScorePlace<kDim> place;

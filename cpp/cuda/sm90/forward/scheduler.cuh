@@ -102,6 +102,8 @@ class Scheduler {
       schedule_intervals();
     } else if constexpr (Traits::kIsDense) {
       schedule_in_order();
+    } else if constexpr (Traits::kIsUnion) {
+      schedule_union();
     } else if constexpr (Traits::kGathers) {
       schedule_live_keys();
     } else if constexpr (Traits::kKeys == Keys::kRange) {
@@ -162,6 +164,7 @@ class Scheduler {
   // ---- gathered keys (scheduler_lists.cuh) ----
 
   __device__ __forceinline__ void schedule_live_keys();
+  __device__ __forceinline__ void schedule_union();
   template <bool kIsDirect>
   __device__ __forceinline__ void schedule_list();
   __device__ __forceinline__ void schedule_compact();
@@ -193,6 +196,7 @@ class Scheduler {
     asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(ones) : "r"(first));
     return ones;
   }
+  __device__ __forceinline__ uint32_t reduce_tested(uint32_t mine);
   __device__ __forceinline__ uint32_t describe_seen(Descriptor& descriptor, const Span (&spans)[kRowsPerThread], int tested);
 
   static constexpr bool kMayBeDirect = Traits::kGathers && !Traits::kHasOptions && kDim <= kMostDirectDim;
@@ -227,3 +231,4 @@ class Scheduler {
 #include "scheduler_lists.cuh"
 #include "scheduler_masks.cuh"
 #include "scheduler_order.cuh"
+#include "scheduler_union.cuh"

@@ -46,6 +46,19 @@ __device__ __forceinline__ void Scheduler<kDim, Traits>::describe_hashes(Descrip
   for (int row = thread_; row < kKeys; row += kThreads) describe_hash(descriptor, row, first_key + row);
 }
 
+// The flags of computing warps that need the test, of all threads of the scheduler.
+template <int kDim, class Traits>
+__device__ __forceinline__ uint32_t Scheduler<kDim, Traits>::reduce_tested(uint32_t mine) {
+  buffer_ ^= 1;
+  mine = __reduce_or_sync(0xffffffffu, mine);
+  if (thread_ % 32 == 0) queues_.warp_flags[buffer_][thread_ / 32] = mine;
+  sync();
+  uint32_t all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) all |= queues_.warp_flags[buffer_][warp];
+  return all * kTested;
+}
+
 // Writes into the descriptor which rows of the tile see the keys of this thread's rows of the chunk. Returns a flag for each
 // computing warp that needs the test, because one of its rows does not see one of the first `tested` keys.
 template <int kDim, class Traits>
@@ -73,14 +86,7 @@ __device__ __forceinline__ uint32_t Scheduler<kDim, Traits>::describe_seen(Descr
     const uint32_t whole = to_warp > from_warp ? (1u << to_warp) - (1u << from_warp) : 0;
     if (row < tested) mine |= ((1u << (kRows / 16)) - 1) & ~whole;
   }
-  buffer_ ^= 1;
-  mine = __reduce_or_sync(0xffffffffu, mine);
-  if (thread % 32 == 0) queues_.warp_flags[buffer_][thread / 32] = mine;
-  sync();
-  uint32_t all = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) all |= queues_.warp_flags[buffer_][warp];
-  return all * kTested;
+  return reduce_tested(mine);
 }
 
 }  // namespace dmattn::cuda::sm90

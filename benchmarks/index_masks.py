@@ -1,0 +1,174 @@
+"""Times index masks vs. dense causal attention: ``python benchmarks/index_masks.py [--device cuda] [--output index.json]``.
+
+Random lists share almost nothing between neighbouring queries, which is the hardest case. Skewed lists are drawn from scores that favour some
+keys for all queries: the keys that 16, 32, 64 or 128 neighbouring queries list together, over those of one query, are then as many as lists of a
+trained model had (2.1 to 3.8, 2.4 to 4.7, 2.7 to 5.4 and 2.9 to 5.9 over six layers, at 256 of 4,096 keys). The factors of every case are
+in the results. Whole eager calls, the making of unions included. The peer is cuDNN's dense causal kernel on a GPU, torch's choice on a CPU, by
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import dmattn
+import torch
+import torch.nn.functional as F
+from dmattn.testing import AttentionCase, assert_close_to_reference
+from dmattn_bench.measure import by_turns
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+SKEW = 4.8  # how strongly skewed lists favour some keys
+RECENCY = 2e-4  # and later ones, for each key
+TILES = (16, 32, 64, 128)
+Row = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``keys`` keys a query, in blocks of ``block``. list_heads: how many lists a query has."""
+
+    length: int
+    keys: int
+    block: int = 1
+    lists: str = "skewed"
+    heads: int = 32
+    kv_heads: int = 8
+    list_heads: int = 8
+    head_dim: int = 128
+    value_dim: int = 128
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{self.length}, {self.heads} heads on {self.kv_heads}, D={self.head_dim}/{self.value_dim}"
+        order = ", deterministic" if self.deterministic else ""
+        return f"{shape}, {self.keys} keys in blocks of {self.block}, {self.list_heads} lists, {self.lists}{order}"
+
+
+CUDA = [
+    *(Case(32768, 1024, block, lists) for lists in ("skewed", "random") for block in (1, 16, 64)),
+    Case(32768, 1024, deterministic=True),
+    Case(32768, 1024, 64, heads=64, kv_heads=4, list_heads=4),
+    Case(65536, 2048, heads=16, kv_heads=16, list_heads=1, head_dim=192),
+    Case(131072, 2048, 64),
+    Case(2048, 2048, lists="all"),
+]
+CPU = [Case(4096, 256, block, lists, 8, 8, 8, 64, 64) for lists in ("skewed", "random") for block in (1, 16)]
+
+
+def lists_of(case: Case, device: str) -> Tensor:
+    """int32 [1, list_heads, length, keys / block]: distinct blocks that begin at or before the query, sorted, -1 behind them."""
+    blocks, count = case.length // case.block, case.keys // case.block
+    generator = torch.Generator(device).manual_seed(1)
+    popularity = torch.randn(case.list_heads, 1, blocks, device=device, generator=generator)
+    first_keys = torch.arange(blocks, device=device) * case.block
+    found = torch.full((1, case.list_heads, case.length, count), -1, dtype=torch.int32, device=device)
+    step = max(1, (1 << 26) // (case.list_heads * blocks))
+    for start in range(0, case.length, step):
+        queries = torch.arange(start, min(start + step, case.length), device=device)
+        drawn = torch.rand(case.list_heads, len(queries), blocks, device=device, generator=generator).clamp_(1e-9, 1 - 1e-7)
+        scores = -torch.log(-torch.log(drawn))  # the largest of these are a draw without replacement
+        if case.lists == "skewed":
+            scores += SKEW * popularity + RECENCY * first_keys
+        scores.masked_fill_(first_keys > queries[:, None], -math.inf)
+        best = scores.topk(min(count, blocks), dim=2)
+        chosen = torch.where(best.values == -math.inf, blocks, best.indices).sort(2).values
+        found[0, :, queries] = torch.where(chosen == blocks, -1, chosen).int()
+    return found
+
+
+def union_factors(lists: Tensor) -> dict[str, float]:
+    """For tiles of neighbouring queries: the entries that they list together, over those of one query. Of late queries, where lists are full."""
+    factors = {}
+    for tile in TILES:
+        rows = lists[0, 0, -16 * tile :].reshape(-1, tile * lists.shape[3])
+        factors[str(tile)] = round(sum(len(row[row >= 0].unique()) for row in rows) / len(rows) / lists.shape[3], 2)
+    return factors
+
+
+def gate(case: Case, device: str) -> None:
+    """The first 256 tokens of such a call give what the specification says."""
+    small = dataclasses.replace(case, length=256, keys=min(case.keys, 64))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    query, key, value = inputs(small, device, dtype)
+    mask = dmattn.IndexMask(lists_of(small, device), small.block, is_causal=True)
+    out, lse = dmattn.attention(query, key, value, mask, return_lse=True)
+    given = AttentionCase(query, key, value, visible=mask.to_bool(256, 256), is_causal=True)
+    assert_close_to_reference(given, {"out": out, "lse": lse})
+
+
+def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim))
+    query, key, value = (torch.randn(1, heads, case.length, size, device=device, dtype=dtype) for heads, size in shapes)
+    return query, key, value
+
+
+def both_ways(call: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> tuple[Callable[[], object], Callable[[], object]]:
+    out = call(*leaves)
+    incoming = torch.randn_like(out)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return call(*leaves)
+
+    return forward, lambda: torch.autograd.grad(out, leaves, incoming, retain_graph=True)
+
+
+def row_of(case: Case, device: str, repeats: int) -> Row:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    leaves = tuple(given.requires_grad_() for given in inputs(case, device, dtype))
+    lists = lists_of(case, device)
+    mask = dmattn.IndexMask(lists, case.block, is_causal=True)
+    # Heads of 192 are more than cuDNN's backward takes here.
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    if device == "cpu":
+        backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+    def ours(*tensors: Tensor) -> Tensor:
+        return dmattn.attention(*tensors, mask, deterministic=case.deterministic)
+
+    def dense(*tensors: Tensor) -> Tensor:
+        with sdpa_kernel(backends, set_priority=True):
+            return F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=case.heads != case.kv_heads)
+
+    runs = dict(zip(("forward", "backward"), both_ways(ours, leaves), strict=True))
+    runs |= dict(zip(("dense_forward", "dense_backward"), both_ways(dense, leaves), strict=True))
+    times = {name: statistics.median(samples) for name, samples in by_turns(runs, device, repeats).items()}
+    speedups = {f"{way}_speedup": round(times[f"dense_{way}"] / times[way], 3) for way in ("forward", "backward")}
+    return {
+        "case": str(case), **dataclasses.asdict(case), "union_factors": union_factors(lists),
+        **{f"{name}_ms": round(seconds * 1e3, 4) for name, seconds in times.items()}, **speedups,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="the first case alone, short")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    cases = CUDA if arguments.device == "cuda" else CPU
+    if arguments.quick:
+        cases = [dataclasses.replace(cases[0], length=1024, keys=64)]
+    rows = []
+    for case in cases:
+        gate(case, arguments.device)
+        rows.append(row_of(case, arguments.device, 1 if arguments.quick else arguments.repeats))
+        speeds = ", ".join(f"{way} {rows[-1][f'{way}_ms']} ms ({rows[-1][f'{way}_speedup']}x)" for way in ("forward", "backward"))
+        print(f"{case}: {speeds}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(to_json({**provenance(arguments.device), "rows": rows}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""ScoreRecipe: where the scores of a layer's keys come from, and what teaches them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from torch import nn
+
+from dmattn import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreRecipe:
+    """How a :class:`DynamicMaskAttention` scores keys, and how it learns to: the ``recipe`` of its constructor.
+
+    The defaults learned best; the page "Does it learn?" says how much each of them is worth. ``dataclasses.replace(recipe, explore=False)``
+    gives another.
+
+    Args:
+        score: "linear", a linear map of the hidden state that starts at zero; "exp", the Doge model's score of a key's value; or a module
+            that takes hidden states [B, S, E] to scores [B, S, Hkv]. A score of +inf keeps its key; only with ``select_only``, because a
+            logit of +inf makes NaN.
+        select_only: if True, scores select only: they are not added to the logits and send no gradient into what they read, so all they learn
+            is what the loss from ``with_score_loss=True`` teaches, see :func:`score_loss`. If False they are added to the logits and
+            learn from that, wherever their key is visible.
+        recency: if given, every key head adds ``slope * position`` to scores and logits (ALiBi, arXiv 2108.12409), which favours late keys.
+            Slopes are learned (``log_slope``, their logarithms). This is the first head's at first; the others follow geometrically down to
+            a 2048th of it. Only in causal layers.
+        local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone. "half": half of them, rounded
+            down, in a layer with ``local``.
+        rotated_heads: so many key heads, the first ones, and their query heads rotate, where the layer has a ``rope_theta``; None for all.
+            "local": the local heads, so that those that select know positions by ``recency`` alone; all where there are no local ones.
+        queries, last, sharp: which queries look at all keys for the loss and how they count, as in :func:`score_loss`.
+        explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
+            queries and keys also learn from what lies beyond the window.
+
+    Raises:
+        TypeError, ValueError: a wrong type, or a number out of range.
+    """
+
+    score: Literal["linear", "exp"] | nn.Module = "linear"
+    select_only: bool = True
+    recency: float | None = 0.25
+    local_heads: int | Literal["half"] = "half"
+    rotated_heads: int | Literal["local"] | None = "local"
+    queries: int = 256
+    last: float = 0.5
+    sharp: bool = True
+    explore: bool = True
+
+    @classmethod
+    def doge(cls, **others: Any) -> ScoreRecipe:
+        """The Doge model's: scores of values that are added to the logits, no recency, all heads select and rotate. What a layer without a
+        recipe has; ``others`` take the place of its fields."""
+        plain: dict[str, Any] = {
+            "score": "exp", "select_only": False, "recency": None, "local_heads": 0, "rotated_heads": None, "queries": 64, "last": 0.0,
+            "sharp": False, "explore": False,
+        }  # fmt: skip
+        return cls(**plain | others)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.score, nn.Module | str):
+            raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(self.score).__name__}")
+        if isinstance(self.score, str) and self.score not in ("exp", "linear"):
+            raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {self.score!r}")
+        if self.recency is not None and checks.number("recency", self.recency, low=0.0, high=checks.MAX_FACTOR) == 0:
+            raise ValueError(f"recency: expected None, or a number > 0, got {self.recency}")
+        if not isinstance(self.local_heads, str) or self.local_heads != "half":
+            checks.natural_int("local_heads", self.local_heads)
+        if self.rotated_heads is not None and (not isinstance(self.rotated_heads, str) or self.rotated_heads != "local"):
+            checks.positive_int("rotated_heads", self.rotated_heads)
+        for name in ("select_only", "sharp", "explore"):
+            checks.flag(name, getattr(self, name))
+        checks.number_drawn("queries", self.queries)
+        checks.number("last", self.last, low=0.0, high=1.0)
