@@ -59,7 +59,7 @@ TESTS = (
     (r"compat/flash_attn|compat/padding", "compat_errors compat_flash_attn"),
     (r"compat/(flashmask|block_sparse|flashkernel)", "compat_errors compat_flashmask compat_block_sparse compat_flashkernel"),
     (r"compat/", "compat_errors compat_flash_dmattn compat_block_sparse compat_flash_attn"),
-    (r"masks/(data|buffer|heads|__init__)", "masks_as_data masks"),
+    (r"masks/(data|buffer|heads|__init__)", "masks_as_data masks registration"),
     (r"masks/drawing", "plot"),
     (r"masks/", "masks masks_as_data most_keys in_order errors varlen"),
     (r"nn/multihead", "multihead"),
