@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 import torch
-from dmattn.testing.tolerance import assert_sum_close
 from dmattn_bench.measure import graphed
 from dmattn_bench.records import provenance
 from dmattn_bench.rows import to_json
+from dmattn_bench.two_ways import assert_sum_close
 from torch import Tensor
 
 COLD_BYTES = 400 << 20

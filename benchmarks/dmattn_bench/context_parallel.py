@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dmattn.distributed import context_parallel_attention, needs, record_traffic
 from dmattn.distributed.chunks import Chunks
-from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_sums_by_another_way
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -34,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dmattn_bench.measure import CannotRunError, JobOptions, WrongResultError
 from dmattn_bench.records import Row, provenance
 from dmattn_bench.rows import to_json
+from dmattn_bench.two_ways import assert_same_by_another_way, assert_same_sums_by_another_way
 
 GATE_LENGTH, GATE_WINDOW = 4096, 200  # of the case whose results are compared with those of one process
 
@@ -152,19 +152,17 @@ def exchange_only(job: Job) -> None:
     ops = torch.ops.dmattn_distributed
     if job.world == 2:
         selection = job.options.window, 0, 0
-        rows = ops.fetch(job.key, job.value, job.scores[..., None], None, *selection, chunks.lengths, job.rank, chunks.group, [])[
-            :3
-        ]
+        place = chunks.lengths, job.rank, chunks.group, None
+        (bias, key, value), *_ = ops.fetch([job.scores[..., None], job.key, job.value], *selection, *place)
+        rows = key, value, bias
         torch.autograd.grad(rows, job.inputs[1:], [torch.ones_like(x) for x in rows])
         return
-    scores = ops.gather_scores(job.scores.detach(), chunks.lengths, job.rank, chunks.group, [])
+    scores = ops.gather_scores(job.scores.detach(), chunks.lengths, job.rank, chunks.group, None)
     end = torch.ops.dmattn.select(scores, None, job.options.window, True)
     counts = needs.slots_from_bound(job.options.window, chunks)
     slots = needs.slots_of(None, end, chunks, job.options.kv_heads, counts[job.rank])
-    bias = job.scores[..., None]
-    key, value, bias, _ = ops.carry(
-        job.key, job.value, bias, None, end, slots, counts, chunks.lengths, job.rank, chunks.group, []
-    )
+    place = chunks.lengths, job.rank, chunks.group, None
+    (key, value, bias), _ = ops.carry([job.key, job.value, job.scores[..., None]], None, end, slots, counts, *place)
     torch.autograd.grad((key, value, bias), job.inputs[1:], [torch.ones_like(x) for x in (key, value, bias)])
 
 

@@ -17,10 +17,10 @@ import dmattn
 import torch
 import torch.nn.functional as F
 from dmattn import reference
-from dmattn.testing import tolerance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dmattn_bench import two_ways
 from dmattn_bench.measure import JobOptions, WrongResultError, by_turns, graph_samples
 from dmattn_bench.records import Row
 
@@ -93,7 +93,7 @@ def rows(options: JobOptions) -> list[Row]:
 
 def assert_alike(result: Tensor, expected: Tensor) -> None:
     """Kernels round weights to bfloat16 at different places; float32 sums have another order."""
-    rule = tolerance.assert_same_in_another_order if result.dtype == torch.float32 else tolerance.assert_same_by_another_way
+    rule = two_ways.assert_same_in_another_order if result.dtype == torch.float32 else two_ways.assert_same_by_another_way
     rule(result, expected, result.dtype)
 
 

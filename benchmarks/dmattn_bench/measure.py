@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 from dmattn import reference
-from dmattn.testing import tolerance
 from torch import Tensor
 
+from dmattn_bench import two_ways
 from dmattn_bench.cases import Case, Workload, workload
 from dmattn_bench.peers import Call
 from dmattn_bench.records import prefix_of
@@ -209,7 +209,7 @@ def _runs(case: Case, load: Workload) -> dict[str, Callable[[], object]]:
 def _same_result(case: Case, call: Call, theirs: Tensor, ours: Tensor) -> None:
     if ours.dtype == torch.float32:
         try:
-            tolerance.assert_same_in_another_order(theirs, ours, ours.dtype)
+            two_ways.assert_same_in_another_order(theirs, ours, ours.dtype)
         except AssertionError as reason:
             raise WrongResultError(f"{case.name}: {call.name} differs from dmattn: {reason}") from None
         return

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dmattn import checks
 from dmattn.composed import LISTS, Masks, pairs_seen
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
-from dmattn.masks.heads import repeat_heads
+from dmattn.stats import queries_of_keys
 
 COUNTER = "torch.utils.flop_counter"
 CHUNK = 1 << 22  # pairs that are looked at together, about
@@ -81,23 +81,9 @@ def _pairs(masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: in
     if start is None and end is None:
         before = max(0, Sk - Sq)  # a query at position p sees p + 1 keys
         return batch * heads * ((Sk * (Sk + 1) - before * (before + 1)) // 2 if is_causal else Sq * Sk)
-    device = next(t.device for t in (start, end) if t is not None)
-    first, last = _interval_bounds(start, end, is_causal, Sq, Sk, device)
+    first, last = queries_of_keys(start, end, is_causal, Sq, Sk)
     count = (last - first).clamp(min=0)
     return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
-
-
-def _interval_bounds(
-    start: Tensor | None, end: Tensor | None, is_causal: bool, Sq: int, Sk: int, device: torch.device | None
-) -> tuple[Tensor, Tensor]:
-    """The queries' positions a key is visible to, [first, last) within [Sk - Sq, Sk), int64 [B|1, H|Hkv|1, Sk]."""
-    keys = torch.arange(Sk, device=device)[None, None]
-    first = torch.full_like(keys, Sk - Sq) if start is None else start.long().clamp(min=Sk - Sq).expand(-1, -1, Sk)
-    last = torch.full_like(keys, Sk) if end is None else end.long().clamp(max=Sk).expand(-1, -1, Sk)
-    first = torch.maximum(first, keys) if is_causal else first
-    heads = max(first.shape[1], last.shape[1])
-    first, last = torch.broadcast_tensors(repeat_heads(first, heads), repeat_heads(last, heads))
-    return first, last
 
 
 def _pairs_by_element(

@@ -247,19 +247,25 @@ def count(
     )
 
 
-def _by_intervals(
-    start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
-) -> tuple[Any, ...]:
-    """(visible pairs, live keys, computed pairs, active tiles, full tiles, whether a query sees a later key), tensors [B|1, H|Hkv|1]."""
+def queries_of_keys(start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+    """The queries [first, last) that see each key under an interval mask, int64 [B|1, H|Hkv|1, Sk]; none where last <= first."""
     device = next((given.device for given in (start, end) if given is not None), torch.device("cpu"))
     key, base = torch.arange(keys, device=device), keys - queries
-    # The queries [first, last) that see each key, [.., Sk].
     first = torch.zeros((1, 1, keys), dtype=torch.int64, device=device) if start is None else start.long() - base
     last = torch.full((1, 1, keys), queries, device=device) if end is None else end.long() - base
     first, last = same_heads(first.expand(-1, -1, keys), last.expand(-1, -1, keys), "end", "start")
     first, last = torch.broadcast_tensors(first, last)
     first = torch.maximum(first, key - base) if is_causal else first
-    first, last = first.clamp(0, queries), last.clamp(0, queries)
+    return first.clamp(0, queries), last.clamp(0, queries)
+
+
+def _by_intervals(
+    start: Tensor | None, end: Tensor | None, is_causal: bool, queries: int, keys: int, tile: tuple[int, int]
+) -> tuple[Any, ...]:
+    """(visible pairs, live keys, computed pairs, active tiles, full tiles, whether a query sees a later key), tensors [B|1, H|Hkv|1]."""
+    first, last = queries_of_keys(start, end, is_causal, queries, keys)
+    device = first.device
+    key = torch.arange(keys, device=device)
     seen = last > first
     first, last = torch.where(seen, first, 0), torch.where(seen, last, 0)
 
@@ -292,7 +298,7 @@ def _by_intervals(
         )
         live_keys[b, h], computed[b, h] = live.sum(), (live.sum(0) * queries_of).sum()
         active[b, h], full[b, h] = (live > 0).sum(), (whole == keys_of).sum()
-    sees_later = bool((seen & (first + base < key)).any())
+    sees_later = bool((seen & (first + (keys - queries) < key)).any())
     return (last - first).sum(-1), live_keys, computed, active, full, sees_later
 
 

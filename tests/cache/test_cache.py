@@ -15,6 +15,7 @@ import torch
 import torch._dynamo.testing
 from dmattn import BoundedCache
 from dmattn.testing import AttentionCase, poisoned_memory, strategies, tolerance, top_k_visible
+from dmattn_bench import two_ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def assert_alike(results, expected, dtype):
     for ours, theirs in zip(results, expected, strict=True):
         is_finite = torch.isfinite(theirs)
         assert torch.equal(ours[~is_finite].nan_to_num(9.0), theirs[~is_finite].nan_to_num(9.0))
-        tolerance.assert_same_in_another_order(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
+        two_ways.assert_same_in_another_order(ours.masked_fill(~is_finite, 0.0), theirs.masked_fill(~is_finite, 0.0), dtype)
 
 
 def cuts_of(draw, length, longest=40):
@@ -267,7 +268,7 @@ def assert_alike_on_either_path(results, expected, dtype):
     """For (out, lse) of kernels that round weights to bfloat16 at different places."""
     if dtype == torch.float64:
         return assert_alike(results, expected, dtype)
-    rules = tolerance.assert_same_by_another_way, tolerance.assert_same_lse_by_another_way
+    rules = two_ways.assert_same_by_another_way, two_ways.assert_same_lse_by_another_way
     for ours, theirs, rule in zip(results, expected, rules, strict=True):
         is_finite = torch.isfinite(theirs)
         assert torch.equal(torch.isfinite(ours), is_finite)

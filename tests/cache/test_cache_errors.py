@@ -10,7 +10,7 @@ import pytest
 import torch
 from dmattn import BoundedCache
 from dmattn.nn import MixedCache
-from dmattn.testing import tolerance
+from dmattn_bench import two_ways
 from test_cache import STATE, History, assert_same_state
 
 INF = math.inf
@@ -172,7 +172,7 @@ def test_a_window_of_0_takes_scores_or_none(tokens):
         seen = history.key[:, :, :last], history.value[:, :, :last], dmattn.IntervalMask.streaming(last, 2, 6)
         for out, bias in zip(outs, (history.scores[..., :last], None), strict=True):
             expected = dmattn.attention(query, *seen, key_bias=bias)
-            tolerance.assert_same_in_another_order(out, expected, torch.float64)
+            two_ways.assert_same_in_another_order(out, expected, torch.float64)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 30])

@@ -6,7 +6,7 @@ import dmattn
 import pytest
 import torch
 from cuda_inputs import LONG_KINDS, assert_same_results, inputs, long_spans, step
-from dmattn.testing.tolerance import assert_same_in_another_order
+from dmattn_bench.two_ways import assert_same_in_another_order
 
 pytestmark = pytest.mark.gpu
 

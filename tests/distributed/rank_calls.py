@@ -11,9 +11,9 @@ import dmattn
 import torch
 import torch.distributed as dist
 from dmattn import IntervalMask, checks
-from dmattn.distributed import Traffic, agreement, context_parallel_attention, exchange, record_traffic
+from dmattn.distributed import Traffic, agreement, context_parallel_attention, record_traffic
 from dmattn.testing.strategies import random_tensor
-from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_in_another_order, assert_same_sums_by_another_way
+from dmattn_bench.two_ways import assert_same_by_another_way, assert_same_in_another_order, assert_same_sums_by_another_way
 from rank_sharding import device_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -67,7 +67,7 @@ def calls_around_a_change(group: dist.ProcessGroup, arguments: dict[str, Any], l
 
 def call_without_its_answer(group: dist.ProcessGroup, arguments: dict[str, Any]) -> None:
     """A call that fails when all that it exchanges is under way."""
-    with mock.patch.object(agreement.Question, "answer", side_effect=MemoryError), contextlib.suppress(MemoryError):
+    with mock.patch.object(agreement.Handshake, "finish", side_effect=MemoryError), contextlib.suppress(MemoryError):
         call(group, arguments)
 
 
@@ -104,7 +104,7 @@ def refusals_of_long_chunks(group: dist.ProcessGroup, most: int, arguments: dict
 
 
 def compare_beside_another_current_device(group: dist.ProcessGroup, length: int) -> None:
-    """Two ranks whose own device is not the current one, and whose own rows are copied late, get what one process gets."""
+    """Two ranks whose own device is not the current one get what one process gets."""
     device, rank = device_of(group), dist.get_rank(group)
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     mask, cut = IntervalMask.sliding_window(length, 20, device=where), length // 2
@@ -114,9 +114,6 @@ def compare_beside_another_current_device(group: dist.ProcessGroup, length: int)
             whole = [random_tensor((2, 2, length, 64), seed + place, torch.bfloat16, where) for place in range(3)]
             expected = dmattn.attention(*whole, mask, is_causal=True)[:, :, chunk]
             own = [x[:, :, chunk].contiguous() for x in whole]
-            for stream in exchange._copying.values():
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(100_000_000)  # cycles
             assert_same_by_another_way(context_parallel_attention(*own, mask, group=group), expected, torch.bfloat16)
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from dmattn import BlockMask, IntervalMask
 from dmattn.nn import score_loss
-from dmattn.testing import strategies, tolerance
+from dmattn.testing import strategies
+from dmattn_bench import two_ways
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -94,13 +95,13 @@ CASES: dict[str, Case] = {
 
 def same(result: Tensor, expected: Tensor, name: str = "result 0") -> None:
     if expected.dtype == torch.float64:
-        return tolerance.assert_same_in_another_order(result, expected, torch.float64)
+        return two_ways.assert_same_in_another_order(result, expected, torch.float64)
     rules = {
-        "result 1": tolerance.assert_same_lse_by_another_way,
-        "gradient of key_bias": tolerance.assert_same_sums_by_another_way,
-        "gradient of scores": tolerance.assert_same_sums_by_another_way,
+        "result 1": two_ways.assert_same_lse_by_another_way,
+        "gradient of key_bias": two_ways.assert_same_sums_by_another_way,
+        "gradient of scores": two_ways.assert_same_sums_by_another_way,
     }
-    rules.get(name, tolerance.assert_same_by_another_way)(result, expected, torch.bfloat16)
+    rules.get(name, two_ways.assert_same_by_another_way)(result, expected, torch.bfloat16)
 
 
 def results_of(call: Callable[..., Any], leaves: dict[str, Tensor]) -> dict[str, Tensor]:

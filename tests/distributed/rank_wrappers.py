@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dmattn.distributed import context_parallel_attention
-from dmattn.testing.tolerance import assert_same_by_another_way
+from dmattn_bench.two_ways import assert_same_by_another_way
 from layers import layer_with
 from rank_sharding import device_of
 from rank_shards import dealt_out, whole

@@ -19,6 +19,7 @@ from dmattn import IntervalMask
 from dmattn.distributed import agreement, context_parallel_attention
 from dmattn.distributed.needs import checksum_of
 from dmattn.testing import AttentionCase, strategies, tolerance, top_k_visible
+from dmattn_bench import two_ways
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankError, Ranks
@@ -192,7 +193,7 @@ def test_scores_and_key_bias_together(ranks, cuts, bias_heads):
     wanted = [out, *torch.autograd.grad((out, lse), list(leaves.values()), (grad_out, grad_out[..., 0]))]
     for name, expected in zip(("out", *(f"grad_{name}" for name in leaves)), wanted, strict=True):
         got = torch.cat([answer[0][name] for answer in answers], dim=2)
-        tolerance.assert_same_in_another_order(got, expected, expected.dtype)
+        two_ways.assert_same_in_another_order(got, expected, expected.dtype)
 
 
 @pytest.mark.parametrize("cuts", [[0, 20], [0, 10, 20], [0, 0, 20], [0, 20, 20], [0, 7, 8, 20]], ids=str)
@@ -205,7 +206,7 @@ def test_gradients_of_scores_and_key_bias_add_up_apart(ranks, cuts, heads, bias_
     leaves = {name: tensor(shape, seed, torch.float32, "cpu") for seed, (name, shape) in enumerate(shapes.items())}
     for pairs in ranks.run("rank_calls:gradients_of_two_passes", [(part, {"window": 5}) for part in cut(leaves, cuts)]):
         for got, expected in pairs:
-            tolerance.assert_same_in_another_order(got, expected, torch.float32)
+            two_ways.assert_same_in_another_order(got, expected, torch.float32)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -250,7 +251,7 @@ def test_dropout_without_a_seed_takes_the_first_ranks(ranks):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = dmattn.dynamic_mask_attention(query, key, value, scores, 8, dropout_p=0.5)
-    tolerance.assert_same_in_another_order(torch.cat(answers, dim=2), expected, torch.float64)
+    two_ways.assert_same_in_another_order(torch.cat(answers, dim=2), expected, torch.float64)
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("scores", [[16, 16], [40, 40]]), ("mask", [[16, 16, 10], [24, 24, 20]])])
@@ -287,7 +288,7 @@ def test_on_one_dimension_of_a_mesh(ranks):
     answers = ranks.run("rank_calls:on_meshes", [(parts[rank % 2],) for rank in range(4)])
     expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7)
     for first in (0, 2):
-        tolerance.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
+        two_ways.assert_same_in_another_order(torch.cat(answers[first : first + 2], dim=2), expected, torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_few_keys_that_can_be_selected(ranks, options, wide):
     for cuts in ([0, 30, 60], [0, 50, 60], [0, 0, 60], [0, 60, 60], [0, 20, 30, 60]):
         out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
         expected = dmattn.dynamic_mask_attention(query, key, value, scores, **options)
-        tolerance.assert_same_in_another_order(out, expected, torch.float32)
+        two_ways.assert_same_in_another_order(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["scores", "scores and bias"])
@@ -328,7 +329,7 @@ def test_chunks_whose_lengths_change_between_calls(ranks):
         for _ in range(2):
             out = torch.cat(ranks.run("rank_calls:call", [(part,) for part in cut(whole, cuts)]), dim=2)
             expected = dmattn.dynamic_mask_attention(query, key, value, scores, 7, local=2)
-            tolerance.assert_same_in_another_order(out, expected, torch.float64)
+            two_ways.assert_same_in_another_order(out, expected, torch.float64)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -376,7 +377,7 @@ def test_a_mask_whose_tensors_change_is_read_again(ranks, world):
     found = ranks.run("rank_calls:calls_around_a_change", given)
     for place, left in enumerate((1, 5)):
         whole = dmattn.attention(query, key, value, IntervalMask.sliding_window(length, left))
-        tolerance.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
+        two_ways.assert_same_in_another_order(torch.cat([one[place] for one in found], 2), whole, whole.dtype)
 
 
 def arguments():
@@ -463,10 +464,10 @@ def test_what_ranks_remember_of_each_other_hides_no_difference(ranks, world):
             assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("forgetful", [0, 1])
-@pytest.mark.parametrize(("before", "failing", "after"), [((4, 7, 4), 7, ()), ((4, 4), 4, (7, 4))])
-def test_a_rank_that_failed_before_it_had_the_answer(ranks, forgetful, before, failing, after):
-    """It has not remembered the call, and the other one has. Neither takes the other's next call, if it differs, for the one it expects."""
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("after", [(), (7, 4)])
+def test_a_rank_that_failed_before_it_had_the_answer(ranks, failing, after):
+    """Its message has gone ahead, as the other one's has. Neither takes the other's next call, if it differs, for the one it expects."""
     given = {window: ({**arguments(), "window": window},) for window in (4, 7)}
     expected = {window: ranks.run("rank_calls:call", [given[window]] * 2) for window in (4, 7)}
 
@@ -476,9 +477,9 @@ def test_a_rank_that_failed_before_it_had_the_answer(ranks, forgetful, before, f
                 assert torch.equal(out, wanted)
 
     for windows in ((4, 7), (7, 4)):
-        check(*before)
+        check(4, 4)
         for rank in range(2):
-            ranks.ask(rank, f"rank_calls:{'call_without_its_answer' if rank == forgetful else 'call'}", 2, given[failing])
+            ranks.ask(rank, f"rank_calls:{'call_without_its_answer' if rank == failing else 'call'}", 2, given[4])
         assert [ranks.answer(rank)[1] for rank in range(2)] == [None, None]
         check(*after)
         every_rank_says(ranks, [given[window][0] for window in windows], "ValueError: window: expected the same on every rank")
@@ -504,23 +505,20 @@ def test_a_rank_whose_attention_fails_takes_part_in_the_exchange(ranks, failing,
         assert torch.equal(out, again)
 
 
-def test_a_group_expects_the_call_that_came_after_the_last_one(alone):
-    """The same one again where none has come after it; it remembers a bounded number of calls."""
+def test_a_group_expects_its_last_call_again(alone):
     group = torch.distributed.group.WORLD
 
     def asked(length):
         """Whether a call was expected."""
-        question = agreement.Question(group, [0, length, *(7 for _ in agreement.FIELDS[2:])])
-        expected = question.expected
-        question.ask()
-        assert question.answer() == [length]
+        call_signature = [0, length, *(0 for _ in agreement.FIELDS[2:])]
+        expected = agreement.expected_lengths(group, call_signature)
+        assert agreement.agree(group, call_signature) == [length]
         assert expected in (None, [length])
         return expected is not None
 
-    assert [asked(length) for length in (1, 1, 2, 1, 2, 1, 1, 1)] == [False, True, False, False, True, True, False, True]
-    for length in range(2, agreement.MOST_CALLS + 10):
-        assert not asked(length)
-        assert len(agreement._memories[group].followed) <= agreement.MOST_CALLS
+    assert [asked(length) for length in (1, 1, 2, 1, 1, 1)] == [False, True, False, False, True, True]
+    agreement.fail(group)
+    assert asked(1)
 
 
 def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypatch):
@@ -529,25 +527,23 @@ def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypat
     group, ended = torch.distributed.group.WORLD, []
     monkeypatch.setattr(agreement, "begin_message", lambda packed, *_: ended.append(packed.device.type) or mock.Mock())
 
-    def answered(device, other_device, other_message):
+    def answered(device, other_device, other_ahead):
         """Of two ranks this one is called with a device, and the other one with another."""
         call_signature, theirs = (
             [0, 4, *(int(name == "device type" and on == "meta") for name in agreement.FIELDS[2:])]
             for on in (device, other_device)
         )
-        question = agreement.Question(group, call_signature, torch.device(device))
 
         def gathered(everyone, sent, group):
-            everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_message])]))
+            everyone.copy_(torch.cat([sent, torch.tensor([*theirs, other_ahead])]))
             return mock.Mock()
 
-        monkeypatch.setattr(agreement, "begin_all_gather_flat", gathered)
-        question.ask()
-        question.answer()
+        monkeypatch.setattr(agreement, "all_gather_flat", gathered)
+        agreement.agree(group, call_signature, torch.device(device))
 
     with mock.patch.object(torch.distributed, "get_world_size", return_value=2):
-        answered("meta", "meta", agreement.WAITS)
-        answered("cpu", "cpu", agreement.WAITS)
+        answered("meta", "meta", 0)
+        answered("cpu", "cpu", 0)
         assert ended == []
         # The other one goes ahead with the call on a GPU that came first, and this one, whose last call was on the host, does not.
         for device in ("cpu", "meta"):
@@ -558,8 +554,8 @@ def test_the_end_of_a_message_lies_on_the_device_where_it_began(alone, monkeypat
         assert ended == ["cpu"]
 
 
-def test_questions_go_first_where_messages_take_the_same_way(alone):
-    """Over gloo alone, which takes tensors of GPUs, too, ranks that differ would else exchange a message for a question."""
+def test_handshakes_go_first_where_messages_take_the_same_way(alone):
+    """Over gloo alone, which takes tensors of GPUs, too, ranks that differ would else exchange a message for a handshake."""
     new_group, fake = torch.distributed.new_group, pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     assert fake  # its import makes a backend known
     for backend, same in (("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:fake", False)):
@@ -703,7 +699,7 @@ def test_training_loses_the_same_on_any_number_of_ranks(tmp_path):
             losses.append(torch.tensor(json.loads(output.read_text())["losses"], dtype=torch.float64))
     assert losses[0][-1] < losses[0][0]
     for other in losses[1:]:
-        tolerance.assert_same_in_another_order(other, losses[0], torch.float64)
+        two_ways.assert_same_in_another_order(other, losses[0], torch.float64)
 
 
 def test_the_benchmark_runs_on_two_ranks(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from dmattn import BoundedCache
-from dmattn.testing import tolerance
+from dmattn_bench import two_ways
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,7 +44,7 @@ def test_the_model_generates_what_it_would_see_at_once(modules):
     small, tokens = made(modules[0]), torch.arange(120).view(2, 60) % 7
     with torch.no_grad():
         expected = small(tokens)
-    tolerance.assert_same_in_another_order(in_parts(small, tokens, small.new_caches(2)), expected, torch.float64)
+    two_ways.assert_same_in_another_order(in_parts(small, tokens, small.new_caches(2)), expected, torch.float64)
 
 
 def test_a_growing_cache_is_the_same_model_that_sees_all_keys(modules):
@@ -53,7 +53,7 @@ def test_a_growing_cache_is_the_same_model_that_sees_all_keys(modules):
     caches = [growing.GrowingCache(layer.attention, 2, 64) for layer in small.layers]
     with torch.no_grad():
         expected, _ = small.with_scores_loss(tokens, 60, False)
-    tolerance.assert_same_in_another_order(in_parts(small, tokens, caches), expected, torch.float64)
+    two_ways.assert_same_in_another_order(in_parts(small, tokens, caches), expected, torch.float64)
     assert sum(cache.nbytes for cache in caches) == 2 * 2 * 2 * 2 * 60 * 8 * 8
 
 

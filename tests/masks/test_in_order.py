@@ -8,7 +8,7 @@ import torch
 from cuda_inputs import assert_same_results
 from dmattn import BlockMask, IntervalMask, ops
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
-from dmattn.testing.tolerance import assert_same_lse_by_another_way
+from dmattn_bench.two_ways import assert_same_lse_by_another_way
 from torch.utils._python_dispatch import TorchDispatchMode
 
 tensor = strategies.random_tensor

@@ -8,7 +8,8 @@ import dmattn
 import pytest
 import torch
 import torch._dynamo.testing
-from dmattn.testing import strategies, tolerance
+from dmattn.testing import strategies
+from dmattn_bench import two_ways
 from layers import layer_with
 
 tensor = strategies.random_tensor
@@ -56,7 +57,7 @@ def test_the_layer_generates_what_it_would_see_at_once(options, cuts):
         for tokens in cuts:
             outs.append(made(hidden[:, first : first + tokens], cache=cache))
             first += tokens
-        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden), torch.float64)
+        two_ways.assert_same_in_another_order(torch.cat(outs, 1), made(hidden), torch.float64)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -74,7 +75,7 @@ def test_the_layer_generates_from_prompts_of_different_lengths(options, side):
         step = made(torch.stack([x[n : n + 1] for x, n in zip(hidden, lengths, strict=True)]), cache=cache)
         for b, n in enumerate(lengths):
             ours = torch.cat([out[b, :n] if side == "right" else out[b, 20 - n :], step[b]])
-            tolerance.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
+            two_ways.assert_same_in_another_order(ours, made(hidden[b : b + 1, : n + 1])[0], torch.float64)
 
 
 @pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
@@ -89,11 +90,11 @@ def test_the_layer_s_cache_is_rewound_reordered_and_reset(options):
         cache.reorder(torch.tensor([1, 0]))
         assert cache.length.tolist() == [25, 25]
         out = made(hidden.flip(0)[:, 25:], cache=cache)
-        tolerance.assert_same_in_another_order(out, made(hidden).flip(0)[:, 25:], torch.float64)
+        two_ways.assert_same_in_another_order(out, made(hidden).flip(0)[:, 25:], torch.float64)
         cache.reset([1])
         assert cache.length.tolist() == [40, 0]
         out = made(hidden[:, :12], cache=cache)
-        tolerance.assert_same_in_another_order(out[1], made(hidden[:, :12])[1], torch.float64)
+        two_ways.assert_same_in_another_order(out[1], made(hidden[:, :12])[1], torch.float64)
 
 
 @pytest.mark.parametrize("options", [{"local": 3, "recency": 0.3}, LEARNING], ids=len)
@@ -103,7 +104,7 @@ def test_the_layer_s_step_compiles_once(options):
     step = torch.compile(lambda token: made(token, cache=cache), fullgraph=True, backend=counter)
     with torch.no_grad():
         outs = [step(hidden[:, p : p + 1]) for p in range(20)]
-        tolerance.assert_same_in_another_order(torch.cat(outs, 1), made(hidden[:, :20]), torch.float64)
+        two_ways.assert_same_in_another_order(torch.cat(outs, 1), made(hidden[:, :20]), torch.float64)
     assert counter.frame_count == 1
 
 
@@ -119,7 +120,7 @@ def test_the_layer_in_the_device_s_own_dtype(device, dtype, options):
     made, hidden = layer(dtype, device, **{**options, "score": TwoNumbers()}), tensor((2, 60, 32), 0, dtype, device)
     caches = [made.new_cache(2) for _ in range(3)]
     # Kernels for one token and for many round weights to bfloat16 at other places; float32 sums have another order.
-    assert_alike = tolerance.assert_same_in_another_order if dtype == torch.float32 else tolerance.assert_same_by_another_way
+    assert_alike = two_ways.assert_same_in_another_order if dtype == torch.float32 else two_ways.assert_same_by_another_way
     with torch.no_grad():
         expected = made(hidden)
         for cache, tokens in zip(caches, (1, 12, 60), strict=True):

@@ -593,8 +593,8 @@ def test_the_compiled_layer_is_small():
 
 @pytest.mark.parametrize("base", [None, IntervalMask.padding(60, torch.tensor([45, 60]))], ids=["all", "padded"])
 def test_compiled_ops_compute_what_the_eager_layer_does(base):
-    """Rotation, recency, the loss and exploring queries, forward and backward."""
-    layer, hidden = layer_of(**RECOMMENDED, rotated_heads=1, explore=True, queries=12), tensor((2, 60, 64), 0).requires_grad_()
+    """Rotation, recency, the loss and exploring queries, some of them drawn twice, forward and backward."""
+    layer, hidden = layer_of(**RECOMMENDED, rotated_heads=1, explore=True, queries=80), tensor((2, 60, 64), 0).requires_grad_()
     torch._dynamo.reset()
     results = []
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):

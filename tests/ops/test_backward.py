@@ -19,7 +19,7 @@ from dmattn.testing import (
     strategies,
     tolerance,
 )
-from dmattn.testing.tolerance import assert_same_by_another_way
+from dmattn_bench.two_ways import assert_same_by_another_way
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from cases import threads
-from dmattn.testing.tolerance import assert_sum_close
+from dmattn_bench.two_ways import assert_sum_close
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch.autograd import forward_ad

@@ -151,6 +151,9 @@ def test_attributes_of_layers_have_their_old_names_too(old, new, value):
     with pytest.warns(FutureWarning, match=f"^{old} is called {new} now"):
         setattr(layer, old, value)
     assert operator.attrgetter(new)(layer) == value
+    with pytest.warns(FutureWarning):
+        names = (layer.score_queries, layer.last_queries, layer.sharp_queries)
+    assert names == operator.attrgetter("recipe.queries", "recipe.last", "recipe.sharp")(layer)
 
 
 def test_layers_that_were_pickled_with_old_names_load():

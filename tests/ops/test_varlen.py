@@ -14,7 +14,7 @@ import torch
 from dmattn import IntervalMask, checks, varlen
 from dmattn.compat import flash_attn
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies, top_k_visible
-from dmattn.testing.tolerance import assert_same_by_another_way
+from dmattn_bench.two_ways import assert_same_by_another_way
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.export import Dim

@@ -6,7 +6,7 @@ import functools
 
 import dmattn
 import torch
-from dmattn.testing.tolerance import assert_same_by_another_way, assert_same_sums_by_another_way
+from dmattn_bench.two_ways import assert_same_by_another_way, assert_same_sums_by_another_way
 
 
 def inputs(length=777, heads=4, kv_heads=2, size=64, seed=0, batch=2):

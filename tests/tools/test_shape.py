@@ -12,7 +12,7 @@ from dmattn import __main__ as command
 from dmattn import shape as shape_command
 from dmattn import shape_times
 from dmattn.shape_times import Candidate, Inputs, Shape
-from dmattn.testing import tolerance
+from dmattn_bench import two_ways
 from torch.nn.attention import SDPBackend
 
 SMALL = Shape(2, 4, 2, 16, 200, 32, 8, 4, torch.float32, "cpu")
@@ -127,10 +127,10 @@ def test_candidates_compute_what_their_names_say():
     ours, dense = inputs.dynamic_mask(), inputs.dense("flash", SDPBackend.FLASH_ATTENTION)
     mask = dmattn.IntervalMask.top_k(inputs.scores, 32, local=8, sink_keys=4)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, mask, key_bias=inputs.scores, is_causal=True)
-    tolerance.assert_same_in_another_order(ours.attend(), expected, torch.float32)
+    two_ways.assert_same_in_another_order(ours.attend(), expected, torch.float32)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, is_causal=True)
     with dense.context():
-        tolerance.assert_same_in_another_order(dense.attend(), expected, torch.float32)
+        two_ways.assert_same_in_another_order(dense.attend(), expected, torch.float32)
     assert ours.inputs == (*dense.inputs, inputs.scores)
     with torch.no_grad():
         assert ours.decode().shape == dense.decode().shape == (2, 4, 1, 16)
@@ -144,7 +144,7 @@ def test_flex_attention_is_compiled_and_computes_a_sliding_window():
     at = torch.arange(200)
     visible = (at <= at[:, None]) & (at[:, None] - at < SMALL.keys)
     expected = dmattn.attention(inputs.query, inputs.key, inputs.value, visible)
-    tolerance.assert_same_in_another_order(found.attend(), expected, torch.float32)
+    two_ways.assert_same_in_another_order(found.attend(), expected, torch.float32)
 
 
 def test_a_compiler_that_takes_too_long_is_interrupted(monkeypatch):

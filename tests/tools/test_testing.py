@@ -32,6 +32,7 @@ from dmattn.testing import (
     strategies,
     tolerance,
 )
+from dmattn_bench import two_ways
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
@@ -116,8 +117,8 @@ def test_the_rule_has_nothing_to_turn():
     assert list(inspect.signature(assert_close_to_reference).parameters) == ["case", "results"]
     assert list(inspect.signature(assert_matches_reference).parameters) == ["case", "fn", "gradients"]
     for check in (
-        tolerance.assert_same_by_another_way, tolerance.assert_same_sums_by_another_way, tolerance.assert_same_lse_by_another_way,
-        tolerance.assert_same_in_another_order,
+        two_ways.assert_same_by_another_way, two_ways.assert_same_sums_by_another_way, two_ways.assert_same_lse_by_another_way,
+        two_ways.assert_same_in_another_order,
     ):  # fmt: skip
         assert list(inspect.signature(check).parameters) == ["result", "expected", "dtype"]
 
@@ -133,12 +134,12 @@ def test_norms_tell_rounding_from_errors(dtype):
         return (exact * (1 + noise)).to(dtype)
 
     one, other = rounded(1), rounded(2)
-    tolerance.assert_same_by_another_way(one, other, dtype)
+    two_ways.assert_same_by_another_way(one, other, dtype)
     nearly = (one.float() * (1 + 50 * torch.finfo(torch.float32).eps * strategies.random_tensor((400, 300), 3).sign())).to(dtype)
-    tolerance.assert_same_in_another_order(nearly, one, dtype)
+    two_ways.assert_same_in_another_order(nearly, one, dtype)
     with pytest.raises(AssertionError, match=r"distance .* allowed"):
-        tolerance.assert_same_in_another_order(one, other, dtype)
-    for check, share in ((tolerance.assert_same_by_another_way, 1.0), (tolerance.assert_same_in_another_order, 0.5)):
+        two_ways.assert_same_in_another_order(one, other, dtype)
+    for check, share in ((two_ways.assert_same_by_another_way, 1.0), (two_ways.assert_same_in_another_order, 0.5)):
         with pytest.raises(AssertionError, match=r"distance .* allowed"):
             check(one.float() * (1 + share * eps), one, dtype)
         wrong = one.clone()
@@ -160,13 +161,13 @@ def test_one_wrong_row_among_many_is_seen():
             result = right.clone()
             result[row] = wrong
             with pytest.raises(AssertionError, match=rf"row {re.escape(str(list(row)))}: distance .* 1 of 65536 rows"):
-                tolerance.assert_same_by_another_way(result, right, torch.bfloat16)
-    tolerance.assert_same_by_another_way(exact.float(), right, torch.bfloat16)
+                two_ways.assert_same_by_another_way(result, right, torch.bfloat16)
+    two_ways.assert_same_by_another_way(exact.float(), right, torch.bfloat16)
     for few in (right[0, 0, 0], right[0, 0, :1], right[:, :, :0], right[..., 0], right[0, 0, 0, 0]):
-        tolerance.assert_same_by_another_way(few.float(), few, torch.bfloat16)
+        two_ways.assert_same_by_another_way(few.float(), few, torch.bfloat16)
 
 
-@pytest.mark.parametrize("check", [tolerance.assert_same_sums_by_another_way, tolerance.assert_same_lse_by_another_way])
+@pytest.mark.parametrize("check", [two_ways.assert_same_sums_by_another_way, two_ways.assert_same_lse_by_another_way])
 @pytest.mark.parametrize("place", [(0, 0, 0), (0, 3, 19999), (0, 2, 7000)])
 def test_one_wrong_number_among_many_is_seen(check, place):
     """A norm hides it, of all numbers and of a head's."""
@@ -177,9 +178,9 @@ def test_one_wrong_number_among_many_is_seen(check, place):
         result[place] = wrong
         with pytest.raises(AssertionError, match="distance"):
             check(result, right, torch.bfloat16)
-    if check is tolerance.assert_same_sums_by_another_way:  # what rows alone would say
+    if check is two_ways.assert_same_sums_by_another_way:  # what rows alone would say
         result[place] = 1.5
-        tolerance.assert_same_by_another_way(result, right, torch.bfloat16)
+        two_ways.assert_same_by_another_way(result, right, torch.bfloat16)
         with pytest.raises(AssertionError, match=rf"row {re.escape(str([*place]))}: .* 1 of 80000 rows"):
             check(result, right, torch.bfloat16)
     check(right * (1 + 4 * torch.finfo(torch.float32).eps), right, torch.bfloat16)
@@ -198,8 +199,8 @@ def test_the_reference_is_torchs_attention():
     out, lse = reference_attention(query, key, value, is_causal=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     logits = (query @ key.mT / 4).masked_fill(~torch.ones(40, 40, dtype=torch.bool).tril(), -torch.inf)
-    tolerance.assert_same_in_another_order(out, expected, torch.float64)
-    tolerance.assert_same_in_another_order(lse, logits.logsumexp(-1), torch.float64)
+    two_ways.assert_same_in_another_order(out, expected, torch.float64)
+    two_ways.assert_same_in_another_order(lse, logits.logsumexp(-1), torch.float64)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc's malloc")

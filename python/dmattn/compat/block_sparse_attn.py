@@ -72,13 +72,9 @@ def block_sparse_attn_func(
     for name, flag in (flags | {"return_attn_probs": return_attn_probs}).items():
         checks.flag(name, flag)
     layouts.check_lengths(max_seqlen_q_=max_seqlen_q_, max_seqlen_k_=max_seqlen_k_)
-    ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
-    ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], q)
-    if ends_k.shape != ends_q.shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {list(ends_q.shape)} like cu_seqlens_q, got {checks.shape_of(ends_k)}")
-    for name, ends, most in (("max_seqlen_q_", ends_q, max_seqlen_q_), ("max_seqlen_k_", ends_k, max_seqlen_k_)):
-        if checks.values_are_known(ends) and int(ends.diff().max()) > most:
-            raise ValueError(f"{name}: expected at least {int(ends.diff().max())}, the longest sequence, got {most}")
+    ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q, k.shape[0])
+    layouts.check_longest("max_seqlen_q_", ends_q, max_seqlen_q_)
+    layouts.check_longest("max_seqlen_k_", ends_k, max_seqlen_k_)
     if exact_streaming and not is_causal:
         raise ValueError("exact_streaming: expected False without is_causal, got True")
     heads, batch = q.shape[1], ends_q.shape[0] - 1

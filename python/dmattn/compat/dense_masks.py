@@ -190,10 +190,7 @@ def packed_bias(
         if given.dim() != 3 or given.shape[0] != query.shape[0] or given.shape[1] not in heads or given.shape[2] != longest:
             sizes = f"Tq={query.shape[0]}, H={heads[1]}, Hkv={heads[2]}, max_seqlen_k={longest}"
             raise ValueError(f"{name}: expected [Tq, H|Hkv|1, max_seqlen_k] with {sizes}, got {checks.shape_of(given)}")
-    if ends_k.shape != ends_q.shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {list(ends_q.shape)} like cu_seqlens_q, got {checks.shape_of(ends_k)}")
-    if checks.values_are_known(ends_k) and ends_k.shape[0] > 1 and int(ends_k.diff().max()) > longest:
-        raise ValueError(f"max_seqlen_k: expected at least {int(ends_k.diff().max())}, the longest sequence, got {longest}")
+    layouts.check_longest("max_seqlen_k", ends_k, longest)
     if bias is None:
         bias = query.new_zeros((1, 1, 1))
     checks.dtype("attn_bias", bias, checks.DTYPES["cpu"])

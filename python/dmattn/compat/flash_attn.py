@@ -5,6 +5,8 @@ Head sizes up to 256 are padded to multiples of 8. ``window_size``, grouped head
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -124,39 +126,11 @@ def flash_attn_varlen_func(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.PACKED if block_table is None else layouts.PAGED)
-    return varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs, block_table,
-    )  # fmt: skip
-
-
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    block_table: Tensor | None,
-) -> Results:
-    """:func:`flash_attn_varlen_func` for tensors that were checked under their own names."""
     dropout_p = layouts.of_dropout("dropout_p", dropout_p)
     checks.flag("causal", causal), checks.flag("deterministic", deterministic)
     checks.flag("return_attn_probs", return_attn_probs)
     layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], q)
-    ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, None if block_table is not None else k.shape[0], q)
-    if ends_k.shape != ends_q.shape:
-        raise ValueError(f"cu_seqlens_k: expected shape {list(ends_q.shape)} like cu_seqlens_q, got {checks.shape_of(ends_k)}")
+    ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q, None if block_table is not None else k.shape[0])
     batch, heads = ends_q.shape[0] - 1, q.shape[1]
     scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
     left, right = layouts.of_window(window_size, causal)
@@ -188,86 +162,28 @@ def varlen(
     return (out, lse.squeeze(0), None) if return_attn_probs else out
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """:func:`flash_attn_func` of qkv [B, S, 3, H, D]."""
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Results:
+    """:func:`flash_attn_func` of qkv [B, S, 3, H, D]; args and options: its arguments from dropout_p on."""
     q, k, v = _parts("qkv", qkv, "[B, S, 3, H, D]", 3)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """:func:`flash_attn_func` of q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D]."""
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Results:
+    """:func:`flash_attn_func` of q [B, Sq, H, D] and kv [B, Sk, 2, Hkv, D]; args and options: its arguments from dropout_p on."""
     k, v = _parts("kv", kv, "[B, Sk, 2, Hkv, D]", 2)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any) -> Results:
+    """:func:`flash_attn_varlen_func` of qkv [T, 3, H, D]; args and options: its arguments from dropout_p on."""
     q, k, v = _parts("qkv", qkv, "[T, 3, H, D]", 3)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Results:
-    """:func:`flash_attn_varlen_func` of q [Tq, H, D] and kv [Tk, 2, Hkv, D]."""
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Results:
+    """:func:`flash_attn_varlen_func` of q [Tq, H, D] and kv [Tk, 2, Hkv, D]; args and options: its arguments from cu_seqlens_q on."""
     k, v = _parts("kv", kv, "[Tk, 2, Hkv, D]", 2)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_varlen_func(q, k, v, *args, **options)
 
 
 def _parts(name: str, given: object, layout: str, number: int) -> tuple[Tensor, ...]:

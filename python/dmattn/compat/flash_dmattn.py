@@ -79,7 +79,7 @@ def flash_dmattn_func(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     query, key, value = layouts.checked(NAMES, query, key, value, layouts.HEADS_LAST)
-    softmax_scale = _one_scale(softmax_scale, scale)
+    softmax_scale = layouts.one_of("softmax_scale", softmax_scale, "scale", scale)
     causal, probabilities = layouts.of_flag("is_causal", is_causal), layouts.of_flag("return_attn_probs", return_attn_probs)
     if attn_mask is not None:
         attn_mask = keep_of("attn_mask", attn_mask, query, _pairs(query, key))
@@ -181,17 +181,17 @@ def flash_dmattn_varlen_func(
     query, key, value = layouts.checked(NAMES, query, key, value, form)
     flags = {"is_causal": is_causal, "deterministic": deterministic, "return_attn_probs": return_attn_probs}
     causal, repeatable, probabilities = (layouts.of_flag(name, flag) for name, flag in flags.items())
-    scale, softcap = _one_scale(softmax_scale, scale), layouts.of_softcap(softcap)
+    scale, softcap = layouts.one_of("softmax_scale", softmax_scale, "scale", scale), layouts.of_softcap(softcap)
     if attn_mask is None and attn_bias is None:
-        return flash_attn.varlen(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, scale, causal, (-1, -1), softcap, None,
-            repeatable, probabilities, block_table,
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return flash_attn.flash_attn_varlen_func(
+            query, key, value, *lengths, softmax_scale=scale, causal=causal, softcap=softcap, deterministic=repeatable,
+            return_attn_probs=probabilities, block_table=block_table,
         )  # fmt: skip
     if block_table is not None:
         raise ValueError("block_table: expected None with attn_mask or attn_bias, got a table")
     layouts.check_lengths(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    ends_q = layouts.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query.shape[0], query)
-    ends_k = layouts.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key.shape[0], query)
+    ends_q, ends_k = layouts.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, query, key.shape[0])
     bias = packed_bias(attn_mask, attn_bias, query, key, ends_q, ends_k, max_seqlen_k)
     out, lse = varlen_attention(
         padded(query), padded(key), padded(value), ends_q, ends_k, is_causal=causal, bias=bias, softcap=softcap, deterministic=repeatable,
@@ -316,8 +316,7 @@ def flash_dynamic_mask_attention_forward(
 
 def _window(module: nn.Module | None, window_size: int | None, keep_window_size: int | None) -> int | None:
     """The window by its name since 1.2.1, by its earlier name, or as the module has it."""
-    if window_size is not None and keep_window_size is not None:
-        raise TypeError("window_size, keep_window_size: expected one of them at most, got both")
+    layouts.one_of("window_size", window_size, "keep_window_size", keep_window_size)
     held = getattr(module, "keep_window_size", None)
     names = {"window_size": window_size, "keep_window_size": keep_window_size, "module.keep_window_size": held}
     name, window = next(((name, given) for name, given in names.items() if given is not None), ("", None))
@@ -343,12 +342,6 @@ def _pairs(query: Tensor, key: Tensor) -> int:
     """Of query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
     batch, queries, heads, _ = query.shape
     return batch * queries * heads * key.shape[1]
-
-
-def _one_scale(softmax_scale: float | None, scale: float | None) -> float | None:
-    if softmax_scale is not None and scale is not None:
-        raise TypeError("softmax_scale, scale: expected one of them at most, got both")
-    return scale if softmax_scale is None else softmax_scale
 
 
 def _broadcasts(name: str, given: Tensor | None, query: Tensor, key: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from dmattn.fake import accumulate_dtype
 from dmattn.masks import IntervalMask
 from dmattn.sizes import padded
 
+T = TypeVar("T")
 HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
 HEADS_FIRST = ("[B, H, Sq, D]", "[B, Hkv, Sk, D]", "[B, Hkv, Sk, Dv]")
 PACKED = ("[Tq, H, D]", "[Tk, Hkv, D]", "[Tk, Hkv, Dv]")
@@ -212,14 +213,27 @@ def checked(
     return tensors[0], tensors[1], tensors[2]
 
 
-def check_cu_seqlens(name: str, given: object, tokens: int | None, like: Tensor) -> Tensor:
-    """cu_seqlens [B + 1]: 0 and the end of each sequence, up to the number of tokens (None: unknown). Values are checked on the CPU."""
-    ends = checks.cu_seqlens(name, given, tokens)
-    checks.same_device(name, ends, like, "q")
-    return ends
+def check_cu_seqlens(ends_q: object, ends_k: object, q: Tensor, keys: int | None) -> tuple[Tensor, Tensor]:
+    """cu_seqlens_q and cu_seqlens_k [B + 1]: 0 and the end of each sequence, up to the number of queries of q and of keys (None: unknown).
+    Values are checked on the CPU."""
+    checked = []
+    for name, given, tokens in (("cu_seqlens_q", ends_q, q.shape[0]), ("cu_seqlens_k", ends_k, keys)):
+        ends = checks.cu_seqlens(name, given, tokens)
+        checks.same_device(name, ends, q, "q")
+        checked.append(ends)
+    if checked[1].shape != checked[0].shape:
+        shapes = [checks.shape_of(ends) for ends in checked]
+        raise ValueError(f"cu_seqlens_k: expected shape {shapes[0]} like cu_seqlens_q, got {shapes[1]}")
+    return checked[0], checked[1]
 
 
-def one_of(name: str, given: Tensor | None, other_name: str, other: Tensor | None) -> Tensor | None:
+def check_longest(name: str, ends: Tensor, most: int) -> None:
+    """Refuses a greatest length that a sequence exceeds, where values lie on the CPU."""
+    if checks.values_are_known(ends) and ends.shape[0] > 1 and int(ends.diff().max()) > most:
+        raise ValueError(f"{name}: expected at least {int(ends.diff().max())}, the longest sequence, got {most}")
+
+
+def one_of(name: str, given: T | None, other_name: str, other: T | None) -> T | None:
     """An argument with two names."""
     if given is not None and other is not None:
         raise TypeError(f"{name}, {other_name}: expected one of them at most, got both")

@@ -1,14 +1,16 @@
 """One sequence on several ranks: exact attention to contiguous chunks, with only those keys in transit that some query still sees.
 
-Every rank holds the queries, keys and values of one chunk; chunks follow each other in rank order. Every rank knows the mask of the whole
-sequence: it is given, or it is selected by scores, which are the first thing that ranks exchange. So every rank can tell which rows of key
-and value each rank needs from each other one (:mod:`.needs`), and the second exchange moves these rows and no others (:mod:`.exchange`). They
-are put in front of the rank's own keys, and the ordinary op computes attention to both. Gradients of rows travel back by the reverse
-exchange.
+Rank r holds the queries, keys and values of chunk r. In a call
 
-Before anything moves, ranks tell each other what they were called with (:mod:`.agreement`), so that a rank that was called with other sizes or
-options is an error on every rank, and not a hang. Of masks, values are compared too, in eager calls and where no window stands beside the
-mask; values of base and dropout_seed are not, nor is deterministic.
+1. ranks compare the metadata of their calls (:mod:`.agreement`), so that a rank that was called differently is an error on every rank and
+   not a hang. Of masks, values are compared too, in eager calls and where no window stands beside the mask; values of base and dropout_seed
+   are not, nor is deterministic;
+2. with scores, all scores are gathered and every rank selects for the whole sequence, so all ranks know its mask. A given mask is known;
+3. every rank tells from the mask which rows of key and value each rank needs from each other one (:mod:`.needs`);
+4. these rows move (:mod:`.exchange`) into slots in front of the rank's own keys, and the ordinary op computes attention to both.
+
+In backward the gradients of rows return the same way. Two ranks with scores take a shorter way in place of steps 2 to 4 (:mod:`.pair`): one
+message, which in repeated eager calls leaves before the comparison has ended.
 """
 
 from dmattn.distributed.attention import context_parallel_attention

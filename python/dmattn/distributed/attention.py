@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.call import NO_MASK, Options, attend, autocast, options_of
-from dmattn.distributed import agreement, exchange, needs, pair
+from dmattn.distributed import agreement, needs, pair
 from dmattn.distributed.agreement import DTYPES, float_bits
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
@@ -146,37 +146,25 @@ def context_parallel_attention(
         lengths = _lengths_while_compiling(given, world, rank)
         given = _with_long_enough_mask(given, sum(lengths))
     else:
-        lengths = agreement.agree(ranks, call_signature) if world > 1 else [given.sizes.query_length]
-        call_signature = []
+        lengths = agreement.agree(ranks, call_signature)
     chunks = Chunks(ranks.group_name, rank, lengths)
-    if given.mask_length() and not compiling and given.mask_length() != chunks.length():
-        raise ValueError(exchange.wrong_mask_length(given.mask_length(), lengths, given.base is not None))
-    if not compiling:
-        too_long = _too_long(lengths)
-        if too_long:
-            raise ValueError(too_long)
-
-    # Begin to copy this rank's rows behind its slots.
-    counts = _slot_counts(given, chunks)
-    bias = _added_to_logits(given)
-    carried = [key, value] if bias is None else [key, value, bias]
-    room = exchange.make_room(carried, counts[rank]) if world > 1 and not compiling else None
 
     # Know the mask of the whole sequence.
-    start, end, call_signature = _whole_mask(given, chunks, call_signature)
+    counts = _slot_counts(given, chunks)
+    to_compare = call_signature if compiling else None
+    start, end = _whole_mask(given, chunks, to_compare)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
+    bias = _added_to_logits(given)
+    rows = [key, value] if bias is None else [key, value, bias]
     if world > 1:
-        exchanged = key, value, bias, start, end, slots, counts, lengths, rank, chunks.group, call_signature
-        if room is None:  # while compiling: one node of the graph
-            key, value, joined_bias, _ = torch.ops.dmattn_distributed.carry(*exchanged)
-        else:
-            key, value, joined_bias, _ = exchange.Carry.apply(*exchanged, room)
-        bias = None if bias is None else joined_bias
-    flat_bias = None if bias is None else _by_head(bias)
+        place = lengths, rank, chunks.group, to_compare if scores is None else None
+        rows, _ = torch.ops.dmattn_distributed.carry(rows, start, end, slots, counts, *place)
+    key, value, *biases = rows
+    flat_bias = _by_head(biases[0]) if biases else None
     seed = options.dropout_seed
     if seed is not None and dropout_seed is None and world > 1:
         seed = torch.ops.dmattn_distributed.share_seed(seed, chunks.group)
@@ -258,12 +246,6 @@ def _by_head(bias: Tensor) -> Tensor:
     return bias[..., 0] if bias.shape[3] == 1 else bias.transpose(2, 3).flatten(1, 2)
 
 
-def _too_long(lengths: Sequence[int]) -> str | None:
-    if sum(lengths) <= checks.MAX_LENGTH:
-        return None
-    return f"query: expected chunks of at most {checks.MAX_LENGTH} positions together, got {sum(lengths)}"
-
-
 def _check_mask(name: str, mask: IntervalMask, sizes: Sizes) -> None:
     batch, heads, _ = mask.shape
     if batch not in (1, sizes.batch) or heads not in (1, sizes.heads, sizes.kv_heads):
@@ -332,22 +314,21 @@ def _with_long_enough_mask(given: Arguments, length: int) -> Arguments:
     return given._replace(mask=None if given.mask is None else IntervalMask(nothing, nothing), base=None)
 
 
-def _whole_mask(given: Arguments, chunks: Chunks, call_signature: list[int]) -> tuple[Tensor | None, Tensor, list[int]]:
-    """start (None: the key's own position) and end of the whole sequence; ``call_signature`` is empty once ranks have compared it."""
+def _whole_mask(given: Arguments, chunks: Chunks, call_signature: list[int] | None) -> tuple[Tensor | None, Tensor]:
+    """start (None: the key's own position) and end of the whole sequence. ``call_signature``: what ranks still have to compare."""
     if given.scores is not None:
         scores = given.scores.detach()
         if len(chunks.lengths) > 1:
             scores = torch.ops.dmattn_distributed.gather_scores(scores, chunks.lengths, chunks.rank, chunks.group, call_signature)
-            call_signature = []
         window, local, sink_keys = given.selection
         start, end = select_interval(scores, window, True, given.base, local, sink_keys)
         if start is not None:
             start, end = same_heads(start, end, "base")
             start = start.expand(-1, -1, chunks.length())
-        return start, end, call_signature
+        return start, end
     mask = IntervalMask.causal(chunks.length(), device=given.sizes.device) if given.mask is None else given.mask
     start, end = same_heads(mask.start, mask.end, "mask")
-    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length()), call_signature
+    return start.expand(-1, -1, chunks.length()), end.expand(-1, -1, chunks.length())
 
 
 def _slot_counts(given: Arguments, chunks: Chunks) -> list[int]:
@@ -390,26 +371,24 @@ def _between_two(
     assert given.scores is not None
     # A wider dtype has the same order and ties, and its gradients are added in float32.
     scores = given.scores.to(torch.promote_types(given.scores.dtype, accumulate_dtype(given.sizes.dtype)))[..., None]
-    rank = dist.get_rank(group)
-    if torch.compiler.is_compiling():
-        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
-        fetch = torch.ops.dmattn_distributed.fetch
-        key, value, scores, key_bias, end, _ = fetch(key, value, scores, given.key_bias, *given.selection, *place)
-        return _over_slots(query, key, value, scores, None if given.key_bias is None else key_bias, end, options)
     rows = [scores, key, value] if given.key_bias is None else [scores, key, value, given.key_bias]
+    if torch.compiler.is_compiling():
+        rank = dist.get_rank(group)
+        place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
+        rows, end, _ = torch.ops.dmattn_distributed.fetch(rows, *given.selection, *place)
+        return _over_slots(query, rows, end, options)
 
     def attended(begun: pair.Begun) -> tuple[Tensor, Tensor]:
-        scores, key, value, *biases, end = pair.Fetch.apply(begun, *rows)
-        return _over_slots(query, key, value, scores, biases[0] if biases else None, end, options)
+        *fetched, end = pair.Fetch.apply(begun, *rows)
+        return _over_slots(query, fetched, end, options)
 
-    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), _too_long, attended)
+    return pair.exchanged(group, call_signature, rows, pair.Selection(*given.selection), attended)
 
 
-def _over_slots(
-    query: Tensor, key: Tensor, value: Tensor, scores: Tensor, key_bias: Tensor | None, end: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Attention to slots and own keys, [B, Hkv, M + n, *], whose ends are known."""
-    bias = _by_head(scores if key_bias is None else key_bias + scores)
+def _over_slots(query: Tensor, rows: list[Tensor], end: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Attention to slots and own keys, of which the rows are scores, key, value and, if given, key_bias, [B, Hkv, M + n, *]."""
+    scores, key, value, *biases = rows
+    bias = _by_head(biases[0] + scores if biases else scores)
     return attend(query, key, value, sizes_of(query, key, value), (None, end, *NO_MASK[2:]), bias, None, options)
 
 

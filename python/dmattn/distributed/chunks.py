@@ -75,14 +75,11 @@ def _group_of_mesh(mesh: object) -> dist.ProcessGroup:
     return group
 
 
-def all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """Everybody's ``sent`` [n] in rank order into ``received`` [ranks * n]."""
-    _all_gather()(received, sent, group=group)
-
-
-def begin_all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """:func:`all_gather_flat`, which is done when the result has been waited for."""
-    work: dist.Work = _all_gather()(received, sent, group=group, async_op=True)
+def all_gather_flat(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begins to gather everybody's ``sent`` [n], in rank order, into ``received`` [ranks * n]."""
+    # Newer releases of torch have another name for it.
+    all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = all_gather(received, sent, group=group, async_op=True)
     return work
 
 
@@ -93,8 +90,3 @@ def begin_message(packed: Tensor, source: int, group: dist.ProcessGroup) -> dist
     incoming, outgoing = (packed[:0], packed) if rank == source else (packed, packed[:0])
     work: dist.Work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group, async_op=True)
     return work
-
-
-def _all_gather() -> Any:
-    """Newer releases of torch have another name for it."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

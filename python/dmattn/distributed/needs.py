@@ -8,6 +8,7 @@ queries.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -25,16 +26,8 @@ FAR = 4 * checks.MAX_LENGTH  # no position is as far from 0, also after a move
 
 def seen_by(start: Tensor | None, end: Tensor, first: int | Tensor, last: int | Tensor) -> Tensor:
     """Which of these keys, all before ``first``, the queries at [first, last) see, as bools; first and last broadcast with end [.., keys]."""
-    seen = end > first if start is None else _later(start, first) < _earlier(end, last)
+    seen = end > first if start is None else start.clamp(min=first) < end.clamp(max=last)
     return seen & (first < last)
-
-
-def _later(bound: Tensor, position: int | Tensor) -> Tensor:
-    return torch.maximum(bound, position) if isinstance(position, Tensor) else bound.clamp(min=position)
-
-
-def _earlier(bound: Tensor, position: int | Tensor) -> Tensor:
-    return torch.minimum(bound, position) if isinstance(position, Tensor) else bound.clamp(max=position)
 
 
 def per_key_head(seen: Tensor, kv_heads: int) -> Tensor:
@@ -43,10 +36,18 @@ def per_key_head(seen: Tensor, kv_heads: int) -> Tensor:
 
 
 def places_of(marked: Tensor, count: int) -> Tensor:
-    """The places of the first ``count`` True of each row [.., n], int32 [.., count]; n where there are fewer."""
-    before = marked.cumsum(-1, dtype=torch.int32)
-    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=marked.device)
-    return torch.searchsorted(before, ordinals.expand(*marked.shape[:-1], count).contiguous(), out_int32=True)
+    """The places of the first ``count`` True of each row [.., n], int64 [.., count]; n where there are fewer."""
+    *rows, length = marked.shape
+    if length == 0:
+        return torch.zeros(*rows, count, dtype=torch.int64, device=marked.device)
+    marked = marked.reshape(math.prod(rows), length)
+    # One long scan keeps a GPU busy, a short one for each row does not.
+    counted = marked.flatten().cumsum(0, dtype=torch.int32).view(marked.shape)
+    before = counted[:, :1] - marked[:, :1].int()
+    found = torch.searchsorted(counted.flatten(), before + torch.arange(1, count + 1, dtype=torch.int32, device=marked.device))
+    firsts = torch.arange(marked.shape[0], device=marked.device)[:, None] * length
+    # Where a row has fewer, what is found lies in a later one.
+    return (found - firsts).clamp(max=length).view(*rows, count)
 
 
 def slots_of(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, slots: int) -> Tensor:
@@ -57,7 +58,7 @@ def slots_of(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int, s
     """
     places = places_of(_seen_earlier(start, end, chunks, kv_heads), slots)
     first = chunks.first(chunks.rank)
-    return torch.where(places < first, places, EMPTY)
+    return torch.where(places < first, places, EMPTY).int()
 
 
 def _seen_earlier(start: Tensor | None, end: Tensor, chunks: Chunks, kv_heads: int) -> Tensor:
@@ -86,9 +87,6 @@ def local_mask(start: Tensor | None, end: Tensor, slots: Tensor, chunks: Chunks)
     count = slots.shape[-1]
     first, last = chunks.first(chunks.rank), chunks.first(chunks.rank + 1)
     by = count - first
-    if count == 0:
-        own_end = _moved(end[..., first:last], by)
-        return IntervalMask(_always(own_end) if start is None else _moved(start[..., first:last], by), own_end)
     heads = max(end.shape[1], slots.shape[1], 1 if start is None else start.shape[1])
     batch = torch.broadcast_shapes(end.shape[:1], slots.shape[:1], (1,) if start is None else start.shape[:1])[0]
     slots = repeat_heads(slots, heads)

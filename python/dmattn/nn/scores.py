@@ -318,6 +318,16 @@ def _recency_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
 _with_recency.register_autograd(_recency_gradients, setup_context=_save_slopes)
 
 
+@opaque("of_selecting_heads")
+def _of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
+    return of_selecting_heads(ranks, local_heads)
+
+
+@_of_selecting_heads.register_fake
+def _(ranks: Tensor, local_heads: int) -> Tensor:
+    return ranks.new_empty(ranks.shape)
+
+
 @opaque("score_loss", tags=(torch.Tag.nondeterministic_seeded,))
 def _score_loss_op(
     query: Tensor, key: Tensor, scores: Tensor, key_bias: Tensor | None, ends: Tensor | None, certain: Tensor | None, queries: int,
@@ -415,16 +425,6 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor 
     of_key, of_value = (empty_in_order_of(x, x.shape[3]) for x in (key, value))
     of_bias = key.new_empty((0,) if key_bias is None else key_bias.shape, dtype=accumulate_dtype(key.dtype))
     return torch.empty_like(query), of_key, of_value, torch.empty_like(grad), of_bias
-
-
-@opaque("of_selecting_heads")
-def _of_selecting_heads(ranks: Tensor, local_heads: int) -> Tensor:
-    return of_selecting_heads(ranks, local_heads)
-
-
-@_of_selecting_heads.register_fake
-def _(ranks: Tensor, local_heads: int) -> Tensor:
-    return ranks.new_empty(ranks.shape)
 
 
 def _save_explored(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

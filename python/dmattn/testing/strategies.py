@@ -543,13 +543,7 @@ def block_masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMas
 
 def masks(shape: Shape, device: str = "cpu") -> st.SearchStrategy[DrawnMask]:
     """Every kind of mask that :func:`dmattn.attention` takes, None included."""
-    return (
-        no_masks(shape, device)
-        | interval_masks(shape, device)
-        | block_masks(shape, device)
-        | combined_masks(shape, device)
-        | bool_tensor_masks(shape, device)
-    )
+    return some_masks(shape, device, MASK_TYPES)
 
 
 # Biases and cases -------------------------------------------------------------------------------------------------------------------
@@ -624,7 +618,7 @@ def attention_cases(
         )
         for n, size in enumerate(sizes)
     )
-    drawn = draw(masks(shape, device) if allowed.issuperset(MASK_TYPES) else some_masks(shape, device, allowed))
+    drawn = draw(some_masks(shape, device, allowed))
     offset = None
     if "combined" not in drawn.kinds and chosen("query_offset", st.sampled_from((False, False, True)), False):
         offset = draw(query_offsets(shape, device))

@@ -46,7 +46,8 @@ def register(name: str = "dmattn") -> str:
 
 
 def bounded_cache(model: nn.Module, *, rewind: int = REWIND) -> Cache:
-    """An empty bounded cache for a model with dmattn's selection, to be passed to its calls and to ``generate()`` as ``past_key_values=``.
+    """An empty bounded cache for a model with dmattn's selection, to be passed to its calls and to ``generate()`` as ``cache=``, which is
+    ``past_key_values=`` before transformers 5.24.
 
     Args:
         model: what :func:`enable_dynamic_mask_attention` or :func:`convert` returned, or what ``torch.compile`` or peft made of it.
