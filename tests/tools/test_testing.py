@@ -264,7 +264,7 @@ def test_masks_reach(kind):
 def test_thresholds_are_those_of_the_kernels(header, named):
     """The headers and the strategies name the same lengths; on the CPU, all that there are."""
     path = Path(__file__).parents[2] / header
-    constants = {"kMaxWidth": None}  # a width, not a length
+    constants = {"kMaxWidth": None, "kListHeads": None}  # no lengths
     for name, value in re.findall(r"^(?:inline )?constexpr \w+ (k\w+) = ([\w* ]+);", path.read_text(), re.M):
         product = 1
         for factor in value.split(" * "):
@@ -272,7 +272,7 @@ def test_thresholds_are_those_of_the_kernels(header, named):
         constants.setdefault(name, product)
     assert {name: constants[name] for name in named} == named
     if "cpu" in header:
-        assert set(constants) - set(named) == {"kMaxWidth"}
+        assert set(constants) - set(named) == {"kMaxWidth", "kListHeads"}
     for threshold in named.values():
         assert {threshold - 1, threshold, threshold + 1} <= set(strategies.edge_lengths())
 
