@@ -89,7 +89,7 @@ coverage: $(VENV)/test.ready build  ## the lines of python/dmattn that the tests
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-faults: $(VENV)/test.ready  ## plant faults in copies of the sources and see whether the tests find them (FAULT_ARGS="--only python")
+faults: $(VENV)/test.ready  ## plant mutations in copies of the sources and see which test finds each (FAULT_ARGS="--area python --count 20")
 	PYTHONPATH=benchmarks $(BIN)/python tools/planted_faults.py $(FAULT_ARGS)
 
 build: $(VENV)/build.ready  ## compile and install into .venv, with CUDA kernels for the GPUs of this machine (CUDA=ON: all architectures)

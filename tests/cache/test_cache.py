@@ -414,6 +414,17 @@ def test_a_step_is_an_update_and_the_attention_over_all_slots(device, dtype, siz
         assert_same_state(one, two)
 
 
+@pytest.mark.parametrize(("lengths", "taken"), [(None, 3), ((1, 0, 1), 2)])
+def test_flops_of_a_step(device, dtype, lengths, taken):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    history = History(1, dtype, device, B=3, H=4, D=8, Dv=16)
+    lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
+    with FlopCounterMode(display=False) as counter:
+        history.cache(5, 3, 2).attend(*history.tokens(0, 1), lengths=lengths)
+    assert counter.get_total_flops() == 2 * taken * 4 * (5 + 3 + 2) * (8 + 16)
+
+
 @given(data=st.data(), kind=st.sampled_from(["random", "ties", "increasing"]))
 def test_rewind_is_as_if_the_tokens_had_never_come(device, exact, data, kind):
     window, local, sink_keys = data.draw(st.sampled_from(SIZES))

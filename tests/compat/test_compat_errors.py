@@ -177,7 +177,7 @@ BAD = {
     "k alone": (lambda: new(v=None), TypeError, "v: expected a torch.Tensor, got NoneType"),
     "v of another length": (lambda: new(v=V[:, :4]), ValueError, "v: expected [B, n, Hkv, Dv] = [2, 5, 2, 8], got [2, 4, 2, 8]"),
     "row of the cache": (lambda: new(cache_batch_idx=long(0, 2)), ValueError, "cache_batch_idx: expected numbers from 0 to 1, got [0, 2]"),
-    "pages without room": (lambda: packed(k=CACHE[0][:, :4], v=CACHE[1][:, :4], block_table=PAGES[:, :1]), ValueError, "block_table: expected room for 6 keys, got 1 pages of 4"),
+    "pages without room": (lambda: packed(k=CACHE[0][:, :4], v=CACHE[1][:, :4], cu_seqlens_k=torch.tensor([0, 2, 8], dtype=torch.int32), block_table=PAGES[:, :1]), ValueError, "block_table: expected room for 6 keys, got 1 pages of 4"),
     "a page that is not there": (lambda: packed(k=CACHE[0], v=CACHE[1], block_table=PAGES + 2), ValueError, "block_table: expected pages from 0 to 1, got 2"),
     "a cache's page that is not there": (lambda: new(block_table=PAGES + 2), ValueError, "block_table: expected pages from 0 to 1, got 2"),
     "a page below 0": (lambda: new(block_table=PAGES - 1), ValueError, "block_table: expected pages from 0 to 1, got -1"),

@@ -190,6 +190,7 @@ PUBLIC = {
     "sink_keys over a causal base": (lambda: dma(is_causal=False, sink_keys=1, base=IntervalMask.documents(12, torch.tensor([0, 12]))), ValueError, "local, sink_keys: expected 0 and 0 with is_causal=False, got 0 and 1"),
     "scores of rank 2": (lambda: IntervalMask.top_k(S[0], 3), ValueError, "scores: expected 3 dimensions [B, Hkv, Sk], got shape [2, 12]"),
     "scores of integers": (lambda: IntervalMask.top_k(S.int(), 3), TypeError, "scores: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "scores on another device": (lambda: dma(S.to("meta")), ValueError, "scores: expected device cpu like query, got meta"),
     "scores per query head": (lambda: dma(rows(2, 4, 12)), ValueError, "scores: expected [B, Hkv, Sk] = [2, 2, 12], got [2, 4, 12]"),
     "base is a tensor": (lambda: dma(base=INTS), TypeError, "base: expected an IntervalMask, got Tensor"),
     "base slides": (lambda: dma(base=IntervalMask.sliding_window(12, 3)), ValueError, "base: expected documents, padding or their intersection"),

@@ -648,10 +648,13 @@ def test_invisible_tiles_are_left_out(monkeypatch):
     window = IntervalMask.sliding_window(512, 30)
     block = BlockMask.from_bool(window.to_bool(512, 512), 64)
     dense, causal = IntervalMask.padding(512, 512), {"is_causal": True}
-    for mask, options, expected in ((dense, {}, 64), (None, causal, 36), (window, {}, 15), (window, causal, 15), (block, {}, 15)):
+    tangents = []
+    for mask, options, expected in ((dense, {}, 64), (None, causal, 36), (window, causal, 15), (window, {}, 15), (block, {}, 15)):
         tiles.clear()
-        jvp(lambda q, mask=mask, options=options: dmattn.attention(q, query, query, mask, **options), (query,), (query,))
+        call = lambda q, mask=mask, options=options: dmattn.attention(q, query, query, mask, **options)  # noqa: E731
+        tangents.append(jvp(call, (query,), (query,))[1])
         assert len(tiles) == expected
+    torch.testing.assert_close(tangents[-1], tangents[-2])
 
 
 # Compiled ----------------------------------------------------------------------------------------------------------------------------------

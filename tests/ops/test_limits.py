@@ -27,6 +27,16 @@ def repeated(length, heads=1, size=8, dtype=torch.float32, device="cpu"):
 # The longest lengths ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tiles", [(4096, 32), (32, 4096)])
+def test_the_largest_tile_is_taken(device, tiles):
+    mask = torch.ones(1, 1, 40, 4100, dtype=torch.bool, device=device)
+    table = ops.pack_tiles(mask, 40, 4100, 1, 1, *tiles)[0]
+    inside = (-(-40 // tiles[0]), -(-4100 // tiles[1]))
+    assert (table[0, 0, : inside[0], : inside[1]] == 1).all()  # full
+    with pytest.raises(RuntimeError, match=r"tile_[qk]: expected a multiple of 32 up to 4096, got 4128"):
+        ops.pack_tiles(mask, 40, 4100, 1, 1, *(tile + 32 if tile == 4096 else tile for tile in tiles))
+
+
 def test_one_more_is_refused():
     query, key = repeated(1), repeated(LONGEST + 1)
     for Sq, Sk in ((query, key), (key, query)):

@@ -430,7 +430,6 @@ OTHER_WORDS = (
     "docs/kernels/",
     "research/lab/",
     "docs/generated/",
-    "tools/faults/",
     "tests/tools/test_codebase.py",
     "tests/ops/test_renamed.py",
 )

@@ -1,134 +1,163 @@
-"""The tables of faults fit the sources: each can still be planted, and names tests that exist. ``tools/planted_faults.py`` plants them."""
+"""Mutations are small slips in code alone, named and drawn alike whatever changes elsewhere; those planted have their outcomes recorded."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
+import argparse
+import ast
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
+import types
 from pathlib import Path
 
+import mutations
 import planted_faults
 import pytest
-from faults import KINDS, all_faults
+from equivalent_mutations import EQUIVALENT
+from mutations import AREAS, ROOT, mutations_of, sample
 
-ROOT = Path(__file__).parents[2]
-FAULTS = all_faults()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_fault_still_applies(kind):
-    for fault in FAULTS:
-        if fault.kind == kind:
-            assert planted_faults.applied(fault, ROOT) != (ROOT / fault.file).read_text(), f"{fault}: changes nothing"
-
-
-def test_a_fault_whose_text_is_gone_says_so():
-    gone = dataclasses.replace(FAULTS[0], old="no such text anywhere")
-    with pytest.raises(ValueError, match="this fault must be rewritten: its old text occurs 0 times"):
-        planted_faults.applied(gone, ROOT)
-    often = dataclasses.replace(FAULTS[0], old="return")
-    with pytest.raises(ValueError, match=r"this fault must be rewritten: its old text occurs [0-9]+ times"):
-        planted_faults.applied(often, ROOT)
-
-
-def test_every_named_test_exists():
-    for fault in FAULTS:
-        for test in fault.tests.split():
-            file, _, function = test.partition("::")
-            text = (ROOT / "tests" / file).read_text()
-            assert not function or re.search(rf"^def {function}\(", text, re.M), f"{fault}: no test {test}"
-
-
-def test_outcomes_are_added_to_a_table(tmp_path, monkeypatch):
-    path = tmp_path / "table.json"
-    first, second = (fault for fault in FAULTS[:2])
-    survived, found = planted_faults.Outcome(first, "survived"), planted_faults.Outcome(second, "found", "test_x.py::test_y")
-    planted_faults.write_table(path, [found, planted_faults.Outcome(dataclasses.replace(first, wrong="gone"), "found")])
-    monkeypatch.setenv("PATH", "")  # no git
-    monkeypatch.setenv("DMATTN_COMMIT", "0123456")
-    planted_faults.write_table(path, [survived])
-    table = json.loads(path.read_text())
-    assert (table["planted"], table["found"]) == (2, 1)
-    assert [(row["fault"], row["outcome"]) for row in table["faults"]] == [(str(first), "survived"), (str(second), "found")]
-    assert table["faults"][0]["commit"] == "0123456"
-
-
-# Plants three faults one after the other: the tests of the first fail, those of the second never end.
-PROGRAM = """
-import argparse, asyncio, sys, types
-from pathlib import Path
-import planted_faults
-from faults import Fault
-
-work = Path(sys.argv[1])
-base = types.SimpleNamespace(source=work / "source", site=work / "site", build=work)
-options = argparse.Namespace(jobs=1, test_jobs=1, timeout=100, all_tests=False, keep=False, no_baseline=True, table=work / "table.json")
-faults = [Fault("python", "python/dmattn/it.py", "1", str(n), f"it is {n}", f"test_{n}.py") for n in (2, 3, 4)]
-planted_faults.all_faults = lambda: faults
-sys.exit(asyncio.run(planted_faults.plant_all(options, faults, {64: base}, work)))
+PYTHON = '''
+"""At most 3 + 4."""
+@overload
+def clip(x, low=1): ...
+def clip(x: Literal[1], low, high):
+    if not x <= low + 1 and True:
+        raise ValueError(f"{x + 1} and {low - 1}")
+    self.last = max(low, high)
+'''
+CPP = """
+#include "a + b.h"  // 1 < 2
+namespace n {
+template <int N, class T> struct Sums {
+  template <class U> __global__ void __launch_bounds__(32, 2) add(const T& x, int n) {
+    for (int i = 0; i < n; ++i) sums[i] += read<T, N>("1 < 2", low, high);  /* 1 + 2 */
+    __syncthreads();
+    if (!done && x->is_last()) *where = R"(1 + "2)"[min(a, b) - 1];
+  }
+};
+}  // namespace n
 """
 
 
-def test_an_interrupted_run_says_what_it_knows(tmp_path):
+def edits(text: str, language: str) -> set[str]:
+    """A file's edits with the functions they are in."""
+    edits_of = mutations.python_edits if language == "python" else mutations.cpp_edits
+    return {f"{function}: {operator}: {text[start:end]} -> {new}" for function, operator, start, end, new in edits_of(text)}
+
+
+def test_operators_on_python():
+    assert edits(PYTHON, "python") == {
+        "clip: and, or: not x <= low + 1 and True -> (not x <= low + 1 or True)",
+        "clip: dropped not: not x <= low + 1 -> (x <= low + 1)",
+        "clip: comparison: x <= low + 1 -> (x < low + 1)",
+        "clip: arithmetic: low + 1 -> (low - 1)",
+        "clip: off by one: 1 -> 2",
+        "clip: true, false: True -> False",
+        'clip: removed raise: raise ValueError(f"{x + 1} and {low - 1}") -> pass',
+        "clip: minimum, maximum: max -> min",
+        "clip: swapped arguments: low, high -> high, low",
+        "clip: removed statement: self.last = max(low, high) -> pass",
+    }
+
+
+def test_operators_on_cpp():
+    assert edits(CPP, "cpp") == {
+        "Sums.add: off by one: 0 -> 1",
+        "Sums.add: comparison: < -> <=",
+        "Sums.add: arithmetic: += -> -=",
+        'Sums.add: removed statement: sums[i] += read<T, N>("1 < 2", low, high) -> ',
+        "Sums.add: swapped arguments: low, high -> high, low",
+        "Sums.add: removed barrier: __syncthreads() -> ",
+        "Sums.add: dropped not: ! -> ",
+        "Sums.add: and, or: && -> ||",
+        "Sums.add: minimum, maximum: min -> max",
+        "Sums.add: swapped arguments: a, b -> b, a",
+        "Sums.add: arithmetic: - -> +",
+        "Sums.add: off by one: 1 -> 2",
+    }
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_mutations_of_the_sources(area):
+    found = mutations_of(area)
+    assert len(found) == len({mutation.name for mutation in found}) > 1000
+    for mutation in sample(found)[:50]:
+        text = (ROOT / mutation.file).read_text()
+        changed = mutation.applied(text)
+        assert changed != text
+        assert changed.startswith(text[: mutation.start])
+        assert changed.endswith(text[mutation.end :])
+        if area == "python":
+            ast.parse(changed)
+    for file in {mutation.file for mutation in found}:
+        for name in planted_faults.tests_of(file):
+            assert list((ROOT / "tests").rglob(name)), f"{file}: no {name}"
+
+
+def test_a_change_of_one_function_renames_and_redraws_no_other(tmp_path):
+    file = tmp_path / "python/dmattn/it.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(PYTHON)
+
+    def drawn():
+        names: dict[str, list[str]] = {}
+        for mutation in sample(mutations_of("python", tmp_path)):
+            if mutation.function == "clip":
+                names.setdefault(mutation.operator, []).append(mutation.name)
+        return names
+
+    before = drawn()
+    file.write_text("def other():\n    return 1 < 2\n" + PYTHON)
+    assert drawn() == before
+
+
+def test_the_object_files_that_a_change_needs():
+    """Those that include the file: of the CPU kernels for this processor alone, of the CUDA kernels for the size that is built."""
+    names = [
+        "x.dir/cpp/cpu/forward.cpp.o", "dmattn_cpu_avx2.dir/cpp/cpu/kernels.cpp.o", "dmattn_cpu_baseline.dir/cpp/cpu/kernels.cpp.o",
+        "x.dir/generated/sm80_forward_64_kPlain.cu.o", "x.dir/generated/sm90_forward_256_kPlain.cu.o", "x.dir/cpp/cuda/sum.cu.o",
+    ]  # fmt: skip
+    ninja = "\n\n".join(f"{name}: #deps 2, deps mtime 1 (VALID)\n    ../source/cpp/a.h\n    /usr/include/b.h" for name in names)
+    base = types.SimpleNamespace(
+        build=Path("/w/build"), source=Path("/w/source"), level="avx2", size=64, dependencies=f"{ninja}\n\n"
+    )
+    assert planted_faults.Build.objects_of(base, "cpp/a.h") == [names[0], names[1], names[3], names[5]]
+    assert planted_faults.Build.objects_of(base, "cpp/b.h") == []
+
+
+def test_outcomes_are_recorded(tmp_path, monkeypatch):
     for folder in ("source/python/dmattn", "source/tests", "site/dmattn"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "source/python/dmattn/it.py").write_text("IT = 1\n")
-    (tmp_path / "source/tests/test_2.py").write_text("def test_it():\n    assert False\n")
-    says_who = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
-    (tmp_path / "source/tests/test_3.py").write_text(f"import os, time\ndef test_it():\n    {says_who}\n    time.sleep(100)\n")
-    program = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'benchmarks'}", "PYTHONUNBUFFERED": "1"}
-    running = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        until = time.monotonic() + 60
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            assert running.poll() is None, running.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        output, errors = running.communicate(timeout=60)
-    finally:
-        running.kill()
-    assert errors == ""
-    assert running.returncode == 1
-    assert "interrupted" in output
-    assert "1 of 3 planted: 1 found, 0 survived, 0 not as they should be" in output
-    assert [row["fault"] for row in json.loads((tmp_path / "table.json").read_text())["faults"]] == ["it.py: it is 2"]
-    with pytest.raises(ProcessLookupError):  # nothing that it started is left
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    (tmp_path / "site/dmattn/__init__.py").touch()
+    for folder in ("source/python", "site"):
+        (tmp_path / folder / "dmattn/it.py").write_text("def limit():\n    return 1\n\ndef name():\n    return False\n")
+    (tmp_path / "source/pytest.ini").write_text("[pytest]")
+    (tmp_path / "source/tests/conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')"
+    )
+    (tmp_path / "source/tests/test_it.py").write_text("import dmattn.it\ndef test_limit():\n    assert dmattn.it.limit() < 2\n")
+    monkeypatch.setattr(planted_faults, "TESTS", (("it", "it"),))
+    base = types.SimpleNamespace(source=tmp_path / "source", site=tmp_path / "site", size=None)
+    options = argparse.Namespace(compilers=1, full=False, timeout=100, threads=1, jobs=1)
+    drawn = mutations_of("python", tmp_path / "source")
+    record = tmp_path / "record.json"
+    planter = planted_faults.Planter(base, options, False)
+    assert planted_faults.plant_all(planter, drawn, 2, record) == 1
+    table = json.loads(record.read_text())
+    assert table["areas"]["python"] == {"found": 1, "survived": 1, "equivalent": 0}
+    assert table["areas"]["cpu"] == "not run"
+    rows = {row["function"]: (row["outcome"], row["found_by"]) for row in table["mutations"]}
+    assert rows == {"limit": ("found", "tests/test_it.py::test_limit"), "name": ("survived", "")}
+    monkeypatch.setitem(EQUIVALENT, drawn[1].name, (drawn[1].edit, "nobody asks"))
+    assert planted_faults.plant_all(planter, drawn[1:], 1, record) == 0
+    assert json.loads(record.read_text())["areas"]["python"] == {"found": 1, "survived": 0, "equivalent": 1}
 
 
-def test_faults_of_kernels_are_built_for_the_size_they_name():
-    instances = [f"CMakeFiles/x.dir/generated/{name}.cu.o" for name in (
-        "sm80_key_major_64", "sm90_forward_64_kAll", "sm80_decode_256", "sm90_forward_256_kAll", "sm90_backward_wide_256_kInOrder"
-    )]  # fmt: skip
-    common = "CMakeFiles/x.dir/cpp/cuda/common/reduce/sum.cu.o"
-    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 64)] == [*instances[:2], common]
-    assert [name for name in (*instances, common) if planted_faults.is_tested(name, 256)] == [*instances[2:], common]
-    wide = [fault for fault in FAULTS if fault.file.endswith("backward/kernel_wide.cuh")]
-    assert wide
-    assert {fault.size for fault in wide} == {256}
+def test_equivalent_mutations_exist():
+    known = {mutation.name: mutation.edit for area in AREAS for mutation in mutations_of(area)}
+    assert {name: edit for name, (edit, _) in EQUIVALENT.items()} == {name: known.get(name) for name in EQUIVALENT}
 
 
-def test_a_build_of_other_sources_is_refused(tmp_path):
-    built, source = tmp_path / "built", tmp_path / "source"
-    shutil.copytree(ROOT / "cpp", source / "cpp")
-    (source / "cpp/params.h").write_text("// something else\n")
-    built.mkdir()
-    (built / "CMakeCache.txt").write_text(f"CMAKE_HOME_DIRECTORY:INTERNAL={source}\n")
-    with pytest.raises(SystemExit, match=r"--build: expected a build of these sources, got one with another cpp/params\.h"):
-        planted_faults.Base(tmp_path / "work", None, "", 1, built)
-
-
-def test_the_committed_table_is_of_faults_that_exist_and_has_no_survivor():
-    rows = planted_faults.read_table(ROOT / "benchmarks/results/planted_faults.json")
-    assert {row["outcome"] for row in rows.values()} == {"found"}
-    counted = collections.Counter(row["kind"] for row in rows.values())
-    assert min(counted[kind] for kind in KINDS if kind.startswith("cuda")) >= 20
+def test_the_record_has_no_survivor():
+    areas = json.loads(planted_faults.RECORD.read_text())["areas"]
+    assert areas["python"]["found"] >= 30
+    assert areas["cpu"]["found"] >= 15
+    assert not [area for area, counts in areas.items() if counts != "not run" and counts["survived"]]

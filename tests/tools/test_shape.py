@@ -72,6 +72,15 @@ def test_a_device_that_cannot_be_used_gets_one_sentence(capsys, monkeypatch, has
     assert capsys.readouterr() == ("", f"python -m dmattn shape: {sentence}\n")
 
 
+@pytest.mark.parametrize(("has_gpu", "expected"), [(False, ("cpu", torch.float32)), (True, ("cuda", torch.bfloat16))])
+def test_the_device_that_is_there_and_its_dtype_are_the_defaults(monkeypatch, has_gpu, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(shape_command, "build_info", lambda: {"cuda": "13.0"})
+    given = command.parser().parse_args(["shape", *(f"--{name}={value}" for name, value in ARGUMENTS.items())])
+    shape = shape_command.checked(given)
+    assert (shape.device, shape.dtype) == expected
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("no memory\nmore"), RuntimeError("no memory\nmore"), ValueError("no memory")]
 )

@@ -189,7 +189,9 @@ def test_one_wrong_number_among_many_is_seen(check, place):
 @settings(max_examples=15)
 @given(case=attention_cases())
 def test_the_reference_meets_its_own_rule(case):
-    assert_close_to_reference(case, run_reference(case))
+    results = run_reference(case)
+    assert set(results) == {"out", "lse", *(f"grad_{name}" for name in case.leaves())}
+    assert_close_to_reference(case, results)
 
 
 def test_the_reference_is_torchs_attention():
@@ -262,7 +264,7 @@ def test_masks_reach(kind):
 def test_thresholds_are_those_of_the_kernels(header, named):
     """The headers and the strategies name the same lengths; on the CPU, all that there are."""
     path = Path(__file__).parents[2] / header
-    constants = {"kMaxWidth": None}  # a width, not a length
+    constants = {"kMaxWidth": None, "kListHeads": None}  # no lengths
     for name, value in re.findall(r"^(?:inline )?constexpr \w+ (k\w+) = ([\w* ]+);", path.read_text(), re.M):
         product = 1
         for factor in value.split(" * "):
@@ -270,9 +272,14 @@ def test_thresholds_are_those_of_the_kernels(header, named):
         constants.setdefault(name, product)
     assert {name: constants[name] for name in named} == named
     if "cpu" in header:
-        assert set(constants) - set(named) == {"kMaxWidth"}
+        assert set(constants) - set(named) == {"kMaxWidth", "kListHeads"}
     for threshold in named.values():
         assert {threshold - 1, threshold, threshold + 1} <= set(strategies.edge_lengths())
+
+
+@given(strategies.shapes(max_length=60, max_pairs=400))
+def test_shapes_keep_to_the_pairs_that_are_allowed(shape):
+    assert shape.B * shape.H * shape.Sq * shape.Sk <= 400
 
 
 # Features, and functions with fewer arguments ------------------------------------------------------------------------------------------
