@@ -7,15 +7,17 @@
 //   bits   int32 [slots, tile_q, tile_k/32]      Nq = Sq / tile_q + 2, Nk = Sk / tile_k + 2 (rounded down)
 //   query  [B, H, Sq, D]   key [B, Hkv, Sk, D]   value [B, Hkv, Sk, Dv]   out [B, H, Sq, Dv]   lse [B, H, Sq]
 //   start, end int32 [B|1, H|Hkv|1, Sk]     key_bias [B|1, H|Hkv|1, Sk]   bias [B|1, H|Hkv|1, Sq, Sk]
-//   indices int32 [B|1, H|Hkv|1, Sq, K]: an entry n stands for keys n * index_block to n * index_block + index_block - 1, one
-//   that is negative or beyond the keys for none; a query at position p also sees its last index_local keys and the first
-//   index_sinks index_offset int32 [1] or [B]: the position of query 0 that index_local counts from; none: Sk - Sq dropout_seed
-//   int64, one element lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias hints,
-//   which change speed, never results: is_in_order, the keys that a query sees are neighbours, or nearly so, by start and end;
-//   most_keys, a query sees at most so many keys, 0 where that is not known decode: query [B, H, T, D]   key, value [B, Hkv,
-//   Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv] lengths int32 [B]   page_table int32 [B, max_pages] key_bias
-//   [B|1, H|Hkv|1, Smax]   sinks [H] cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache
-//   (docs/serving.md), N = sink + local + window + rewind slots
+//   indices int32 [B|1, H|Hkv|1, Sq, K]: entry n stands for keys n * index_block, .., n * index_block + index_block - 1
+//     index_local, index_sinks: a query sees its last keys and the first ones, too, so many
+//     index_offset int32 [1] or [B]: the position of query 0 that index_local counts from; none: Sk - Sq
+//   dropout_seed int64, one element
+//   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
+//   hints, which change speed, never results: is_in_order, the keys that a query sees are neighbours, or nearly so, by start and
+//   end; most_keys, a query sees at most so many keys, 0 where that is not known
+//   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
+//   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
+//   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
+//   window + rewind slots
 //     key_cache [B, Hkv, N, D]   value_cache [B, Hkv, N, Dv]   score_cache [B, Hkv, N]   position int32 [B, Hkv, N]
 //     entered int32 [B, Hkv, rewind]   steps, kept int32 [B, Hkv]
 //     key [B, Hkv, 1, D]   value [B, Hkv, 1, Dv]   scores [B, Hkv, 1]   lengths, count int32 [B]
