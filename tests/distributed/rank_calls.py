@@ -84,7 +84,8 @@ def call_whose_attention_fails(group: dist.ProcessGroup, arguments: dict[str, An
 def told_to_forward(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
     """What calls tell the op ``forward`` of the number of keys that a query sees at most."""
     told, forward = [], dmattn.ops.forward
-    with mock.patch.object(dmattn.ops, "forward", lambda *inputs: told.append(inputs[18]) or forward(*inputs)):
+    place = [argument.name for argument in torch.ops.dmattn.forward.default._schema.arguments].index("most_keys")
+    with mock.patch.object(dmattn.ops, "forward", lambda *inputs: told.append(inputs[place]) or forward(*inputs)):
         for arguments in calls:
             call(group, arguments)
     return told

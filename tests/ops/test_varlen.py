@@ -443,7 +443,11 @@ BAD = {
     "ends beyond the tokens": (lambda: attend(cu_seqlens_q=torch.tensor([0, 9, 15, 21])), ValueError, "<= 20 tokens"),
     "ends of queries for fewer keys": (lambda: attend(query=tensor((30, 4, 16), 0), cu_seqlens_q=ends_of([30]), cu_seqlens_k=None), ValueError, "cu_seqlens_q: expected .* <= 26 tokens"),
     "ends on another device": (lambda: attend(cu_seqlens_q=ENDS_Q.to("meta")), ValueError, "cu_seqlens_q: expected device cpu like query, got meta"),
-    "a bool mask": (lambda: attend(mask=torch.ones(20, 26).bool()), TypeError, "mask: expected an IntervalMask, got Tensor"),
+    "a bool mask": (
+        lambda: attend(mask=torch.ones(20, 26).bool()),
+        TypeError,
+        "mask: expected an IntervalMask, an IndexMask or interval & index, got Tensor",
+    ),
     "a mask of another length": (lambda: attend(mask=IntervalMask.causal(20)), ValueError, "mask: expected an IntervalMask for Tk=26 keys, got one for 20"),
     "a window without scores": (lambda: attend(window=3), ValueError, "window: expected None without scores, got 3"),
     "scores without a window": (lambda: attend(scores=K[..., 0]), ValueError, "window: expected a number of keys with scores, got None"),
