@@ -19,6 +19,8 @@ from dmattn.cache import BoundedCache  # noqa: E402
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
 from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
+from dmattn.index_loss import index_loss  # noqa: E402
+from dmattn.indexer import index_scores, index_top_k  # noqa: E402
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IndexMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 from dmattn.sinks import lse_with_sink  # noqa: E402
@@ -61,6 +63,9 @@ __all__ = [
     "eviction",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",
+    "index_loss",
+    "index_scores",
+    "index_top_k",
     "key_scores",
     "library_path",
     "lse_with_sink",
