@@ -28,6 +28,8 @@ from dmattn.stats import Stats, stats  # noqa: E402
 from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
 
+from dmattn import eviction as eviction  # noqa: E402, isort: skip  (it is made of what stands above)
+
 profiling.install()
 if torch.distributed.is_available():  # torch can be built without it
     from dmattn import distributed as distributed
@@ -58,6 +60,7 @@ __all__ = [
     "build_info",
     "decode_attention",
     "dynamic_mask_attention",
+    "eviction",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",
     "index_loss",
