@@ -19,12 +19,16 @@ from dmattn.cache import BoundedCache  # noqa: E402
 from dmattn.compat import flash_dma_attention, flash_dynamic_mask_attention  # noqa: E402
 from dmattn.decode import decode_attention  # noqa: E402
 from dmattn.flops import visible_pairs  # noqa: E402
+from dmattn.index_loss import index_loss  # noqa: E402
+from dmattn.indexer import index_scores, index_top_k  # noqa: E402
 from dmattn.masks import ALWAYS, FOREVER, BlockMask, CombinedMask, IndexMask, IntervalMask  # noqa: E402
 from dmattn.sdpa import scaled_dot_product_attention  # noqa: E402
 from dmattn.sinks import lse_with_sink  # noqa: E402
 from dmattn.stats import Stats, stats  # noqa: E402
 from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
+
+from dmattn import eviction as eviction  # noqa: E402, isort: skip  (it is made of what stands above)
 
 profiling.install()
 torch_flash.register()
@@ -57,8 +61,12 @@ __all__ = [
     "build_info",
     "decode_attention",
     "dynamic_mask_attention",
+    "eviction",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",
+    "index_loss",
+    "index_scores",
+    "index_top_k",
     "key_scores",
     "library_path",
     "lse_with_sink",
