@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class IndexedCache(nn.Module):
         if max_length >= checks.MAX_LENGTH:
             raise ValueError(f"max_length: expected less than {checks.MAX_LENGTH}, got {max_length}")
         checks.local_heads(local_heads, num_kv_heads, local)
-        options = {"dtype": torch.get_default_dtype() if dtype is None else dtype, "device": device}
+        options: dict[str, Any] = {"dtype": torch.get_default_dtype() if dtype is None else dtype, "device": device}
         self.streaming: BoundedCache | None = None
         if local_heads:
             self.streaming = BoundedCache(
