@@ -12,6 +12,7 @@ import pytest
 import torch
 from dmattn import BlockMask, CombinedMask, IndexMask, IntervalMask
 from dmattn.masks import collate
+from dmattn.masks.data import MaskData
 from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
 from hypothesis import given
@@ -432,6 +433,12 @@ def test_leaves_of_interval_masks_are_tensors_and_all_trees_equal():
         assert spec == trees[0][1]
         assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     assert pytree.tree_flatten(IntervalMask(torch.zeros(1).int(), torch.zeros(1).int()))[1] != trees[0][1]
+
+
+def test_a_tree_of_a_masks_tensors(mask):
+    leaves, spec = pytree.tree_flatten(mask)
+    assert not any(leaf is None or isinstance(leaf, MaskData) for leaf in leaves)
+    assert same(pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))), mask)
 
 
 @pytest.mark.parametrize("kind", INTERVALS)
