@@ -109,6 +109,16 @@ def backward(
 
 
 @fake
+def index_top_k(
+    index_query: Tensor, key_length: int, k: int, block_size: int, is_pooled: bool, with_scores: bool, **_: object
+) -> tuple[Tensor, Tensor]:
+    blocks = key_length // block_size if is_pooled else -(-key_length // block_size)
+    shape = (*index_query.shape[:3], torch.sym_min(k, blocks))
+    scores = index_query.new_empty(shape if with_scores else (0,), dtype=accumulate_dtype(index_query.dtype))
+    return index_query.new_empty(shape, dtype=torch.int32), scores
+
+
+@fake
 def decode(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 
