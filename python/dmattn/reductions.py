@@ -84,7 +84,7 @@ def _rule(name: str, given: Tensor, dim: int | None = None, keepdim: bool = Fals
     inputs, op = (given, dim, keepdim), getattr(torch.ops.dmattn, name)
     if not are_plain(inputs) and sharding.is_sharded(given):
         return sharding.reduce(op, *inputs)
-    if has_tangent(inputs) or (torch.is_grad_enabled() and given.requires_grad):
+    if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
         return Reduction.apply(name, *inputs)
     return below_autograd(op, inputs)
 
