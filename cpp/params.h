@@ -111,6 +111,29 @@ struct SelectParams {
   int32_t* end = nullptr;  // [B, Hkv, Sk] contiguous, output
 };
 
+// For each query the best keys of an indexer, or blocks of keys, of those that compete. The score of key s for a query at
+// position t is sum_h weights[h] relu(scale <query[h], key[s]>) + slope (s - t); that of a block the largest of its keys that
+// compete.
+struct IndexTopKParams {
+  int64_t batch = 0, groups = 0, query_length = 0, key_length = 0, heads = 0, head_dim = 0;
+  int64_t keys = 0;               // rows of key: Sk, or whole blocks where keys are means of blocks
+  int64_t top = 0;                // K: entries of a list
+  DType dtype = DType::kFloat32;  // of query and key
+  TensorView query;               // [B, G, Sq, Hi, Di] with query_head_stride between heads
+  int64_t query_head_stride = 0;  //
+  TensorView key;                 // [B, G, keys, Di]
+  TensorView weights;             // [B, G, Sq, Hi], float (double for kFloat64)
+  const void* slope = nullptr;    // [G], like weights; null: 0
+  PerHead start, end;             // int32 [B|1, G|1, keys], as in MaskParams; for means of blocks those of the whole block
+  const int32_t* query_offset = nullptr;  // [B]: the position of query 0; null: the number of keys minus Sq
+  const int32_t* lengths = nullptr;       // [B], taken as within [0, Sk]; null: all are Sk
+  int32_t log2_block = 0, local = 0, sinks = 0;
+  bool is_pooled = false, is_causal = true;
+  double scale = 1.0;
+  int32_t* indices = nullptr;  // [B, G, Sq, K] contiguous, output: ascending, -1 behind them
+  void* scores = nullptr;      // [B, G, Sq, K] contiguous, like weights, output: of the entries, -inf of -1; null: not wanted
+};
+
 // T queries of each sequence over a cache of keys. Query t stands at position length - T + t.
 struct DecodeParams {
   int64_t batch = 0, heads = 0, kv_heads = 0, queries = 0, head_dim = 0, value_dim = 0;
@@ -200,15 +223,30 @@ struct PackParams {
   int64_t slots = 0;
 };
 
-// Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
-// Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17). Every number is mixed before it
-// is combined with the others, so that no sum or difference of seeds, heads or queries gives the same key again. static: the CPU
-// kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 #if defined(__CUDACC__)
 #define DMATTN_HOST_DEVICE __host__ __device__
 #else
 #define DMATTN_HOST_DEVICE
 #endif
+
+// Which keys an indexer may choose for a query: those that it may see and that neither its local window nor the sinks show it.
+struct Competition {
+  int64_t position, length;  // the query's; the sequence's number of keys
+  int64_t local, sinks;
+  bool is_causal;
+};
+
+// Whether one of the keys first, .., last competes; where keys are means of blocks, the whole block must be visible.
+DMATTN_HOST_DEVICE static inline bool competes(const Competition& c, int64_t first, int64_t last) {
+  if (last >= c.length || (c.is_causal && last > c.position)) return false;
+  const int64_t free = first < c.sinks ? c.sinks : first, newest = c.position - c.local;
+  return free <= (last < newest ? last : newest) || (!c.is_causal && (free > c.position ? free : c.position + 1) <= last);
+}
+
+// Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.
+// Mixing is the 32-bit finaliser of C. Wellons' hash-prospector (two multiplications, bias 0.17). Every number is mixed before it
+// is combined with the others, so that no sum or difference of seeds, heads or queries gives the same key again. static: the CPU
+// kernels are compiled once per instruction set, and the linker must not merge these functions across them.
 
 // The first step of x ^ y is that of x combined with that of y.
 DMATTN_HOST_DEVICE static inline uint32_t mix32_begin(uint32_t x) { return x ^ (x >> 16); }

@@ -14,6 +14,9 @@
 //   lse_rest [B, H, Sq], what rounding left out of lse; [0] where there is no key_bias and no bias
 //   hints, which change speed, never results: is_in_order, the keys that a query sees are neighbours, or nearly so, by start and
 //   end; most_keys, a query sees at most so many keys, 0 where that is not known
+//   index_top_k: index_query [B, G, Sq, Hi, Di]   index_key [B, G, n, Di], n = Sk, or with is_pooled the means of Sk / block_size
+//   whole blocks   weights [B, G, Sq, Hi], slope [G], of the type of lse   start, end int32 [B|1, G|1, n]
+//   query_offset, lengths int32 [B]   indices int32, scores [B, G, Sq, min(k, blocks)]; scores [0] without with_scores
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
@@ -61,6 +64,11 @@ DMATTN_OPS(m) {
       "bool need_key_bias, bool need_bias, Tensor? lse_rest=None, bool is_in_order=False, SymInt most_keys=0, "
       "int index_block=1, SymInt index_local=0, SymInt index_sinks=0) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_key_bias, Tensor grad_bias)");
+
+  m.def(
+      "index_top_k(Tensor index_query, Tensor index_key, Tensor weights, Tensor? slope, Tensor? start, Tensor? end, "
+      "Tensor? query_offset, Tensor? lengths, SymInt key_length, SymInt k, int block_size, bool is_pooled, bool is_causal, "
+      "SymInt local, SymInt sink, float scale, bool with_scores) -> (Tensor indices, Tensor scores)");
 
   m.def(
       "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? page_table, Tensor? key_bias, Tensor? sinks, "

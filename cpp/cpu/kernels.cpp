@@ -4,6 +4,7 @@
 #include "backward_head.h"
 #include "decode_split.h"
 #include "forward_lists.h"
+#include "index_scores.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -115,6 +116,7 @@ void decode(const DecodeParams& p, int phase, int64_t task, void* scratch, void*
 
 extern const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL);
 const Kernels DMATTN_JOIN(kKernels_, DMATTN_CPU_LEVEL) = {
-    DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes, backward, decode_sizes, decode};
+    DMATTN_TEXT(DMATTN_CPU_LEVEL), forward_sizes, forward, backward_sizes, backward, decode_sizes, decode,
+    index_scratch_bytes,           index_scores};
 
 }  // namespace dmattn::cpu

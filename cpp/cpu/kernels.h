@@ -27,6 +27,12 @@ struct BackwardCall {
   int64_t bias_batches;
 };
 
+// Queries [first, first + rows) of one group's indexer; `position` is that of query `first`, `length` its sequence's number of
+// keys.
+struct IndexTile {
+  int64_t batch, group, first, rows, position, length;
+};
+
 struct Kernels {
   const char* name;
   PhaseSizes (*forward_sizes)(const AttentionParams&);
@@ -35,6 +41,8 @@ struct Kernels {
   void (*backward)(const BackwardCall&, int phase, int64_t task, void* scratch, void* shared);
   PhaseSizes (*decode_sizes)(const DecodeParams&);
   void (*decode)(const DecodeParams&, int phase, int64_t task, void* scratch, void* shared);
+  size_t (*index_scratch_bytes)(const IndexTopKParams&);
+  void (*index_scores)(const IndexTopKParams&, const IndexTile&, void* scratch, void* out, int64_t stride);
 };
 
 }  // namespace dmattn::cpu

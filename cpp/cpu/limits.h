@@ -16,6 +16,8 @@ constexpr int64_t kListHeads = 8;                          // of a group, comput
 constexpr int64_t kListTileQueries = 32;                   // of a tile whose queries have index lists
 constexpr int64_t kUnsummedQueries = 2 * kMaxTileQueries;  // up to here no summary is made of a mask
 constexpr int64_t kMaxWidth = 256;                         // of D and Dv
+constexpr int64_t kIndexTileQueries = 16;                  // of a tile whose index scores are computed at once
+constexpr int64_t kIndexChunkKeys = 32;                    // keys whose index scores are computed at once
 constexpr int64_t kReduceKeys = 1024;                      // keys per task when parts of a backward call are added up
 
 }  // namespace

@@ -153,6 +153,25 @@ def decode(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *input
     return (unfold(out, size, batch), unfold(lse, size, batch)), (0, 0)
 
 
+def index_top_k(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    """index_query, index_key, weights, slope, start, end, query_offset, lengths, options -> indices, scores. Vmapped slopes: a loop."""
+    size, batch = info.batch_size, batch_of(inputs[0], in_dims[0])
+    if in_dims[3] is not None:
+        return one_by_one(call, size, in_dims, inputs), (0, 0)
+    tensors = [fold(x, dim, size, batch) for x, dim in zip(inputs[:3], in_dims[:3], strict=True)]
+    base = [fold(x, dim, size, batch, shared=True) for x, dim in zip(inputs[4:6], in_dims[4:6], strict=True)]
+    counts = [fold(x, dim, size, batch) for x, dim in zip(inputs[6:8], in_dims[6:8], strict=True)]
+    indices, scores = call(*tensors, inputs[3], *base, *counts, *inputs[8:])
+    has_scores = inputs[-1]
+    return (unfold(indices, size, batch), unfold(scores, size, batch) if has_scores else scores), (0, 0 if has_scores else None)
+
+
 # forward and backward come here through dmattn.autograd, the others, which have no derivatives, through torch's own registration.
-for _name, _rule in (("select", select), ("pack_tiles", pack_tiles), ("pack_bits", pack_bits), ("decode", decode)):
+for _name, _rule in (
+    ("select", select),
+    ("pack_tiles", pack_tiles),
+    ("pack_bits", pack_bits),
+    ("index_top_k", index_top_k),
+    ("decode", decode),
+):
     torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)), lib=rules())

@@ -161,6 +161,34 @@ def backward(
 
 
 @fake
+def index_top_k(
+    index_query: Tensor,
+    index_key: Tensor,
+    weights: Tensor,
+    slope: Tensor | None,
+    start: Tensor | None,
+    end: Tensor | None,
+    query_offset: Tensor | None,
+    lengths: Tensor | None,
+    key_length: int,
+    k: int,
+    block_size: int,
+    is_pooled: bool,
+    is_causal: bool,
+    local: int,
+    sink: int,
+    scale: float,
+    with_scores: bool,
+) -> tuple[Tensor, Tensor]:
+    others = (weights, slope, start, end, query_offset, lengths)
+    check_one_device("index_top_k", "index_query", index_query, index_key, *others)
+    blocks = key_length // block_size if is_pooled else -(-key_length // block_size)
+    shape = (*index_query.shape[:3], torch.sym_min(k, blocks))
+    scores = index_query.new_empty(shape if with_scores else (0,), dtype=accumulate_dtype(index_query.dtype))
+    return index_query.new_empty(shape, dtype=torch.int32), scores
+
+
+@fake
 def decode(
     query: Tensor,
     key: Tensor,

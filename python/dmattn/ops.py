@@ -47,6 +47,18 @@ def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: b
     return end
 
 
+def index_top_k(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.dmattn.index_top_k``, likewise; the choice and its scores have no derivative."""
+    inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+    if _watched(inputs):
+        unsupported.refuse_onnx()
+        indices, scores = torch.ops.dmattn.index_top_k(*inputs)
+        return indices, scores
+    with torch._C._AutoDispatchBelowAutograd():
+        indices, scores = torch.ops.dmattn.index_top_k(*inputs)
+    return indices, scores
+
+
 def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.decode``, likewise; decoding has no derivative."""
     if _watched(inputs):

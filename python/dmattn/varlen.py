@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dmattn import checks, ops
 from dmattn._library import build_info
-from dmattn.call import NO_MASK, MaskTensors, attend, autocast, new_seed, options_of
+from dmattn.call import NO_MASK, MaskTensors, Options, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, CombinedMask, IndexMask, IntervalMask, bounds
 from dmattn.masks.heads import same_heads
@@ -173,6 +173,18 @@ class Rules(NamedTuple):
 
 def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """out [Tq, H, Dv] and lse [H, Tq] of documents whose tokens fit into one call. longest: as in :func:`sizes_of`."""
+    query, key, value, sizes, masks, key_bias, options = packed_call(packed, rules, longest)
+    out, lse = attend(query, key, value, sizes, masks, key_bias, rules.bias, options)
+    if rules.sinks is not None:
+        out = with_sinks(out, lse, rules.sinks, sizes)
+    # The gradient of squeeze is a view, that of an index a copy among zeros.
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+
+
+def packed_call(
+    packed: Packed, rules: Rules, longest: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Sizes, MaskTensors, Tensor | None, Options]:
+    """The arguments of :func:`dmattn.call.attend` for documents whose tokens fit into one call, without the bias of pairs."""
     query, key, value = (given.transpose(0, 1)[None] for given in packed[:3])
     sizes = sizes_of(query, key, value, longest=longest)
     start, end = interval_of(packed, rules, sizes)
@@ -193,11 +205,7 @@ def attend_packed(packed: Packed, rules: Rules, longest: int | None = None) -> t
         lists, local = packed_lists(packed, rules.listed, sizes)
         masks = (start, end, *NO_MASK[2:6], lists, None)
         options = options._replace(most_keys=bounds.fewer(lists.shape[3] + local, checks.MAX_LENGTH), index_local=local)
-    out, lse = attend(query, key, value, sizes, masks, key_bias, rules.bias, options)
-    if rules.sinks is not None:
-        out = with_sinks(out, lse, rules.sinks, sizes)
-    # The gradient of squeeze is a view, that of an index a copy among zeros.
-    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    return query, key, value, sizes, masks, key_bias, options
 
 
 def interval_of(packed: Packed, rules: Rules, sizes: Sizes) -> tuple[Tensor | None, Tensor]:

@@ -61,7 +61,7 @@ class IndexMask(MaskData):
         checks.dtype("indices", given, (torch.int32, torch.int64))
         if given.dim() not in (2, 3, 4) or max(given.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"indices: expected [B|1, H|Hkv|1, Sq, K], got shape {checks.shape_of(given)}")
-        _check_block_size(self.block_size)
+        check_block_size(self.block_size)
         checks.flag("is_causal", self.is_causal)
         checks.length("local", self.local)
         checks.length("sink_keys", self.sink_keys)
@@ -94,7 +94,7 @@ class IndexMask(MaskData):
         checks.dtype("mask", mask, (torch.bool,))
         if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
-        _check_block_size(block_size)
+        check_block_size(block_size)
         if max_entries is not None:
             checks.natural_int("max_entries", max_entries)
         elif not checks.values_can_be_read(mask):
@@ -161,7 +161,7 @@ class IndexMask(MaskData):
         checks.dtype("scores", scores, checks.DTYPES["cpu"])
         if scores.dim() != 4:
             raise ValueError(f"scores: expected 4 dimensions [B|1, H|Hkv|1, Sq, n], got shape {checks.shape_of(scores)}")
-        _check_block_size(block_size)
+        check_block_size(block_size)
         checks.natural_int("k", k)
         checks.flag("is_causal", is_causal)
         checks.length("local", local)
@@ -308,7 +308,7 @@ class IndexMask(MaskData):
         return masks[0]._replace(indices=joined)
 
 
-def _check_block_size(block_size: object) -> None:
+def check_block_size(block_size: object) -> None:
     checks.positive_int("block_size", block_size)
     assert isinstance(block_size, int)
     if block_size > MAX_BLOCK or block_size & (block_size - 1):

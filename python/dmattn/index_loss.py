@@ -1,0 +1,375 @@
+"""What teaches an indexer: the divergence of its softmax from the attention weights of a group's heads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dmattn import checks
+from dmattn.attention import attention
+from dmattn.call import autocast
+from dmattn.fake import accumulate_dtype
+from dmattn.indexer import (
+    BlockScore,
+    IndexSizes,
+    checked_base,
+    checked_block_score,
+    checked_rows,
+    index_scale,
+    index_sizes,
+    mean_keys,
+)
+from dmattn.masks import IndexMask, IntervalMask, bounds
+from dmattn.masks.heads import repeat_heads
+from dmattn.sharding import any_sharded, refuse
+from dmattn.sizes import Sizes, key_bias_rows, sizes_of
+
+ELEMENTS = 1 << 25  # of what is computed for a few queries at once, about
+
+
+def index_loss(
+    index_query: Tensor,
+    index_key: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    key: Tensor,
+    *,
+    rows: Tensor | None = None,
+    mask: IndexMask | None = None,
+    is_causal: bool = True,
+    base: IntervalMask | None = None,
+    local: int = 0,
+    sink_keys: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    key_bias: Tensor | None = None,
+    block_size: int = 1,
+    block_score: BlockScore = "max",
+    slope: Tensor | None = None,
+    query_offset: int | None = None,
+    sharp: bool = False,
+) -> Tensor:
+    """How far an indexer's softmax is from attention: the loss that teaches it, a scalar.
+
+    For each query, KL(p || q) over the keys (or blocks) that compete: those that it may see and that ``local`` and ``sink_keys`` do not
+    show it. p is the mean of the attention weights of a group's heads, q the softmax of the index scores, both divided by their sums over
+    these keys. Only index_query, index_key, weights and slope get gradients, computed together with the loss; it cannot be differentiated
+    twice. DSA's loss (arXiv 2512.02556, section 2.1) is that of ``rows`` (dense warm-up) and of ``mask`` (sparse training).
+
+    Args:
+        index_query, index_key, weights, slope: as of :func:`index_top_k`; index_query [B, G, Sq, Hi, Di].
+        query: [B, H, Sq, D], as attention takes it (rotated); G divides H.
+        key: [B, Hkv, Sk, D].
+        rows: int64 [R], the queries that teach, which look at all keys: memory of a few times R x Sk. None without mask: all of them.
+        mask: the keys that queries chose; then all queries teach, over their own lists, in O(Sq x K). Its is_causal, local and sink_keys
+            are taken.
+        is_causal, base, local, sink_keys, block_size, block_score, query_offset: as of :func:`index_top_k`.
+        scale, softcap, key_bias: as of :func:`dmattn.attention`; index products are scaled by ``1 / sqrt(Di)``.
+        sharp: whether a query counts by the attention that it pays to competing keys times the most that it pays one of them, so that
+            those teach most who look for one key. Otherwise all count alike.
+
+    Returns:
+        [], float32 (float64 for float64 tensors): mean over batch, groups and queries, in nats. Queries without keys that compete count 0.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape, size or device; rows beside mask; a DTensor.
+        RuntimeError: when it is differentiated again.
+    """
+    if any_sharded((index_query, index_key, weights, query, key)):
+        refuse("index_loss")
+    query, key, _ = autocast(query, key, key)
+    sizes = index_sizes(index_query, index_key, weights, slope)
+    of_attention = sizes_of(query, key, key)
+    _check_alike(sizes, of_attention)
+    is_pooled = checked_block_score(block_score, block_size)
+    for name, flag in (("is_causal", is_causal), ("sharp", sharp)):
+        checks.flag(name, flag)
+    checks.length("local", local)
+    checks.length("sink_keys", sink_keys)
+    base = checked_base(base, sizes)
+    if rows is not None and mask is not None:
+        raise ValueError("rows, mask: expected at most one of them, got both")
+    if mask is not None:
+        if not isinstance(mask, IndexMask):
+            raise TypeError(f"mask: expected an IndexMask, got {checks.type_of(mask)}")
+        if not mask.fits(sizes.query_length) or mask.block_size != block_size:
+            expected = f"an IndexMask for Sq={sizes.query_length} in blocks of {block_size}"
+            raise ValueError(f"mask: expected {expected}, got Sq={mask.query_length} in blocks of {mask.block_size}")
+        if mask.shape[0] not in (1, sizes.batch) or mask.shape[1] not in (1, sizes.groups):
+            raise ValueError(f"mask: expected [B|1, G|1, Sq, K] with B={sizes.batch}, G={sizes.groups}, got {list(mask.shape)}")
+        is_causal, local, sink_keys = mask.is_causal, mask.local, mask.sink_keys
+    if query_offset is not None:
+        bounds.position("query_offset", query_offset, sizes.device)
+        if not checks.is_int(query_offset):
+            raise TypeError(f"query_offset: expected an int, got {checks.type_of(query_offset)}")
+    offset = sizes.key_length - sizes.query_length if query_offset is None else query_offset
+    dtype = accumulate_dtype(sizes.dtype)
+    row = torch.arange(sizes.query_length, device=sizes.device) if rows is None else checked_rows(rows, sizes)
+    if 0 in (row.shape[0], sizes.batch, sizes.groups, sizes.key_length):
+        return index_query.sum(dtype=dtype) * 0 + index_key.sum(dtype=dtype) * 0
+    lse = None
+    if mask is not None:
+        with torch.no_grad():
+            seen = mask if base is None else mask & base
+            lse = attention(
+                query, key, key, seen, scale=scale, softcap=softcap, key_bias=key_bias, query_offset=query_offset, return_lse=True
+            )[1]  # fmt: skip
+    if rows is not None:
+        index_query, weights, query = (given.index_select(2, row) for given in (index_query, weights, query))
+    loss: Tensor = _index_loss(
+        index_query, mean_keys(index_key, block_size) if is_pooled else index_key, weights.to(dtype),
+        None if slope is None else slope.to(dtype), query.detach(), key.detach(),
+        None if key_bias is None else key_bias_rows(key_bias, of_attention).detach(), row, lse, None if mask is None else mask.indices,
+        *((None, None) if base is None else (base.start, base.end)), offset, is_causal, local, sink_keys,
+        of_attention.head_dim**-0.5 if scale is None else checks.scale(scale), checks.softcap(softcap),
+        index_scale(None, sizes.head_dim), block_size, is_pooled, sharp,
+    )[0]  # fmt: skip
+    return loss
+
+
+def _check_alike(sizes: IndexSizes, of_attention: Sizes) -> None:
+    for name, expected, got in (
+        ("B", of_attention.batch, sizes.batch),
+        ("Sq", of_attention.query_length, sizes.query_length),
+        ("Sk", of_attention.key_length, sizes.key_length),
+    ):
+        if expected != got:
+            raise ValueError(f"index_query, index_key: expected {name}={expected} like query and key, got {got}")
+    if (
+        sizes.groups == 0
+        or of_attention.heads % sizes.groups
+        or max(sizes.groups, of_attention.kv_heads) % min(sizes.groups, of_attention.kv_heads)
+    ):
+        raise ValueError(
+            f"index_query: expected a number of groups G that goes with H={of_attention.heads}, Hkv={of_attention.kv_heads}, got {sizes.groups}"
+        )
+    if of_attention.device != sizes.device:
+        raise ValueError(f"query: expected device {sizes.device} like index_query, got {of_attention.device}")
+
+
+@torch.library.custom_op("dmattn_nn::index_loss", mutates_args=())
+def _index_loss(
+    index_query: Tensor, index_key: Tensor, weights: Tensor, slope: Tensor | None, query: Tensor, key: Tensor, key_bias: Tensor | None,
+    rows: Tensor, lse: Tensor | None, lists: Tensor | None, start: Tensor | None, end: Tensor | None, offset: int, is_causal: bool,
+    local: int, sink_keys: int, scale: float, softcap: float, index_factor: float, block_size: int, is_pooled: bool, sharp: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss, and its gradients by index_query, index_key, weights and slope. index_query, weights and query are those of ``rows`` alone;
+    index_key holds means of blocks where is_pooled."""
+    batch, groups, count, index_heads, _ = index_query.shape
+    heads, kv_heads, keys = query.shape[1], *key.shape[1:3]
+    dtype = accumulate_dtype(index_query.dtype)
+    loss = weights.new_zeros(())
+    gradients = [torch.zeros_like(given, dtype=dtype) for given in (index_query, index_key, weights)]
+    of_slope = weights.new_zeros(groups if slope is not None else 0)
+    width = keys if lists is None else lists.shape[3] * block_size * max(1, key.shape[3] // 8)
+    step = max(1, ELEMENTS // (width * max(heads // groups, index_heads)))
+    choice = _Choice(offset, is_causal, local, sink_keys, block_size, is_pooled)
+    for b, g in itertools.product(range(batch), range(groups)):
+        own_heads = slice(g * heads // groups, (g + 1) * heads // groups)
+        own_kv = slice(own_heads.start * kv_heads // heads, max((own_heads.stop * kv_heads - 1) // heads + 1, 1))
+        own_bounds = [None if bound is None else _of(bound, b, g) for bound in (start, end)]
+        biases = None if key_bias is None else _of(repeat_heads(key_bias, heads), b, own_heads)
+        for part in (slice(first, min(first + step, count)) for first in range(0, count, step)):
+            candidates = choice.candidates(rows[part], None if lists is None else _of(lists, b, g)[part], own_bounds, keys)
+            attended = _attention_mass(
+                query[b, own_heads, part], key[b, own_kv], biases, None if lse is None or lists is None else lse[b, own_heads, part],
+                candidates, scale, softcap,
+            )  # fmt: skip
+            mass = candidates.per_block(torch.where(candidates.competing, attended.to(dtype), 0.0)).sum(2)
+            scorer = _Scorer(
+                index_query[b, g, part].to(dtype), index_key[b, g].to(dtype), weights[b, g, part], None if slope is None else slope[g],
+                index_factor, candidates,
+            )  # fmt: skip
+            divergence, of_scores = _divergence(mass, scorer.scores, candidates.blocks, sharp)
+            loss += divergence / (batch * groups * count)
+            of_query, of_key, of_weights, of_distance = scorer.gradients(of_scores / (batch * groups * count))
+            gradients[0][b, g, part] = of_query
+            gradients[1][b, g] += of_key
+            gradients[2][b, g, part] = of_weights
+            if slope is not None:
+                of_slope[g] += of_distance
+    return loss, gradients[0].to(index_query.dtype), gradients[1].to(index_key.dtype), gradients[2], of_slope
+
+
+@_index_loss.register_fake
+def _(
+    index_query: Tensor, index_key: Tensor, weights: Tensor, slope: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_slope = weights.new_empty(weights.shape[1] if slope is not None else 0)
+    like = [given.new_empty(given.shape) for given in (index_query, index_key, weights)]
+    return weights.new_empty(()), like[0], like[1], like[2], of_slope
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.has_slope = inputs[3] is not None
+
+
+def _times_gradients(ctx: Any, of_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("index_loss: its gradient cannot be differentiated again")
+    *of_tensors, of_slope = (of_loss.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors)
+    return *of_tensors, of_slope if ctx.has_slope else None, *(None,) * 18
+
+
+_index_loss.register_autograd(_times_gradients, setup_context=_save_gradients)
+
+
+def _of(given: Tensor, b: int, g: int | slice) -> Tensor:
+    """What a tensor [B|1, heads|1, ...] holds for a sequence and a group, or its heads (then [heads|1, ...])."""
+    of_sequence = given[b if given.shape[0] > 1 else 0]
+    if isinstance(g, slice):
+        return of_sequence[g] if given.shape[1] > 1 else of_sequence
+    return of_sequence[g if given.shape[1] > 1 else 0]
+
+
+class _Candidates(NamedTuple):
+    """The keys and blocks that the indexer chooses among for r queries: n blocks of ``size`` keys, M = n * size of them or fewer."""
+
+    position: Tensor  # int64 [r, 1]
+    keys: Tensor  # int64 [M], or [r, M] where each query has a list; those in lists may lie outside of the sequence
+    visible: Tensor  # bool [r, M]
+    competing: Tensor  # bool [r, M]
+    blocks: Tensor  # bool [r, n]: which blocks compete
+    block: Tensor | None  # int64 [r, n]: the blocks' numbers where each query has a list
+    size: int
+    is_pooled: bool
+
+    def per_block(self, given: Tensor, beyond: float = 0.0) -> Tensor:
+        """[r, M] as [r, n, size]."""
+        missing = self.blocks.shape[1] * self.size - given.shape[1]
+        whole = F.pad(given, (0, missing), value=beyond) if missing > 0 else given[:, : self.blocks.shape[1] * self.size]
+        blocks: Tensor = whole.unflatten(1, (-1, self.size))
+        return blocks
+
+
+class _Choice(NamedTuple):
+    """The options that say what competes."""
+
+    offset: int
+    is_causal: bool
+    local: int
+    sink_keys: int
+    block_size: int
+    is_pooled: bool
+
+    def candidates(self, rows: Tensor, lists: Tensor | None, own_bounds: list[Tensor | None], count: int) -> _Candidates:
+        """For queries ``rows`` [r]: all ``count`` keys, or those in their lists [r, K], each once."""
+        position = rows[:, None] + self.offset
+        block = None
+        if lists is None:
+            keys = torch.arange(count, device=rows.device)
+        else:
+            block = lists.long().sort(dim=1).values
+            block = torch.where(F.pad(block[:, 1:] == block[:, :-1], (1, 0)), -1, block)
+            keys = (block[..., None] * self.block_size + torch.arange(self.block_size, device=rows.device)).flatten(1)
+        visible = ((keys >= 0) & (keys < count)).expand(rows.shape[0], -1)
+        visible = visible & (keys <= position) if self.is_causal else visible
+        inside = keys.clamp(0, count - 1)
+        for bound, is_start in zip(own_bounds, (True, False), strict=True):
+            if bound is not None:
+                visible = visible & ((bound[inside] <= position) if is_start else (position < bound[inside]))
+        forced = (keys < self.sink_keys) | ((keys <= position) & (keys > position - self.local))
+        competing = visible & ~forced
+        blocks = count // self.block_size if self.is_pooled else -(-count // self.block_size)
+        blocks = blocks if block is None else block.shape[1]
+        made = _Candidates(
+            position, keys, visible, competing, competing.new_empty(rows.shape[0], blocks), block, self.block_size, self.is_pooled
+        )
+        compete = made.per_block(competing).any(2)
+        compete = compete & made.per_block(visible).all(2) if self.is_pooled else compete
+        return made._replace(blocks=compete, competing=competing)
+
+
+def _attention_mass(
+    query: Tensor, key: Tensor, key_bias: Tensor | None, lse: Tensor | None, candidates: _Candidates, scale: float, softcap: float
+) -> Tensor:
+    """The mean weight of some heads on each key, [r, M]; query [h, r, D], key [m, Sk, D] with h a multiple of m, key_bias [h|1, Sk], lse
+    [h, r] of all that queries see, or None where candidates are all keys."""
+    dtype = accumulate_dtype(query.dtype)
+    of_kv = query.to(dtype).unflatten(0, (key.shape[0], -1))  # [m, h / m, r, D]
+    inside = candidates.keys.clamp(0, key.shape[1] - 1)
+    if candidates.block is None:
+        logits = of_kv @ key.to(dtype)[:, None].transpose(2, 3)
+    else:
+        logits = torch.einsum("mhrd,mrkd->mhrk", of_kv, key[:, inside].to(dtype))
+    logits = logits.flatten(0, 1) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if key_bias is not None:
+        added = key_bias[:, inside].to(dtype)
+        logits = logits + (added[:, None] if candidates.block is None else added)
+    logits = torch.where(candidates.visible, logits, -math.inf)
+    if lse is None:
+        most = logits.amax(2, keepdim=True)
+        lse = torch.where(most == -math.inf, 0.0, logits.logsumexp(2, keepdim=True))
+    else:
+        lse = torch.where(lse == -math.inf, 0.0, lse)[..., None]
+    return torch.exp(logits - lse).mean(0)
+
+
+def _divergence(mass: Tensor, scores: Tensor, compete: Tensor, sharp: bool) -> tuple[Tensor, Tensor]:
+    """The sum of the divergences of r queries, and its gradient by their scores [r, n]; mass [r, n] is the attention on each block."""
+    mass = torch.where(compete, mass, 0.0)
+    total = mass.sum(1, keepdim=True)
+    teaches = total > 0
+    weight = total * mass.amax(1, keepdim=True) if sharp else teaches.to(mass.dtype)
+    share = torch.where(teaches, mass / total, 0.0)
+    scores = torch.where(compete, scores, -math.inf)
+    predicted = torch.where(compete & teaches, scores.log_softmax(1), 0.0)
+    terms = torch.where(share > 0, share * (share.log() - predicted), 0.0)
+    gradient = torch.where(compete & teaches, weight * (predicted.exp() - share), 0.0)
+    return (weight * terms.sum(1, keepdim=True)).sum(), gradient
+
+
+class _Scorer:
+    """The scores of the blocks that r queries may choose, [r, n], and what their gradients are."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, weights: Tensor, slope: Tensor | None, factor: float, candidates: _Candidates
+    ) -> None:
+        """query [r, Hi, Di], key [Sk, Di] or of blocks, weights [r, Hi]."""
+        self.query, self.key, self.weights, self.factor, self.candidates = query.transpose(0, 1), key, weights, factor, candidates
+        given = candidates
+        place = given.keys if not given.is_pooled else given.block
+        self.place = None if given.block is None or place is None else place.clamp(0, max(key.shape[0] - 1, 0))
+        if self.place is None:
+            products = self.query @ key.T
+        else:
+            products = torch.einsum("hrd,rkd->hrk", self.query, key[self.place])
+        self.active = (products * factor).relu()
+        scores = (self.weights.T[..., None] * self.active).sum(0)
+        if given.is_pooled:
+            first = torch.arange(key.shape[0], device=key.device) if given.block is None else given.block
+            where = first * given.size + (given.size - 1) / 2
+        else:
+            where = given.keys
+        self.distance = (where - given.position).to(scores.dtype)
+        scores = scores if slope is None else scores + slope * self.distance
+        self.best = None
+        if not given.is_pooled and given.size > 1:
+            competing = torch.where(given.competing, scores, -math.inf)
+            scores, self.best = given.per_block(competing, -math.inf).max(2)
+        self.scores = scores
+
+    def gradients(self, of_scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """By query [r, Hi, Di], key, weights and slope, from that by scores."""
+        if self.best is not None:
+            size = self.candidates.size
+            spread = of_scores.new_zeros(*of_scores.shape, size).scatter_(2, self.best[..., None], of_scores[..., None])
+            of_scores = spread.flatten(1)[:, : self.distance.shape[1]]
+        of_weights = (of_scores * self.active).sum(2).T
+        of_products = of_scores * self.weights.T[..., None] * (self.active > 0) * self.factor
+        if self.place is None:
+            of_query = of_products @ self.key
+            of_key = torch.einsum("hrk,hrd->kd", of_products, self.query)
+        else:
+            of_query = torch.einsum("hrk,rkd->hrd", of_products, self.key[self.place])
+            of_rows = torch.einsum("hrk,hrd->rkd", of_products, self.query)
+            of_key = torch.zeros_like(self.key).index_add_(0, self.place.flatten(), of_rows.flatten(0, 1))
+        return of_query.transpose(0, 1), of_key, of_weights, (of_scores * self.distance).sum()
