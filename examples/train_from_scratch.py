@@ -99,9 +99,8 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
         )
         documents = IntervalMask.documents(LENGTH, ends.int().to(DEVICE))
         positions = torch.cat([torch.arange(n) for n in ends.diff().tolist()])[None].to(DEVICE)
-        labels = text[:, 1:].masked_fill(
-            F.pad(positions[:, 1:] == 0, (0, 1)), -100
-        )  # no document predicts the next one's first byte
+        # No document predicts the first byte of the next one.
+        labels = text[:, 1:].masked_fill(F.pad(positions[:, 1:] == 0, (0, 1)), -100)
         tokens, positions, labels = (each[:, RANK * own : (RANK + 1) * own] for each in (text[:, :-1], positions, labels))
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
             logits, teaching = model(tokens, positions, documents)
