@@ -104,7 +104,7 @@ class Stats:
         """Pairs that dense attention computes for each that this call computes: the speedup of the products alone.
 
         Neither selection, lists of live keys, launches nor the slower loading of scattered rows is in it: an upper bound, see the page
-        "Profiling". 1 where there are no pairs at all, inf where none of them is visible.
+        "Accuracy and cost". 1 where there are no pairs at all, inf where none of them is visible.
         """
         dense, computed = self.dense_pairs * self.computed_pairs.numel(), int(self.computed_pairs.sum())
         return dense / computed if computed else math.inf if dense else 1.0

@@ -37,7 +37,7 @@ def schema_names() -> set[str]:
 
 
 def test_one_schema_block_in_one_file():
-    """Blocks are those of cpp/library.h, because torch's own would not register in another namespace (docs/hub.md)."""
+    """Blocks are those of cpp/library.h, because torch's own would not register in another namespace (docs/install.md)."""
     files = {path.name: path.read_text() for path in tracked("cpp")}
     blocks = {name: len(re.findall(r"^DMATTN_OPS\(", text, re.M)) for name, text in files.items()}
     assert {name: count for name, count in blocks.items() if count} == {"schema.cpp": 1}

@@ -1,6 +1,6 @@
 """Block-Sparse-Attention's functions: heads that are dense, streaming or masked by blocks of 128 in one call, over packed sequences.
 
-The same names, arguments and layouts; docs/coming_from.md lists what differs.
+The same names, arguments and layouts; docs/other_libraries.md says what differs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""flash-dmattn's functions (versions 1.x, also as flash_sparse_attn_*): the same names, arguments and layouts; docs/coming_from.md lists what
+"""flash-dmattn's functions (versions 1.x, also as flash_sparse_attn_*): the same names, arguments and layouts; docs/other_libraries.md says what
 differs. New code has no need for a mask or bias of every pair: :func:`dmattn.dynamic_mask_attention`."""
 
 from __future__ import annotations
