@@ -239,6 +239,7 @@ __device__ __forceinline__ void write_list(Shared<kWarps>& s, const Scores& row,
   }
 }
 
+// scores [rows of this part, row_stride] -> indices and scores [B, G, Sq, K]. A block of threads for each row.
 template <int kWarps, int kPerLane>
 __global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_constant__ IndexCall call) {
   __shared__ Shared<kWarps> s;

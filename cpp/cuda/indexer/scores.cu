@@ -100,6 +100,8 @@ __device__ __forceinline__ void store_row(float (&row)[kColumns][2], float* to, 
   }
 }
 
+// query [B, G, Sq, Hi, Di], key [B, G, keys, Di], weights [B, G, Sq, Hi] -> scores [rows of this part, row_stride], where a key
+// of the row competes. A block of threads for a tile of keys (x) and a tile of queries (y).
 template <class T, int kSteps>
 __global__ __launch_bounds__(kThreads) void index_scores_kernel(const __grid_constant__ IndexCall call) {
   using Shape = ScoreShape<kSteps>;
