@@ -10,7 +10,7 @@ from dmattn import _library
 
 _library.load()
 
-from dmattn import autograd, batching, fake, flops, profiling, reductions, unsupported  # noqa: E402, F401  (they register rules for the ops)
+from dmattn import autograd, batching, fake, flops, profiling, reductions, torch_flash, unsupported  # noqa: E402, F401  (they register rules for the ops)
 from dmattn import nn as nn  # noqa: E402
 from dmattn._library import build_info, library_path  # noqa: E402
 from dmattn._version import __version__  # noqa: E402
@@ -28,7 +28,10 @@ from dmattn.stats import Stats, stats  # noqa: E402
 from dmattn.varlen import varlen_attention  # noqa: E402
 from dmattn.weights import attention_weights  # noqa: E402
 
+from dmattn import eviction as eviction  # noqa: E402, isort: skip  (it is made of what stands above)
+
 profiling.install()
+torch_flash.register()
 if torch.distributed.is_available():  # torch can be built without it
     from dmattn import distributed as distributed
 
@@ -58,6 +61,7 @@ __all__ = [
     "build_info",
     "decode_attention",
     "dynamic_mask_attention",
+    "eviction",
     "flash_dma_attention",
     "flash_dynamic_mask_attention",
     "index_loss",

@@ -129,26 +129,27 @@ class BoundedCache(nn.Module):
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
+    # MixedCache has this method, too.
     @overload
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        self: Any, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
         softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
         select_only: bool = False, return_lse: Literal[False] = False,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        self: Any, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
         softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
         select_only: bool = False, return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
+        self: Any, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
         softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
         select_only: bool = False, return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
     def attend(
-        self,
+        self: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -196,7 +197,9 @@ class BoundedCache(nn.Module):
         checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
         query, key, value = self._autocast(query, key, value)
         self._check(query, key, value, scores, slopes)
-        call = self._checked_call(query, key, value, scores, slopes, lengths, padding_side, select_only, scale, softcap)
+        call = self._checked_call(query, scores, slopes, lengths, padding_side, select_only, scale, softcap)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores, slopes)):
+            refuse_gradients("BoundedCache.attend")
         out, lse = self._attend(query, key, value, call)
         return (out, lse) if return_lse else out
 
@@ -324,8 +327,8 @@ class BoundedCache(nn.Module):
         return CacheState(self.key, self.value, self.score, self.position, self.entered, self.steps, self.kept)
 
     def _checked_call(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None, lengths: Tensor | None,
-        padding_side: PaddingSide, select_only: bool, scale: float | None, softcap: float,
+        self, query: Tensor, scores: Tensor | None, slopes: Tensor | None, lengths: Tensor | None, padding_side: PaddingSide,
+        select_only: bool, scale: float | None, softcap: float,
     ) -> CacheCall:  # fmt: skip
         """Checks what a call of :meth:`attend` is given beside query, key and value, and adds recency to the scores."""
         if lengths is not None:
@@ -333,8 +336,6 @@ class BoundedCache(nn.Module):
         _check_side(padding_side)
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
         softcap = checks.softcap(softcap)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, scores, slopes)):
-            refuse_gradients("BoundedCache.attend")
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             unsupported.refuse_onnx()
         tokens = query.shape[2]
@@ -432,8 +433,7 @@ class BoundedCache(nn.Module):
                 raise ValueError(f"{name}: expected {layout} = {expected}, got {checks.shape_of(tensor)}")
         dtypes = checks.DTYPES["cpu"] if self.key.dtype == torch.float64 else checks.DTYPES["cpu"][1:]
         if slopes is not None:
-            checks.dtype("slopes", checks.tensor("slopes", slopes), dtypes)
-            checks.same_device("slopes", slopes, self.key, "the cache")
+            checks.tensor("slopes", slopes, dtypes, self.key, "the cache")
             if list(slopes.shape) != [kv_heads]:
                 raise ValueError(f"slopes: expected [Hkv] = {[kv_heads]}, got {checks.shape_of(slopes)}")
         if scores is not None:

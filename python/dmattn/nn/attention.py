@@ -60,7 +60,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
 
     Two attributes may be set afterwards: ``softcap`` (0.0), as in :func:`dmattn.attention`, and ``partial_rotary_factor`` (1.0), the part of
     the dimensions of a head, the first ones, that rotate. Head counts in ``forward`` follow the projections' weights, so heads can be
-    distributed to ranks (tensor parallelism); see :doc:`training`.
+    distributed to ranks (tensor parallelism); see :doc:`many_gpus`.
 
     Shape:
         hidden_states [B, S, E] -> [B, S, E].

@@ -20,7 +20,7 @@ from dmattn.masks.interval import segment_ends
 from dmattn.nn.opaque import is_opaque, opaque
 from dmattn.renamed import renamed
 from dmattn.sharding import any_sharded, beside, refuse
-from dmattn.sizes import key_bias_rows, sizes_of
+from dmattn.sizes import check_scores, key_bias_rows, sizes_of
 
 STEEPEST_TO_FLATTEST = 2048.0  # quotient of the slopes of the first and the last key head at first
 
@@ -151,10 +151,7 @@ def explored(
         raise ValueError(f"first_head: expected less than the number of key heads {key.shape[1]}, got {first_head}")
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"key: expected as many keys as queries, {query.shape[2]}, got {key.shape[2]}")
-    checks.dtype("scores", checks.tensor("scores", scores), checks.DTYPES["cpu"])
-    if scores.shape != key.shape[:3]:
-        raise ValueError(f"scores: expected [B, Hkv, S] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
-    checks.same_device("scores", scores, query)
+    check_scores(scores, query, key, "[B, Hkv, S]")
     ends = None if base is None else segment_ends(base, scores)
     of_heads = scores[:, first_head:].to(torch.promote_types(scores.dtype, torch.float32))
     if 0 in query.shape[:3]:
