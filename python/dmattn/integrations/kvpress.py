@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,9 +24,7 @@ NAME = "dmattn_press"
 
 
 @contextlib.contextmanager
-def pressed(
-    model: nn.Module, press: Any, *, tokens: int | None = None, budget: int | None = None, every: int = 0
-) -> Iterator[Cache]:
+def pressed(model: Any, press: Any, *, tokens: int | None = None, budget: int | None = None, every: int = 0) -> Iterator[Cache]:
     """While this context lasts, a model's attention layers hold what a press keeps, each in an :class:`dmattn.eviction.EvictionCache`.
 
     With ``every=0`` this is what ``with press(model)`` of kvpress does: the first call is a whole prompt, which attends densely; then the press
@@ -55,7 +53,7 @@ def pressed(
         if (given is not None) != expected:
             raise ValueError(f"{name}: expected {'an int' if expected else 'None'} with every={every}, got {given}")
     checks.positive_int("budget" if every else "tokens", budget if every else tokens)
-    if isinstance(press, Callable) and hasattr(press, "post_init_from_model"):
+    if hasattr(press, "post_init_from_model"):
         press.post_init_from_model(model)
     body: Any = model.model
     body = getattr(body, "language_model", body)
@@ -213,6 +211,7 @@ class PressLayer(CacheLayerMixin):  # type: ignore[misc]
         self.policy = policy
         self.cache: EvictionCache | None = None
         self.is_updated = False
+        self.has_chosen = False  # once, behind the prompt
 
     def before_call(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Keeps what the press will be shown."""
@@ -220,9 +219,9 @@ class PressLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def after_call(self, *_: Any) -> None:
         """Lets the press choose once, behind the prompt."""
-        if self.cache is not None and not self.policy.every and not self.is_initialized:
+        if self.cache is not None and not self.policy.every and not self.has_chosen:
             self.cache.evict()
-            self.is_initialized = True
+            self.has_chosen = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values; the attention function gives them to the cache."""
