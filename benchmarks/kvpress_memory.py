@@ -15,9 +15,16 @@ import json
 import subprocess
 import sys
 import time
-import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import kvpress
+import torch
+import transformers
+from dmattn.integrations.kvpress import pressed
+from dmattn_bench.records import provenance
+from dmattn_bench.rows import to_json
 
 LENGTHS = (8192, 32768)
 KEPT, PART = 1024, 1024
@@ -25,9 +32,6 @@ WAYS = ("kvpress, one call", "dmattn, parts")
 
 
 def model_of() -> Any:
-    import torch
-    import transformers
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     config = transformers.LlamaConfig(vocab_size=256, num_hidden_layers=8, max_position_embeddings=1 << 17, **sizes)
@@ -35,9 +39,6 @@ def model_of() -> Any:
 
 
 def press_of(name: str, length: int) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import kvpress
     return {"knorm": kvpress.KnormPress, "snapkv": kvpress.SnapKVPress}[name](1 - (KEPT + 0.5) / length)
 
 
@@ -50,9 +51,6 @@ def bytes_of(cache: Any, way: str) -> int:
 
 def read(model: Any, way: str, name: str, length: int) -> dict[str, int]:
     """Reads a prompt of so many tokens, and returns what its cache holds at most and at the end."""
-    import torch
-    import transformers
-
     ids = torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(0))
     most = 0
 
@@ -68,8 +66,6 @@ def read(model: Any, way: str, name: str, length: int) -> dict[str, int]:
             with press_of(name, length)(model):
                 model(ids, past_key_values=cache, logits_to_keep=1)
             return {"most": most, "end": bytes_of(cache, way)}
-        from dmattn.integrations.kvpress import pressed
-
         with pressed(model, press_of(name, length), budget=KEPT, every=PART) as own:
             for first in range(0, length, PART):
                 at = torch.arange(first, min(first + PART, length))[None]
@@ -117,15 +113,7 @@ def main() -> None:
                 rows.append(json.loads(run.stdout.splitlines()[-1]))
                 print(rows[-1], flush=True)
     if options.output:
-        import kvpress
-        import transformers
-        from dmattn_bench.records import provenance
-        from dmattn_bench.rows import to_json
-
-        versions = {
-            "kvpress": "0.5.0" if not hasattr(kvpress, "__version__") else kvpress.__version__,
-            "transformers": transformers.__version__,
-        }
+        versions = {name: version(name) for name in ("kvpress", "transformers")}
         options.output.write_text(to_json({**provenance("cpu"), **versions, "rows": rows}))
 
 
