@@ -2,7 +2,7 @@
 //
 // torch's macros STABLE_TORCH_LIBRARY_FRAGMENT and STABLE_TORCH_LIBRARY_IMPL make a string of the namespace that they are given,
 // so it is fixed when the file is compiled. Ours is read when the file is loaded, because a copy for the kernels hub has another
-// name written into the binary (docs/hub.md). So the ops are registered here by the C functions that those macros call in the
+// name written into the binary (docs/install.md). So the ops are registered here by the C functions that those macros call in the
 // end. These C functions are torch's stable ABI; the classes between the macros and them, torch::stable::detail, are not, and no
 // file of ours names that namespace. TORCH_BOX, a public macro, makes a kernel of each function. tests/ops/test_torch_headers.py
 // fails when the headers of a torch declare any of this otherwise.
@@ -18,7 +18,8 @@ namespace dmattn {
 // then names both.
 bool is_first_copy();
 
-// Where the ops are: torch.ops.<name>. "dmattn", but for a copy that was given another name for the kernels hub (docs/hub.md).
+// Where the ops are: torch.ops.<name>. "dmattn", but for a copy that was given another name for the kernels hub
+// (docs/install.md).
 const char* ops_namespace();
 
 // A kernel as torch calls it: it takes its arguments from the stack and leaves its results there. TORCH_BOX makes it.

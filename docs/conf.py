@@ -1,8 +1,19 @@
-"""How Sphinx builds the site: pages are Markdown (MyST), the API reference comes from the docstrings, any warning is an error (make docs)."""
+"""How Sphinx builds the site: pages are Markdown (MyST), the API reference comes from docstrings, the errors from the source, numbers from
+benchmarks/results; any warning is an error (make docs)."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import dmattn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "docs"), str(ROOT / "benchmarks")]
+
+import errors_of  # noqa: E402
+from dmattn_bench import cited, report  # noqa: E402
 
 project = "dmattn"
 author = "the dmattn authors"
@@ -13,7 +24,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated/*.md"]
 html_theme = "furo"
 html_title = "dmattn"
 html_copy_source = False
@@ -24,3 +35,13 @@ autodoc_typehints = "none"  # the docstrings say shapes and dtypes, which say mo
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 nitpicky = False
+
+
+def with_numbers(app: Any, name: str, source: list[str]) -> None:
+    """Every table and number as the committed results have it; one that is missing fails the build."""
+    source[0] = cited.without_marks(report.rewritten(source[0], ROOT / report.RESULTS))
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", lambda _: errors_of.write(ROOT / "docs/generated"))
+    app.connect("source-read", with_numbers)

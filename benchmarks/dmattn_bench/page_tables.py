@@ -1,5 +1,5 @@
 """Tables of single pages, each from one committed result: context parallelism, packs, predictions, training steps, Doge models, reductions,
-dynamic masks vs. dense attention, single calls."""
+index masks, dynamic masks vs. dense attention, single calls."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dmattn_bench.tables import duration, markdown, plain_ratio, ratio
 
 MACHINE = "nvidia-h200"
 PREDICTED = (("dma", "32768, window 1024, D=128"), ("dma", "4096, window 410, D=128"))  # groups and cases
+H100 = "nvidia-h100-80gb-hbm3"
 Row = dict[str, Any]
 
 
@@ -27,12 +28,17 @@ def table(name: str, results: Path) -> str:
     Raises:
         BadResultError: the result is not there.
     """
-    file, lines_of = TABLES[name]
-    path = results / MACHINE / file
+    lines_of, path = TABLES[name][1], path_of(name, results)
     if not path.is_file():
         raise BadResultError(f"no results for bench:{name}: expected {path}")
     result = json.loads(path.read_text())
     return lines_of(result) + "\n\n" + measured_on([result] if "machine" in result else result["rows"])
+
+
+def path_of(name: str, results: Path) -> Path:
+    """The result of a table: on MACHINE where its file names no other."""
+    file, _ = TABLES[name]
+    return results / (file if "/" in file else f"{MACHINE}/{file}")
 
 
 def measured_on(results: list[Row]) -> str:
@@ -145,6 +151,24 @@ def reductions(result: Row) -> str:
     return markdown(titles, lines, texts=1)
 
 
+def index_masks(result: Row) -> str:
+    """Of benchmarks/index_masks.py: whole eager calls, over a dense causal call of cuDNN."""
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: (row["lists"] == "random", row["length"], row["heads"])):
+        size = f"{row['head_dim']}" + (f" / {row['value_dim']}" if row["value_dim"] != row["head_dim"] else "")
+        heads = f"{row['heads']} heads of {size}" + (f" on {row['kv_heads']}" if row["kv_heads"] != row["heads"] else "")
+        kind = "single keys" if row["block"] == 1 else f"keys in blocks of {row['block']}"
+        keys = "every key" if row["lists"] == "all" else f"{row['keys']:,} {kind}, {row['lists']}"
+        words = f"{row['length']:,} tokens, {heads}, {keys}" + ", deterministic" * row["deterministic"]
+        lines.append(
+            [
+                words,
+                *(f"{ratio(row[f'{part}_speedup'])}, {duration(row[f'{part}_ms'] / 1e3)}" for part in ("forward", "backward")),
+            ]
+        )
+    return markdown(["case, bfloat16", "forward", "backward"], lines, texts=1)
+
+
 def share_of(row: Row) -> str:
     """The window of a dynamic mask beside the length, as it is written."""
     return {1.0: "all"}.get(row["share"], str(Fraction(row["share"]).limit_denominator(64)))
@@ -206,6 +230,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], str]]] = {  # the file of a name, a
     "training-steps": ("training_step.json", training_steps),
     "doge": ("doge.json", doge),
     "reductions": ("reduce.json", reductions),
+    "index-masks": (f"{H100}/index_masks.json", index_masks),
     "sweep": ("sweep.json", beside_dense),
     "builds": ("builds.json", single_calls),
     "projected": ("earlier_systems.json", earlier_report.projected),

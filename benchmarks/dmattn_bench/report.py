@@ -1,7 +1,8 @@
 """Turns results into tables and plots: those of README.md and docs/, or a report of any results.
 
 A page has places ``<!-- bench:NAME -->`` to ``<!-- /bench:NAME -->``. NAME is that of results/*/NAME.json, or of one of the short tables below,
-or of one of quality_report.py or page_tables.py; models is that of front_page.py, serve that of serve_report.py.
+or of one of quality_report.py or page_tables.py; models is that of front_page.py, serve that of serve_report.py, shape is a recorded output.
+A single number in a sentence is ``<!-- n: FILE PATH | FORMAT -->`` to ``<!-- /n -->``: see cited.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dmattn_bench import front_page, page_tables, plots, quality_report, serve_report
+from dmattn_bench import cited, front_page, page_tables, plots, quality_report, serve_report
 from dmattn_bench.records import (
     BadResultError,
     Result,
@@ -25,17 +26,14 @@ from dmattn_bench.records import (
 )
 from dmattn_bench.tables import duration, markdown, number, ratio
 
-PAGES = (
-    "README.md", "docs/learning.md", "docs/performance.md", "docs/serving.md", "research/lab/results.md", "research/lab/learning.md",
-    "docs/distributed.md", "docs/packed.md", "docs/profiling.md", "docs/training.md", "docs/transformers.md", "research/lab/reached.md",
-    "research/lab/earlier_systems.md",
-)  # fmt: skip
+PAGES = ("README.md", "docs/**/*.md", "research/lab/*.md")  # patterns
 RESULTS = "benchmarks/results"
 GPU, CPU = "nvidia-h200/cuda.json", "amd-epyc-2-threads/cpu.json"
 # Committed results that plots are made of, the first that has what a plot shows; and those of training runs.
 DRAWN = (GPU, *(f"nvidia-h200/{name}.json" for name in ("decode", "serve", "lengths", "ancestor", "sweep")))
 LEARNED = ("nvidia-h200/quality.jsonl",)
 ANCESTOR = "nvidia-h200/ancestor.json"
+SHAPE = "nvidia-h200/shape.txt"  # what `python -m dmattn shape` printed
 SHORT_TABLES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {  # results, then group and case of their rows
     "summary": {
         GPU: (
@@ -70,6 +68,7 @@ SHORT_TABLES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {  # results, 
         CPU: (("", "16384, dense causal"),),
     },
 }  # fmt: skip
+SHORT_TABLES["kernels"] = {path: cases for path, cases in SHORT_TABLES["lengths"].items() if path != CPU}
 SHORT_NAMES = {
     "F.scaled_dot_product_attention": "SDPA",
     "F.scaled_dot_product_attention by CUDNN_ATTENTION": "cuDNN",
@@ -137,11 +136,8 @@ def markdown_table(result: dict[str, Any]) -> str:
 
 
 def short_table(name: str, results: Path) -> str:
-    """Speedups of whole calls over the baseline, times of whole calls and, except in the README, speedups of the kernels alone."""
-    with_kernels = name != "summary"
-    titles = ["length and mask", "baseline"]
-    for part in ("forward", "backward"):
-        titles += [part, *["its kernels"] * with_kernels]
+    """Speedups over the baseline and times, of whole calls; the table kernels has those of the kernels alone."""
+    source = "kernel_medians" if name == "kernels" else "medians"
     lines, machines = [], []
     for path, cases in SHORT_TABLES[name].items():
         result = json.loads((results / path).read_text())
@@ -157,12 +153,15 @@ def short_table(name: str, results: Path) -> str:
             line = [f"{batch}{row['length']:,} tokens, {plain_mask(row)}", short_peer(row)]
             line[0] += f", D = {row['head_dim']}" if row["head_dim"] != first["head_dim"] else ""
             line[0] += "" if "gpu" in machine else f" ({machine['threads']} CPU threads)"
-            for part in ("forward", "backward"):
-                line.append(faster(row["medians"], part) + ", " + duration(row["medians"][part]))
-                if with_kernels:
-                    line.append(faster(row["kernel_medians"], part) if row.get("kernel_medians") else "-")
+            times = row[source]
+            line += [f"{faster(times, part)}, {duration(times[part])}" for part in ("forward", "backward")]
             lines.append(line)
-    return markdown(titles, lines, texts=2) + "\n\n" + "; ".join(dict.fromkeys(machines)) + "."
+    return (
+        markdown(["length and mask", "baseline", "forward", "backward"], lines, texts=2)
+        + "\n\n"
+        + "; ".join(dict.fromkeys(machines))
+        + "."
+    )
 
 
 def plain_mask(row: dict[str, Any]) -> str:
@@ -206,13 +205,15 @@ def rewritten(text: str, results: Path) -> str:
     def fill(found: re.Match[str]) -> str:
         return f"<!-- bench:{found[1]} -->\n{table_of(found[1], results)}\n<!-- /bench:{found[1]} -->"
 
-    return re.sub(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", fill, text, flags=re.DOTALL)
+    return cited.rewritten(re.sub(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", fill, text, flags=re.DOTALL), results)
 
 
 def table_of(name: str, results: Path) -> str:
     """Raises BadResultError: there are no results of that name."""
     if name == "models":
         return front_page.table(results)
+    if name == "shape":
+        return f"```text\n{(results / SHAPE).read_text()}```"
     if name in SHORT_TABLES:
         return short_table(name, results)
     if name in quality_report.TABLES:
@@ -237,8 +238,8 @@ def pages(root: Path, check: bool) -> list[str]:
         BadResultError: a result is missing.
     """
     changed = []
-    for name in PAGES:
-        page = root / name
+    for page in sorted(page for pattern in PAGES for page in root.glob(pattern)):
+        name = str(page.relative_to(root))
         before = page.read_text()
         after = rewritten(before, root / RESULTS)
         if before != after:

@@ -1,4 +1,4 @@
-"""Lays out an installed dmattn as a kernel for the Hugging Face kernels hub, and checks the result. docs/hub.md says what for.
+"""Lays out an installed dmattn as a kernel for the Hugging Face kernels hub, and checks the result. docs/install.md says what for.
 
     python cmake/hub/layout.py build/hub                    # one variant, of the backend that the ops library was built for
     python cmake/hub/layout.py build/hub --backend cu130 cpu

@@ -1,4 +1,4 @@
-"""Which family of kernels takes a call on Hopper, by the names of the kernels that run: what docs/status.md says."""
+"""Which family of kernels takes a call on Hopper, by the names of the kernels that run: what docs/support.md says."""
 
 from __future__ import annotations
 

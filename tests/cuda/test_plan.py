@@ -29,7 +29,7 @@ def kernels(planned):
     return [(kernel["kernel"], kernel["size"], kernel["traits"]) for kernel in planned["kernels"]]
 
 
-# The table of docs/status.md ----------------------------------------------------------------------------------------------------------
+# The table of docs/support.md ----------------------------------------------------------------------------------------------------------
 
 MASKS = {
     "none": {},
@@ -51,12 +51,12 @@ SUBSETS = [{}, *OPTIONS, *({**one, **other} for one, other in itertools.combinat
 
 
 def portable_lists(call):
-    """What docs/status.md says of index lists: Hopper's kernels for them take no bias of single pairs, and no extreme scale or softcap."""
+    """What docs/support.md says of index lists: Hopper's kernels for them take no bias of single pairs, and no extreme scale or softcap."""
     return "index_heads" in call and ("bias_heads" in call or "scale" in call or call.get("softcap") == 400.0)
 
 
 def portable_in_backward(call, deterministic):
-    """What docs/status.md says of index lists, and of heads beyond 128 in a fixed order."""
+    """What docs/support.md says of index lists, and of heads beyond 128 in a fixed order."""
     if "index_heads" in call and (portable_lists(call) or (deterministic and call["head_dim"] > 128)):
         return True
     adds_bias = "bias_heads" in call or "scale" in call or call.get("softcap") == 400.0
@@ -97,7 +97,7 @@ def test_other_devices_take_the_portable_kernels(mask, device):
 
 def test_every_row_of_the_table_is_still_what_these_tests_are_about():
     """A new row has to have its test here."""
-    page = (ROOT / "docs/status.md").read_text()
+    page = (ROOT / "docs/support.md").read_text()
     table = re.search(r"\| call, on compute capability 9\.0 .*?\n\n", page, re.S)
     assert table is not None
     rows = [line.split("|")[1:4] for line in table.group(0).strip().split("\n")[2:]]

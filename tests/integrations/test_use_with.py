@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +31,19 @@ def test_it_runs_and_learns(example, monkeypatch):
     with torch.random.fork_rng(devices=[]):
         first, last = runpy.run_path(str(EXAMPLES / f"{example}.py"))["main"]([])
     assert last < 0.9 * first
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_from_scratch_learns_alone_and_on_ranks(world):
+    """Both start from the same weights and text, so that the losses of the first step are the same but for the queries that explore."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"] if world == 2 else [sys.executable]
+    given = [*start, str(EXAMPLES / "train_from_scratch.py"), "--steps", "10"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(given, capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    first, last = map(float, re.findall(r"loss ([\d.]+)", ran.stdout))
+    assert 5.4 < first < 6
+    assert last < 0.7 * first
 
 
 def programs() -> list[str]:

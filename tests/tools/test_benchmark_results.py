@@ -12,7 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from benchmark_calls import BENCHMARKS, SMALL, assert_refused, script
-from dmattn_bench import __main__, compare, earlier_report, measure, page_tables, plots, records, report, serve, suite, tables
+from dmattn_bench import (
+    __main__,
+    cited,
+    compare,
+    earlier_report,
+    measure,
+    page_tables,
+    plots,
+    records,
+    report,
+    serve,
+    suite,
+    tables,
+)
 
 # Of benchmarks/sweep.py.
 SWEEP = [
@@ -394,12 +407,11 @@ def test_short_tables_say_what_the_results_say(tmp_path, monkeypatch):
     other = row | {"group": "another group", "medians": dict.fromkeys(times, 1.0)}
     result = {"machine": {"gpu": "A GPU"}, "torch": "2.11", "date": "2026-11-21T15:13:06", "rows": [row, other]}
     (tmp_path / "all.json").write_text(json.dumps(result))
-    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": {"all.json": (("a group", "a case"),)}})
+    table = {"all.json": (("a group", "a case"),)}
+    monkeypatch.setattr(report, "SHORT_TABLES", {"mine": table, "kernels": table})
+    assert "| 17.2x, 1.00 ms | 0.94x, 500 ms |" in report.short_table("kernels", tmp_path)
     lines = report.rewritten("<!-- bench:mine -->\n<!-- /bench:mine -->", tmp_path).splitlines()
-    assert (
-        lines[3]
-        == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.60x, 2.00 ms | 17.2x | 0.94x, 500 ms | 0.94x |"
-    )
+    assert lines[3] == "| 65,536 tokens, 64 sinks and 1,024 local keys | FlexAttention | 8.60x, 2.00 ms | 0.94x, 500 ms |"
     assert lines[5] == "A GPU, bfloat16, 16 heads of 128, torch 2.11, 2026-11-21."
     (tmp_path / "all.json").write_text(json.dumps(result | {"rows": [row, other, row]}))
     with pytest.raises(
@@ -474,6 +486,12 @@ PAGE_TABLES = {  # results, and a line of the table
                           {"name": "eager", "length": 4096, "out_of_memory": True}]},
         "| 4,096 | 1 + 3 ms | 3.1 GiB | out of memory | - |",
     ),
+    "index-masks": (
+        STAMP | {"rows": [{"lists": "skewed", "length": 4096, "heads": 8, "kv_heads": 2, "head_dim": 192, "value_dim": 128, "block": 16,
+                           "keys": 1024, "deterministic": True, "forward_speedup": 2.5, "forward_ms": 1.5, "backward_speedup": 0.5,
+                           "backward_ms": 12.0}]},
+        "| 4,096 tokens, 8 heads of 192 / 128 on 2, 1,024 keys in blocks of 16, skewed, deterministic | 2.50x, 1.50 ms | 0.50x, 12.0 ms |",
+    ),
     "sweep": (STAMP | {"rows": SWEEP}, "| 256, 1 | 0.50 | 2.00 | 1.50 | 6.00 |"),
     "builds": (
         STAMP | {"rows": [{"case": "length=4096 batch=4 window=410", "us": {"forward": 2e3, "backward": 4e3, "cudnn forward": 1e3}}]},
@@ -492,8 +510,9 @@ def test_tables_of_pages_say_what_the_results_say(name, tmp_path):
     with pytest.raises(records.BadResultError, match=f"no results for bench:{name}: expected"):
         report.rewritten(place, tmp_path)
     result, line = PAGE_TABLES[name]
-    (tmp_path / page_tables.MACHINE).mkdir()
-    (tmp_path / page_tables.MACHINE / page_tables.TABLES[name][0]).write_text(json.dumps(result))
+    path = page_tables.path_of(name, tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps(result))
     lines = report.rewritten(place, tmp_path).splitlines()
     assert line in lines
     assert lines[-2] == "A GPU, torch 2.11, commit abc, 2026-11-21."
@@ -562,9 +581,8 @@ def test_a_result_without_chosen_rows_gives_all_that_were_measured(tmp_path):
 
 
 def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
-    for name in report.PAGES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("nothing")
+    (tmp_path / "docs/kernels").mkdir(parents=True)
+    (tmp_path / "docs/kernels/some.md").write_text("nothing")
     (tmp_path / "README.md").write_text("<!-- bench:mine -->\n<!-- /bench:mine -->")
     monkeypatch.setattr(report, "short_table", lambda name, results: "a table")
     monkeypatch.setitem(report.SHORT_TABLES, "mine", {})
@@ -573,3 +591,18 @@ def test_pages_are_rewritten_or_only_checked(tmp_path, monkeypatch):
     assert report.pages(tmp_path, check=False) == ["README.md"]
     assert "a table" in (tmp_path / "README.md").read_text()
     assert report.pages(tmp_path, check=True) == []
+
+
+def test_numbers_in_sentences_are_what_the_results_say(tmp_path):
+    rows = [{"case": "a, D=64", "ms": 1.5, "dense": 6.0}, {"case": "b", "ms": 4.0, "complete": True}]
+    (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
+    page = "It took <!-- n: a.json rows[case=a, D=64].ms | ms -->?<!-- /n -->, <!-- n: a.json rows[0].dense / rows[0].ms | x -->?<!-- /n --> of"
+    made = cited.rewritten(page + " <!-- n: a.json rows.# | int -->9<!-- /n --> rows", tmp_path)
+    assert cited.without_marks(made) == "It took 1.50 ms, 4.00x of 2 rows"
+    assert cited.rewritten(made, tmp_path) == made
+    for wrong in ("b.json rows.# | int", "a.json rows[case=c].ms | ms", "a.json rows[2].ms | ms", "a.json rows[1].complete | int",
+                  "a.json rows[1].case | int", "a.json rows[0].ms | furlongs"):  # fmt: skip
+        with pytest.raises(records.BadResultError, match="expected"):
+            cited.rewritten(f"It took <!-- n: {wrong} -->1<!-- /n -->", tmp_path)
+    with pytest.raises(records.BadResultError, match="head of a line"):
+        cited.rewritten("It took\n<!-- n: a.json rows.# | int -->2<!-- /n -->", tmp_path)

@@ -15,7 +15,7 @@ HIDDEN = ROOT / ".github"
 WORKFLOWS = sorted((HIDDEN / "workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()
-PROSE = [HIDDEN / "CONTRIBUTING.md", HIDDEN / "SECURITY.md", ROOT / "docs/building.md", ROOT / "docs/hub.md"]
+PROSE = [HIDDEN / "CONTRIBUTING.md", HIDDEN / "SECURITY.md", ROOT / "docs/install.md"]
 
 
 def name_of(path: Path) -> str:

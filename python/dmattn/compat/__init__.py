@@ -1,4 +1,4 @@
-"""The functions of earlier systems, with their names, arguments and layouts, computed by dmattn: docs/coming_from.md lists every difference.
+"""The functions of earlier systems, with their names, arguments and layouts, computed by dmattn: docs/other_libraries.md says what differs.
 
 ``from dmattn.compat.flash_attn import flash_attn_func`` takes the place of ``from flash_attn import flash_attn_func``, and so on.
 """

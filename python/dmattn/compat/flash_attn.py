@@ -1,4 +1,4 @@
-"""flash-attn's functions (version 2): the same names, arguments and layouts; docs/coming_from.md lists what differs.
+"""flash-attn's functions (version 2): the same names, arguments and layouts; docs/other_libraries.md says what differs.
 
 Head sizes up to 256 are padded to multiples of 8. ``window_size``, grouped heads and bottom-right causality are flash-attn's.
 """

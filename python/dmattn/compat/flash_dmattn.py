@@ -1,4 +1,4 @@
-"""flash-dmattn's functions (versions 1.x, also as flash_sparse_attn_*): the same names, arguments and layouts; docs/coming_from.md lists what
+"""flash-dmattn's functions (versions 1.x, also as flash_sparse_attn_*): the same names, arguments and layouts; docs/other_libraries.md says what
 differs. New code has no need for a mask or bias of every pair: :func:`dmattn.dynamic_mask_attention`."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def flash_dmattn_func(
     if attn_mask is not None:
         attn_mask = keep_of("attn_mask", attn_mask, query, _pairs(query, key))
     if attn_bias is not None:
-        checks.dtype("attn_bias", checks.tensor("attn_bias", attn_bias), checks.DTYPES["cpu"])
+        checks.tensor("attn_bias", attn_bias, checks.DTYPES["cpu"])
     _broadcasts("attn_mask", attn_mask, query, key)
     _broadcasts("attn_bias", attn_bias, query, key)
     options: dict[str, Any] = {

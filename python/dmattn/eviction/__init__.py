@@ -2,6 +2,7 @@
 
 from dmattn.eviction.cache import EvictionCache
 from dmattn.eviction.lifetimes import decisions, interval_of, lifetimes
+from dmattn.eviction.pages import OutOfPagesError, PagedCache, PagePool
 from dmattn.eviction.policy import H2O, TOVA, ExpectedAttention, Gated, KeyNorm, Policy, Scored, Seen, SnapKV, Streaming
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "ExpectedAttention",
     "Gated",
     "KeyNorm",
+    "OutOfPagesError",
+    "PagePool",
+    "PagedCache",
     "Policy",
     "Scored",
     "Seen",
