@@ -7,6 +7,7 @@ import importlib.util
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +68,18 @@ def renewed(name: str) -> torch.library.Library:
     own: torch.library.Library = torch.library.Library(name, "FRAGMENT")
     namespace[_RULES] = own
     return own
+
+
+@cache
+def arguments_of(op: str) -> dict[str, Any]:
+    """An op's arguments in the order of cpp/schema.cpp, with their defaults; None for those that have none."""
+    arguments = getattr(torch.ops.dmattn, op).default._schema.arguments
+    return {given.name: given.default_value if given.has_default_value() else None for given in arguments}
+
+
+def by_name(op: str, inputs: tuple[Any, ...]) -> dict[str, Any]:
+    """All arguments of a call of an op, of which last ones that have their defaults may be left out, by their names."""
+    return arguments_of(op) | dict(zip(arguments_of(op), inputs, strict=False))
 
 
 def build_info() -> dict[str, str]:

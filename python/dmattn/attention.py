@@ -14,7 +14,7 @@ from dmattn.masks import IntervalMask, Mask
 from dmattn.masks.interval import most_selected, select_interval
 from dmattn.renamed import renamed
 from dmattn.sinks import with_sinks
-from dmattn.sizes import interval_rows, sizes_of
+from dmattn.sizes import check_scores, interval_rows, sizes_of
 
 
 @overload
@@ -181,11 +181,7 @@ def selected_attention(
     checks.flags(is_causal, deterministic, False)
     query, key, value = autocast(query, key, value)
     sizes = sizes_of(query, key, value)
-    checks.tensor("scores", scores)
-    checks.dtype("scores", scores, checks.DTYPES["cpu"])
-    if scores.shape != key.shape[:3]:
-        raise ValueError(f"scores: expected [B, Hkv, Sk] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
-    checks.same_device("scores", scores, query)
+    check_scores(scores, query, key, "[B, Hkv, Sk]")
     checks.selection(window, local, sink_keys, is_causal)
     start, end = select_interval(scores, window, is_causal, base, local, sink_keys)
     start = start if start is None else interval_rows("base.start", start, sizes)
@@ -241,8 +237,7 @@ def scores_of(
     value: Tensor, proj_name: str, proj: Tensor | nn.Module | None, factor_name: str, factor: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """:func:`key_scores` for callers with other names for the projection and for A."""
-    checks.tensor("value", value)
-    checks.dtype("value", value, checks.DTYPES["cpu"])
+    checks.tensor("value", value, checks.DTYPES["cpu"])
     if value.dim() != 4:
         raise ValueError(f"value: expected 4 dimensions [B, Hkv, Sk, Dv], got shape {checks.shape_of(value)}")
     batch, kv_heads, length, size = value.shape
@@ -274,9 +269,7 @@ def scores_of(
 
 
 def _score_parameter(name: str, given: object, value: Tensor, shape: list[int]) -> Tensor:
-    parameter = checks.tensor(name, given)
-    checks.dtype(name, parameter, checks.DTYPES["cpu"])
-    checks.same_device(name, parameter, value, "value")
+    parameter = checks.tensor(name, given, checks.DTYPES["cpu"], value, "value")
     if list(parameter.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape} for value {checks.shape_of(value)}, got {checks.shape_of(parameter)}")
     return parameter

@@ -15,25 +15,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dmattn import batching, composed, sharding
-from dmattn._library import rules
+from dmattn._library import arguments_of, rules
 from dmattn.fake import accumulate_dtype
 
-# The order of forward's arguments in cpp/schema.cpp.
-TENSORS = (
-    "query", "key", "value", "start", "end", "tiles", "rows", "columns", "bits", "indices", "index_offset", "key_bias", "bias",
-    "dropout_seed",
-)  # fmt: skip
-OPTIONS = ("is_causal", "scale", "softcap", "dropout_p", "deterministic")
-KEY_BIAS, BIAS = TENSORS.index("key_bias"), TENSORS.index("bias")
-# Hints, and how lists are read; they may be left out.
-LAST = ("is_in_order", "most_keys", "index_block", "index_local", "index_sinks")
-OPTIONS_END = len(TENSORS) + len(OPTIONS)
-INPUTS = OPTIONS_END + len(LAST)
+# Where arguments stand: tensors, options, and last ones (hints, and how lists are read) that may be left out.
+FORWARD, BACKWARD = (list(arguments_of(op)) for op in ("forward", "backward"))
+OPTIONS, LAST, INPUTS = FORWARD.index("is_causal"), FORWARD.index("is_in_order"), len(FORWARD)
+KEY_BIAS, BIAS = FORWARD.index("key_bias"), FORWARD.index("bias")
+# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before the last ones.
+NEEDS = slice(BACKWARD.index("need_key_bias"), BACKWARD.index("lse_rest"))
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float})
-# backward has grad_out and grad_lse before them, out and lse after value, need_key_bias, need_bias and lse_rest before LAST.
-GRADIENT_INPUTS = INPUTS + 7
-NEEDS = slice(OPTIONS_END + 4, OPTIONS_END + 6)
-GRADIENT_DEFAULTS = (None, False, 0, *composed.LISTS)  # of lse_rest and LAST
 
 
 def below_autograd(op: Any, inputs: tuple[Any, ...]) -> Any:
@@ -50,8 +41,8 @@ def transforms_are_active() -> bool:
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[: len(TENSORS)], *output)
-    ctx.options, ctx.last = inputs[len(TENSORS) : OPTIONS_END], inputs[OPTIONS_END:]
+    ctx.save_for_backward(*inputs[:OPTIONS], *output)
+    ctx.options, ctx.last = inputs[OPTIONS:LAST], inputs[LAST:]
 
 
 def forward_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
@@ -125,7 +116,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         save_for_backward(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[: len(TENSORS)])
+        ctx.save_for_forward(*inputs[:OPTIONS])
 
     backward = staticmethod(forward_gradients)
 
@@ -155,10 +146,10 @@ class AttentionGradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        tensors = (*inputs[:5], *inputs[7 : 4 + len(TENSORS)])  # all but out and lse
+        tensors = (*inputs[:5], *inputs[7 : 4 + OPTIONS])  # all but out and lse
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.options, ctx.need = inputs[4 + len(TENSORS) : NEEDS.start], inputs[NEEDS]
+        ctx.options, ctx.need = inputs[4 + OPTIONS : NEEDS.start], inputs[NEEDS]
         ctx.last = inputs[NEEDS.stop + 1 :]
 
     @staticmethod
@@ -166,7 +157,7 @@ class AttentionGradients(torch.autograd.Function):
         grad_out, grad_lse, *tensors = ctx.saved_tensors
         key_bias, bias = 4 + KEY_BIAS, 4 + BIAS
         wanted = (ctx.needs_input_grad[key_bias], ctx.needs_input_grad[bias])
-        none = (None,) * GRADIENT_INPUTS
+        none = (None,) * len(BACKWARD)
         if all(x is None for x in given):
             return none
         first, second, (query, key, value, by_key_bias, by_bias) = composed.gradients_of_gradients(
@@ -273,8 +264,7 @@ def _cache_rule(name: str, *inputs: Any) -> Any:
 
 def _with_defaults(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """All arguments of ``backward``: the dispatcher leaves out last ones that have their defaults."""
-    left_out = GRADIENT_INPUTS - len(inputs)
-    return (*inputs, *GRADIENT_DEFAULTS[-left_out:]) if left_out else inputs
+    return (*inputs, *tuple(arguments_of("backward").values())[len(inputs) :])
 
 
 _rules.impl("forward", _forward_rule, "Autograd")

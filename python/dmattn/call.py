@@ -67,8 +67,7 @@ def options_of(
     if type(dropout_p) is not float or dropout_p != 0.0:
         dropout_p = checks.number("dropout_p", dropout_p, low=0.0, high=1.0, open_high=True)
     if dropout_seed is not None:
-        checks.tensor("dropout_seed", dropout_seed)
-        checks.dtype("dropout_seed", dropout_seed, (torch.int64,))
+        checks.tensor("dropout_seed", dropout_seed, (torch.int64,))
         if dropout_seed.numel() != 1:
             raise ValueError(f"dropout_seed: expected one element, got shape {checks.shape_of(dropout_seed)}")
         if dropout_seed.device != sizes.device:
@@ -135,8 +134,7 @@ def mask_tensors(mask: Mask | Tensor, sizes: Sizes) -> MaskTensors:
         raise TypeError(
             f"mask: expected an IntervalMask, a BlockMask, an IndexMask, an intersection of such or a bool tensor, got {checks.type_of(mask)}"
         )
-    checks.tensor("mask", mask)
-    checks.dtype("mask", mask, (torch.bool,))
+    checks.tensor("mask", mask, (torch.bool,))
     mask = four_dims("mask", mask, sizes)
     if mask.shape[2] == 1 and sizes.query_length != 1:  # a mask of keys alone is an interval: O(N)
         visible = mask[:, :, 0]

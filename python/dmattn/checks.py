@@ -37,12 +37,19 @@ def type_of(value: object) -> str:
     return name if module.split(".")[0] in ("builtins", "torch", "dmattn") else f"{module}.{name}"
 
 
-def tensor(name: str, value: object) -> Tensor:
+def tensor(
+    name: str, value: object, dtypes: Sequence[torch.dtype] = (), like: Tensor | None = None, like_name: str = "query"
+) -> Tensor:
+    """A dense tensor, of one of these dtypes if there are some, and on the device of ``like`` if that is given."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type_of(value)}")
     if value.layout is not torch.strided or value.is_nested:
         nested = "a nested one; dmattn.varlen_attention takes packed sequences"
         raise TypeError(f"{name}: expected a dense tensor, got {nested if value.is_nested else value.layout}")
+    if dtypes:
+        dtype(name, value, dtypes)
+    if like is not None:
+        same_device(name, value, like, like_name)
     return value
 
 
@@ -61,9 +68,7 @@ def per_sequence(
     name: str, value: object, like: Tensor, like_name: str = "query", dtypes: Sequence[torch.dtype] = (torch.int32,)
 ) -> Tensor:
     """A tensor [B] on the device of ``like``, whose first dimension is B."""
-    given = tensor(name, value)
-    dtype(name, given, dtypes)
-    same_device(name, given, like, like_name)
+    given = tensor(name, value, dtypes, like, like_name)
     if list(given.shape) != [like.shape[0]]:
         raise ValueError(f"{name}: expected [B] = {[like.shape[0]]}, got {shape_of(given)}")
     return given
@@ -198,8 +203,7 @@ def cu_seqlens(name: str, value: object, tokens: int | None, exactly: bool = Fal
 
     tokens: the most that the last end may be, or, with ``exactly``, what it has to be; None: any number.
     """
-    ends = tensor(name, value)
-    dtype(name, ends, (torch.int32, torch.int64))
+    ends = tensor(name, value, (torch.int32, torch.int64))
     if ends.dim() != 1 or ends.shape[0] < 2:
         raise ValueError(f"{name}: expected one dimension [documents + 1] with at least one document, got shape {shape_of(ends)}")
     if values_are_known(ends):

@@ -425,7 +425,8 @@ def _tile(
 def _visible(problem: Problem, place: Place, constants: Sequence[Tensor | None], query: Tensor, key: Tensor) -> Tensor | None:
     """Who sees whom in a tile: bool [.., B|1, H|1, queries, keys], None for all."""
     masks, shift = Masks(*constants[: CONSTANTS - 1]), key.shape[-2] - query.shape[-2]
-    return pairs_seen(masks, problem.is_causal, problem.lists, place, shift, query.shape[-3], query.device)
+    rows = torch.arange(*place[0], device=query.device)
+    return pairs_seen(masks, problem.is_causal, problem.lists, rows, place[1], shift, query.shape[-3])
 
 
 class Masks(NamedTuple):
@@ -440,27 +441,26 @@ class Masks(NamedTuple):
 
 
 def pairs_seen(
-    masks: Masks, is_causal: bool, lists: tuple[int, int, int], place: Place, shift: int, heads: int, device: torch.device
+    masks: Masks, is_causal: bool, lists: tuple[int, int, int], rows: Tensor, keys: Span, shift: int, heads: int
 ) -> Tensor | None:
-    """Which of these queries, which stand ``shift`` behind their numbers, see which of these keys: bool [.., B|1, H|1, queries, keys], None
-    for all."""
+    """Which queries of these numbers [queries], which stand ``shift`` behind them, see which of these keys: bool
+    [.., B|1, H|1, queries, keys], None for all."""
     start, end, tiles, bits, indices, index_offset = masks
-    (first_query, last_query), (first_key, last_key) = place
-    row = torch.arange(first_query, last_query, device=device)[:, None]
+    first_key, last_key = keys
+    column, row = torch.arange(*keys, device=rows.device), rows[:, None]
     position = row + shift
     parts = []
     if is_causal:
-        parts.append(torch.arange(first_key, last_key, device=device) <= position)
+        parts.append(column <= position)
     if start is not None:
         parts.append(per_query_head(start[..., None, first_key:last_key], heads) <= position)
     if end is not None:
         parts.append(position < per_query_head(end[..., None, first_key:last_key], heads))
     if tiles is not None and bits is not None:
-        column = torch.arange(first_key, last_key, device=device)
         parts.append(per_query_head(visible_in_blocks(tiles, bits, row, column), heads))
     if indices is not None:
         own = position if index_offset is None else row + index_offset[..., None, None, None]
-        listed = visible_in_lists(indices[..., first_query:last_query, :], lists, own, place[1])
+        listed = visible_in_lists(indices[..., rows, :], lists, own, keys)
         parts.append(per_query_head(listed, heads))
     if not parts:
         return None

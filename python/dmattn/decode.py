@@ -134,8 +134,7 @@ def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | No
             raise ValueError(f"key_cache: expected [pages, page_size, Hkv, D] with D={head_dim}, got {checks.shape_of(key)}")
         if page_size % PAGE_UNIT != 0 or page_size <= 0:
             raise ValueError(f"key_cache: expected a page_size that is a multiple of {PAGE_UNIT}, got {page_size}")
-        checks.dtype("page_table", checks.tensor("page_table", page_table), (torch.int32,))
-        checks.same_device("page_table", page_table, query)
+        checks.tensor("page_table", page_table, (torch.int32,), query)
         if page_table.dim() != 2 or page_table.shape[0] != batch:
             raise ValueError(f"page_table: expected [B, max_pages] with B={batch}, got {checks.shape_of(page_table)}")
         capacity = page_table.shape[1] * page_size

@@ -10,8 +10,7 @@ from torch import Tensor
 from dmattn import ops, sharding
 from dmattn.fake import empty_in_order_of
 from dmattn.masks import IndexMask
-from dmattn.masks.heads import repeat_heads
-from dmattn.masks.index import with_four_dims
+from dmattn.masks.heads import repeat_heads, with_rank
 from dmattn.sinks import with_sinks
 from dmattn.sizes import Sizes
 
@@ -68,7 +67,7 @@ def listed_keys(mask: IndexMask, cache: Cache, sizes: Sizes) -> tuple[Tensor, Te
         is_none = (cache.page_table < 0) | (cache.page_table >= cache.key.shape[0])
         length = torch.where((in_use & is_none).any(1), 0, length)
     position = length.view(-1, 1, 1, 1) + torch.arange(-sizes.query_length, 0, device=device)[:, None]
-    lists = with_four_dims(mask.keys())
+    lists = with_rank(mask.keys(), 4)
     recent, first = (torch.arange(count, device=device) for count in (mask.local, mask.sink_keys))
     whole = (sizes.batch, lists.shape[1], sizes.query_length, -1)
     keys = torch.cat([given.expand(whole) for given in (lists, position - recent, first.view(1, 1, 1, -1))], dim=3)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dmattn._library import rules
+from dmattn._library import arguments_of, by_name, rules
 
 F = TypeVar("F", bound=Callable[..., object])
 OPS: list[str] = []  # the names of all ops
@@ -18,9 +18,17 @@ REDUCED = (*FLOATING, torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 
 
 def fake(function: F) -> F:
-    """Registers a function as the fake of the op of its name."""
-    OPS.append(function.__name__)
-    torch.library.register_fake(f"dmattn::{function.__name__}", function, lib=rules())
+    """Registers a function as the fake of the op of its name. It takes those of the op's arguments that it needs, by name."""
+    op = function.__name__
+    like = "query" if op == "backward" else next(iter(arguments_of(op)))
+
+    def checked(*inputs: object) -> object:
+        given = by_name(op, inputs)
+        check_one_device(op, like, given)
+        return function(**given)
+
+    OPS.append(op)
+    torch.library.register_fake(f"dmattn::{op}", checked, lib=rules())
     return function
 
 
@@ -48,70 +56,38 @@ def empty_in_order_of(like: Tensor, width: int) -> Tensor:
     return like.new_empty_strided((*like.shape[:3], width), strides)
 
 
-def check_one_device(op: str, name: str, first: Tensor, *others: object) -> None:
+def check_one_device(op: str, like: str, given: dict[str, Any]) -> None:
     """Raises for a mix of devices, as the kernels do: one meta tensor among others is enough to come here."""
-    for given in others:
-        if isinstance(given, Tensor) and given.device != first.device:
-            raise RuntimeError(
-                f"dmattn: {op}: expected the device of {name}, {first.device}, for all tensors, got {given.device}"
-            )
+    device = given[like].device
+    for other in given.values():
+        if isinstance(other, Tensor) and other.device != device:
+            raise RuntimeError(f"dmattn: {op}: expected the device of {like}, {device}, for all tensors, got {other.device}")
 
 
 @fake
-def select(scores: Tensor, segment_end: Tensor | None, window: int, is_causal: bool, local: int = 0, sink: int = 0) -> Tensor:
-    check_one_device("select", "scores", scores, segment_end)
+def select(scores: Tensor, **_: object) -> Tensor:
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
 @fake
 def pack_tiles(
-    mask: Tensor, query_length: int, key_length: int, block_q: int, block_k: int, tile_q: int, tile_k: int
+    mask: Tensor, query_length: int, key_length: int, tile_q: int, tile_k: int, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = table_size(query_length, tile_q), table_size(key_length, tile_k)
-    table = mask.shape[:2]
-    return (
-        mask.new_empty((*table, rows, columns), dtype=torch.int32),
-        mask.new_empty((*table, rows, columns + 1), dtype=torch.int32),
-        mask.new_empty((*table, columns, rows + 1), dtype=torch.int32),
-    )
+    sizes = ((rows, columns), (rows, columns + 1), (columns, rows + 1))
+    tiles, of_rows, of_columns = (mask.new_empty((*mask.shape[:2], *size), dtype=torch.int32) for size in sizes)
+    return tiles, of_rows, of_columns
 
 
 @fake
-def pack_bits(
-    mask: Tensor,
-    tiles: Tensor,
-    query_length: int,
-    key_length: int,
-    block_q: int,
-    block_k: int,
-    tile_q: int,
-    tile_k: int,
-    slots: int,
-) -> Tensor:
-    check_one_device("pack_bits", "mask", mask, tiles)
+def pack_bits(mask: Tensor, tile_q: int, tile_k: int, slots: int, **_: object) -> Tensor:
     return mask.new_empty((slots, tile_q, tile_k // 32), dtype=torch.int32)
 
 
 @fake
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    tiles: Tensor | None,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    bits: Tensor | None,
-    indices: Tensor | None,
-    index_offset: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: Tensor | None,
-    *options: object,
+    query: Tensor, value: Tensor, key_bias: Tensor | None, bias: Tensor | None, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    masks = (start, end, tiles, rows, columns, bits, indices, index_offset)
-    check_one_device("forward", "query", query, key, value, *masks, key_bias, bias, dropout_seed)
     lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
     has_bias = key_bias is not None or bias is not None
     return empty_in_order_of(query, value.shape[3]), lse, lse.new_empty(lse.shape if has_bias else (0,))
@@ -119,37 +95,9 @@ def forward(
 
 @fake
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    start: Tensor | None,
-    end: Tensor | None,
-    tiles: Tensor | None,
-    rows: Tensor | None,
-    columns: Tensor | None,
-    bits: Tensor | None,
-    indices: Tensor | None,
-    index_offset: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    need_key_bias: bool,
-    need_bias: bool,
-    lse_rest: Tensor | None = None,
-    *last: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    masks = (start, end, tiles, rows, columns, bits, indices, index_offset)
-    tensors = (grad_out, grad_lse, key, value, out, lse, *masks, key_bias, bias, dropout_seed)
-    check_one_device("backward", "query", query, *tensors, lse_rest)
+    query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, bias: Tensor | None, need_key_bias: bool, need_bias: bool,
+    **_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     summed = accumulate_dtype(query.dtype)
     return (
         empty_in_order_of(query, query.shape[3]),
@@ -162,26 +110,8 @@ def backward(
 
 @fake
 def index_top_k(
-    index_query: Tensor,
-    index_key: Tensor,
-    weights: Tensor,
-    slope: Tensor | None,
-    start: Tensor | None,
-    end: Tensor | None,
-    query_offset: Tensor | None,
-    lengths: Tensor | None,
-    key_length: int,
-    k: int,
-    block_size: int,
-    is_pooled: bool,
-    is_causal: bool,
-    local: int,
-    sink: int,
-    scale: float,
-    with_scores: bool,
+    index_query: Tensor, key_length: int, k: int, block_size: int, is_pooled: bool, with_scores: bool, **_: object
 ) -> tuple[Tensor, Tensor]:
-    others = (weights, slope, start, end, query_offset, lengths)
-    check_one_device("index_top_k", "index_query", index_query, index_key, *others)
     blocks = key_length // block_size if is_pooled else -(-key_length // block_size)
     shape = (*index_query.shape[:3], torch.sym_min(k, blocks))
     scores = index_query.new_empty(shape if with_scores else (0,), dtype=accumulate_dtype(index_query.dtype))
@@ -189,75 +119,24 @@ def index_top_k(
 
 
 @fake
-def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    page_table: Tensor | None,
-    key_bias: Tensor | None,
-    sinks: Tensor | None,
-    *options: object,
-) -> tuple[Tensor, Tensor]:
-    check_one_device("decode", "query", query, key, value, lengths, page_table, key_bias, sinks)
+def decode(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 
 
 @fake
-def cache_update(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    score_cache: Tensor,
-    position: Tensor,
-    entered: Tensor,
-    steps: Tensor,
-    kept: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor | None,
-    lengths: Tensor | None,
-    *sizes: object,
-) -> None:
-    tensors = (value_cache, score_cache, position, entered, steps, kept, key, value, scores, lengths)
-    check_one_device("cache_update", "key_cache", key_cache, *tensors)
+def cache_update(**_: object) -> None:
+    """Like cache_extend and cache_rewind, it only writes its arguments."""
 
 
 @fake
-def cache_step(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    score_cache: Tensor,
-    position: Tensor,
-    entered: Tensor,
-    steps: Tensor,
-    kept: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor | None,
-    lengths: Tensor | None,
-    *options: object,
-) -> tuple[Tensor, Tensor]:
-    tensors = (value_cache, score_cache, position, entered, steps, kept, query, key, value, scores, lengths)
-    check_one_device("cache_step", "key_cache", key_cache, *tensors)
+def cache_step(score_cache: Tensor, query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(query, value.shape[3]), score_cache.new_empty(query.shape[:3])
 
 
 @fake
 def cache_join(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    score_cache: Tensor,
-    position: Tensor,
-    steps: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor | None,
-    lengths: Tensor | None,
-    visible: int,
+    score_cache: Tensor, position: Tensor, key: Tensor, value: Tensor, visible: int, **_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = (value_cache, score_cache, position, steps, key, value, scores, lengths)
-    check_one_device("cache_join", "key_cache", key_cache, *tensors)
     heads, keys = key.shape[:2], visible + key.shape[2]
     return (
         key.new_empty((*heads, keys, key.shape[3])),
@@ -270,41 +149,11 @@ def cache_join(
 
 
 @fake
-def cache_extend(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    score_cache: Tensor,
-    position: Tensor,
-    entered: Tensor,
-    steps: Tensor,
-    kept: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scores: Tensor,
-    key_position: Tensor,
-    slot: Tensor,
-    end: Tensor,
-    lengths: Tensor | None,
-    *sizes: object,
-) -> None:
-    tensors = (value_cache, score_cache, position, entered, steps, kept, key, value, scores, key_position, slot, end, lengths)
-    check_one_device("cache_extend", "key_cache", key_cache, *tensors)
+def cache_extend(**_: object) -> None: ...
 
 
 @fake
-def cache_rewind(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    score_cache: Tensor,
-    position: Tensor,
-    entered: Tensor,
-    steps: Tensor,
-    kept: Tensor,
-    count: Tensor,
-    *sizes: object,
-) -> None:
-    tensors = (value_cache, score_cache, position, entered, steps, kept, count)
-    check_one_device("cache_rewind", "key_cache", key_cache, *tensors)
+def cache_rewind(**_: object) -> None: ...
 
 
 def check_dim(shape: torch.Size, dim: int | None) -> None:

@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -18,12 +19,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dmattn import checks
-from dmattn.composed import LISTS, Masks, pairs_seen
+from dmattn._library import by_name
+from dmattn.composed import LISTS, Masks
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask, Mask
-from dmattn.stats import queries_of_keys
+from dmattn.stats import TILE, by_elements, queries_of_keys
 
 COUNTER = "torch.utils.flop_counter"
-CHUNK = 1 << 22  # pairs that are looked at together, about
 
 
 def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = False, batch: int = 1, heads: int = 1) -> int:
@@ -74,10 +75,11 @@ def visible_pairs(mask: Mask | None, Sq: int, Sk: int, *, is_causal: bool = Fals
 
 def _pairs(masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: int, heads: int, Sq: int, Sk: int) -> int:
     start, end = masks.start, masks.end
-    if any(isinstance(t, FakeTensor) or t.is_meta for t in masks if t is not None):
+    if any(_has_no_values(t) for t in masks if t is not None):
         return batch * heads * Sq * Sk
     if masks.tiles is not None or masks.indices is not None:
-        return _pairs_by_element(masks, lists, is_causal, batch, heads, Sq, Sk)
+        count: Tensor = by_elements(masks, is_causal, lists, Sq, Sk, TILE, of_tiles=False)[0]
+        return int(count.sum()) * (batch * heads // max(1, count.numel()))
     if start is None and end is None:
         before = max(0, Sk - Sq)  # a query at position p sees p + 1 keys
         return batch * heads * ((Sk * (Sk + 1) - before * (before + 1)) // 2 if is_causal else Sq * Sk)
@@ -86,81 +88,53 @@ def _pairs(masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: in
     return int(count.sum()) * (batch * heads // max(1, count.shape[0] * count.shape[1]))
 
 
-def _pairs_by_element(
-    masks: Masks, lists: tuple[int, int, int], is_causal: bool, batch: int, heads: int, Sq: int, Sk: int
-) -> int:
-    given = [t for t in (masks.start, masks.end, masks.tiles, masks.indices) if t is not None]
-    own_heads = max(t.shape[1] for t in given)
-    rows = max(1, CHUNK // max(Sk, 1))
-    total = 0
-    for row in range(0, Sq, rows):
-        place = ((row, min(row + rows, Sq)), (0, Sk))
-        seen = pairs_seen(masks, is_causal, lists, place, Sk - Sq, own_heads, given[0].device)
-        assert seen is not None
-        total += int(seen.sum()) * (batch * heads // max(1, seen.shape[0] * seen.shape[1]))
-    return total
-
-
 def _forward_flops(
-    query: Tensor, key: Tensor, value: Tensor, start: Tensor | None, end: Tensor | None, tiles: Tensor | None, rows: Tensor | None,
-    columns: Tensor | None, bits: Tensor | None, indices: Tensor | None, index_offset: Tensor | None, key_bias: Tensor | None,
-    bias: Tensor | None, dropout_seed: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
-) -> int:  # fmt: skip
-    return _attention_flops(
-        query, value, Masks(start, end, tiles, bits, indices, index_offset), is_causal, key.shape[2], options[6:]
-    )
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, index_block: int, index_local: int, index_sinks: int, **given: Any
+) -> int:
+    (batch, heads, length, size), masks = query.shape, Masks(*(given[name] for name in Masks._fields))
+    pairs = _pairs(masks, (index_block, index_local, index_sinks), is_causal, batch, heads, length, key.shape[2])
+    return 2 * pairs * (size + value.shape[3])
 
 
-def _attention_flops(query: Tensor, value: Tensor, masks: Masks, is_causal: bool, keys: int, lists: Sequence[int]) -> int:
-    """lists: how lists are read; last numbers that have their defaults may be left out."""
-    batch, heads, length, size = query.shape
-    block, local, sinks = (*lists, *LISTS[len(lists) :])
-    return 2 * _pairs(masks, (block, local, sinks), is_causal, batch, heads, length, keys) * (size + value.shape[3])
-
-
-def _backward_flops(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, start: Tensor | None,
-    end: Tensor | None, tiles: Tensor | None, rows: Tensor | None, columns: Tensor | None, bits: Tensor | None, indices: Tensor | None,
-    index_offset: Tensor | None, key_bias: Tensor | None, bias: Tensor | None, dropout_seed: Tensor | None, is_causal: bool,
-    *options: Any, **kwargs: Any,
-) -> int:  # fmt: skip
+def _backward_flops(**given: Any) -> int:
     """Five products for forward's two: S again, dP, dQ, dK of size D and dP, dV of size Dv."""
-    masks = Masks(start, end, tiles, bits, indices, index_offset)
-    return _attention_flops(query, value, masks, is_causal, key.shape[2], options[9:]) * 5 // 2
+    return _forward_flops(**given) * 5 // 2
 
 
-def _step_flops(key_cache: Tensor, value_cache: Tensor, score_cache: Tensor, position: Tensor, entered: Tensor, steps: Tensor,
-                kept: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, lengths: Tensor | None,
-                window: int, local: int, sink: int, *options: Any, **kwargs: Any) -> int:  # fmt: skip
+def _step_flops(query: Tensor, value: Tensor, lengths: Tensor | None, window: int, local: int, sink: int, **_: Any) -> int:
     """A token's query sees all visible slots; while tracing every sequence takes its token."""
-    known = lengths is not None and not (isinstance(lengths, FakeTensor) or lengths.is_meta)
-    taken = int((lengths > 0).sum()) if known and lengths is not None else query.shape[0]
+    taken = query.shape[0] if lengths is None or _has_no_values(lengths) else int((lengths > 0).sum())
     return 2 * taken * query.shape[1] * (window + local + sink) * (query.shape[3] + value.shape[3])
 
 
 def _decode_flops(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, key_bias: Tensor | None,
-    sinks: Tensor | None, is_causal: bool, *options: Any, **kwargs: Any,
-) -> int:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, page_table: Tensor | None, is_causal: bool, **_: Any
+) -> int:
     """Each query sees the keys up to its position; while tracing every length counts as Smax."""
     batch, heads, queries, size = query.shape
     capacity = key.shape[2] if page_table is None else page_table.shape[1] * key.shape[1]
-    known = lengths is not None and not (isinstance(lengths, FakeTensor) or lengths.is_meta)
+    known = lengths is not None and not _has_no_values(lengths)
     given = lengths.long().clamp(0, capacity).tolist() if known and lengths is not None else [capacity] * batch
     pairs = sum(max(0, length - later) for length in given for later in (range(queries) if is_causal else [0] * queries))
     return 2 * heads * pairs * (size + value.shape[3])
 
 
+def _has_no_values(given: Tensor) -> bool:
+    return isinstance(given, FakeTensor) or given.is_meta
+
+
 def _register(counter: ModuleType) -> None:
-    formulas: dict[Any, Callable[..., int]] = {
-        torch.ops.dmattn.forward: _forward_flops,
-        torch.ops.dmattn.backward: _backward_flops,
-        torch.ops.dmattn.cache_step: _step_flops,
-        torch.ops.dmattn.decode: _decode_flops,
-    }
-    for op, formula in formulas.items():
+    formulas: dict[str, Callable[..., int]] = {
+        "forward": _forward_flops, "backward": _backward_flops, "cache_step": _step_flops, "decode": _decode_flops,
+    }  # fmt: skip
+    for name, formula in formulas.items():
+        op = getattr(torch.ops.dmattn, name)
         counter.flop_registry.pop(op, None)  # of an earlier import
-        counter.register_flop_formula(op, get_raw=True)(formula)
+        counter.register_flop_formula(op, get_raw=True)(partial(_counted, name, formula))
+
+
+def _counted(op: str, formula: Callable[..., int], *inputs: Any, **_: Any) -> int:
+    return formula(**by_name(op, inputs))
 
 
 class _Registering(importlib.abc.MetaPathFinder):

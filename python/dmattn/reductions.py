@@ -5,6 +5,7 @@ The gradient of a maximum is shared evenly among equal elements, as that of ``to
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,106 +33,66 @@ def shares(given: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Ten
     return wins.to(given.dtype) / counts
 
 
-def folded(
-    function: Any, info: Any, in_dims: tuple[Any, ...], given: Tensor, dim: int | None, keepdim: bool
-) -> tuple[Tensor, int]:
-    """One call for all samples of vmap: each has its own sequences, and the order of additions is theirs alone."""
-    given = in_front(given, in_dims[0], info.batch_size)
-    rank = given.dim() - 1
-    check_dim(given.shape[1:], dim)
-    if rank == 0:
-        return function.apply(given[:, None], 1, False), 0
-    if dim is not None:
-        return function.apply(given, dim % rank + 1, keepdim), 0
-    result = function.apply(given.flatten(1), 1, False)
-    return (result.reshape(-1, *(1,) * rank) if keepdim else result), 0
-
-
-class Sum(torch.autograd.Function):
-    """input, dim, keepdim -> the sum."""
+class Reduction(torch.autograd.Function):
+    """ "reduce_sum" or "reduce_max", input, dim, keepdim -> the result."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        result: Tensor = below_autograd(torch.ops.dmattn.reduce_sum, inputs)
+    def forward(name: str, *inputs: Any) -> Tensor:
+        result: Tensor = below_autograd(getattr(torch.ops.dmattn, name), inputs)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.shape, (_, ctx.dim, ctx.keepdim) = inputs[0].shape, inputs
+        name, given, ctx.dim, ctx.keepdim = inputs
+        ctx.shape = given.shape
+        saved = (given, output) if name == "reduce_max" else ()
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return kept(grad, len(ctx.shape), ctx.dim, ctx.keepdim).expand(ctx.shape), None, None
+        grad = kept(grad, len(ctx.shape), ctx.dim, ctx.keepdim)
+        return None, _shares(ctx) * grad if ctx.saved_tensors else grad.expand(ctx.shape), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, _: None, tangent: Tensor, *others: None) -> Tensor:
+        tangent = _shares(ctx) * tangent if ctx.saved_tensors else tangent
         result: Tensor = torch.ops.dmattn.reduce_sum(tangent, ctx.dim, ctx.keepdim)
         return result
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return folded(Sum, info, in_dims, *inputs)
+    def vmap(info: Any, in_dims: tuple[Any, ...], name: str, given: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, int]:
+        """One call for all samples: each has its own sequences, and the order of additions is theirs alone."""
+        given = in_front(given, in_dims[1], info.batch_size)
+        rank = given.dim() - 1
+        check_dim(given.shape[1:], dim)
+        if rank == 0:
+            return Reduction.apply(name, given[:, None], 1, False), 0
+        if dim is not None:
+            return Reduction.apply(name, given, dim % rank + 1, keepdim), 0
+        result = Reduction.apply(name, given.flatten(1), 1, False)
+        return (result.reshape(-1, *(1,) * rank) if keepdim else result), 0
 
 
-class Max(torch.autograd.Function):
-    """input, dim, keepdim -> the maximum."""
-
-    @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        result: Tensor = below_autograd(torch.ops.dmattn.reduce_max, inputs)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
-        ctx.save_for_forward(inputs[0], output)
-        _, ctx.dim, ctx.keepdim = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        given, result = ctx.saved_tensors
-        part = shares(given.detach(), result.detach(), ctx.dim, ctx.keepdim)
-        return part * kept(grad, given.dim(), ctx.dim, ctx.keepdim), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        given, output = ctx.saved_tensors
-        part = shares(given.detach(), output.detach(), ctx.dim, ctx.keepdim)
-        result: Tensor = torch.ops.dmattn.reduce_sum(part * tangent, ctx.dim, ctx.keepdim)
-        return result
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return folded(Max, info, in_dims, *inputs)
+def _shares(ctx: Any) -> Tensor:
+    given, output = ctx.saved_tensors
+    return shares(given.detach(), output.detach(), ctx.dim, ctx.keepdim)
 
 
 # The dispatcher leaves out arguments that have their default values.
-def sum_rule(given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _ruled(Sum, torch.ops.dmattn.reduce_sum, (given, dim, keepdim))
-
-
-def max_rule(given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _ruled(Max, torch.ops.dmattn.reduce_max, (given, dim, keepdim))
-
-
-def transformed_sum_rule(given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return Sum.apply(given, dim, keepdim)
-
-
-def transformed_max_rule(given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    return Max.apply(given, dim, keepdim)
-
-
-def _ruled(function: Any, op: Any, inputs: tuple[Any, ...]) -> Any:
-    if not are_plain(inputs) and sharding.is_sharded(inputs[0]):
+def _rule(name: str, given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    inputs, op = (given, dim, keepdim), getattr(torch.ops.dmattn, name)
+    if not are_plain(inputs) and sharding.is_sharded(given):
         return sharding.reduce(op, *inputs)
     if has_tangent(inputs) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
-        return function.apply(*inputs)
+        return Reduction.apply(name, *inputs)
     return below_autograd(op, inputs)
 
 
-_rules = rules()
-_rules.impl("reduce_sum", sum_rule, "Autograd")
-_rules.impl("reduce_sum", transformed_sum_rule, "FuncTorchDynamicLayerFrontMode")
-_rules.impl("reduce_max", max_rule, "Autograd")
-_rules.impl("reduce_max", transformed_max_rule, "FuncTorchDynamicLayerFrontMode")
+def _transformed_rule(name: str, given: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    return Reduction.apply(name, given, dim, keepdim)
+
+
+for _name in ("reduce_sum", "reduce_max"):
+    rules().impl(_name, partial(_rule, _name), "Autograd")
+    rules().impl(_name, partial(_transformed_rule, _name), "FuncTorchDynamicLayerFrontMode")

@@ -28,7 +28,7 @@ def lse_with_sink(lse: Tensor, sinks: Tensor) -> Tensor:
         TypeError: a wrong type or dtype.
         ValueError: a wrong shape or device.
     """
-    checks.dtype("lse", checks.tensor("lse", lse), (torch.float64, torch.float32))
+    checks.tensor("lse", lse, (torch.float64, torch.float32))
     if lse.dim() != 3:
         raise ValueError(f"lse: expected 3 dimensions [B, H, Sq], got shape {checks.shape_of(lse)}")
     column = beside(lse, sinks_of_heads(sinks, lse.shape[1], lse.device, lse.dtype))[:, None]
@@ -51,8 +51,7 @@ def share_of_keys(lse: Tensor, column: Tensor) -> Tensor:
 
 def sinks_of_heads(sinks: object, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Checks that sinks has a logit for each of so many heads, and returns it in the dtype things are summed in."""
-    given = checks.tensor("sinks", sinks)
-    checks.dtype("sinks", given, checks.DTYPES["cpu"])
+    given = checks.tensor("sinks", sinks, checks.DTYPES["cpu"])
     if given.dim() != 1 or given.shape[0] != heads:
         raise ValueError(f"sinks: expected [H] with H={heads}, got shape {checks.shape_of(given)}")
     if given.device != device:

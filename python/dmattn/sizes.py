@@ -12,8 +12,7 @@ from torch import Tensor
 from dmattn import checks
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import BlockMask, IndexMask
-from dmattn.masks.index import with_four_dims
-from dmattn.masks.interval import with_three_dims
+from dmattn.masks.heads import with_rank
 
 
 class Sizes(NamedTuple):
@@ -117,7 +116,7 @@ def four_dims(name: str, given: Tensor, sizes: Sizes) -> Tensor:
     if given.dim() > 4 or given.dim() < 1:
         raise ValueError(f"{name}: expected {layout}, got shape {checks.shape_of(given)}")
     came = given.shape
-    given = given[(None,) * (4 - given.dim())] if given.dim() < 4 else given
+    given = with_rank(given, 4)
     if given.shape[3] == 1 and sizes.key_length != 1:
         given = given.expand(-1, -1, -1, sizes.key_length)
     rows = sizes.query_length if given.shape[2] != 1 else 1
@@ -127,8 +126,7 @@ def four_dims(name: str, given: Tensor, sizes: Sizes) -> Tensor:
 
 def interval_rows(name: str, given: Tensor, sizes: Sizes) -> Tensor:
     """The start or end of an interval mask as [B|1, H|Hkv|1, Sk]."""
-    if given.dim() != 3:  # under torch.vmap over a mask's batch
-        given = with_three_dims(given)
+    given = with_rank(given, 3)  # fewer under torch.vmap over a mask's batch
     if given.shape[2] == 1 and sizes.key_length != 1:
         given = given.expand(-1, -1, sizes.key_length)
     per_head(name, given, sizes, (sizes.key_length,), "[B|1, H|Hkv|1, Sk]")
@@ -149,7 +147,7 @@ def fitting_block(block: BlockMask, sizes: Sizes) -> BlockMask:
 
 def fitting_lists(index: IndexMask, sizes: Sizes) -> Tensor:
     """The lists of an index mask, checked against the call's sizes. Entries beyond the keys are refused where their values are known."""
-    lists = with_four_dims(index.indices)  # fewer under torch.vmap over a mask's batch
+    lists = with_rank(index.indices, 4)  # fewer under torch.vmap over a mask's batch
     if lists.shape[2] != sizes.query_length:
         raise ValueError(f"mask: expected an IndexMask for Sq={sizes.query_length}, got one for Sq={lists.shape[2]}")
     per_head("mask", lists, sizes, lists.shape[2:], "[B|1, H|Hkv|1, Sq, K]", index.indices.shape)
@@ -164,14 +162,21 @@ def fitting_lists(index: IndexMask, sizes: Sizes) -> Tensor:
 
 def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, Sk]") -> Tensor:
     """key_bias as the op takes it: [B|1, H|Hkv|1, Sk] in the dtype things are summed in. layout: what messages say of its shape."""
-    checks.tensor("key_bias", key_bias)
-    checks.dtype("key_bias", key_bias, checks.DTYPES["cpu"])
+    checks.tensor("key_bias", key_bias, checks.DTYPES["cpu"])
     if key_bias.dim() > 3 or key_bias.dim() < 1:
         raise ValueError(f"key_bias: expected {layout}, got shape {checks.shape_of(key_bias)}")
     came = key_bias.shape
-    key_bias = key_bias[(None,) * (3 - key_bias.dim())] if key_bias.dim() < 3 else key_bias
+    key_bias = with_rank(key_bias, 3)
     per_head("key_bias", key_bias, sizes, (sizes.key_length,), layout, came)
     return key_bias.to(accumulate_dtype(sizes.dtype))
+
+
+def check_scores(scores: Tensor, query: Tensor, key: Tensor, layout: str) -> None:
+    """Checks scores of keys, of the shape and on the device of key [B, Hkv, Sk, D]."""
+    checks.tensor("scores", scores, checks.DTYPES["cpu"])
+    if scores.shape != key.shape[:3]:
+        raise ValueError(f"scores: expected {layout} = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
+    checks.same_device("scores", scores, query)
 
 
 def with_own_gradient(given: Tensor) -> Tensor:
@@ -185,8 +190,7 @@ def with_own_gradient(given: Tensor) -> Tensor:
 
 def bias_rows(bias: Tensor, sizes: Sizes) -> tuple[Tensor | None, Tensor | None]:
     """A bias as (key_bias part, bias part): one that is the same for all queries belongs to the keys."""
-    checks.tensor("bias", bias)
-    checks.dtype("bias", bias, checks.DTYPES["cpu"])
+    checks.tensor("bias", bias, checks.DTYPES["cpu"])
     bias = four_dims("bias", bias, sizes)
     summed = accumulate_dtype(sizes.dtype)
     if bias.shape[2] == 1:

@@ -223,7 +223,7 @@ def count(
         found = _by_intervals(start, end, is_causal, queries, keys, tile)
     else:
         by_element = Masks(start, end, tiles, bits, indices, index_offset)
-        found = _by_elements(by_element, is_causal, lists, queries, keys, tile, of_tiles=indices is None)
+        found = by_elements(by_element, is_causal, lists, queries, keys, tile, of_tiles=indices is None)
     *counts, sees_later = found
     parts = {"interval": start is not None or end is not None, "block": tiles is not None, "index": indices is not None}
     kind = " & ".join(name for name, has in parts.items() if has) or "none"
@@ -303,7 +303,7 @@ def _by_intervals(
     return (last - first).sum(-1), live_keys, computed, active, full, sees_later
 
 
-def _by_elements(
+def by_elements(
     masks: Masks, is_causal: bool, lists: tuple[int, int, int], queries: int, keys: int, tile: tuple[int, int], *, of_tiles: bool
 ) -> tuple[Any, ...]:
     """The same for block masks and lists, alone or beside others: every element is looked at, a few rows of tiles at a time.
@@ -320,8 +320,8 @@ def _by_elements(
     area = torch.nn.functional.pad(torch.ones_like(key), (0, columns * tile_k - keys)).view(columns, tile_k).sum(1)
     sees_later = False
     for row in range(0, queries, tile_q):
-        query = torch.arange(row, min(row + tile_q, queries), device=device)[:, None]
-        visible = pairs_seen(masks, is_causal, lists, ((row, row + len(query)), (0, keys)), base, size[1], device)
+        rows = torch.arange(row, min(row + tile_q, queries), device=device)
+        query, visible = rows[:, None], pairs_seen(masks, is_causal, lists, rows, (0, keys), base, size[1])
         assert visible is not None
         seen, count_of = visible.any(2), visible.sum(2)
         in_tiles = torch.nn.functional.pad(count_of, (0, columns * tile_k - keys)).unflatten(-1, (columns, tile_k)).sum(-1)

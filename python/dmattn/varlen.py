@@ -15,8 +15,7 @@ from dmattn._library import build_info
 from dmattn.call import NO_MASK, MaskTensors, Options, attend, autocast, new_seed, options_of
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import ALWAYS, CombinedMask, IndexMask, IntervalMask, bounds
-from dmattn.masks.heads import same_heads
-from dmattn.masks.index import with_four_dims
+from dmattn.masks.heads import same_heads, with_rank
 from dmattn.renamed import renamed
 from dmattn.sinks import with_sinks
 from dmattn.sizes import Sizes, fitting_lists, interval_rows, key_bias_rows, sizes_of, with_own_gradient
@@ -279,7 +278,7 @@ def packed_lists(packed: Packed, index: IndexMask, sizes: Sizes) -> tuple[Tensor
     document = torch.searchsorted(ends_q, query, right=True)
     first_key, end_key = (with_last_twice(ends_k).index_select(0, document - before)[:, None] for before in (1, 0))
     fitting_lists(index, sizes)
-    lists = with_four_dims(index.keys())
+    lists = with_rank(index.keys(), 4)
     own = [lists, torch.arange(index.sink_keys, device=sizes.device).expand(1, 1, len(query), -1)]
     local = index.local
     if packed.ends_k is not None and local:
@@ -441,9 +440,7 @@ def _checked_window(scores: object, window: int | None, local: int, sink_keys: i
 
 def _key_rows(name: str, given: object, query: Tensor, key: Tensor, heads: tuple[int, ...], layout: str) -> Tensor:
     """Numbers of keys [Tk] or [Tk, heads] as [1, heads|1, Tk]."""
-    rows = checks.tensor(name, given)
-    checks.dtype(name, rows, checks.DTYPES["cpu"])
-    checks.same_device(name, rows, query)
+    rows = checks.tensor(name, given, checks.DTYPES["cpu"], query)
     fits = (rows.dim() == 2 and rows.shape[1] in heads) or (rows.dim() == 1 and 1 in heads)
     if not fits or rows.shape[0] != key.shape[0]:
         sizes = f"Tk={key.shape[0]}, H={query.shape[1]}, Hkv={key.shape[1]}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmattn import checks
 from dmattn.call import NO_MASK, at_offset, autocast, mask_tensors, options_of, with_mask
-from dmattn.composed import visible_in_blocks, visible_in_lists, without_autocast
+from dmattn.composed import Masks, pairs_seen, without_autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import Mask
 from dmattn.sharding import beside
@@ -68,20 +68,12 @@ def attention_weights(
         return given if given.shape[1] == 1 else given[:, head // (sizes.heads // max(given.shape[1], 1))]
 
     # Say which keys the chosen queries see.
-    keys = torch.arange(sizes.key_length, device=query.device)
-    position = row[:, None] + (sizes.key_length - sizes.query_length)
-    visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
-    if options.is_causal:
-        visible = visible & (keys <= position)
-    if start is not None:
-        visible = visible & (of_heads(start)[:, :, None] <= position)
-    if end is not None:
-        visible = visible & (position < of_heads(end)[:, :, None])
-    if tiles is not None and bits is not None:
-        visible = visible & visible_in_blocks(of_heads(tiles), bits, row[:, None], keys)
-    if indices is not None:
-        own = position if index_offset is None else row[:, None] + index_offset[:, None, None, None]
-        visible = visible & visible_in_lists(of_heads(indices)[:, :, row], options.lists(), own, (0, sizes.key_length))
+    start, end, tiles, indices = (None if given is None else of_heads(given) for given in (start, end, tiles, indices))
+    seen = Masks(start, end, tiles, bits, indices, index_offset)
+    shift = sizes.key_length - sizes.query_length
+    visible = pairs_seen(seen, options.is_causal, options.lists(), row, (0, sizes.key_length), shift, len(head))
+    if visible is None:
+        visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
 
     # Compute their logits. A key that none of them sees may hold anything.
     dtype = accumulate_dtype(query.dtype)
@@ -104,7 +96,7 @@ def attention_weights(
     if lse is None:
         chosen = own
     else:
-        checks.dtype("lse", checks.tensor("lse", lse), (dtype,))
+        checks.tensor("lse", lse, (dtype,))
         if lse.shape != query.shape[:3] or lse.device != query.device:
             raise ValueError(
                 f"lse: expected [B, H, Sq] = {list(query.shape[:3])} on {query.device}, got {checks.shape_of(lse)} on {lse.device}"

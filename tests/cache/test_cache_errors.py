@@ -104,6 +104,20 @@ def test_what_does_not_belong_to_a_sequence_s_tokens():
         assert_same_state(cache, before)
 
 
+def test_a_state_that_requires_a_gradient_is_refused_and_unchanged():
+    cache = cache_of()
+    cache.attend(**good())
+    cache.key.requires_grad_()
+    before = [tensor.detach().clone() for tensor in cache._state()]
+    for tokens in (3, 12):  # one after another, and as a chunk
+        longer = {name: given.repeat_interleave(tokens // 3, 2) for name, given in good().items()}
+        with pytest.raises(RuntimeError, match=r"BoundedCache\.attend has no gradient, got a tensor that requires one"):
+            cache.attend(**longer)
+    with pytest.raises(RuntimeError, match=r"BoundedCache\.rewind has no gradient, got a tensor that requires one"):
+        cache.rewind(1)
+    assert all(map(torch.equal, cache._state(), before))
+
+
 def test_nothing_can_be_taken_back_behind_a_reset():
     cache = cache_of()
     cache.attend(**good())

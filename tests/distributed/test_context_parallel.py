@@ -631,7 +631,9 @@ def test_groups_that_are_refused(alone):
         context_parallel_attention(**arguments(), group=torch.distributed.GroupMember.NON_GROUP_MEMBER)
 
 
-def test_masks_of_another_device_are_refused(alone):
+def test_masks_and_scores_of_another_device_are_refused(alone):
+    with pytest.raises(ValueError, match="scores: expected device cpu like query, got meta"):
+        context_parallel_attention(**arguments() | {"scores": arguments()["scores"].to("meta")})
     given = {name: x for name, x in arguments().items() if name not in ("scores", "window")}
     mask = IntervalMask.sliding_window(8, 2).to("meta")
     with pytest.raises(ValueError, match="mask: expected device cpu like query, got meta"):

@@ -7,7 +7,7 @@ import re
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, CombinedMask, IntervalMask
+from dmattn import BlockMask, IntervalMask
 from dmattn.masks import detect
 from dmattn.testing import per_query_head, poisoned_memory, strategies
 from hypothesis import given
@@ -50,20 +50,6 @@ def test_to_bool_is_the_definition(device, kind, data):
     shape = data.draw(strategies.shapes())
     drawn = data.draw(KINDS[kind](shape, device))
     assert_same_mask(drawn.mask, drawn.visible, shape)
-
-
-@given(data=st.data())
-def test_and_is_the_intersection(device, data):
-    shape = data.draw(strategies.shapes(max_length=130))
-    kinds = strategies.interval_masks(shape, device) | strategies.block_masks(shape, device)
-    both = strategies.combined_masks(shape, device, kinds=("interval", "block"))
-    parts = data.draw(st.lists(kinds | both, min_size=2, max_size=3))
-    mask, visible = parts[0].mask, per_query_head(parts[0].visible, shape.H)
-    for part in parts[1:]:
-        mask, visible = mask & part.mask, visible & per_query_head(part.visible, shape.H)
-    assert_same_mask(mask, visible, shape)
-    expected = {frozenset({IntervalMask}): IntervalMask, frozenset({BlockMask}): BlockMask}
-    assert type(mask) is expected.get(frozenset(type(part.mask) for part in parts), CombinedMask)
 
 
 @pytest.mark.parametrize("sizes", [((2, 3), (4, 2)), ((1, 1), (3, 3))], ids=str)

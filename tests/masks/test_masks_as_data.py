@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import re
 
 import dmattn
@@ -12,6 +13,7 @@ import pytest
 import torch
 from dmattn import BlockMask, CombinedMask, IndexMask, IntervalMask
 from dmattn.masks import collate
+from dmattn.masks.data import MaskData
 from dmattn.nn import MaskBuffer
 from dmattn.testing import AttentionCase, assert_matches_reference, per_query_head, strategies
 from hypothesis import given
@@ -36,8 +38,8 @@ def block_of(batch=3, seed=0):
 
 
 def index_of(batch=3):
-    lists = torch.randint(-1, SK, (batch, 2, SQ, 7), generator=torch.Generator().manual_seed(2))
-    return IndexMask(lists, local=3, sink_keys=1)
+    lists = torch.randint(-1, SK // 2, (batch, 2, SQ, 7), generator=torch.Generator().manual_seed(2))
+    return IndexMask(lists, 2, is_causal=True, local=3, sink_keys=1)
 
 
 KINDS = {
@@ -45,6 +47,8 @@ KINDS = {
     "block": block_of,
     "index": index_of,
     "combined": lambda batch=3: interval_of(batch) & block_of(batch),
+    "interval & index": lambda batch=3: interval_of(batch) & index_of(batch),
+    "block & index": lambda batch=3: block_of(batch) & index_of(batch),
     "all three": lambda batch=3: interval_of(batch) & block_of(batch) & index_of(batch),
 }
 MASKS = {name: make() for name, make in KINDS.items()}
@@ -264,6 +268,11 @@ def test_repr_says_what_it_is_and_not_the_data():
     both = IntervalMask.causal(384) & block
     assert repr(both).startswith("CombinedMask(shape=[2, 1, 256, 384], interval=IntervalMask(shape=[1, 1, 384]")
     assert repr(block) in repr(both)
+    assert repr(index_of()) == (
+        "IndexMask(shape=[3, 2, 40, 7], block_size=2, is_causal=True, local=3, sink_keys=1, dtype=int32, device='cpu')"
+    )
+    assert repr(MASKS["block & index"]).startswith("CombinedMask(shape=[3, 2, 40, 50], block=BlockMask(")
+    assert (everywhere & index_of()).shape == (3, 2, 40, 1)
 
 
 def test_repr_of_placeholders(mask):
@@ -315,13 +324,13 @@ def test_a_module_saves_its_mask(mask):
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert all(isinstance(value, torch.Tensor) for value in state.values())  # safetensors takes nothing else
-    blank = {  # of equal shapes: other values, one partial tile fewer
-        IntervalMask: lambda: interval_of()[torch.tensor([0, 0, 0])],
-        BlockMask: lambda: BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
-        IndexMask: lambda: index_of()[torch.tensor([0, 0, 0])],
-        CombinedMask: lambda: interval_of() & BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
-    }[type(mask)]()
-    blank = blank & index_of() if getattr(mask, "index", None) is not None else blank
+    blanks = {  # of equal shapes: other values, one partial tile fewer
+        "interval": interval_of()[torch.tensor([0, 0, 0])],
+        "block": BlockMask.from_bool(torch.zeros(3, 2, SQ, SK, dtype=torch.bool), 32),
+        "index": index_of()[torch.tensor([0, 0, 0])],
+    }
+    parts = {name: blank for name, blank in blanks.items() if type(blank) is type(mask) or getattr(mask, name, None) is not None}
+    blank = CombinedMask(**parts) if isinstance(mask, CombinedMask) else next(iter(parts.values()))
     for assign in (False, True):
         other = Windowed(blank)
         assert not same(other.visible.mask, mask)
@@ -372,10 +381,11 @@ def test_facts_of_no_interval_mask_are_refused(facts, made):
         holder.load_state_dict({**holder.state_dict(), "_extra_state": facts})
 
 
-@pytest.mark.parametrize("facts", [(2000, 40, 1, 1), (50, -40, 1, 1), (50, 40, 0, 1)], ids=str)
-def test_facts_that_do_not_fit_the_tables_are_refused(facts):
-    holder = MaskBuffer(BlockMask.from_bool(bools(50, 40)))
-    with pytest.raises(ValueError, match="state_dict: expected the state of a BlockMask"):
+@pytest.mark.parametrize(("kind", "facts"), [("a BlockMask", (2000, 40, 1, 1)), ("a BlockMask", (50, -40, 1, 1)),
+                                             ("a BlockMask", (50, 40, 0, 1)), ("an IndexMask", (3, 0, 0, 0))], ids=str)  # fmt: skip
+def test_facts_that_do_not_fit_the_tables_are_refused(kind, facts):
+    holder = MaskBuffer(BlockMask.from_bool(bools(50, 40)) if kind == "a BlockMask" else index_of())
+    with pytest.raises(ValueError, match=rf"state_dict: expected the state of {kind}, got \[{facts[0]}, "):
         holder.load_state_dict({**holder.state_dict(), "_extra_state": torch.tensor(facts)})
 
 
@@ -432,6 +442,19 @@ def test_leaves_of_interval_masks_are_tensors_and_all_trees_equal():
         assert spec == trees[0][1]
         assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
     assert pytree.tree_flatten(IntervalMask(torch.zeros(1).int(), torch.zeros(1).int()))[1] != trees[0][1]
+
+
+def test_a_tree_of_a_masks_tensors(mask):
+    leaves, spec = pytree.tree_flatten(mask)
+    assert not any(leaf is None or isinstance(leaf, MaskData) for leaf in leaves)
+    assert same(pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec))), mask)
+
+
+def test_trees_of_earlier_programs_name_no_parts():
+    both = MASKS["combined"]
+    version, spec = json.loads(pytree.treespec_dumps(pytree.tree_flatten(both)[1]))
+    old = json.dumps([version, spec | {"context": None}])
+    assert same(pytree.tree_unflatten(pytree.tree_leaves(both), pytree.treespec_loads(old)), both)
 
 
 @pytest.mark.parametrize("kind", INTERVALS)
@@ -573,9 +596,6 @@ def test_a_length_is_remembered_under_compile():
     )
     with pytest.raises(Exception, match="expected an IntervalMask for Sk="):
         compiled_with(*queries(1, 30, 30), IntervalMask.causal(1))
-
-
-# Causality of segments --------------------------------------------------------------------------------------------------------------
 
 
 # Constructors -----------------------------------------------------------------------------------------------------------------------

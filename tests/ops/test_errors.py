@@ -233,6 +233,7 @@ PUBLIC = {
     "layer score loss without causality": (lambda: DynamicMaskAttention(64, 4, is_causal=False)(rows(1, 5, 64), with_score_loss=True), ValueError, "with_score_loss: expected False with is_causal=False"),
     "layer window of a call": (lambda: DynamicMaskAttention(64, 4)(rows(1, 5, 64), window=0), ValueError, "window: expected a positive int, got 0"),
     "score loss lengths": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 6, 8), rows(1, 2, 6)), ValueError, "key: expected as many keys as queries, 5, got 6"),
+    "score loss of scores elsewhere": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5).to("meta")), ValueError, "scores: expected device cpu like query, got meta"),
     "score loss under a sliding window": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.sliding_window(5, 2)), ValueError, "base: expected documents, padding or their intersection"),
     "score loss base of other keys": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), base=IntervalMask.causal(6)), ValueError, "base: expected a mask for [B, Hkv, Sk] = [1, 2, 5], got one for [1, 1, 6]"),
     "score loss of countless queries": (lambda: score_loss(rows(1, 2, 5, 8), rows(1, 2, 5, 8), rows(1, 2, 5), queries=2**31), ValueError, "queries: expected at most 1048576, got 2147483648"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dmattn import BlockMask, IntervalMask
+from dmattn.masks.heads import with_rank
 from dmattn.testing import AttentionCase, assert_close_to_reference, per_query_head, run, run_reference, strategies
-from dmattn.testing.case import with_rank
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -189,9 +189,7 @@ def _tables(given: object, kinds: Tensor, sizes: list[int], like: Tensor) -> Ten
         if checks.values_are_known(kinds) and bool((kinds > 0).any()):
             raise ValueError("base_blockmask: expected a table for each head with head_mask_type > 0, got None")
         return None
-    table = checks.tensor("base_blockmask", given)
-    checks.dtype("base_blockmask", table, (torch.bool, torch.uint8, torch.int32, torch.int64))
-    checks.same_device("base_blockmask", table, like, "q")
+    table = checks.tensor("base_blockmask", given, (torch.bool, torch.uint8, torch.int32, torch.int64), like, "q")
     batch, rows, columns = sizes
     if table.dim() != 4 or [table.shape[0], *table.shape[2:]] != sizes:
         raise ValueError(
@@ -219,9 +217,7 @@ def _taken(given: Tensor, rows: Tensor) -> Tensor:
 
 
 def _integers(name: str, given: object, shape: list[int], layout: str, like: Tensor) -> Tensor:
-    numbers = checks.tensor(name, given)
-    checks.dtype(name, numbers, (torch.int32, torch.int64))
-    checks.same_device(name, numbers, like, "q")
+    numbers = checks.tensor(name, given, (torch.int32, torch.int64), like, "q")
     if list(numbers.shape) != shape:
         raise ValueError(f"{name}: expected {layout} = {shape}, got {checks.shape_of(numbers)}")
     return numbers.int()

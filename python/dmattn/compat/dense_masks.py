@@ -94,8 +94,7 @@ def block_smooth(attention_mask: Tensor, key_len: int, block_size: int) -> Tenso
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
-    mask = checks.tensor("attention_mask", attention_mask)
-    checks.dtype("attention_mask", mask, (torch.bool,))
+    mask = checks.tensor("attention_mask", attention_mask, (torch.bool,))
     checks.positive_int("block_size", block_size)
     checks.length("key_len", key_len)
     if mask.dim() < 1 or mask.shape[-1] != key_len:
@@ -164,8 +163,7 @@ def keep_of(name: str, given: object, query: Tensor, pairs: int) -> Tensor:
     An additive mask (0 and -inf) says the opposite. It is refused where values are known, on the CPU; on a GPU all but 1.0 hides.
     pairs: how many values a mask may have, B * H * Sq * Sk.
     """
-    mask = checks.tensor(name, given)
-    checks.dtype(name, mask, (torch.bool, query.dtype))
+    mask = checks.tensor(name, given, (torch.bool, query.dtype))
     if mask.dtype == torch.bool:
         return mask
     if mask.numel() > pairs:
@@ -225,9 +223,7 @@ def _bias(given: object) -> Tensor:
 
 
 def _mask(given: object, bias: Tensor) -> Tensor:
-    mask = checks.tensor("attention_mask", given)
-    checks.dtype("attention_mask", mask, (torch.bool,))
-    checks.same_device("attention_mask", mask, bias, "attention_bias")
+    mask = checks.tensor("attention_mask", given, (torch.bool,), bias, "attention_bias")
     sizes = zip(reversed(mask.shape), reversed(bias.shape), strict=False)
     if not all(m == n or 1 in (m, n) for m, n in sizes):
         raise ValueError(

@@ -9,7 +9,7 @@ from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, scores_of
 from dmattn.compat.dense_masks import keep_of
 from dmattn.masks import IntervalMask
-from dmattn.masks.heads import repeat_heads
+from dmattn.masks.heads import repeat_heads, with_rank
 from dmattn.sizes import sizes_of
 from dmattn.weights import attention_weights
 
@@ -70,7 +70,7 @@ def _as_bias(keep: Tensor, bias: Tensor | None, query: Tensor, key: Tensor) -> T
         if given.dim() > 4 or not all(size in those for size, those in sizes):
             sizes_of_call = f"B={batch}, H={heads}, Hkv={key.shape[1]}, Sq={queries}, Sk={key.shape[2]}"
             raise ValueError(f"{name}: expected [B|1, H|Hkv|1, Sq|1, Sk|1] with {sizes_of_call}, got {checks.shape_of(given)}")
-    keep, bias = (x[(None,) * (4 - x.dim())] for x in (keep, bias))
+    keep, bias = (with_rank(x, 4) for x in (keep, bias))
     more = max(keep.shape[1], bias.shape[1])
     return torch.where(repeat_heads(keep, more), repeat_heads(bias, more), -torch.inf)
 

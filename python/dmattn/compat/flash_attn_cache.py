@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -69,12 +71,13 @@ def flash_attn_with_kvcache(
     """
     block_table = layouts.one_of("block_table", block_table, "page_table", page_table)
     paged = block_table is not None
-    checks.flag("causal", causal), checks.flag("return_softmax_lse", return_softmax_lse)
-    checks.flag("rotary_interleaved", rotary_interleaved)
+    flags = {"causal": causal, "return_softmax_lse": return_softmax_lse, "rotary_interleaved": rotary_interleaved}
+    for name, flag in flags.items():
+        checks.flag(name, flag)
     checks.natural_int("num_splits", num_splits)
-    names, kinds = ("q", "k_cache", "v_cache"), (PAGES if paged else CACHE)
-    form = ("[B, T, H, D]", kinds.format("D"), kinds.format("Dv"))
-    layouts.checked(names, q, k_cache, v_cache, form)
+    kind = PAGES if paged else CACHE
+    form = ("[B, T, H, D]", kind.format("D"), kind.format("Dv"))
+    layouts.checked(("q", "k_cache", "v_cache"), q, k_cache, v_cache, form)
     if not paged and cache_batch_idx is None and k_cache.shape[0] != q.shape[0]:
         raise ValueError(f"k_cache: expected {form[1]} with B={q.shape[0]}, got {checks.shape_of(k_cache)}")
     others = (x for x in (k, v, alibi_slopes) if isinstance(x, Tensor))
@@ -88,76 +91,106 @@ def flash_attn_with_kvcache(
         if paged:
             raise ValueError("cache_batch_idx: expected None beside block_table, got a tensor")
         cache_batch_idx = layouts.per_sequence("cache_batch_idx", cache_batch_idx, q, below=k_cache.shape[0])
-    if paged:
+    if block_table is not None:
         layouts.check_table("block_table", block_table, batch, q)
-    room = block_table.shape[1] * k_cache.shape[1] if block_table is not None else k_cache.shape[1]
+    cache = Cache(k_cache, v_cache, cache_batch_idx, block_table)
 
     # Write the new keys and values behind what is there.
-    lengths = _lengths(cache_seqlens, batch, room, k, q)
-    if k is not None or v is not None:
-        new = _new(k, v, q, k_cache, v_cache)
-        if block_table is not None:
-            layouts.check_pages("block_table", block_table, lengths + new[0].shape[1], k_cache)
-        if rotary_cos is not None or rotary_sin is not None:
-            if cache_leftpad is not None:
-                raise ValueError("rotary_cos: expected None beside cache_leftpad, got a tensor: turn q and k before the call")
-            local = causal or left is not None or right is not None
-            q, turned = _turned(q, new[0], lengths, rotary_cos, rotary_sin, rotary_interleaved, local)
-            new = (turned, new[1])
-        _append(new, k_cache, v_cache, lengths, room, cache_batch_idx, block_table)
-        lengths = lengths + new[0].shape[1]
-    elif rotary_cos is not None or rotary_sin is not None:
-        raise ValueError("rotary_cos: expected None without k, got a tensor: only new keys are turned")
-    elif block_table is not None:
-        layouts.check_pages("block_table", block_table, lengths, k_cache)
-
-    # Attend to the cache where it lies, if the kernel for that can say what is asked for. A chosen row of the cache is a page.
-    simple = left is None and right in (None, 0) and slopes is None and cache_leftpad is None and (right == 0 or queries == 1)
-    aligned = size % 8 == 0 and v_cache.shape[3] % 8 == 0 and 1 <= queries <= MAX_QUERIES
-    table = block_table if cache_batch_idx is None else cache_batch_idx[:, None]
-    page_size = k_cache.shape[1]
-    if simple and aligned and (table is None or (page_size % PAGE_UNIT == 0 and page_size > 0)):
-        caches = (k_cache, v_cache) if table is not None else (k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-        pages = None if table is None else table.int()
-        out, lse = decode_attention(
-            q.transpose(1, 2), *caches, lengths, page_table=pages, scale=scale, softcap=cap, return_lse=True
-        )
-        return (out.transpose(1, 2), lse) if return_softmax_lse else out.transpose(1, 2)
-
-    # Else attend to all of its rows, or a copy of them, under a mask.
-    keys, values = k_cache, v_cache
+    lengths = _lengths(cache_seqlens, cache.room(), k, q)
+    new = None if k is None and v is None else _new(k, v, q, cache)
+    until = lengths if new is None else lengths + new[0].shape[1]
     if block_table is not None:
-        keys, values = (layouts.from_pages(x, block_table, batch) for x in (k_cache, v_cache))
-    elif cache_batch_idx is not None:
-        keys, values = k_cache[cache_batch_idx], v_cache[cache_batch_idx]
-    sequences = layouts.of_batch(queries, room, lengths, q.device)
-    if cache_leftpad is not None:
-        pad = layouts.per_sequence("cache_leftpad", cache_leftpad, q, below=room + 1).int().view(-1, 1, 1)
-        sequences = sequences._replace(number=torch.where(sequences.number < pad, sequences.keys, sequences.number))
-    passes = layouts.passes_of(sequences, left, right, slopes, slopes)
-    out, lse = run(*layouts.heads_first(q, keys, values), passes, scale=scale, softcap=cap)
-    out = out.transpose(1, 2)[..., : v_cache.shape[3]]
-    return (out, lse) if return_softmax_lse else out
+        layouts.check_pages("block_table", block_table, until, k_cache)
+    if rotary_cos is not None or rotary_sin is not None:
+        if new is None:
+            raise ValueError("rotary_cos: expected None without k, got a tensor: only new keys are turned")
+        if cache_leftpad is not None:
+            raise ValueError("rotary_cos: expected None beside cache_leftpad, got a tensor: turn q and k before the call")
+        local = causal or left is not None or right is not None
+        q, turned = _turned(q, new[0], lengths, rotary_cos, rotary_sin, rotary_interleaved, local)
+        new = (turned, new[1])
+    if new is not None:
+        cache.append(new, lengths)
+
+    # Attend to the cache where it lies, if the kernel for that can say what is asked for; else to all of it, under a mask.
+    simple = left is None and right in (None, 0) and slopes is None and cache_leftpad is None and (right == 0 or queries == 1)
+    result = cache.attended(q, until, scale, cap) if simple and 1 <= queries <= MAX_QUERIES else None
+    if result is None:
+        sequences = layouts.of_batch(queries, cache.room(), until, q.device)
+        if cache_leftpad is not None:
+            pad = layouts.per_sequence("cache_leftpad", cache_leftpad, q, below=cache.room() + 1).int().view(-1, 1, 1)
+            sequences = sequences._replace(number=torch.where(sequences.number < pad, sequences.keys, sequences.number))
+        passes = layouts.passes_of(sequences, left, right, slopes, slopes)
+        result = run(*layouts.heads_first(q, *cache.gathered()), passes, scale=scale, softcap=cap)
+    out = result[0].transpose(1, 2)[..., : v_cache.shape[3]]
+    return (out, result[1]) if return_softmax_lse else out
 
 
-def _lengths(cache_seqlens: object, batch: int, room: int, k: Tensor | None, q: Tensor) -> Tensor:
+class Cache(NamedTuple):
+    """Where the keys and values of sequences lie: rows of their own, chosen rows, or pages."""
+
+    key: Tensor
+    value: Tensor
+    rows: Tensor | None  # [B]
+    table: Tensor | None  # [B, max_pages]
+
+    def room(self) -> int:
+        """The most keys that a sequence may have."""
+        return self.key.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    def append(self, new: tuple[Tensor, Tensor], lengths: Tensor) -> None:
+        """Writes k and v behind so many keys. On a GPU a place outside the cache is torch's error, not a wrong access."""
+        batch, count = new[0].shape[:2]
+        place = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
+        if self.table is None:
+            row = torch.arange(batch, device=lengths.device) if self.rows is None else self.rows.long()
+            index = (row[:, None].expand_as(place), place)
+        else:
+            page_size = self.key.shape[1]
+            page = self.table.long().gather(1, place // page_size)
+            page = torch.where(page < 0, self.key.shape[0], page)  # a negative number would count from the last page
+            index = (page, place % page_size)
+        with torch.no_grad():
+            self.key[index], self.value[index] = new
+
+    def attended(self, q: Tensor, lengths: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor] | None:
+        """Causal attention in the kernel for decoding, (out [B, H, T, Dv], lse); None where it does not take this cache. A chosen row is a
+        page to it."""
+        table = self.table if self.rows is None else self.rows[:, None]
+        page_size = self.key.shape[1]
+        if self.key.shape[3] % 8 or self.value.shape[3] % 8 or (table is not None and (page_size % PAGE_UNIT or page_size == 0)):
+            return None
+        key, value = (x.transpose(1, 2) if table is None else x for x in self[:2])
+        pages = None if table is None else table.int()
+        return decode_attention(
+            q.transpose(1, 2), key, value, lengths, page_table=pages, scale=scale, softcap=softcap, return_lse=True
+        )
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """The caches, or a copy of their chosen rows or pages, [B, room, Hkv, D or Dv]."""
+        if self.table is not None:
+            batch = self.table.shape[0]
+            return layouts.from_pages(self.key, self.table, batch), layouts.from_pages(self.value, self.table, batch)
+        return (self.key, self.value) if self.rows is None else (self.key[self.rows], self.value[self.rows])
+
+
+def _lengths(cache_seqlens: object, room: int, k: Tensor | None, q: Tensor) -> Tensor:
     """The number of keys in the cache before the new ones, int32 [B]."""
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("cache_seqlens: expected an int or a tensor beside k, got None")
         cache_seqlens = room
+    most = room - (k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0)
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        most = room - (k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0)
         if not 0 <= cache_seqlens <= most:
             raise ValueError(f"cache_seqlens: expected 0 <= cache_seqlens <= {most}, the cache's room, got {cache_seqlens}")
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    most = room - (k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0)
+        return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     return layouts.per_sequence("cache_seqlens", cache_seqlens, q, below=most + 1).int()
 
 
-def _new(k: object, v: object, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _new(k: object, v: object, q: Tensor, caches: Cache) -> tuple[Tensor, Tensor]:
     new: list[Tensor] = []
-    for name, given, cache, size in (("k", k, k_cache, "D"), ("v", v, v_cache, "Dv")):
+    for name, given, cache, size in (("k", k, caches.key, "D"), ("v", v, caches.value, "Dv")):
         tensor = checks.tensor(name, given)
         fits = tensor.dim() == 4 and tensor.shape[0] == q.shape[0] and tensor.shape[2:] == cache.shape[2:]
         if not fits or (new and tensor.shape[1] != new[0].shape[1]):
@@ -170,39 +203,13 @@ def _new(k: object, v: object, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> t
     return new[0], new[1]
 
 
-def _append(
-    new: tuple[Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    room: int,
-    rows: Tensor | None,
-    table: Tensor | None,
-) -> None:
-    """Writes k and v to their places. On a GPU a place outside the cache is torch's error, not a wrong access."""
-    batch, count = new[0].shape[:2]
-    place = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
-    if table is None:
-        row = torch.arange(batch, device=lengths.device) if rows is None else rows.long()
-        index = (row[:, None].expand_as(place), place)
-    else:
-        page_size = k_cache.shape[1]
-        page = table.long().gather(1, place // page_size)
-        page = torch.where(page < 0, k_cache.shape[0], page)  # a negative number would count from the last page
-        index = (page, place % page_size)
-    with torch.no_grad():
-        k_cache[index], v_cache[index] = new
-
-
 def _turned(
     q: Tensor, k: Tensor, lengths: Tensor, cos: object, sin: object, interleaved: bool, local: bool
 ) -> tuple[Tensor, Tensor]:
     """q and k, turned by their positions."""
     tables: list[Tensor] = []
     for name, given in (("rotary_cos", cos), ("rotary_sin", sin)):
-        table = checks.tensor(name, given)
-        checks.dtype(name, table, checks.DTYPES["cpu"])
-        checks.same_device(name, table, q, "q")
+        table = checks.tensor(name, given, checks.DTYPES["cpu"], q, "q")
         if table.dim() != 2 or 2 * table.shape[1] > q.shape[3] or (tables and table.shape != tables[0].shape):
             expected = f"[positions, rotary_dim / 2] with rotary_dim up to {q.shape[3]}"
             raise ValueError(f"{name}: expected {expected}, got shape {checks.shape_of(table)}")

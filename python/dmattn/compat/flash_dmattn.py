@@ -84,7 +84,7 @@ def flash_dmattn_func(
     if attn_mask is not None:
         attn_mask = keep_of("attn_mask", attn_mask, query, _pairs(query, key))
     if attn_bias is not None:
-        checks.dtype("attn_bias", checks.tensor("attn_bias", attn_bias), checks.DTYPES["cpu"])
+        checks.tensor("attn_bias", attn_bias, checks.DTYPES["cpu"])
     _broadcasts("attn_mask", attn_mask, query, key)
     _broadcasts("attn_bias", attn_bias, query, key)
     options: dict[str, Any] = {

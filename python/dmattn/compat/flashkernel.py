@@ -74,8 +74,7 @@ def triton_reduce_sum(input: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _reduced(op: torch._ops.OpOverloadPacket, given: object, dim: object) -> Tensor:
-    tensor = checks.tensor("input", given)
-    checks.dtype("input", tensor, REDUCED)
+    tensor = checks.tensor("input", given, REDUCED)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim: expected an int, got {type(dim).__name__}")
     if dim != EVERYTHING and not 0 <= dim < tensor.dim():

@@ -119,8 +119,7 @@ def interval_masks(startend_row_indices: Tensor, query_length: int, causal: bool
     Raises:
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
-    given = checks.tensor("startend_row_indices", startend_row_indices)
-    checks.dtype("startend_row_indices", given, (torch.int32,))
+    given = checks.tensor("startend_row_indices", startend_row_indices, (torch.int32,))
     checks.length("query_length", query_length)
     checks.flag("causal", causal)
     if given.dim() != 4 or given.shape[3] not in ((1, 2) if causal else (2, 4)):
@@ -158,9 +157,7 @@ def _window(given: object, causal: bool) -> tuple[int | None, int | None]:
 
 
 def _blocks(given: object, query: Tensor, key: Tensor) -> BlockMask:
-    table = checks.tensor("block_mask", given)
-    checks.dtype("block_mask", table, (torch.int32, torch.int64, torch.uint8, torch.bool))
-    checks.same_device("block_mask", table, query)
+    table = checks.tensor("block_mask", given, (torch.int32, torch.int64, torch.uint8, torch.bool), query)
     (batch, queries, heads, _), (_, keys, kv_heads, _) = query.shape, key.shape
     sizes = [-(-queries // BLOCK), -(-keys // BLOCK)]
     fits = table.dim() == 4 and table.shape[0] in (1, batch) and table.shape[1] in (1, kv_heads, heads)
@@ -173,8 +170,7 @@ def _blocks(given: object, query: Tensor, key: Tensor) -> BlockMask:
 def _seed_offset(given: object, device: torch.device) -> Tensor:
     if given is None:
         return torch.cat((new_seed(device), torch.zeros(1, dtype=torch.int64, device=device)))
-    pair = checks.tensor("fixed_seed_offset", given)
-    checks.dtype("fixed_seed_offset", pair, (torch.int64,))
+    pair = checks.tensor("fixed_seed_offset", given, (torch.int64,))
     if pair.shape != (2,) or pair.device != device:
         raise ValueError(f"fixed_seed_offset: expected [2] on {device}, got {checks.shape_of(pair)} on {pair.device}")
     return pair

@@ -144,9 +144,7 @@ def slopes_of(alibi_slopes: object, batch: int, heads: int, like: Tensor) -> Ten
     """ALiBi's slopes as [B|1, H, 1] in the dtype logits are summed in."""
     if alibi_slopes is None:
         return None
-    slopes = checks.tensor("alibi_slopes", alibi_slopes)
-    checks.dtype("alibi_slopes", slopes, checks.DTYPES["cpu"])
-    checks.same_device("alibi_slopes", slopes, like, "q")
+    slopes = checks.tensor("alibi_slopes", alibi_slopes, checks.DTYPES["cpu"], like, "q")
     shape = list(slopes.shape)  # `in` would not do: Dynamo finds no equal symbolic sizes with it
     if shape != [heads] and shape != [batch, heads]:
         raise ValueError(f"alibi_slopes: expected [H] or [B, H] with B={batch}, H={heads}, got {checks.shape_of(slopes)}")
@@ -249,9 +247,7 @@ def per_sequence(name: str, given: object, q: Tensor, below: int) -> Tensor:
 
 
 def check_table(name: str, given: object, batch: int, like: Tensor) -> Tensor:
-    table = checks.tensor(name, given)
-    checks.dtype(name, table, (torch.int32, torch.int64))
-    checks.same_device(name, table, like, "q")
+    table = checks.tensor(name, given, (torch.int32, torch.int64), like, "q")
     if table.dim() != 2 or table.shape[0] != batch:
         raise ValueError(f"{name}: expected [B, max_pages] with B={batch}, got shape {checks.shape_of(table)}")
     return table

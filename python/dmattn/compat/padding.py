@@ -52,7 +52,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     checks.tensor("hidden_states", hidden_states)
-    checks.dtype("indices", checks.tensor("indices", indices), (torch.int32, torch.int64))
+    checks.tensor("indices", indices, (torch.int32, torch.int64))
     checks.natural_int("batch", batch)
     checks.natural_int("seqlen", seqlen)
     if indices.dim() != 1 or hidden_states.shape[:1] != indices.shape:
@@ -81,8 +81,7 @@ def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
     """
     if checks.tensor("hidden_states", hidden_states).dim() < 1:
         raise ValueError(f"hidden_states: expected [B * S, ...], got shape {checks.shape_of(hidden_states)}")
-    checks.dtype("indices", checks.tensor("indices", indices), (torch.int32, torch.int64))
-    checks.same_device("indices", indices, hidden_states, "hidden_states")
+    checks.tensor("indices", indices, (torch.int32, torch.int64), hidden_states, "hidden_states")
     if indices.dim() != 1:
         raise ValueError(f"indices: expected [T], got shape {checks.shape_of(indices)}")
     rows = hidden_states.shape[0]
@@ -92,9 +91,9 @@ def index_first_axis(hidden_states: Tensor, indices: Tensor) -> Tensor:
 
 
 def _mask(name: str, given: object, hidden_states: Tensor) -> Tensor:
-    mask = checks.tensor(name, given)
-    checks.dtype(name, mask, (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
-    checks.same_device(name, mask, hidden_states, "hidden_states")
+    mask = checks.tensor(
+        name, given, (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), hidden_states, "hidden_states"
+    )
     if mask.shape != hidden_states.shape[:2]:
         raise ValueError(f"{name}: expected [B, S] = {list(hidden_states.shape[:2])}, got {checks.shape_of(mask)}")
     return mask != 0

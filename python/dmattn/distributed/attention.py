@@ -22,7 +22,7 @@ from dmattn.masks import ALWAYS, IntervalMask
 from dmattn.masks.heads import same_heads
 from dmattn.masks.interval import check_base, most_selected, select_interval
 from dmattn.renamed import renamed
-from dmattn.sizes import Sizes, key_bias_rows, sizes_of, with_own_gradient
+from dmattn.sizes import Sizes, check_scores, key_bias_rows, sizes_of, with_own_gradient
 
 CAUSAL, MASK, SCORES = range(3)
 
@@ -208,11 +208,7 @@ def _checked(
     checks.natural_int("sink_keys", sink_keys)
     bound = None
     if scores is not None:
-        checks.tensor("scores", scores)
-        checks.dtype("scores", scores, checks.DTYPES["cpu"])
-        if scores.shape != key.shape[:3]:
-            raise ValueError(f"scores: expected [B, Hkv, n] = {checks.shape_of(key)[:3]}, got {checks.shape_of(scores)}")
-        checks.same_device("scores", scores, query)
+        check_scores(scores, query, key, "[B, Hkv, n]")
         checks.selection(window, local, sink_keys, True)
         assert window is not None
         bound = window + local + sink_keys

@@ -20,7 +20,7 @@ from dmattn.fake import table_size
 from dmattn.masks import drawing, tables
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.detect import function_sizes, on_grid
-from dmattn.masks.heads import same_heads
+from dmattn.masks.heads import same_heads, with_rank
 from dmattn.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -82,13 +82,12 @@ class BlockMask(MaskData):
             TypeError: mask is not a bool tensor.
             ValueError: it has fewer than 2 or more than 4 dimensions or a length over 2^20, or block_size is not positive.
         """
-        checks.tensor("mask", mask)
-        checks.dtype("mask", mask, (torch.bool,))
+        checks.tensor("mask", mask, (torch.bool,))
         if mask.dim() < 2 or mask.dim() > 4:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
         if mask.shape[-2] > checks.MAX_LENGTH or mask.shape[-1] > checks.MAX_LENGTH:
             raise ValueError(f"mask: expected lengths up to {checks.MAX_LENGTH}, got shape {checks.shape_of(mask)}")
-        mask = mask[(None,) * (4 - mask.dim())]
+        mask = with_rank(mask, 4)
         return _pack(mask, mask.shape[2], mask.shape[3], (1, 1), _pair(block_size))
 
     @classmethod
@@ -106,8 +105,7 @@ class BlockMask(MaskData):
             TypeError: table is not a bool tensor.
             ValueError: it has fewer than 2 or more than 4 dimensions, block_size is not positive, or the blocks go beyond 2^20.
         """
-        checks.tensor("table", table)
-        checks.dtype("table", table, (torch.bool,))
+        checks.tensor("table", table, (torch.bool,))
         if table.dim() < 2 or table.dim() > 4:
             raise ValueError(f"table: expected [B|1, H|Hkv|1, ceil(Sq/bq), ceil(Sk/bk)], got shape {checks.shape_of(table)}")
         block = _pair(block_size)
@@ -116,7 +114,7 @@ class BlockMask(MaskData):
                 raise ValueError(
                     f"block_size: expected blocks that cover lengths up to {checks.MAX_LENGTH}, got {table.shape[axis]} of {size}"
                 )
-        table = table[(None,) * (4 - table.dim())]
+        table = with_rank(table, 4)
         return _pack(table, table.shape[2] * block[0], table.shape[3] * block[1], block, block)
 
     @classmethod

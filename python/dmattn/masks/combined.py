@@ -104,13 +104,9 @@ class CombinedMask(MaskData):
 
     def plot(self, Sq: int | None = None, head: int = 0, batch: int = 0, ax: Any = None) -> Any:
         interval, block, index = self.interval, self.block, self.index
-        Sq = (
-            index._drawn_length(Sq)
-            if block is None and index is not None
-            else block._drawn_length(Sq)
-            if block
-            else self.query_length
-        )
+        of_queries = block or index
+        assert of_queries is not None
+        Sq = of_queries._drawn_length(Sq)
         Sk = self.key_length
         if Sk is None:
             assert index is not None

@@ -23,6 +23,11 @@ def same_heads(a: Tensor, b: Tensor, name: str, like: str = "the other mask") ->
     return (a, b) if broadcast else (repeat_heads(a, more), repeat_heads(b, more))
 
 
+def with_rank(given: Tensor, rank: int) -> Tensor:
+    """A tensor with leading dimensions of 1, as many as are missing."""
+    return given[(None,) * (rank - given.dim())] if given.dim() < rank else given
+
+
 def repeat_heads(given: Tensor, heads: int) -> Tensor:
     """[B|1, Hkv, ...] as [B|1, heads, ...]; one head stays one, to be broadcast."""
     return given if given.shape[1] in (1, heads) else given.repeat_interleave(heads // given.shape[1], dim=1)

@@ -15,7 +15,7 @@ from dmattn.composed import visible_in_lists
 from dmattn.masks import bounds, drawing, tables
 from dmattn.masks.data import MaskData, join_batches
 from dmattn.masks.detect import PAIRS_AT_ONCE
-from dmattn.masks.heads import same_heads
+from dmattn.masks.heads import same_heads, with_rank
 from dmattn.masks.interval import IntervalMask
 
 MAX_BLOCK = 128
@@ -72,7 +72,7 @@ class IndexMask(MaskData):
                     f"indices: expected numbers of keys below {checks.MAX_LENGTH} in blocks of {self.block_size}, or -1 for none, "
                     f"got {least if least < NONE else most}"
                 )
-        object.__setattr__(self, "indices", with_four_dims(narrow(given)))
+        object.__setattr__(self, "indices", with_rank(narrow(given), 4))
 
     # Constructors ---------------------------------------------------------------------------------------------------------------
 
@@ -90,8 +90,7 @@ class IndexMask(MaskData):
             ValueError: a wrong shape or size; a block that is visible in part, or a longer list than max_entries (where the values lie on a
                 GPU and max_entries is given, the device raises it).
         """
-        checks.tensor("mask", mask)
-        checks.dtype("mask", mask, (torch.bool,))
+        checks.tensor("mask", mask, (torch.bool,))
         if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
         check_block_size(block_size)
@@ -99,7 +98,7 @@ class IndexMask(MaskData):
             checks.natural_int("max_entries", max_entries)
         elif not checks.values_can_be_read(mask):
             raise ValueError("max_entries: expected a number where the mask has no values that can be read, got None")
-        four = with_four_dims(mask)
+        four = with_rank(mask, 4)
         some, every = (
             F.pad(four, (0, -four.shape[3] % block_size), value=beyond).unflatten(3, (-1, block_size)) for beyond in (False, True)
         )
@@ -157,8 +156,7 @@ class IndexMask(MaskData):
             TypeError: a wrong type or dtype.
             ValueError: a wrong shape, size or device.
         """
-        checks.tensor("scores", scores)
-        checks.dtype("scores", scores, checks.DTYPES["cpu"])
+        checks.tensor("scores", scores, checks.DTYPES["cpu"])
         if scores.dim() != 4:
             raise ValueError(f"scores: expected 4 dimensions [B|1, H|Hkv|1, Sq, n], got shape {checks.shape_of(scores)}")
         check_block_size(block_size)
@@ -315,10 +313,6 @@ def check_block_size(block_size: object) -> None:
         raise ValueError(f"block_size: expected a power of two from 1 to {MAX_BLOCK}, got {block_size}")
 
 
-def with_four_dims(given: Tensor) -> Tensor:
-    return given[(None,) * (4 - given.dim())] if given.dim() < 4 else given
-
-
 def narrow(given: Tensor) -> Tensor:
     """Integers as int32; what does not fit becomes a number that no key has."""
     if given.dtype == torch.int32:
@@ -365,7 +359,7 @@ def _takes_part(
 
     if base is None:
         first = torch.arange(-(-keys // block), device=position.device) * block
-        return with_four_dims(between(first, (first + (block - 1)).clamp(max=keys - 1)))
+        return with_rank(between(first, (first + (block - 1)).clamp(max=keys - 1)), 4)
     key = torch.arange(keys, device=position.device)
     start, end = same_heads(base.start, base.end, "end")
     checks.same_device("base", start, position, "scores")

@@ -18,7 +18,7 @@ from dmattn.masks import bounds, detect, drawing, tree
 from dmattn.masks.bounds import ALWAYS as ALWAYS
 from dmattn.masks.bounds import FOREVER as FOREVER
 from dmattn.masks.data import MaskData, join_batches
-from dmattn.masks.heads import same_heads
+from dmattn.masks.heads import same_heads, with_rank
 from dmattn.renamed import renamed
 from dmattn.sharding import alike
 
@@ -61,13 +61,12 @@ class IntervalMask(MaskData):
 
     def __post_init__(self) -> None:
         for name, given in (("start", self.start), ("end", self.end)):
-            checks.tensor(name, given)
-            checks.dtype(name, given, (torch.int32,))
+            checks.tensor(name, given, (torch.int32,))
             if given.dim() > 3 or given.dim() < 1:
                 raise ValueError(f"{name}: expected a shape that broadcasts to [B, H|Hkv, Sk], got {checks.shape_of(given)}")
             if given.shape[-1] > checks.MAX_LENGTH:
                 raise ValueError(f"{name}: expected at most {checks.MAX_LENGTH} keys, got {checks.shape_of(given)}")
-        start, end = with_three_dims(self.start), with_three_dims(self.end)
+        start, end = with_rank(self.start, 3), with_rank(self.end, 3)
         same_heads(start, end, "end", "start")
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
@@ -249,11 +248,10 @@ class IntervalMask(MaskData):
             TypeError: not a bool tensor.
             ValueError: a wrong shape, or a key for which there is no interval (:class:`BlockMask` takes any mask).
         """
-        checks.tensor("mask", mask)
-        checks.dtype("mask", mask, (torch.bool,))
+        checks.tensor("mask", mask, (torch.bool,))
         if mask.dim() not in (2, 3, 4) or max(mask.shape[-2:]) > checks.MAX_LENGTH:
             raise ValueError(f"mask: expected [B|1, H|Hkv|1, Sq, Sk], got shape {checks.shape_of(mask)}")
-        four: Tensor = mask[(None,) * (4 - mask.dim())]
+        four: Tensor = with_rank(mask, 4)
         batch, heads, queries, keys = four.shape
         found = detect.interval_of("mask", (batch, heads, queries, keys), lambda first, last: four[:, :, first:last], four.device)
         return cls._of_length(*found)
@@ -290,8 +288,7 @@ class IntervalMask(MaskData):
             TypeError: not a dense int32 tensor.
             ValueError: another shape.
         """
-        checks.tensor("tensor", tensor)
-        checks.dtype("tensor", tensor, (torch.int32,))
+        checks.tensor("tensor", tensor, (torch.int32,))
         if tensor.dim() != 4 or tensor.shape[2] != 2 or tensor.shape[3] > checks.MAX_LENGTH:
             raise ValueError(f"tensor: expected [B|1, H|Hkv|1, 2, Sk], got shape {checks.shape_of(tensor)}")
         return cls._of_length(tensor[:, :, 0], tensor[:, :, 1])
@@ -334,8 +331,7 @@ class IntervalMask(MaskData):
                 with ``is_causal=False``, or a base under which a dropped key could come back (sliding window, prefix, ...): intersect with such
                 a mask after selecting, ``top_k(scores, window) & other``.
         """
-        checks.tensor("scores", scores)
-        checks.dtype("scores", scores, checks.DTYPES["cpu"])
+        checks.tensor("scores", scores, checks.DTYPES["cpu"])
         if scores.dim() != 3:
             raise ValueError(f"scores: expected 3 dimensions [B, Hkv, Sk], got shape {checks.shape_of(scores)}")
         if scores.shape[2] > checks.MAX_LENGTH:
@@ -541,7 +537,7 @@ def most_selected(window: int, local: int, sink_keys: int, base: IntervalMask | 
 def segment_ends(base: IntervalMask, scores: Tensor) -> Tensor:
     """The end of each key's segment, for selection among scores [B, Hkv, Sk]; refuses what is no base for them."""
     check_base(base)
-    ends = with_three_dims(base.end)
+    ends = with_rank(base.end, 3)
     checks.same_device("base", ends, scores, "scores")
     if ends.shape[2] != scores.shape[2] or any(
         own not in (1, size) for own, size in zip(ends.shape[:2], scores.shape[:2], strict=True)
@@ -592,10 +588,6 @@ def _assert_segments(base: IntervalMask, is_causal: bool) -> None:
 def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
     checks.length("Sk", Sk)
     return torch.arange(Sk, dtype=torch.int32, device=device).view(1, 1, Sk)
-
-
-def with_three_dims(given: Tensor) -> Tensor:
-    return given[(None,) * (3 - given.dim())] if given.dim() < 3 else given
 
 
 def _lengths(name: str, given: object, device: torch.device | str | None) -> Tensor:

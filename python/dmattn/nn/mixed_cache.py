@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dmattn import checks
-from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache import BoundedCache, CacheCall, PaddingSide
 
 
 def cache_of_layer(
@@ -58,53 +57,7 @@ class MixedCache(nn.Module):
 
     # Use ------------------------------------------------------------------------------------------------------------------------
 
-    @overload
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
-        select_only: bool = False, return_lse: Literal[False] = False,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, scale: float | None = None,
-        softcap: float = 0.0, lengths: Tensor | None = None, padding_side: PaddingSide = "right", slopes: Tensor | None = None,
-        select_only: bool = False, return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scores: Tensor | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        lengths: Tensor | None = None,
-        padding_side: PaddingSide = "right",
-        slopes: Tensor | None = None,
-        select_only: bool = False,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """:meth:`dmattn.BoundedCache.attend` of all heads: query [B, H, T, D], key, value and scores of all Hkv key heads."""
-        checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
-        query, key, value = self.selecting._autocast(query, key, value)
-        # Refuse what does not fit before one of the caches takes tokens in.
-        for cache in (self.selecting, self.streaming):
-            cache._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
-        call = self.selecting._checked_call(query, key, value, scores, slopes, lengths, padding_side, select_only, scale, softcap)
-        first = self.streaming.key.shape[1]
-        first_queries = query.shape[1] // self.num_kv_heads * first
-        parts = [
-            cache._attend(query[:, heads], key[:, kv_heads], value[:, kv_heads], call.of_heads(kv_heads))
-            for cache, kv_heads, heads in (
-                (self.streaming, slice(0, first), slice(0, first_queries)),
-                (self.selecting, slice(first, None), slice(first_queries, None)),
-            )
-        ]
-        (out, lse), (other_out, other_lse) = parts
-        out = torch.cat([out, other_out], 1)
-        return (out, torch.cat([lse, other_lse], 1)) if return_lse else out
-
+    attend = BoundedCache.attend  # of all heads: query [B, H, T, D], key, value and scores of all Hkv key heads
     forward = attend
 
     def rewind(self, n: int | Tensor) -> None:
@@ -152,3 +105,28 @@ class MixedCache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all tensors; the same at every length."""
         return self.streaming.nbytes + self.selecting.nbytes
+
+    # Inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _autocast(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return self.selecting._autocast(*tensors)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None, slopes: Tensor | None) -> None:
+        """Refuses what does not fit before one of the caches takes tokens in."""
+        for cache in (self.selecting, self.streaming):
+            cache._check(query, key, value, scores, slopes, kv_heads=self.num_kv_heads)
+
+    def _checked_call(self, *arguments: Any) -> CacheCall:
+        return self.selecting._checked_call(*arguments)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, call: CacheCall) -> tuple[Tensor, Tensor]:
+        first, group = self.streaming.key.shape[1], query.shape[1] // self.num_kv_heads
+        parts = [
+            cache._attend(query[:, heads], key[:, kv_heads], value[:, kv_heads], call.of_heads(kv_heads))
+            for cache, kv_heads, heads in (
+                (self.streaming, slice(0, first), slice(0, first * group)),
+                (self.selecting, slice(first, None), slice(first * group, None)),
+            )
+        ]
+        out, lse = (torch.cat(both, 1) for both in zip(*parts, strict=True))
+        return out, lse

@@ -297,8 +297,7 @@ def _sides(window: object) -> tuple[int, int] | None:
 
 
 def _mask_tensor(name: str, given: object) -> Tensor:
-    mask = checks.tensor(name, given)
-    checks.dtype(name, mask, (torch.bool, *checks.DTYPES["cpu"]))
+    mask = checks.tensor(name, given, (torch.bool, *checks.DTYPES["cpu"]))
     return mask
 
 

@@ -11,9 +11,7 @@ from dmattn.masks import IntervalMask
 
 def checked_positions(position_ids: object, hidden_states: Tensor) -> Tensor:
     """position_ids as [B|1, S], for hidden states [B, S, E]."""
-    given = checks.tensor("position_ids", position_ids)
-    checks.dtype("position_ids", given, (torch.int32, torch.int64))
-    checks.same_device("position_ids", given, hidden_states, "hidden_states")
+    given = checks.tensor("position_ids", position_ids, (torch.int32, torch.int64), hidden_states, "hidden_states")
     batch, length = hidden_states.shape[:2]
     rows = given[None] if given.dim() == 1 else given
     if rows.dim() != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != length:

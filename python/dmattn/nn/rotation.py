@@ -25,7 +25,7 @@ def rotate(x: Tensor, theta: float, positions: Tensor | None = None, factor: flo
         TypeError: x or positions is no tensor, x is not of a floating-point dtype, or positions are no real numbers.
         ValueError: x is not of such a shape, or positions do not fit it; theta is not positive, or factor not in [0, 1].
     """
-    checks.dtype("x", checks.tensor("x", x), checks.DTYPES["cpu"])
+    checks.tensor("x", x, checks.DTYPES["cpu"])
     if x.dim() != 4 or x.shape[3] % 2 != 0:
         raise ValueError(f"x: expected [B, H, S, D] with an even D, got {checks.shape_of(x)}")
     if checks.number("theta", theta, low=0.0) == 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dmattn import reference
 from dmattn.attention import attention
 from dmattn.masks import Mask
+from dmattn.masks.heads import with_rank
 from dmattn.testing.layouts import laid_out
 
 DIFFERENTIABLE = ("query", "key", "value", "key_bias", "bias", "sinks")
@@ -151,8 +152,3 @@ def positions_from(first: int | Tensor, queries: int, device: torch.device) -> T
     """Where so many queries stand, the first of each sequence at ``first``, a number or a tensor [] or [B]: int64 [B|1, 1, queries, 1]."""
     first = torch.as_tensor(first, device=device).long().reshape(-1, 1, 1, 1)
     return first + torch.arange(queries, device=device)[:, None]
-
-
-def with_rank(tensor: Tensor, rank: int) -> Tensor:
-    """Leading dimensions of 1 added up to a rank."""
-    return tensor[(None,) * (rank - tensor.dim())] if tensor.dim() < rank else tensor

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dmattn import reference
 from dmattn.masks import BlockMask, CombinedMask, IndexMask, IntervalMask
-from dmattn.testing.case import AttentionCase, with_rank
+from dmattn.masks.heads import with_rank
+from dmattn.testing.case import AttentionCase
 
 MASK_TYPES = {
     "interval_mask": IntervalMask,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dmattn import reference
 from dmattn.masks import BlockMask, IndexMask, IntervalMask, Mask
+from dmattn.masks.heads import with_rank
 from dmattn.renamed import renamed
-from dmattn.testing.case import AttentionCase, positions_from, with_rank
+from dmattn.testing.case import AttentionCase, positions_from
 from dmattn.testing.features import MASK_TYPES, checked, sees_a_key
 from dmattn.testing.layouts import GRADIENT_LAYOUTS, LAYOUTS, laid_out
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from dmattn import reference
-from dmattn.testing.case import AttentionCase, with_rank
+from dmattn.masks.heads import with_rank
+from dmattn.testing.case import AttentionCase
 
 # Half an ulp each for a result, a weight, a logit's gradient, and out as saved for backward; a few standard deviations.
 STORAGE_ULPS: Final = 2

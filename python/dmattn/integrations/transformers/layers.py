@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -19,7 +17,7 @@ from dmattn.integrations.transformers.attention import check_dtype
 from dmattn.integrations.transformers.cache import BoundedLayer
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks import IntervalMask
-from dmattn.nn.scores import recency_of, score_loss, slopes_of
+from dmattn.nn.scores import of_selecting_heads, recency_of, score_loss, slopes_of
 from dmattn.renamed import HidesOldNames, renamed_attribute, with_new_names
 from dmattn.sizes import padded
 
@@ -137,7 +135,8 @@ class SelectingAttention(HidesOldNames, nn.Module):
             plain: Tensor = dynamic_mask_attention(query, key, value, scores, self._window(), **sizes, **shared)
             return plain
         ranks = scores if self.log_slope is None else scores + recency_of(self.log_slope, scores.shape[2])
-        mask = IntervalMask.top_k(self._competing(ranks.detach()), self._window(), **sizes)
+        competing = of_selecting_heads(ranks.detach(), self.local_heads) if self.local_heads else ranks.detach()
+        mask = IntervalMask.top_k(competing, self._window(), **sizes)
         # The mask is causal by itself. Kernels are told, too, where that takes no operation more.
         is_causal = not isinstance(offset, Tensor)
         out: Tensor = attention(query, key, value, mask, key_bias=added, is_causal=is_causal, **shared)
@@ -159,12 +158,6 @@ class SelectingAttention(HidesOldNames, nn.Module):
             window = self.window + 0
             checks.natural_int("window", window)
             return window
-
-    def _competing(self, ranks: Tensor) -> Tensor:
-        """The ranks, -inf in heads that see local windows and sinks alone."""
-        if not self.local_heads:
-            return ranks
-        return F.pad(ranks[:, self.local_heads :], (0, 0, self.local_heads, 0), value=-math.inf)
 
     # With a bounded cache ---------------------------------------------------------------------------------------------------------
 
