@@ -139,7 +139,7 @@ class Streaming(Policy):
 
 
 class Scored(Policy):
-    """The keys with the best scores: what came as ``scores`` with them. With ``every=1`` this is :meth:`dmattn.IntervalMask.top_k`: a selection
+    """The keys with the best scores, given as ``scores``. With ``every=1`` this is :meth:`dmattn.IntervalMask.top_k`: a selection
     of ``window`` keys, ``local`` and ``sink_keys`` is ``Scored(window + local - 1 + sink_keys, local=local - 1, sink_keys=sink_keys)``."""
 
     def rank(self, seen: Seen) -> Tensor:
