@@ -18,7 +18,7 @@ DRAWN = ("figures", "generated")  # folders of docs/ that make docs fills
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in DRAWN)]
 COUNTED = [page for page in PAGES if page.name not in ("api.md", "errors.md")]  # those two are generated, mostly
 MOST_WORDS_OF_A_PAGE = 900
-MOST_WORDS_OF_ALL = 13_200  # without code and tables of results
+MOST_WORDS_OF_ALL = 13_300  # without code and tables of results
 
 
 def name_of(page: Path) -> str:
