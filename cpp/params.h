@@ -229,18 +229,27 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
-// Which keys an indexer may choose for a query: those that it may see and that neither its local window nor the sinks show it.
-struct Competition {
-  int64_t position, length;  // the query's; the sequence's number of keys
-  int64_t local, sinks;
-  bool is_causal;
+// The rows of key that an indexer may choose for a query, [first, end) and [later, later_end): those that the query may see and
+// that neither its local window nor the sinks show it. A mean of a block competes while one of the block's keys does and the
+// query may see all of them.
+struct CompetingRows {
+  int32_t first, end, later, later_end;
 };
 
-// Whether one of the keys first, .., last competes; where keys are means of blocks, the whole block must be visible.
-DMATTN_HOST_DEVICE static inline bool competes(const Competition& c, int64_t first, int64_t last) {
-  if (last >= c.length || (c.is_causal && last > c.position)) return false;
-  const int64_t free = first < c.sinks ? c.sinks : first, newest = c.position - c.local;
-  return free <= (last < newest ? last : newest) || (!c.is_causal && (free > c.position ? free : c.position + 1) <= last);
+DMATTN_HOST_DEVICE static inline CompetingRows competing_rows(const IndexTopKParams& p, int64_t position, int64_t length) {
+  const int log2_width = p.is_pooled ? p.log2_block : 0;
+  const int64_t seen = p.is_causal && position + 1 < length ? position + 1 : length;
+  const int64_t most = (seen > 0 ? seen : 0) >> log2_width, oldest = position - p.local;  // of those outside of the local window
+  int64_t first = p.sinks >> log2_width, end = 0, later = 0, later_end = 0;
+  if (oldest >= p.sinks) end = (oldest >> log2_width) + 1 < most ? (oldest >> log2_width) + 1 : most;
+  if (!p.is_causal) {
+    later = position + 1 > 0 ? (position + 1) >> log2_width : 0;
+    later = later > first ? later : first;
+    later = later > end ? later : end;
+    later_end = most > later ? most : later;
+  }
+  first = first < end ? first : end;
+  return {static_cast<int32_t>(first), static_cast<int32_t>(end), static_cast<int32_t>(later), static_cast<int32_t>(later_end)};
 }
 
 // Dropout is a counter-based hash of (seed, batch * H + head, query, key), so every backend and both passes draw the same mask.

@@ -91,10 +91,9 @@ void index_scores_tile(const IndexTopKParams& p, const IndexTile& tile, void* sc
   for (int64_t t = 0; t < tile.rows; ++t) {
     for (int64_t n = 0; n < blocks; ++n) out[t * stride + n] = -static_cast<R>(kInfinity);
   }
-  const int64_t width = p.is_pooled ? int64_t{1} << p.log2_block : 1;  // of a row of key, in keys
-  const int log2_fold = p.is_pooled ? 0 : p.log2_block;                // rows of key whose largest score counts
-  const int64_t visible = p.is_causal ? min_of(tile.length, tile.position + tile.rows - p.local) : tile.length;
-  const int64_t keys = min_of(p.keys, p.is_pooled ? visible / width + 1 : visible);
+  const int log2_fold = p.is_pooled ? 0 : p.log2_block;  // of rows of key, whose largest score counts
+  const CompetingRows of_last = competing_rows(p, tile.position + tile.rows - 1, tile.length);
+  const int64_t keys = max_of(of_last.end, of_last.later_end);
   const int32_t* start =
       p.start.data ? static_cast<const int32_t*>(p.start.data) + head_offset(p.start, tile.batch, tile.group) : nullptr;
   const int32_t* end =
@@ -106,12 +105,12 @@ void index_scores_tile(const IndexTopKParams& p, const IndexTile& tile, void* sc
     weigh_index_products(p, tile, first, count, s);
     for (int64_t t = 0; t < tile.rows; ++t) {
       const int64_t position = tile.position + t;
-      const Competition competition{position, tile.length, p.local, p.sinks, p.is_causal};
+      const CompetingRows in = competing_rows(p, position, tile.length);
       R* row = out + t * stride;
       for (int64_t j = 0; j < count; ++j) {
         const int64_t key = first + j;
+        if (!((key >= in.first && key < in.end) || (key >= in.later && key < in.later_end))) continue;
         if ((start && start[key] > position) || (end && end[key] <= position)) continue;
-        if (!competes(competition, key * width, key * width + width - 1)) continue;
         const R score = s.scores.row(j)[t];
         R& best = row[key >> log2_fold];
         best = score > best ? score : best;

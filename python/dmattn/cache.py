@@ -217,23 +217,7 @@ class BoundedCache(nn.Module):
             ValueError: n is out of range, as far as that is known without asking a device: an int beyond the cache's ``rewind``, and any n
                 beyond ``kept`` where the cache lies on a CPU. Elsewhere a sequence with such an n becomes empty, as after :meth:`reset`.
         """
-        if isinstance(n, Tensor):
-            count = checks.per_sequence("n", n, self.key, "the cache")
-        else:
-            checks.natural_int("n", n)
-            if n > self.sizes.rewind:
-                raise ValueError(
-                    f"n: expected at most {self.sizes.rewind} tokens, got {n}: keys that died earlier are gone; make the cache with rewind={n}"
-                )
-            count = torch.full((self.key.shape[0],), n, dtype=torch.int32, device=self.key.device)
-        if checks.values_are_known(count) and checks.values_are_known(self.kept):
-            least = self.kept[:, 0]
-            wrong = (count < 0) | (count > least)
-            if bool(wrong.any()):
-                row = int(wrong.nonzero()[0])
-                raise ValueError(
-                    f"n: expected at most {int(least[row])} tokens for sequence {row}, the last whose state is kept, got {int(count[row])}"
-                )
+        count = tokens_back(n, self.kept[:, 0], self.sizes.rewind)
         ops.cache_rewind(*self._state(), count, self.sizes.window, self.sizes.local, self.sizes.sink_keys)
 
     def reorder(self, index: Tensor) -> None:
@@ -245,10 +229,7 @@ class BoundedCache(nn.Module):
         Raises:
             TypeError, ValueError: a wrong dtype, shape, device or value.
         """
-        checks.per_sequence("index", index, self.key, "the cache", (torch.int32, torch.int64))
-        batch = self.key.shape[0]
-        if checks.values_are_known(index) and bool(((index < 0) | (index >= batch)).any()):
-            raise ValueError(f"index: expected numbers of sequences from 0 to {batch - 1}, got {index.tolist()}")
+        check_index(index, self.key)
         for tensor in self._state():
             tensor.copy_(tensor.index_select(0, index))
 
@@ -261,20 +242,7 @@ class BoundedCache(nn.Module):
         Raises:
             TypeError, ValueError: neither, or a number that is no sequence's.
         """
-        batch = self.key.shape[0]
-        if not (rows is None or isinstance(rows, Tensor | Iterable | int)):
-            raise TypeError(f"rows: expected bool [B], numbers of sequences or None, got {checks.type_of(rows)}")
-        if rows is None:
-            chosen = torch.ones(batch, dtype=torch.bool, device=self.key.device)
-        elif isinstance(rows, Tensor):
-            chosen = checks.per_sequence("rows", rows, self.key, "the cache", (torch.bool,))
-        else:
-            numbers = [rows] if isinstance(rows, int) else list(rows)
-            for row in numbers:
-                checks.natural_int("rows", row)
-                if row >= batch:
-                    raise ValueError(f"rows: expected numbers of sequences from 0 to {batch - 1}, got {row}")
-            chosen = torch.tensor([row in numbers for row in range(batch)], device=self.key.device)
+        chosen = chosen_rows(rows, self.key)
         empty = (0, 0, -torch.inf, -1, -1, 0, 0)
         for tensor, nothing in zip(self._state(), empty, strict=True):
             tensor.masked_fill_(chosen.view(-1, *[1] * (tensor.dim() - 1)), nothing)
@@ -292,14 +260,7 @@ class BoundedCache(nn.Module):
         Raises:
             TypeError, ValueError: tokens is not an int >= 0, or lengths or padding_side is not as :meth:`attend` takes it.
         """
-        checks.natural_int("tokens", tokens)
-        _check_side(padding_side)
-        if lengths is not None:
-            checks.per_sequence("lengths", lengths, self.key, "the cache")
-        positions = self.steps[:, :1].long() + torch.arange(tokens, device=self.steps.device)
-        if lengths is not None and padding_side == "left":
-            positions = positions - (tokens - lengths.long().clamp(0, tokens))[:, None]
-        return positions.clamp(min=0)
+        return positions_after(self.length, tokens, lengths, padding_side)
 
     @property
     def batch_size(self) -> int:
@@ -333,7 +294,7 @@ class BoundedCache(nn.Module):
         """Checks what a call of :meth:`attend` is given beside query, key and value, and adds recency to the scores."""
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
-        _check_side(padding_side)
+        check_side(padding_side)
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
         softcap = checks.softcap(softcap)
         if torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -352,14 +313,14 @@ class BoundedCache(nn.Module):
         """Takes in tokens that were checked, and returns (out, lse)."""
         scores, added, lengths, shift, scale, softcap = call
         if shift is not None:
-            query, key, value = (_rolled(x, shift) for x in (query, key, value))
-            scores = scores if scores is None else _rolled(scores, shift)
+            query, key, value = (rolled(x, shift) for x in (query, key, value))
+            scores = scores if scores is None else rolled(scores, shift)
         if query.shape[2] <= MOST_STEPS:
             out, lse = self._take_steps(query, key, value, scores, lengths, added, scale, softcap)
         else:
             out, lse = take_chunk(self._state(), self.sizes, query, key, value, scores, lengths, added, scale, softcap)
         if shift is not None:
-            out, lse = _rolled(out, -shift), _rolled(lse, -shift)
+            out, lse = rolled(out, -shift), rolled(lse, -shift)
         return out, lse
 
     def _take_steps(
@@ -463,12 +424,70 @@ class BoundedCache(nn.Module):
     __prepare_scriptable__ = unsupported.scripting_refused  # torch.jit.script calls it first
 
 
-def _check_side(padding_side: object) -> None:
+def check_index(index: Tensor, like: Tensor) -> None:
+    """Checks numbers of sequences [B] for a cache whose keys are ``like`` [B, ...]."""
+    checks.per_sequence("index", index, like, "the cache", (torch.int32, torch.int64))
+    batch = like.shape[0]
+    if checks.values_are_known(index) and bool(((index < 0) | (index >= batch)).any()):
+        raise ValueError(f"index: expected numbers of sequences from 0 to {batch - 1}, got {index.tolist()}")
+
+
+def chosen_rows(rows: Tensor | Sequence[int] | int | None, like: Tensor) -> Tensor:
+    """bool [B]: the sequences that ``rows`` says, as :meth:`BoundedCache.reset` takes it."""
+    batch = like.shape[0]
+    if not (rows is None or isinstance(rows, Tensor | Iterable | int)):
+        raise TypeError(f"rows: expected bool [B], numbers of sequences or None, got {checks.type_of(rows)}")
+    if rows is None:
+        return torch.ones(batch, dtype=torch.bool, device=like.device)
+    if isinstance(rows, Tensor):
+        return checks.per_sequence("rows", rows, like, "the cache", (torch.bool,))
+    numbers = [rows] if isinstance(rows, int) else list(rows)
+    for row in numbers:
+        checks.natural_int("rows", row)
+        if row >= batch:
+            raise ValueError(f"rows: expected numbers of sequences from 0 to {batch - 1}, got {row}")
+    return torch.tensor([row in numbers for row in range(batch)], device=like.device)
+
+
+def positions_after(length: Tensor, tokens: int, lengths: Tensor | None, padding_side: PaddingSide) -> Tensor:
+    """int64 [B, T]: where the next T tokens of sequences of ``length`` [B] will stand, see :meth:`BoundedCache.next_positions`."""
+    checks.natural_int("tokens", tokens)
+    check_side(padding_side)
+    if lengths is not None:
+        checks.per_sequence("lengths", lengths, length, "the cache")
+    positions = length[:, None].long() + torch.arange(tokens, device=length.device)
+    if lengths is not None and padding_side == "left":
+        positions = positions - (tokens - lengths.long().clamp(0, tokens))[:, None]
+    return positions.clamp(min=0)
+
+
+def tokens_back(n: int | Tensor, kept: Tensor, rewind: int) -> Tensor:
+    """int32 [B]: how many tokens of each sequence :meth:`BoundedCache.rewind` is to take back, of ``kept`` [B] and ``rewind`` at most."""
+    if isinstance(n, Tensor):
+        count = checks.per_sequence("n", n, kept, "the cache")
+    else:
+        checks.natural_int("n", n)
+        if n > rewind:
+            raise ValueError(
+                f"n: expected at most {rewind} tokens, got {n}: keys that died earlier are gone; make the cache with rewind={n}"
+            )
+        count = torch.full((kept.shape[0],), n, dtype=torch.int32, device=kept.device)
+    if checks.values_are_known(count) and checks.values_are_known(kept):
+        wrong = (count < 0) | (count > kept)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"n: expected at most {int(kept[row])} tokens for sequence {row}, the last whose state is kept, got {int(count[row])}"
+            )
+    return count
+
+
+def check_side(padding_side: object) -> None:
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side: expected 'left' or 'right', got {padding_side!r}")
 
 
-def _rolled(given: Tensor, shift: Tensor) -> Tensor:
+def rolled(given: Tensor, shift: Tensor) -> Tensor:
     """given [B, heads, T, ..] with row b rolled by shift[b] [B] along T: what was at t + shift comes to t."""
     tokens = given.shape[2]
     index = (torch.arange(tokens, device=given.device) + shift[:, None]) % tokens

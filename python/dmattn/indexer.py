@@ -114,7 +114,7 @@ def index_scores(
         TypeError, ValueError: a wrong type, dtype, shape or device.
     """
     sizes = index_sizes(index_query, index_key, weights, slope)
-    if activation not in ("relu", "none"):
+    if not isinstance(activation, str) or activation not in ("relu", "none"):
         raise ValueError(f"activation: expected 'relu' or 'none', got {activation!r}")
     row = torch.arange(sizes.query_length, device=sizes.device)
     if rows is not None:
@@ -163,7 +163,7 @@ def whole_blocks(base: IntervalMask, block_size: int, keys: int) -> IntervalMask
 def checked_block_score(block_score: object, block_size: int) -> bool:
     """Whether blocks are scored by their mean key."""
     check_block_size(block_size)
-    if block_score not in ("max", "mean_key"):
+    if not isinstance(block_score, str) or block_score not in ("max", "mean_key"):
         raise ValueError(f"block_score: expected 'max' or 'mean_key', got {block_score!r}")
     return block_score == "mean_key" and block_size > 1
 

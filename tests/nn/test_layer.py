@@ -390,7 +390,7 @@ def test_a_first_head_that_is_not_there(first_head, error):
 @pytest.mark.parametrize(("last", "late"), [(0.0, 4), (0.5, 34), (1.0, 64)])
 def test_a_part_of_the_queries_is_drawn_from_the_last_sixteenth(last, late):
     torch.manual_seed(0)
-    rows = dmattn.nn.scores._drawn(1600, 64, last, torch.device("cpu"))
+    rows = dmattn.nn.scores.drawn_rows(1600, 64, last, torch.device("cpu"))
     assert rows.shape == (64,)
     assert (rows >= 1500).sum() == late
     assert rows.min() >= 0
@@ -403,7 +403,7 @@ def test_queries_that_explore_see_all_keys_and_teach_what_lies_beyond_the_window
     hidden = tensor((2, 64, 64), 0)
     windowed = layer(hidden)
     torch.manual_seed(3)
-    rows = dmattn.nn.scores._drawn(64, 8, 0.0, torch.device("cpu"))
+    rows = dmattn.nn.scores.drawn_rows(64, 8, 0.0, torch.device("cpu"))
     torch.manual_seed(3)
     out, _ = layer(hidden, with_score_loss=True)
     query, key, value = layer.projected(hidden)

@@ -8,7 +8,7 @@ import re
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, IntervalMask
+from dmattn import BlockMask, IndexMask, IntervalMask
 from dmattn.nn import DynamicMaskAttention, ScoreRecipe, WindowSchedule, rotate, score_loss
 from dmattn.testing import strategies
 from strange import BLOCK, assert_taken_or_refused
@@ -56,6 +56,8 @@ def flash_dma(a_coef=FACTORS, **options):
     return dmattn.flash_dma_attention(query, key, value, rows(2, 16), a_coef, **options)
 
 
+IQ, IK, IW = rows(2, 2, 10, 3, 8), rows(2, 2, 12, 8), rows(2, 2, 10, 3)  # of an indexer
+QK = rows(2, 4, 10, 8), rows(2, 2, 12, 8)
 PUBLIC = {
     # query, key, value
     "query is a list": (lambda: attend([[1.0]]), TypeError, "query: expected a torch.Tensor, got list"),
@@ -269,6 +271,27 @@ PUBLIC = {
     "layer input": (lambda: DynamicMaskAttention(64, 4)(rows(3, 64)), ValueError, "hidden_states: expected [B, S, E] with E=64, got [3, 64]"),
     "flag of text": (lambda: attend(is_causal="yes"), TypeError, "is_causal: expected a bool, got str"),
     "deterministic of text": (lambda: attend(deterministic="x"), TypeError, "deterministic: expected a bool, got str"),
+    "index_query of rank 4": (lambda: dmattn.index_top_k(IQ[:, :, 0], IK, IW, 3), ValueError, "index_query: expected 5 dimensions [B, G, Sq, Hi, Di], got shape [2, 2, 3, 8]"),
+    "index_key of other groups": (lambda: dmattn.index_top_k(IQ, IK[:, :1], IW, 3), ValueError, "index_key: expected [B, G, Sk, Di] with B=2, G=2, Di=8, got [2, 1, 12, 8]"),
+    "index_key of another dtype": (lambda: dmattn.index_top_k(IQ, IK.double(), IW, 3), TypeError, "index_key: expected dtype torch.float32 like index_query, got torch.float64"),
+    "weights without heads": (lambda: dmattn.index_top_k(IQ, IK, IW[..., 0], 3), ValueError, "weights: expected 4 dimensions [B, G, Sq, Hi], got shape [2, 2, 10]"),
+    "weights of integers": (lambda: dmattn.index_top_k(IQ, IK, IW.int(), 3), TypeError, "weights: expected dtype float64, float32, bfloat16, float16, got int32"),
+    "slope of one head": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, slope=torch.ones(1)), ValueError, "slope: expected [G] = [2], got [1]"),
+    "k of an indexer": (lambda: dmattn.index_top_k(IQ, IK, IW, -1), ValueError, "k: expected an int >= 0, got -1"),
+    "block_score mean": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, block_size=4, block_score="mean"), ValueError, "block_score: expected 'max' or 'mean_key', got 'mean'"),
+    "block_size 24": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, block_size=24), ValueError, "block_size: expected a power of two from 1 to 128, got 24"),
+    "base of four heads": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.top_k(torch.rand(1, 4, 12), 3)), ValueError, "base: expected [B|1, G|1, Sk] with B=2, G=2, got [1, 4, 12]"),
+    "index base of other keys": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=IntervalMask.sliding_window(11, 3)), ValueError, "base: expected a mask for 12 keys, got one for 11"),
+    "base that is a tensor": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, base=torch.ones(10, 12) > 0), TypeError, "base: expected an IntervalMask, got Tensor"),
+    "page_table without lengths": (lambda: dmattn.index_top_k(IQ, rows(4, 16, 2, 8), IW, 3, page_table=torch.zeros(2, 2, dtype=torch.int32)), ValueError, "lengths: expected int32 [B] beside page_table, got None"),
+    "query_offset of three": (lambda: dmattn.index_top_k(IQ, IK, IW, 3, query_offset=torch.zeros(3, dtype=torch.int64)), ValueError, "query_offset: expected an int or a tensor [] or [B] with B=2, got [3]"),
+    "rows beyond": (lambda: dmattn.index_scores(IQ, IK, IW, rows=torch.tensor([10])), ValueError, "rows: expected numbers from 0 to 9, got [10]"),
+    "activation gelu": (lambda: dmattn.index_scores(IQ, IK, IW, activation="gelu"), ValueError, "activation: expected 'relu' or 'none', got 'gelu'"),
+    "rows beside a mask": (lambda: dmattn.index_loss(IQ, IK, IW, *QK, rows=torch.arange(3), mask=IndexMask(torch.zeros(10, 3, dtype=torch.int32))), ValueError, "rows, mask: expected at most one of them, got both"),
+    "lists of other blocks": (lambda: dmattn.index_loss(IQ, IK, IW, *QK, mask=IndexMask(torch.zeros(10, 3, dtype=torch.int32), 4)), ValueError, "mask: expected an IndexMask for Sq=10 in blocks of 1, got Sq=10 in blocks of 4"),
+    "loss of other lengths": (lambda: dmattn.index_loss(IQ[:, :, :9], IK, IW[:, :, :9], *QK), ValueError, "index_query, index_key: expected Sq=10 like query and key, got 9"),
+    "loss of three groups": (lambda: dmattn.index_loss(rows(2, 3, 10, 3, 8), rows(2, 3, 12, 8), rows(2, 3, 10, 3), *QK), ValueError, "index_query: expected a number of groups G that goes with H=4, Hkv=2, got 3"),
+    "offset of tensors": (lambda: dmattn.index_loss(IQ, IK, IW, *QK, query_offset=torch.zeros(2, dtype=torch.int64)), TypeError, "query_offset: expected an int, got Tensor"),
     "window beyond int32": (lambda: IntervalMask.top_k(torch.rand(1, 1, 4), 2**63), ValueError, "window: expected a positive int up to 2^63 - 1"),
     "scale beyond floats": (lambda: attend(scale=10**400), ValueError, "scale: expected a finite number"),
     "scale beyond float32": (lambda: attend(scale=1e39), ValueError, "scale: expected a number of magnitude up to 1e+30"),
@@ -419,6 +442,18 @@ def tables(**changes):
 LISTS = torch.zeros(1, 1, 10, 3, dtype=torch.int32)
 WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  # no copy of it can be made
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
+
+
+def indexed(**changed):
+    """A call of the op index_top_k with some arguments changed."""
+    given = {
+        "index_query": rows(2, 2, 10, 3, 8), "index_key": rows(2, 2, 12, 8), "weights": rows(2, 2, 10, 3), "slope": None, "start": None,
+        "end": None, "query_offset": None, "lengths": None, "key_length": 12, "k": 3, "block_size": 1, "is_pooled": False, "is_causal": True,
+        "local": 0, "sink": 0, "scale": 1.0, "with_scores": False,
+    }  # fmt: skip
+    return ops.index_top_k(*(given | changed).values())
+
+
 DIRECT = {
     "decode query rank": (lambda: decode_op(query=Q[0]), "query: expected 4 dimensions, got .4, 10, 16"),
     "decode 17 queries": (lambda: decode_op(query=rows(2, 4, 17, 16)), "query: expected at most 16 queries a sequence, got 17"),
@@ -524,6 +559,23 @@ DIRECT = {
     "sink not causal": (lambda: ops.select(S, None, 3, False, 0, 1), "local, sink"),
     "segment dtype": (lambda: ops.select(S, INTS.long()[None, None], 3, True), "segment_end"),
     "segment shape": (lambda: ops.select(S, INTS[None], 3, True), "segment_end"),
+    "index query rank": (lambda: indexed(index_query=rows(2, 2, 10, 8)), "index_query"),
+    "index query heads": (lambda: indexed(index_query=rows(2, 2, 10, 0, 8), weights=rows(2, 2, 10, 0)), "index_query"),
+    "index query width": (lambda: indexed(index_query=rows(2, 2, 10, 3, 12), index_key=rows(2, 2, 12, 12)), "index_query"),
+    "index key shape": (lambda: indexed(index_key=rows(2, 2, 11, 8)), "index_key"),
+    "index key dtype": (lambda: indexed(index_key=rows(2, 2, 12, 8, dtype=torch.float64)), "index_key"),
+    "index weights shape": (lambda: indexed(weights=rows(2, 2, 10, 2)), "weights"),
+    "index weights dtype": (lambda: indexed(weights=rows(2, 2, 10, 3, dtype=torch.bfloat16)), "weights"),
+    "index slope shape": (lambda: indexed(slope=rows(3)), "slope"),
+    "index start shape": (lambda: indexed(start=torch.zeros(2, 2, 11, dtype=torch.int32)), "start"),
+    "index lengths dtype": (lambda: indexed(lengths=torch.zeros(2)), "lengths"),
+    "index offset shape": (lambda: indexed(query_offset=torch.zeros(3, dtype=torch.int32)), "query_offset"),
+    "index k": (lambda: indexed(k=-1), "k"),
+    "index block": (lambda: indexed(block_size=3), "block_size"),
+    "index local": (lambda: indexed(local=-1), "local"),
+    "index sink": (lambda: indexed(sink=-1), "sink"),
+    "index key_length": (lambda: indexed(key_length=2**20 + 1), "key_length"),
+    "index scale": (lambda: indexed(scale=float("nan")), "scale"),
     "pack rank": (lambda: ops.pack_tiles(ones[0], 10, 12, 1, 1, 32, 32), "mask"),
     "pack dtype": (lambda: ops.pack_tiles(ones.int(), 10, 12, 1, 1, 32, 32), "mask"),
     "pack lengths": (lambda: ops.pack_tiles(ones, 10, 13, 1, 1, 32, 32), "mask"),
@@ -624,6 +676,13 @@ ARGUMENTS = {
     dmattn.flash_dma_attention: {"query": Q.transpose(1, 2), "key": K.transpose(1, 2), "value": V.transpose(1, 2), "dt_proj": rows(2, 16),
                                  "a_coef": rows(2), "keep_window_size": 3, "dropout_p": 0.0, "causal": False, "softmax_scale": None,
                                  "return_attn_probs": False},
+    dmattn.index_top_k: {"index_query": IQ, "index_key": IK, "weights": IW, "k": 3, "block_size": 1, "block_score": "max", "is_causal": True,
+                         "base": None, "local": 0, "sink_keys": 0, "scale": None, "slope": None, "query_offset": None, "lengths": None,
+                         "page_table": None, "return_scores": False},
+    dmattn.index_scores: {"index_query": IQ, "index_key": IK, "weights": IW, "scale": None, "slope": None, "activation": "relu", "rows": None},
+    dmattn.index_loss: {"index_query": IQ, "index_key": IK, "weights": IW, "query": QK[0], "key": QK[1], "rows": None, "mask": None,
+                        "is_causal": True, "base": None, "local": 0, "sink_keys": 0, "scale": None, "softcap": 0.0, "key_bias": None,
+                        "block_size": 1, "block_score": "max", "slope": None, "query_offset": None, "sharp": False},
     dmattn.visible_pairs: {"mask": None, "Sq": 4, "Sk": 5, "is_causal": False, "batch": 1, "heads": 1},
     DynamicMaskAttention: {"embed_dim": 32, "num_heads": 4, "window": 4, "num_kv_heads": None, "head_dim": None, "bias": False, "dropout": 0.0,
                            "rope_theta": 1e4, "is_causal": True, "local": 0, "sink_keys": 0, "recipe": None},
@@ -644,7 +703,10 @@ TAKEN = {
     "queries": {"an int"}, "local_heads": {"an int"}, "recipe": {"None"}, "length": {"an int"}, "dense_steps": {"an int"}, "fall_steps": {"an int"}, "multiple": {"an int"}, "local": {"an int"}, "sink_keys": {"an int"}, "keep_window_size": {"an int"},
     "dt_proj": {"a module"}, "dt_proj_bias": {"None"}, "attn_mask": {"None"}, "Sq": {"an int"}, "Sk": {"an int"}, "batch": {"an int"},
     "heads": {"an int"}, "num_kv_heads": {"None"}, "head_dim": {"None"}, "rope_theta": {"None", "an int", "a float"},
-    "rotated_heads": {"None", "an int"},
+    "rotated_heads": {"None", "an int"}, "k": {"an int"}, "block_size": {"an int"}, "slope": {"None"}, "lengths": {"None"},
+    (dmattn.decode_attention, "lengths"): set(), "return_scores": {"a bool"},
+    **{(function, name): {"None"} for function in (dmattn.index_scores, dmattn.index_loss) for name in ("rows", "mask")},
+    (dmattn.index_loss, "query_offset"): {"None", "an int"},
 } | {name: {"a bool"} for name in ("is_causal", "causal", "select_only", "explore", "sharp", "with_score_loss", "deterministic", "return_lse", "return_attn_probs", "enable_skip")}  # fmt: skip
 
 

@@ -103,6 +103,27 @@ def test_opcheck_select(length, causal, dtype):
         torch.library.opcheck(ops.select.default, (scores, None, 0, causal), {"local": 5, "sink": 2})
 
 
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 1), (9, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_opcheck_index_top_k(sizes, dtype):
+    queries, keys = sizes
+    wide = torch.promote_types(dtype, torch.float32)
+    given = (tensor((2, 3, queries, 4, 8), 0, dtype), tensor((2, 3, keys, 8), 1, dtype), tensor((2, 3, queries, 4), 2, wide))
+    bound = torch.full((1, 3, keys), keys, dtype=torch.int32)
+    counts = torch.full((2,), max(keys - 1, 0), dtype=torch.int32)
+    plain, full = (None,) * 5, (tensor((3,), 3, wide), bound - bound, bound, counts, counts)
+    for beside, last in (
+        (plain, (keys, 5, 1, False, True, 0, 0, 0.5, False)),
+        (full, (keys, 2, 4, False, False, 3, 1, 0.5, True)),
+    ):
+        torch.library.opcheck(ops.index_top_k.default, (*given, *beside, *last))
+    if keys > 4:
+        pooled = given[1][:, :, : keys // 4]
+        torch.library.opcheck(
+            ops.index_top_k.default, (given[0], pooled, given[2], *plain, keys, 2, 4, True, True, 0, 0, 0.5, True)
+        )
+
+
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (40, 50), (64, 128)])
 def test_opcheck_pack(size, block):

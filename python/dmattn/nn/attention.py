@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -13,14 +12,12 @@ from dmattn.attention import key_scores, selected_attention
 from dmattn.cache import BoundedCache, PaddingSide
 from dmattn.masks import IntervalMask
 from dmattn.nn.mixed_cache import MixedCache, cache_of_layer
-from dmattn.nn.opaque import is_opaque
 from dmattn.nn.positions import checked_positions, documents_of
-from dmattn.nn.recipe import ScoreRecipe
-from dmattn.nn.rotation import both_turned, rotated, rotation_table, turning_pairs
+from dmattn.nn.projections import RotatedProjections
+from dmattn.nn.recipe import ScoreRecipe, recommended_sizes
 from dmattn.nn.scores import explored, initial_slopes, of_selecting_heads, slopes_of, with_recency
 from dmattn.nn.shards import own_part
 from dmattn.renamed import HidesOldNames, renamed, renamed_attribute, with_new_names
-from dmattn.unsupported import scripting_refused
 
 # What is in the recipe now.
 OLD_NAMES = {name: f"recipe.{name}" for name in ("score", "select_only", "recency", "local_heads", "rotated_heads", "explore")}
@@ -32,7 +29,7 @@ OLD_NAMES |= {
 }
 
 
-class DynamicMaskAttention(HidesOldNames, nn.Module):
+class DynamicMaskAttention(HidesOldNames, RotatedProjections):
     """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
     learned.
 
@@ -71,10 +68,6 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             a recipe with more local or rotated heads than there can be.
     """
 
-    softcap: float = 0.0
-    partial_rotary_factor: float = 1.0
-    rotated_heads: int | None = None  # layers pickled before there was a choice have none of their own
-
     @renamed(into=ScoreRecipe.doge, sink="sink_keys", **OLD_NAMES)
     def __init__(
         self,
@@ -100,24 +93,15 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         checks.flag("is_causal", is_causal)
         checks.selection(window, local, sink_keys, is_causal)
         self.window, self.local, self.sink_keys, self.is_causal = window, local, sink_keys, is_causal
-        if rope_theta is not None:
-            rope_theta = checks.number("rope_theta", rope_theta, low=0.0, high=checks.MAX_FACTOR)
-            if rope_theta < 1 / checks.MAX_FACTOR:
-                raise ValueError(f"rope_theta: expected None or a number > 0, got {rope_theta}")
-        self.rope_theta = rope_theta
-        self.dropout = checks.number("dropout", dropout, low=0.0, high=1.0, open_high=True)
+        self._set_options(rope_theta, dropout)
         if not isinstance(recipe, ScoreRecipe | None):
             raise TypeError(f"recipe: expected None or a ScoreRecipe, got {checks.type_of(recipe)}")
         self.recipe = recipe = ScoreRecipe.doge() if recipe is None else recipe
         self._set_heads(recipe)
-        linear = partial(nn.Linear, bias=checks.flag("bias", bias), device=device, dtype=dtype)
-        kv_dim = num_kv_heads * head_dim
-        self.q_proj = linear(embed_dim, num_heads * head_dim)
-        self.k_proj = linear(embed_dim, kv_dim)
-        self.v_proj = linear(embed_dim, kv_dim)
+        linear = self._add_projections(bias, device, dtype)
         self.scores_values = recipe.score == "exp"
         if self.scores_values:
-            self.dt_proj = linear(kv_dim, num_kv_heads)
+            self.dt_proj = linear(num_kv_heads * head_dim, num_kv_heads)
             self.A = nn.Parameter(torch.zeros(num_kv_heads, device=device, dtype=dtype))
         elif isinstance(recipe.score, nn.Module):
             self.score_proj = recipe.score
@@ -150,15 +134,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
         Raises:
             TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
         """
-        heads = num_heads if num_kv_heads is None else num_kv_heads
-        checks.positive_int("visible", visible)
-        checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
-        if visible % 4:
-            raise ValueError(f"visible: expected a multiple of 4, got {visible}")
-        if heads < 2:
-            raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
-        local, selecting = visible // 4, heads - heads // 2
-        chosen: dict[str, Any] = {"window": (visible - local) * heads // selecting, "local": local, "recipe": ScoreRecipe()}
+        chosen: dict[str, Any] = {**recommended_sizes(num_heads, num_kv_heads, visible), "recipe": ScoreRecipe()}
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
     sink = renamed_attribute("sink", "sink_keys")
@@ -176,23 +152,6 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             fields = {OLD_NAMES[name].removeprefix("recipe."): state.pop(name) for name in old}
             state["recipe"] = ScoreRecipe.doge(**fields)
         super().__setstate__(state)
-
-    def _set_sizes(self, embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-        """Checks them, and gives the head size."""
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, size in sizes.items() if head_dim is None else (*sizes.items(), ("head_dim", head_dim)):
-            checks.positive_int(name, size)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads: expected a divisor of num_heads={num_heads}, got {num_kv_heads}")
-        if head_dim is None and embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim: expected a multiple of num_heads={num_heads} when head_dim is not given, got {embed_dim}"
-            )
-        head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        if head_dim % 8 or head_dim > checks.MAX_HEAD_DIM:
-            raise ValueError(f"head_dim: expected a multiple of 8 up to {checks.MAX_HEAD_DIM}, got {head_dim}")
-        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
-        return head_dim
 
     def _set_heads(self, recipe: ScoreRecipe) -> None:
         """Says which heads are local and which rotate."""
@@ -231,15 +190,6 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             got = checks.shape_of(scores.transpose(1, 2))
             raise ValueError(f"score: expected a module that returns [B, S, Hkv] = {[batch, length, heads]}, got {got}")
         return scores
-
-    def _check_dealt_out(self, heads: int) -> None:
-        if heads != self.num_kv_heads:
-            if self.local_heads:
-                raise ValueError(f"local_heads: expected 0 where key heads are distributed to ranks, got {self.local_heads}")
-            if self.rotated_heads is not None:
-                raise ValueError(
-                    f"rotated_heads: expected None where key heads are distributed to ranks, got {self.rotated_heads}"
-                )
 
     def ranked(self, hidden_states: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """What keys are selected by, and what is added to their logits (None: nothing), [B|1, Hkv, S]; value [B, Hkv, S, D]."""
@@ -327,9 +277,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             TypeError, ValueError: a wrong type or shape, a cache of other sizes, or arguments that do not go together.
             RuntimeError: a cache while gradients are on.
         """
-        checks.tensor("hidden_states", hidden_states)
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.embed_dim:
-            raise ValueError(f"hidden_states: expected [B, S, E] with E={self.embed_dim}, got {checks.shape_of(hidden_states)}")
+        self._check_hidden(hidden_states)
         if checks.flag("with_score_loss", with_score_loss) and not self.is_causal:
             raise ValueError("with_score_loss: expected False with is_causal=False, got True")
         if cache is not None:
@@ -341,12 +289,7 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
                 self._generate(hidden_states, cache, lengths, padding_side).transpose(1, 2).flatten(2)
             )
             return generated
-        if lengths is not None:
-            raise ValueError("lengths: expected None without a cache; give base=IntervalMask.padding(S, lengths) instead")
-        if padding_side != "right":
-            raise ValueError(
-                f"padding_side: expected its default without a cache, got {padding_side!r}; base says where padding is"
-            )
+        self._check_without_cache(lengths, padding_side)
         if position_ids is not None:
             position_ids = checked_positions(position_ids, hidden_states)
             base = documents_of(position_ids, self.is_causal) if base is None else base
@@ -403,92 +346,6 @@ class DynamicMaskAttention(HidesOldNames, nn.Module):
             query, key, value, scores, softcap=self.softcap, lengths=lengths, padding_side=padding_side, slopes=slopes,
             select_only=self.recipe.select_only,
         )  # fmt: skip
-
-    def projected(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor | None = None,
-        *,
-        rotation: tuple[Tensor, Tensor] | None = None,
-        heads_first: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """query [B, H, S, D], key and value [B, Hkv, S, D] as attention takes them: query and key are rotated to positions [B|1, S], by
-        default 0, 1, ... in every sequence, or by ``rotation`` instead, what :meth:`rotation` of any layer with the same heads gave.
-
-        ``heads_first=False`` gives [B, S, H|Hkv, D], as projections leave them. A model that has scores of values transposes these for
-        attention and again for :meth:`scores`: then torch.compile adds up both gradients of values without a copy.
-        """
-        query, key, value = (
-            proj(hidden_states).unflatten(2, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if rotation is not None:
-            if positions is not None:
-                raise ValueError("positions, rotation: expected at most one of them, got both")
-            self._check_rotation(rotation, query)
-        if self.rope_theta is not None:
-            heads = key.shape[2] if self.rotated_heads is None else self.rotated_heads
-            if self.rotated_heads is not None:
-                self._check_dealt_out(key.shape[2])
-            batch, length = query.shape[:2]
-            if positions is not None and (positions.shape[0] not in (1, batch) or positions.shape[1] != length):
-                raise ValueError(f"positions: expected [B|1, S] with B={batch}, S={length}, got {checks.shape_of(positions)}")
-            if rotation is not None:
-                query, key = both_turned(query, key, rotation, heads)
-            elif is_opaque(query) and turning_pairs(self.head_dim, self.partial_rotary_factor):
-                query, key = rotated(query, key, positions, self.rope_theta, self.partial_rotary_factor, heads)
-            else:
-                positions = torch.arange(length, device=query.device)[None] if positions is None else positions
-                query, key = both_turned(query, key, self.rotation(positions, query.dtype), heads)
-        if not heads_first:
-            return query, key, value
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-    def rotation(self, positions: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that rotate to positions [B|1, S], for :meth:`projected`. A model whose layers are compiled one by one computes
-        them once: a layer that computes them itself does so for every head, forward and backward.
-
-        Args:
-            positions: integers.
-            dtype: of query and key; default: that of the projections.
-
-        Returns:
-            two tensors [B|1, S, 1, number of pairs that rotate].
-
-        Raises:
-            TypeError, ValueError: positions or dtype are no such things, or a layer that does not rotate.
-        """
-        if self.rope_theta is None:
-            raise ValueError("rotation: expected a layer with rope_theta, got one with None")
-        if checks.tensor("positions", positions).dim() != 2:
-            raise ValueError(f"positions: expected [B|1, S], got shape {checks.shape_of(positions)}")
-        dtype = self.q_proj.weight.dtype if dtype is None else dtype
-        if dtype not in checks.DTYPES["cpu"]:
-            raise TypeError(f"dtype: expected that of query and key, a floating-point one, got {dtype}")
-        return rotation_table(positions, self.head_dim, self.rope_theta, self.partial_rotary_factor, dtype)
-
-    def _check_rotation(self, rotation: object, query: Tensor) -> None:
-        """Refuses cosines and sines that are not those of this layer's heads for a query [B, S, H, D]."""
-        if self.rope_theta is None:
-            raise ValueError("rotation: expected None for a layer with rope_theta=None, got cosines and sines")
-        if not isinstance(rotation, tuple | list) or [isinstance(part, Tensor) for part in rotation] != [True, True]:
-            raise TypeError(
-                f"rotation: expected the two tensors that layer.rotation(positions) gives, got {checks.type_of(rotation)}"
-            )
-        batch, length = query.shape[:2]
-        pairs = turning_pairs(self.head_dim, self.partial_rotary_factor)
-        for part in rotation:
-            if part.dim() != 4 or part.shape[0] not in (1, batch) or [*part.shape[1:]] != [length, 1, pairs]:
-                expected = f"two tensors [B|1, S, 1, rotating pairs] with B={batch}, S={length} and {pairs} pairs"
-                raise ValueError(f"rotation: expected {expected}, got {checks.shape_of(part)}")
-            checks.same_device("rotation", part, query)
-            if part.dtype != query.dtype and not torch._C._is_any_autocast_enabled():
-                expected = str(query.dtype).removeprefix("torch.")
-                got = str(part.dtype).removeprefix("torch.")
-                raise TypeError(
-                    f"rotation: expected dtype {expected} like query, got {got}; layer.rotation(positions, dtype) takes one"
-                )
-
-    __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
 
     def extra_repr(self) -> str:
         sizes = {name: getattr(self, name) for name in ("local", "sink_keys", "local_heads", "rotated_heads")}

@@ -1,4 +1,4 @@
-"""ScoreRecipe: where the scores of a layer's keys come from, and what teaches them."""
+"""Recipes of layers: ScoreRecipe and IndexRecipe say how keys are chosen, and what teaches the choice."""
 
 from __future__ import annotations
 
@@ -64,13 +64,74 @@ class ScoreRecipe:
             raise TypeError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {type(self.score).__name__}")
         if isinstance(self.score, str) and self.score not in ("exp", "linear"):
             raise ValueError(f"score: expected 'exp', 'linear' or a torch.nn.Module, got {self.score!r}")
-        if self.recency is not None and checks.number("recency", self.recency, low=0.0, high=checks.MAX_FACTOR) == 0:
-            raise ValueError(f"recency: expected None, or a number > 0, got {self.recency}")
-        if not isinstance(self.local_heads, str) or self.local_heads != "half":
-            checks.natural_int("local_heads", self.local_heads)
         if self.rotated_heads is not None and (not isinstance(self.rotated_heads, str) or self.rotated_heads != "local"):
             checks.positive_int("rotated_heads", self.rotated_heads)
-        for name in ("select_only", "sharp", "explore"):
-            checks.flag(name, getattr(self, name))
-        checks.number_drawn("queries", self.queries)
-        checks.number("last", self.last, low=0.0, high=1.0)
+        checks.flag("select_only", self.select_only)
+        _check_common(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRecipe:
+    """How an :class:`IndexedAttention` chooses keys for each query, and how it learns to: the ``recipe`` of its constructor.
+
+    Args:
+        groups: which lists there are: "heads", one for each key head that selects; 1, one for all of them, which costs less; 0, none: the
+            layer has no indexer, and takes the lists of another by ``index_mask``.
+        index_heads, index_dim: heads of the indexer, and their size, a multiple of 8 up to 256.
+        block_size: keys that are chosen together, a power of two from 1 to 128.
+        block_score: what a block is chosen by, "max" or "mean_key", see :func:`dmattn.index_top_k`.
+        recency: if given, every key head adds ``slope * position`` to logits (ALiBi, arXiv 2108.12409), as in :class:`ScoreRecipe`.
+        local_heads: so many key heads, the first ones, fewer than Hkv, see the local keys and the sinks alone. "half": half of them, rounded
+            down, in a layer with ``local``.
+        rotary_factor: the part of the dimensions of a head, the first ones, that rotate.
+        queries, last: how many queries look at all keys for the loss, and which part of them is drawn from the last sixteenth.
+        sharp: how they count, see :func:`dmattn.index_loss`.
+        explore: if True, these queries attend to all keys in all heads, without dropout, in training calls that ask for the loss. So
+            queries and keys also learn from what no list shows.
+
+    Raises:
+        TypeError, ValueError: a wrong type, or a number out of range.
+    """
+
+    groups: int | Literal["heads"] = "heads"
+    index_heads: int = 4
+    index_dim: int = 32
+    block_size: int = 1
+    block_score: Literal["max", "mean_key"] = "max"
+    recency: float | None = 0.25
+    local_heads: int | Literal["half"] = "half"
+    rotary_factor: float = 0.25
+    queries: int = 256
+    last: float = 0.5
+    sharp: bool = True
+    explore: bool = True
+
+    def __post_init__(self) -> None:
+        if self.groups not in (0, 1, "heads") or isinstance(self.groups, bool):
+            raise ValueError(f"groups: expected 'heads', 1 or 0, got {self.groups!r}")
+        checks.number("rotary_factor", self.rotary_factor, low=0.0, high=1.0)
+        _check_common(self)
+
+
+def _check_common(recipe: ScoreRecipe | IndexRecipe) -> None:
+    if recipe.recency is not None and checks.number("recency", recipe.recency, low=0.0, high=checks.MAX_FACTOR) == 0:
+        raise ValueError(f"recency: expected None, or a number > 0, got {recipe.recency}")
+    if not isinstance(recipe.local_heads, str) or recipe.local_heads != "half":
+        checks.natural_int("local_heads", recipe.local_heads)
+    for name in ("sharp", "explore"):
+        checks.flag(name, getattr(recipe, name))
+    checks.number_drawn("queries", recipe.queries)
+    checks.number("last", recipe.last, low=0.0, high=1.0)
+
+
+def recommended_sizes(num_heads: int, num_kv_heads: int | None, visible: int) -> dict[str, int]:
+    """window and local of layers with ``local_heads="half"`` whose heads see ``visible`` keys on average."""
+    heads = num_heads if num_kv_heads is None else num_kv_heads
+    checks.positive_int("visible", visible)
+    checks.positive_int("num_heads" if num_kv_heads is None else "num_kv_heads", heads)
+    if visible % 4:
+        raise ValueError(f"visible: expected a multiple of 4, got {visible}")
+    if heads < 2:
+        raise ValueError(f"num_kv_heads: expected at least 2, half of which see the last keys alone, got {heads}")
+    local, selecting = visible // 4, heads - heads // 2
+    return {"window": (visible - local) * heads // selecting, "local": local}

@@ -169,12 +169,22 @@ def explored(
         loss = _with_gradient(loss, of_heads, gradient)
         loss = loss.mean() if mean else loss
     if explore:
-        given = (query, key, value, out, key_bias, ends, rows, options.scale, options.softcap)
-        out = _explored_op(*given)[0] if is_opaque(scores) else _explored(*given)
+        out = with_dense_rows(query, key, value, out, rows, key_bias, ends, options.scale, options.softcap)
     return out, loss
 
 
-def _drawn(length: int, queries: int, last: float, device: torch.device) -> Tensor:
+def with_dense_rows(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Tensor, key_bias: Tensor | None, ends: Tensor | None, scale: float,
+    softcap: float, first: int = 0,
+) -> Tensor:  # fmt: skip
+    """out [B, H, Sq, Dv], in which the queries ``rows`` [R], in order, attend to all keys that they may see. Query i stands at ``first + i``;
+    ends [B|1, Hkv|1, Sk] says where visibility of keys ends, None: nowhere."""
+    given = (query, key, value, out, key_bias, ends, rows, scale, softcap, first)
+    result: Tensor = _explored_op(*given)[0] if is_opaque(query) else _explored(*given)
+    return result
+
+
+def drawn_rows(length: int, queries: int, last: float, device: torch.device) -> Tensor:
     """Positions of queries in order, int64 [queries]: one from each part of the sequence, and then those from its last sixteenth."""
     late = round(queries * last)
     spread = queries - late
@@ -209,7 +219,7 @@ def _score_loss(
     """The loss of the h key heads from ``first_head`` on, [h], which queries were drawn [R], and the loss's gradient by these heads' scores
     [B, h, S]."""
     kv_heads, length = key.shape[1:3]
-    rows = _drawn(length, queries, last, key.device)
+    rows = drawn_rows(length, queries, last, key.device)
     is_real = _real(rows, ends)
     if certain is None and (local or sink_keys):
         certain = IntervalMask.streaming(length, sink_keys, local, device=key.device).end
@@ -249,10 +259,11 @@ def _in_parts(drawn: Tensor, key: Tensor, scores: Tensor, *given: Any) -> tuple[
 
 def _explored(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, scale: float,
-    softcap: float,
+    softcap: float, first: int,
 ) -> Tensor:  # fmt: skip
-    """out, in which the queries at ``rows`` attend to all keys that they may see."""
-    drawn, seen = _drawn_queries(query, rows, _real(rows, ends)), IntervalMask(*_bounds(rows, key, ends))
+    """:func:`with_dense_rows`."""
+    positions = rows + first
+    drawn, seen = _drawn_queries(query, rows, _real(positions, ends)), IntervalMask(*_bounds(positions, key, ends))
     dense = attention(drawn, key, value, seen, key_bias=key_bias, scale=scale, softcap=softcap)
     # A product puts the rows in their places, because the gradient of index_copy does not compile with torch 2.11. Of a query that was
     # drawn more than once, it takes the first row: a mean of equal rows would be rounded.
@@ -372,14 +383,15 @@ _score_loss_op.register_autograd(_score_loss_gradient, setup_context=_save_gradi
 @opaque("explored")
 def _explored_op(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, scale: float,
-    softcap: float,
+    softcap: float, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """:func:`_explored`, and what its gradient needs of the attention of the drawn queries."""
-    drawn, seen = _drawn_queries(query, rows, _real(rows, ends)), _bounds(rows, key, ends)
+    positions = rows + first
+    drawn, seen = _drawn_queries(query, rows, _real(positions, ends)), _bounds(positions, key, ends)
     options = (key_bias, None, None, False, scale, softcap, 0.0, False)
     dense, lse, rest = torch.ops.dmattn.forward(drawn, key, value, *seen, *NO_MASK[2:], *options)
-    first = _is_first(rows)
-    return out.clone().index_copy_(2, rows[first], dense[:, :, first].to(out.dtype)), dense, lse, rest
+    places = _is_first(rows)
+    return out.clone().index_copy_(2, rows[places], dense[:, :, places].to(out.dtype)), dense, lse, rest
 
 
 @_explored_op.register_fake
@@ -394,9 +406,9 @@ def _(
 @opaque("explored_backward")
 def _explored_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, ends: Tensor | None, rows: Tensor, dense: Tensor,
-    lse: Tensor, rest: Tensor, scale: float, softcap: float,
+    lse: Tensor, rest: Tensor, scale: float, softcap: float, first: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    is_real = _real(rows, ends)
+    is_real = _real(rows + first, ends)
     of_dense = torch.where(_is_first(rows)[:, None], grad.index_select(2, rows), 0.0).to(dense.dtype)
     options = (key_bias, None, None, False, scale, softcap, 0.0, False, key_bias is not None, False, rest)
     of_drawn, of_key, of_value, of_bias, _ = torch.ops.dmattn.backward(
@@ -407,7 +419,7 @@ def _explored_backward(
         value,
         dense,
         lse,
-        *_bounds(rows, key, ends),
+        *_bounds(rows + first, key, ends),
         *NO_MASK[2:],
         *options,
     )
@@ -433,7 +445,7 @@ def _save_explored(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _explored_gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     *gradients, of_bias = _explored_backward(grad, *saved, *ctx.options)
-    return *gradients, None if saved[3] is None else of_bias, *(None,) * 4
+    return *gradients, None if saved[3] is None else of_bias, *(None,) * 5
 
 
 _explored_op.register_autograd(_explored_gradients, setup_context=_save_explored)

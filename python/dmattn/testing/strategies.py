@@ -28,7 +28,7 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)
 # Lengths at which kernels change their way, by the names they have in cpp/cpu/limits.h and cpp/cuda/live_keys.h.
 CPU_THRESHOLDS = {
     "kSummaryKeys": 64, "kPieceDepth": 64, "kMaxTileQueries": 128, "kChunkKeys": 128, "kUnsummedQueries": 256, "kReduceKeys": 1024,
-    "kListTileQueries": 32, "kListChunkKeys": 512,
+    "kListTileQueries": 32, "kListChunkKeys": 512, "kIndexTileQueries": 16, "kIndexChunkKeys": 32,
 }  # fmt: skip
 CUDA_THRESHOLDS = {"kQueryPadding": 128, "kListBlock": 512, "kSegmentQueries": 768, "kPartKeys": 4096}
 MASK_KINDS = (

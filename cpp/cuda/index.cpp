@@ -1,0 +1,46 @@
+// The best keys of an indexer on CUDA: the host side. Nothing here waits for the device, so the op can be captured in a graph.
+#include "../index_arguments.h"
+#include "indexer/index_call.h"
+#include "inputs.h"
+
+namespace dmattn::cuda {
+namespace {
+
+std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key, const Tensor& weights,
+                                          std::optional<Tensor> slope, std::optional<Tensor> start, std::optional<Tensor> end,
+                                          std::optional<Tensor> query_offset, std::optional<Tensor> lengths, int64_t key_length,
+                                          int64_t k, int64_t block_size, bool is_pooled, bool is_causal, int64_t local,
+                                          int64_t sink, double scale, bool with_scores) {
+  const Device device(query);
+  CheckedIndexTopK checked =
+      check_index_top_k(query, key, weights, std::move(slope), std::move(start), std::move(end), std::move(query_offset),
+                        std::move(lengths), key_length, k, block_size, is_pooled, is_causal, local, sink, scale, with_scores);
+  IndexCall call{checked.params};
+  IndexTopKParams& p = call.p;
+  check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
+        "index_query: expected dtype bfloat16 or float16 on CUDA, got ", dtype_name(query.scalar_type()));
+  if (p.top * p.batch * p.groups * p.query_length == 0) return {checked.indices, checked.scores};
+  checked.query = with_aligned_rows(checked.query), checked.key = with_aligned_rows(checked.key);
+  p.query = view_of(checked.query), p.query_head_stride = checked.query.stride(3), p.key = view_of(checked.key);
+
+  const int log2_block = p.is_pooled ? 0 : p.log2_block;
+  call.log2_score_block = std::min(log2_block, log2_keys_of_warp(p.head_dim));
+  call.log2_fold = log2_block - call.log2_score_block;
+  call.row_stride = ceil_div(scores_of_row(p, call.log2_score_block), 4 << call.log2_fold) * (4 << call.log2_fold);
+  call.tiles_per_group = ceil_div(p.query_length, kIndexTileQueries);
+  const int64_t tiles = p.batch * p.groups * call.tiles_per_group, tile_bytes = kIndexTileQueries * call.row_stride * 4;
+  const int64_t at_once = std::clamp<int64_t>(kIndexWorkspaceBytes / tile_bytes, 1, std::min<int64_t>(tiles, 65535));
+  const Tensor workspace = empty_on(query, {at_once * tile_bytes / 4}, ScalarType::Float);
+  call.scores = static_cast<float*>(workspace.data_ptr());
+  for (; call.first_tile < tiles; call.first_tile += at_once) {
+    call.tiles = std::min(at_once, tiles - call.first_tile);
+    DMATTN_CUDA_CHECK(launch_index_scores(call, device.stream()));
+    DMATTN_CUDA_CHECK(launch_index_choice(call, device.stream()));
+  }
+  return {checked.indices, checked.scores};
+}
+
+}  // namespace
+}  // namespace dmattn::cuda
+
+DMATTN_KERNELS(CUDA, m) { m.impl("index_top_k", TORCH_BOX(&dmattn::cuda::index_top_k_op)); }

@@ -1,0 +1,24 @@
+// Where a tile of index queries stands.
+#pragma once
+
+#include "index_call.h"
+
+namespace dmattn::cuda {
+
+struct IndexQueries {
+  int batch, group, first;  // the first query of the tile
+  int64_t length, offset;   // the sequence's number of keys, the position of query 0
+
+  __device__ __forceinline__ IndexQueries(const IndexCall& call, int tile_of_part) {
+    const IndexTopKParams& p = call.p;
+    const int64_t tile = call.first_tile + tile_of_part;
+    const int batch_group = static_cast<int>(tile / call.tiles_per_group), groups = static_cast<int>(p.groups);
+    batch = batch_group / groups, group = batch_group % groups;
+    first = static_cast<int>(tile % call.tiles_per_group) * kIndexTileQueries;
+    length = p.key_length;
+    if (p.lengths) length = max(int64_t{0}, min(length, static_cast<int64_t>(p.lengths[batch])));
+    offset = p.query_offset ? p.query_offset[batch] : length - p.query_length;
+  }
+};
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,377 @@
+"""IndexedAttention: multi-head self-attention in which an indexer chooses keys for each query."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from dmattn import checks
+from dmattn.attention import attention
+from dmattn.autograd import refuse_gradients
+from dmattn.cache import PaddingSide
+from dmattn.call import autocast
+from dmattn.masks import IndexMask, IntervalMask
+from dmattn.masks.interval import segment_ends
+from dmattn.nn.indexed_cache import IndexedCache
+from dmattn.nn.indexer import Indexer, IndexProjections
+from dmattn.nn.positions import checked_positions, documents_of
+from dmattn.nn.projections import RotatedProjections
+from dmattn.nn.recipe import IndexRecipe, recommended_sizes
+from dmattn.nn.scores import drawn_rows, initial_slopes, recency_of, slopes_of, with_dense_rows
+from dmattn.sharding import any_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Chunk(NamedTuple):
+    """The queries, keys and values of a call: the keys are those of the whole sequence, in which the first query stands at ``first``."""
+
+    query: Tensor  # [B, H, S, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor  # [B, Hkv, N, D]
+    key_bias: Tensor | None  # [1, Hkv, N]
+    base: IntervalMask | None
+    first: int | None  # None where that is 0
+
+    def of_heads(self, first: int | None, last: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key, value and key_bias of some key heads, from ``first`` to before ``last``."""
+        group = self.query.shape[1] // self.key.shape[1]
+        heads, kv_heads = slice(*(None if n is None else n * group for n in (first, last))), slice(first, last)
+        bias = None if self.key_bias is None else self.key_bias[:, kv_heads]
+        return self.query[:, heads], self.key[:, kv_heads], self.value[:, kv_heads], bias
+
+
+class IndexedAttention(RotatedProjections):
+    """Self-attention in which every query reads the ``window`` keys that an indexer chooses for it, the latest and the first ones.
+
+    :class:`DynamicMaskAttention` scores a key once for all queries; here each query chooses for itself, as in DeepSeek's sparse attention
+    (arXiv 2512.02556). That learns better, and generation keeps all keys, but reads few of them. Take
+
+    ``IndexedAttention.recommended(E, H, visible)``
+
+    and train it with ``out, loss = layer(hidden, with_index_loss=True)``: the indexer learns from the loss alone, which needs no weight.
+
+    Args:
+        embed_dim: size E of the hidden states.
+        num_heads: query heads H.
+        window: keys each query selects at most, a multiple of the recipe's ``block_size``.
+        num_kv_heads: key heads Hkv, a divisor of H; default H.
+        head_dim: size D of a head, a multiple of 8 up to 256; default E / H.
+        bias: whether the projections have biases.
+        dropout: probability of dropping an attention weight while training.
+        rope_theta: base of the rotary position embedding, None for none.
+        local: latest keys that every query sees.
+        sink_keys: first keys of the sequence that every query sees.
+        recipe: the indexer, and what teaches it, an :class:`IndexRecipe`; default ``IndexRecipe()``.
+        device, dtype: of the parameters.
+
+    The lists are those of the selecting heads. With packed documents sinks are the first keys of the row.
+
+    Shape:
+        hidden_states [B, S, E] -> [B, S, E].
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: sizes that do not divide, or a recipe with more local heads than there can be.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        window: int = 2048,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        rope_theta: float | None = 10000.0,
+        local: int = 0,
+        sink_keys: int = 0,
+        recipe: IndexRecipe | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = self._set_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
+        checks.selection(window, local, sink_keys, True)
+        if not isinstance(recipe, IndexRecipe | None):
+            raise TypeError(f"recipe: expected None or an IndexRecipe, got {checks.type_of(recipe)}")
+        self.recipe = recipe = IndexRecipe() if recipe is None else recipe
+        self.window, self.local, self.sink_keys = window, local, sink_keys
+        self._set_options(rope_theta, dropout)
+        self.partial_rotary_factor = recipe.rotary_factor
+        self.local_heads = recipe.local_heads if recipe.local_heads != "half" else num_kv_heads // 2 if local else 0
+        checks.local_heads(self.local_heads, num_kv_heads, local)
+        linear = self._add_projections(bias, device, dtype)
+        self.groups = num_kv_heads - self.local_heads if recipe.groups == "heads" else recipe.groups
+        self.indexer: Indexer | None = None
+        if self.groups:
+            checks.positive_int("block_size", recipe.block_size)
+            if window % recipe.block_size:
+                raise ValueError(f"window: expected a multiple of block_size={recipe.block_size}, got {window}")
+            self.indexer = Indexer(
+                embed_dim, self.groups, k=window // recipe.block_size, num_heads=recipe.index_heads, head_dim=recipe.index_dim,
+                block_size=recipe.block_size, block_score=recipe.block_score, local=local, sink_keys=sink_keys, device=device, dtype=dtype,
+            )  # fmt: skip
+        if recipe.recency is None:
+            self.log_slope = None
+        else:
+            self.log_slope = nn.Parameter(initial_slopes(recipe.recency, num_kv_heads).to(device, dtype))
+        self.o_proj = linear(num_heads * head_dim, embed_dim)
+
+    @classmethod
+    def recommended(
+        cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
+    ) -> IndexedAttention:
+        """The settings that learned best, for ``visible`` keys that a head sees on average.
+
+        Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the
+        ``3 / 2 * visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's
+        ``block_size``). Train it with ``with_index_loss=True``.
+
+        Args:
+            embed_dim, num_heads, num_kv_heads: as in the constructor; at least two key heads.
+            visible: a multiple of 4.
+            options: any others of the constructor; they take the place of what is recommended.
+
+        Raises:
+            TypeError, ValueError: as the constructor, or visible is no multiple of 4, or there is one key head alone.
+        """
+        chosen: dict[str, Any] = {**recommended_sizes(num_heads, num_kv_heads, visible)}
+        recipe = options.get("recipe")
+        if isinstance(recipe, IndexRecipe):
+            chosen["window"] -= chosen["window"] % recipe.block_size
+        return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
+
+    # The whole sequence -----------------------------------------------------------------------------------------------------------
+
+    @overload
+    def forward(
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: IndexedCache | None = None, *,
+        index_mask: IndexMask | None = None, with_index_loss: Literal[False] = False, return_index_mask: Literal[False] = False,
+        lengths: Tensor | None = None, padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None, group: ProcessGroup | None = None,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, hidden_states: Tensor, base: IntervalMask | None = None, cache: IndexedCache | None = None, *,
+        index_mask: IndexMask | None = None, with_index_loss: bool = False, return_index_mask: bool = False,
+        lengths: Tensor | None = None, padding_side: PaddingSide = "right", position_ids: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None, group: ProcessGroup | None = None,
+    ) -> Any: ...  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        base: IntervalMask | None = None,
+        cache: IndexedCache | None = None,
+        *,
+        index_mask: IndexMask | None = None,
+        with_index_loss: bool = False,
+        return_index_mask: bool = False,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+        position_ids: Tensor | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Any:
+        """Causal attention of hidden states to each other or, with a cache, to all that came before, too.
+
+        Args:
+            hidden_states: [B, S, E]. With a cache they are the next S tokens of each sequence, S = 1 for a decode step.
+            base: documents and/or padding, see :meth:`IntervalMask.top_k`; not with a cache.
+            cache: what :meth:`new_cache` gives; it takes the tokens in. Only without gradients and dropout.
+            index_mask: the lists of the heads that select, from another layer's ``return_index_mask=True``, in place of this layer's own.
+            with_index_loss: also return what teaches the indexer, a scalar; not with index_mask or a cache.
+            return_index_mask: also return the lists, an :class:`IndexMask` [B, G, S, K] without base, for the next layers.
+            lengths, padding_side: with a cache, which of the S tokens are real, see :meth:`BoundedCache.attend`.
+            position_ids: integers [B|1, S] or [S], the positions that query and key are rotated to; default 0, 1, ... in every sequence.
+                Without ``base`` a document begins wherever they do not grow. Not with a cache, which counts by itself, nor with group.
+            rotation: what :meth:`rotation` gave for these positions, to compute it once for all layers. Not with a cache.
+            group: ranks that hold one sequence in chunks of S tokens each, in rank order (context parallelism). Keys, values and index keys
+                of all chunks are gathered; base, if given, is that of the whole sequence. The loss is the mean over this rank's own
+                queries, of which each rank draws its part. Not with a cache or index_mask.
+
+        Returns:
+            [B, S, E]; or a tuple of that, the loss and the lists, as far as they were asked for.
+
+        Raises:
+            TypeError, ValueError: a wrong type or shape, a cache of other sizes, or arguments that do not go together.
+            RuntimeError: a cache while gradients are on.
+        """
+        self._check_hidden(hidden_states)
+        for name, flag in (("with_index_loss", with_index_loss), ("return_index_mask", return_index_mask)):
+            checks.flag(name, flag)
+        if index_mask is None and self.indexer is None:
+            raise ValueError("index_mask: expected the lists of another layer for a layer with groups=0, got None")
+        given = {"base": base is not None, "with_index_loss": with_index_loss, "position_ids": position_ids is not None}
+        given |= {"rotation": rotation is not None, "group": group is not None}
+        if cache is not None:
+            self._refuse(given, given, "a cache, whose sequences and positions are its own")
+            out, lists = self._generate(hidden_states, cache, index_mask, lengths, padding_side)
+            return self._result(out, None, lists if return_index_mask else None)
+        self._check_without_cache(lengths, padding_side)
+        if index_mask is not None:
+            self._refuse(given, ("with_index_loss", "group"), "index_mask")
+        if group is not None:
+            self._refuse(given, ("position_ids", "rotation"), "group, whose positions follow from the ranks")
+        if position_ids is not None:
+            position_ids = checked_positions(position_ids, hidden_states)
+            base = documents_of(position_ids, True) if base is None else base
+        index = None if index_mask is not None or self.indexer is None else self.indexer(hidden_states)
+        chunk, index = self._chunk(hidden_states, index, base, position_ids, rotation, group)
+        if index is not None and self.indexer is not None:
+            index_mask = self.indexer.select(index, base, query_offset=chunk.first)
+        assert index_mask is not None
+        out = self._attended(chunk, index_mask)
+        loss = None
+        if with_index_loss and index is not None:
+            out, loss = self._taught(chunk, index, out, 1 if group is None else group.size())
+        return self._result(out, loss, index_mask if return_index_mask else None)
+
+    def _result(self, out: Tensor, loss: Tensor | None, index_mask: IndexMask | None) -> Any:
+        """What forward returns for out [B, H, S, D]."""
+        result = self.o_proj(out.transpose(1, 2).flatten(2))
+        beside = [given for given in (loss, index_mask) if given is not None]
+        return (result, *beside) if beside else result
+
+    @staticmethod
+    def _refuse(given: dict[str, bool], names: Any, beside: str) -> None:
+        for name in names:
+            if given[name]:
+                raise ValueError(f"{name}: expected its default with {beside}")
+
+    def _chunk(
+        self, hidden_states: Tensor, index: IndexProjections | None, base: IntervalMask | None, position_ids: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None, group: ProcessGroup | None,
+    ) -> tuple[Chunk, IndexProjections | None]:  # fmt: skip
+        """Queries of this rank, keys and values of all, and the indexer's projections likewise."""
+        length, first = hidden_states.shape[1], None
+        if group is not None:
+            first = group.rank() * length
+            position_ids = torch.arange(first, first + length, device=hidden_states.device)[None]
+        query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
+        self._check_not_dealt_out(query, key, value)
+        if group is not None:
+            from dmattn.distributed.gather import gather_sequence
+
+            key, value = (gather_sequence(given, 2, group) for given in (key, value))
+            index = None if index is None else index._replace(key=gather_sequence(index.key, 2, group))
+        if base is not None:
+            segment_ends(base, key[..., 0])  # refuses what is no base
+            if base.end.dim() > 2 and base.end.shape[-2] != 1:
+                raise ValueError(f"base: expected one for all heads, got {checks.shape_of(base.end)}")
+        bias = None if self.log_slope is None else recency_of(self.log_slope, key.shape[2])
+        return Chunk(query, key, value, bias, base, first), index
+
+    def _check_not_dealt_out(self, *given: Tensor) -> None:
+        if any_sharded(given) or given[1].shape[1] != self.num_kv_heads:
+            raise ValueError(
+                "IndexedAttention: expected all heads on every rank, got heads that are distributed to ranks (a DTensor, or tensor"
+                " parallelism): its lists are not distributed; forward(group=) distributes a sequence"
+            )
+
+    def _attended(self, chunk: Chunk, index_mask: IndexMask) -> Tensor:
+        """[B, H, S, D]. Local heads go into a call of their own: a sliding window is faster than lists, and lists of nothing need memory."""
+        dropout = self.dropout if self.training else 0.0
+        shared: dict[str, Any] = {"softcap": self.softcap, "dropout_p": dropout, "query_offset": chunk.first}
+        index_mask = self._checked_lists(index_mask, chunk.query)
+        masks: list[Any] = [index_mask]
+        if self.local_heads:
+            length = chunk.key.shape[2]
+            masks.insert(0, IntervalMask.streaming(length, self.sink_keys, self.local, device=chunk.key.device))
+        heads = ((None, self.local_heads), (self.local_heads, None)) if self.local_heads else ((None, None),)
+        parts = []
+        for bounds, mask in zip(heads, masks, strict=True):
+            query, key, value, bias = chunk.of_heads(*bounds)
+            seen = mask if chunk.base is None else mask & chunk.base
+            parts.append(attention(query, key, value, seen, key_bias=bias, is_causal=True, **shared))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def _checked_lists(self, index_mask: object, query: Tensor) -> IndexMask:
+        """The lists with this layer's local window and sinks."""
+        if not isinstance(index_mask, IndexMask):
+            raise TypeError(f"index_mask: expected an IndexMask, got {checks.type_of(index_mask)}")
+        batch, selecting = query.shape[0], self.num_kv_heads - self.local_heads
+        if (
+            not index_mask.fits(query.shape[2])
+            or index_mask.shape[0] not in (1, batch)
+            or index_mask.shape[1] not in (1, selecting)
+        ):
+            expected = f"[B|1, {selecting}|1, S, K] with B={batch}, S={query.shape[2]}"
+            raise ValueError(f"index_mask: expected lists {expected}, got {checks.shape_of(index_mask.indices)}")
+        return index_mask._replace(is_causal=True, local=self.local, sink_keys=self.sink_keys)
+
+    def _taught(self, chunk: Chunk, index: IndexProjections, out: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """out, in which a few queries see all keys if the recipe says so, and the loss of the indexer for them."""
+        recipe = self.recipe
+        assert self.indexer is not None
+        rows = drawn_rows(chunk.query.shape[2], max(1, recipe.queries // ranks), recipe.last, out.device)
+        query, key, _, bias = chunk.of_heads(self.local_heads, None)
+        loss = self.indexer.loss(
+            index, query, key, rows=rows, base=chunk.base, key_bias=bias, softcap=self.softcap, query_offset=chunk.first,
+            sharp=recipe.sharp,
+        )  # fmt: skip
+        if recipe.explore and self.training:
+            ends = None if chunk.base is None else segment_ends(chunk.base, chunk.key[..., 0])
+            parts = autocast(chunk.query, chunk.key, chunk.value)
+            out = with_dense_rows(
+                *parts, out, rows, chunk.key_bias, ends, self.head_dim**-0.5, self.softcap, chunk.first or 0
+            )  # fmt: skip
+        return out, loss
+
+    # Generation -------------------------------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch_size: int, max_length: int, *, rewind: int = 0) -> IndexedCache:
+        """An empty cache for generating with this layer, on its device and in its dtype.
+
+        Args:
+            batch_size: number of sequences B.
+            max_length: tokens that a sequence can have.
+            rewind: number of latest tokens that can be taken back.
+
+        Raises:
+            TypeError, ValueError: as :class:`IndexedCache`.
+        """
+        weight = self.k_proj.weight
+        return IndexedCache(
+            batch_size, self.num_kv_heads, max_length, self.head_dim, local_heads=self.local_heads, local=self.local,
+            sink_keys=self.sink_keys, groups=self.groups, index_dim=self.recipe.index_dim, rewind=rewind, dtype=weight.dtype,
+            device=weight.device,
+        )  # fmt: skip
+
+    def _generate(
+        self, hidden_states: Tensor, cache: IndexedCache, index_mask: IndexMask | None, lengths: Tensor | None, padding_side: PaddingSide
+    ) -> tuple[Tensor, IndexMask]:  # fmt: skip
+        """[B, H, S, D]: attention of the next tokens to what the cache holds and to each other; and their lists."""
+        if not isinstance(cache, IndexedCache):
+            raise TypeError(f"cache: expected a dmattn.nn.IndexedCache, got {type(cache).__name__}")
+        if self.training and self.dropout > 0:
+            raise ValueError(
+                f"cache: expected a layer in eval mode or without dropout, got one that trains with dropout={self.dropout}"
+            )
+        length = hidden_states.shape[1]
+        if hidden_states.shape[0] != cache.batch_size:
+            raise ValueError(
+                f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={hidden_states.shape[0]}"
+            )
+        positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
+        query, key, value = self.projected(hidden_states, positions)
+        self._check_not_dealt_out(query, key, value)
+        if torch.is_grad_enabled() and key.requires_grad:
+            refuse_gradients("IndexedAttention with a cache")
+        index = None if self.indexer is None else self.indexer(hidden_states)
+        slopes = None if self.log_slope is None else slopes_of(self.log_slope)
+        given = None if index_mask is None else self._checked_lists(index_mask, query)
+        return cache.attend(
+            query, key, value, index, self.indexer if given is None else given, slopes=slopes, softcap=self.softcap, lengths=lengths,
+            padding_side=padding_side,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        names = ("embed_dim", "num_heads", "num_kv_heads", "window", "local", "sink_keys", "local_heads")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

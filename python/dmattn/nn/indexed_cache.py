@@ -1,0 +1,269 @@
+"""IndexedCache: the cache of a layer whose indexer chooses keys for each query: all keys and index keys, of which a step reads few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmattn import checks
+from dmattn.attention import attention
+from dmattn.cache import (
+    BoundedCache,
+    PaddingSide,
+    check_index,
+    check_side,
+    chosen_rows,
+    positions_after,
+    rolled,
+    tokens_back,
+)
+from dmattn.decode import MAX_QUERIES, decode_attention
+from dmattn.masks import IndexMask
+from dmattn.nn.indexer import Indexer, IndexProjections
+from dmattn.unsupported import scripting_refused
+
+
+class IndexedCache(nn.Module):
+    """Keys, values and index keys of an :class:`IndexedAttention` that generates; :meth:`IndexedAttention.new_cache` makes it.
+
+    Heads that see local keys alone keep no others: theirs is a :class:`dmattn.BoundedCache`. The others keep all keys, because a later
+    query may choose any of them. The state lies in buffers of fixed size, and no call waits for the device. Sequences may have different
+    lengths; they leave and join by :meth:`reset`, or by ``lengths`` of 0.
+
+    Args:
+        batch_size: number of sequences B.
+        num_kv_heads: key heads Hkv.
+        max_length: tokens N that a sequence can have.
+        head_dim: size D of keys and values, a multiple of 8 up to 256.
+        local_heads, local, sink_keys: as of the layer.
+        groups, index_dim: lists of the layer's indexer, 0 for none, and the size Di of its keys.
+        rewind: number of latest tokens that :meth:`rewind` can take back; all of them without local_heads.
+        dtype: of keys and values; default torch's.
+        device: of all tensors.
+
+    Attributes:
+        key, value: [B, Hkv - local_heads, N + 1, D]; a token's place is its position, the last place is for tokens that are none.
+        index_key: [B, G, N + 1, Di].
+        length: int32 [B], how many tokens of each sequence were taken in.
+        streaming: the cache of the local heads, or None.
+
+    Raises:
+        TypeError, ValueError: a size of a wrong type or out of range.
+    """
+
+    key: Tensor
+    value: Tensor
+    index_key: Tensor
+    length: Tensor
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        local_heads: int = 0,
+        local: int = 0,
+        sink_keys: int = 0,
+        groups: int = 1,
+        index_dim: int = 32,
+        rewind: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
+        for name, size in {**sizes, "index_dim": index_dim}.items():
+            checks.positive_int(name, size)
+        for name, size in (("groups", groups), ("sink_keys", sink_keys), ("rewind", rewind)):
+            checks.natural_int(name, size)
+        if max_length >= checks.MAX_LENGTH:
+            raise ValueError(f"max_length: expected less than {checks.MAX_LENGTH}, got {max_length}")
+        checks.local_heads(local_heads, num_kv_heads, local)
+        options: dict[str, Any] = {"dtype": torch.get_default_dtype() if dtype is None else dtype, "device": device}
+        self.streaming: BoundedCache | None = None
+        if local_heads:
+            self.streaming = BoundedCache(
+                batch_size, local_heads, 0, head_dim, local=local, sink_keys=sink_keys, rewind=rewind, **options
+            )
+        rows = (max_length + 1, head_dim)
+        self.register_buffer("key", torch.zeros(batch_size, num_kv_heads - local_heads, *rows, **options))
+        self.register_buffer("value", torch.zeros_like(self.key))
+        self.register_buffer("index_key", self.key.new_zeros(batch_size, groups, max_length + 1, index_dim))
+        self.register_buffer("length", torch.zeros(batch_size, dtype=torch.int32, device=device))
+
+    # Use --------------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: IndexProjections | None,
+        chooser: Indexer | IndexMask | None,
+        *,
+        slopes: Tensor | None = None,
+        softcap: float = 0.0,
+        lengths: Tensor | None = None,
+        padding_side: PaddingSide = "right",
+    ) -> tuple[Tensor, IndexMask]:
+        """Takes the next T tokens of each sequence in, and gives their attention: a prefill, a part of one, or a decode step.
+
+        Args:
+            query: [B, H, T, D].
+            key, value: [B, Hkv, T, D].
+            index: what the indexer makes of the tokens; None without one.
+            chooser: the indexer, or the lists of the T queries.
+            slopes: [Hkv], recency, as of :meth:`BoundedCache.attend`.
+            softcap, lengths, padding_side: as of :meth:`BoundedCache.attend`.
+
+        Returns:
+            out [B, H, T, D], 0 for tokens that are not real, and the lists of the heads that select.
+
+        Raises:
+            TypeError, ValueError: a wrong type, shape or device. On a CPU, more tokens than ``max_length``; elsewhere such a sequence becomes
+                empty.
+        """
+        tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
+        check_side(padding_side)
+        if lengths is not None:
+            checks.per_sequence("lengths", lengths, self.key, "the cache")
+        if key.shape[:2] != (self.batch_size, self.num_kv_heads) or key.shape[3] != self.key.shape[3]:
+            expected = f"[B, Hkv, T, D] with B={self.batch_size}, Hkv={self.num_kv_heads}, D={self.key.shape[3]}"
+            raise ValueError(f"key: expected {expected} like the cache, got {checks.shape_of(key)}")
+        groups = 0 if index is None else index.key.shape[1]
+        if groups != self.index_key.shape[1]:
+            raise ValueError(
+                f"cache: expected one with {groups} groups of index keys like the layer, got {self.index_key.shape[1]}"
+            )
+        real = torch.full_like(self.length, tokens) if lengths is None else lengths.clamp(0, tokens)
+        fits = self.length + real <= self.max_length
+        if checks.values_are_known(fits) and not bool(fits.all()):
+            raise ValueError(f"cache: expected room for all tokens, got sequences longer than max_length={self.max_length}")
+        query, key, value = (given.to(self.key.dtype) for given in (query, key, value))
+        parts = []
+        group = query.shape[1] // key.shape[1]
+        if self.streaming is not None:
+            own = None if slopes is None else slopes[:first]
+            given = (query[:, : first * group], key[:, :first], value[:, :first])
+            parts.append(
+                self.streaming.attend(
+                    *given, softcap=softcap, lengths=lengths, padding_side=padding_side, slopes=own, select_only=True
+                )
+            )
+        query, key, value = query[:, first * group :], key[:, first:], value[:, first:]
+        is_left = lengths is not None and padding_side == "left" and tokens > 1
+        if is_left:
+            shift = tokens - real.long()
+            query, key, value = (rolled(given, shift) for given in (query, key, value))
+            index = None if index is None else IndexProjections(*(rolled(given, shift) for given in index))
+        before = self.length.clone()
+        self._write(key, value, index, torch.where(fits, real, 0))
+        self.length.copy_(torch.where(fits, before + real, 0))
+        mask = self._lists(index, chooser, before)
+        out = self._attended(query, mask, before, None if slopes is None else slopes[first:], softcap, lengths is None)
+        if lengths is not None:
+            is_real = torch.arange(tokens, device=out.device) < real[:, None]
+            out = torch.where(is_real[:, None, :, None], out, 0.0)
+        if is_left:
+            out = rolled(out, -shift)
+            mask = mask._replace(indices=rolled(mask.indices, -shift))
+        parts.append(out)
+        return torch.cat(parts, 1) if len(parts) > 1 else out, mask
+
+    forward = attend
+
+    def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, real: Tensor) -> None:
+        """Puts the first ``real`` [B] tokens of each sequence behind those that are there, and all others in the last place."""
+        step = torch.arange(key.shape[2], device=key.device)
+        place = torch.where(step < real[:, None], self.length[:, None] + step, self.max_length).long()
+        sequence = torch.arange(self.batch_size, device=key.device)[:, None]
+        buffers = [(self.key, key), (self.value, value)]
+        buffers += [] if index is None else [(self.index_key, index.key.to(self.index_key.dtype))]
+        for buffer, given in buffers:
+            buffer.transpose(1, 2)[sequence, place] = given.transpose(1, 2)
+
+    def _lists(self, index: IndexProjections | None, chooser: Indexer | IndexMask | None, before: Tensor) -> IndexMask:
+        if isinstance(chooser, IndexMask):
+            return chooser
+        if index is None or chooser is None:
+            raise ValueError("chooser: expected an indexer with its projections, or an IndexMask")
+        keys = self.index_key[:, :, : self.max_length]
+        query = index.query.to(keys.dtype)
+        return chooser.select(index._replace(query=query, key=keys), query_offset=before, lengths=self.length)
+
+    def _attended(
+        self, query: Tensor, mask: IndexMask, before: Tensor, slopes: Tensor | None, softcap: float, are_real: bool
+    ) -> Tensor:
+        """Attention of queries [B, H, T, D], of which the first stand at ``before``."""
+        bias = None
+        if slopes is not None:
+            bias = (slopes[:, None] * torch.arange(self.key.shape[2], device=query.device, dtype=slopes.dtype))[None]
+        tokens = query.shape[2]
+        if tokens == 1 or (are_real and tokens <= MAX_QUERIES):
+            counts = before + tokens
+            return decode_attention(query, self.key, self.value, counts, key_bias=bias, mask=mask, softcap=softcap)
+        return attention(query, self.key, self.value, mask, key_bias=bias, softcap=softcap, query_offset=before)
+
+    def rewind(self, n: int | Tensor) -> None:
+        """Takes the last n tokens of each sequence back, see :meth:`dmattn.BoundedCache.rewind`."""
+        if self.streaming is None:
+            count = tokens_back(n, self.length, self.max_length)
+        else:
+            self.streaming.rewind(n)
+            count = self.length - self.streaming.length
+        self.length.sub_(count).clamp_(min=0)
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes a copy of what sequence ``index[b]`` was: for beams."""
+        check_index(index, self.key)
+        if self.streaming is not None:
+            self.streaming.reorder(index)
+        for buffer in (self.key, self.value, self.index_key, self.length):
+            buffer.copy_(buffer.index_select(0, index))
+
+    def reset(self, rows: Tensor | Sequence[int] | int | None = None) -> None:
+        """Makes sequences empty, see :meth:`dmattn.BoundedCache.reset`."""
+        if isinstance(rows, Iterable) and not isinstance(rows, Tensor):
+            rows = list(rows)  # an iterator gives its numbers once
+        chosen = chosen_rows(rows, self.key)
+        if self.streaming is not None:
+            self.streaming.reset(chosen)
+        self.length.masked_fill_(chosen, 0)
+
+    def next_positions(self, tokens: int, lengths: Tensor | None = None, padding_side: PaddingSide = "right") -> Tensor:
+        """int64 [B, T]: at which positions the next T tokens will stand, see :meth:`dmattn.BoundedCache.next_positions`."""
+        return positions_after(self.length, tokens, lengths, padding_side)
+
+    @property
+    def kept(self) -> Tensor:
+        """int32 [B]: how many tokens can be taken back; a copy."""
+        return self.length.clone() if self.streaming is None else self.streaming.kept[:, 0].clone()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a sequence can have."""
+        return self.key.shape[2] - 1
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences B."""
+        return self.key.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key heads Hkv."""
+        return self.key.shape[1] + (0 if self.streaming is None else self.streaming.num_kv_heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; the same at every length."""
+        own = sum(given.numel() * given.element_size() for given in (self.key, self.value, self.index_key, self.length))
+        return own + (0 if self.streaming is None else self.streaming.nbytes)
+
+    __prepare_scriptable__ = scripting_refused  # torch.jit.script calls it first
