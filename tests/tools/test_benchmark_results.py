@@ -330,7 +330,7 @@ def test_a_report_has_tables_and_plots(ran, tmp_path):
     given = map(str, (ran, *committed, tmp_path / "decode.json", tmp_path / "sweep.json"))
     assert __main__.main(["report", *given, "--output", str(tmp_path / "page")]) == 0
     text = (tmp_path / "page/report.md").read_text()
-    expected = {*plots.PLOTS, *(f"learning_{task}" for task in ("text", "headers", "series", "mqar", "passkey"))}
+    expected = {*plots.PLOTS, "models", *(f"learning_{task}" for task in ("text", "headers", "series", "mqar", "passkey"))}
     assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
     assert all(f"![{name}]({name}.svg)" in text for name in expected)
     assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text
