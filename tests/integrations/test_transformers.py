@@ -348,7 +348,7 @@ def call(**options):
 
 
 REFUSED = [
-    ({"block_indices": torch.zeros(1)}, ValueError, "block_indices: expected None"),
+    ({"block_indices": torch.zeros(2, 6, 3).int()}, ValueError, r"block_indices: expected integers \[B, Hkv|1, Sq, n\]"),
     ({"cache": object()}, ValueError, "cache: expected None, got object: paged caches have no kernel here"),
     ({"head_mask": torch.ones(4)}, ValueError, "head_mask: expected None"),
     ({"s_aux": torch.ones(4), "sinks": torch.ones(4)}, ValueError, "s_aux, sinks: expected at most one of them"),
