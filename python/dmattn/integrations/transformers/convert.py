@@ -204,7 +204,7 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
 
 
 def _check_layer(layer: Any) -> None:
-    """Refuses attention that is something else beside, which would no longer be so."""
+    """Refuses attention that is something else as well, which would no longer be so."""
     config = layer.config
     layer_types = getattr(config, "layer_types", None)
     slides = (

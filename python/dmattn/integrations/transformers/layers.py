@@ -25,7 +25,7 @@ from dmattn.sizes import padded
 class SelectingAttention(HidesOldNames, nn.Module):
     """The forward pass of a transformers attention layer in the Llama family, with the keys that its scores select.
 
-    A base beside the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
+    A base in addition to the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
 
     Attributes:
         window, local, sink_keys, local_heads, select_only, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
@@ -150,7 +150,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         return out
 
     def _window(self) -> int:
-        """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile anew for each window."""
+        """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile again for each window."""
         if not torch.compiler.is_compiling():
             return self.window
         with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
@@ -168,7 +168,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         the same to everybody else. With gradients, dropout or packed sequences it does not, and keeps all keys.
 
         Raises:
-            ValueError: a bounded cache of another layer, or packed sequences beside one.
+            ValueError: a bounded cache of another layer, or packed sequences with one.
         """
         layers: Any = getattr(cache, "layers", ())
         held: Any = layers[self.layer_idx] if self.layer_idx < len(layers) else None
