@@ -4,8 +4,8 @@ pip install torchtitan
 python examples/with_torchtitan.py
 
 torchtitan packs documents. Its masks for ``varlen`` attention are the ends of the documents, and so are ours. Its own dense ``varlen`` attention
-calls torch's flash attention ops. For these, on a GPU, activate_flash_attention_impl("dmattn") is enough, after the model is built: on Hopper and
-newer torchtitan activates another implementation while it builds.
+calls torch's flash attention ops. For these, on a GPU, activate_flash_attention_impl("dmattn") is enough, after the model is built: on Hopper
+and newer torchtitan activates another implementation while it builds.
 """
 
 from __future__ import annotations
