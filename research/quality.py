@@ -160,7 +160,7 @@ class Run:
         point = {"step": self.step, "seconds": round(self.spent, 3), "window": window, "train_bits": train_loss / math.log(2)}
         for split, batches in self.held.items():
             point |= self.evaluate(split, batches)
-        if s.mask != "dense":
+        if s.mask not in ("dense", "query"):
             point["coverage"] = self.coverage()
         return point
 
@@ -188,7 +188,7 @@ class Run:
     @torch.no_grad()
     def coverage(self) -> list[list[float]]:
         """Per layer and head: the share of what late queries would attend to, if they saw all, that the mask shows."""
-        attentions = [block.attention for block in self.model.blocks]
+        attentions = [block.attention for block in self.model.blocks if block.attention.settings.mask != "dense"]
         self.model.eval()
         for attention in attentions:
             attention.watched = True

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
+from dmattn.nn.scores import drawn_rows, with_dense_rows
 from experiments import gumbel_like
 from torch import Tensor, nn
 
@@ -34,13 +35,20 @@ class Settings:
     rope_share: float = 1.0  # part of the dimensions of a head that rotate
     rope_plain: bool = False  # whether the plain heads alone rotate
     # Mask: every query sees at most `visible` keys, of which the last `local` and the first `sink` for certain
-    mask: str = "dense"  # dense, sliding, streaming, dynamic
+    mask: str = "dense"  # dense, sliding, streaming, dynamic, query
     visible: int = 512
     local: int = 0
     sink: int = 0
     # So many heads see the last `plain_local` keys and the sinks; the others see more, so that the mean is `visible`
     plain_heads: int = 0
     plain_local: int = 128
+    dense_every: int = 0  # if > 0, every so many layers one is dense, the last of them: what hybrid models do
+    # Lists of a mask by query: what the indexer chooses
+    index_block: int = 1  # keys chosen together
+    index_pooled: bool = False  # whether blocks are chosen by their mean key
+    index_shared: bool = False  # one list for all heads of a layer, not one for each head
+    index_heads: int = 4
+    index_dim: int = 32
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
     recency: float = 0.0  # steepest slope at first; 0: none
     recency_flat: float = 0.0  # flattest slope at first; 0: 1 / length
@@ -85,7 +93,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {
-            "mask": ("dense", "sliding", "streaming", "dynamic"),
+            "mask": ("dense", "sliding", "streaming", "dynamic", "query"),
             "score": ("exp", "linear"),
             "score_source": ("value", "key", "hidden"),
             "bias": ("score", "scaled", "none"),
@@ -93,8 +101,10 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
-        if self.mask == "dynamic" and self.window < 1:
+        if self.mask in ("dynamic", "query") and self.window < 1:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
+        if self.mask == "query" and self.window % self.index_block:
+            raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
             raise ValueError(f"lookahead: expected at most local={self.local}, and bias=none, got {self.lookahead}, {self.bias}")
         if self.mask == "dynamic" and self.bias == "none" and not self.teach:
@@ -122,6 +132,7 @@ DYNAMIC = {"mask": "dynamic"}
 LINEAR = {**DYNAMIC, "score": "linear", "score_source": "hidden"}
 TAUGHT = {**LINEAR, "bias": "none", "teach": 1.0, "score_trunk": False}
 RECENCY = {"recency": 0.25}
+QUERY = {"mask": "query", "teach": 1.0}
 
 
 def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
@@ -136,6 +147,11 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "streaming": {"mask": "streaming", "sink": 4},
         "dynamic": DYNAMIC,  # the layer as it is: exp score from the value, added to the logits
         "linear": LINEAR,
+        "query": QUERY,  # an indexer chooses keys for each query
+        **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
+        "pooled": {"index_pooled": True},
+        "shared": {"index_shared": True},
+        "hybrid": {"dense_every": 3},
         "taught": TAUGHT,
         "local": {"local": visible // 2},
         "local4": {"local": visible // 4},
@@ -189,6 +205,12 @@ class Attention(nn.Module):
         if s.recency:
             flat = s.recency_flat or 1 / s.length
             self.log_slope = nn.Parameter(torch.linspace(math.log(s.recency), math.log(flat), s.heads - s.flat_heads))
+        if s.mask == "query":
+            self.indexer = dmattn.nn.Indexer(
+                s.width, 1 if s.index_shared else s.heads - s.plain_heads, k=s.window // s.index_block, num_heads=s.index_heads,
+                head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
+                sink_keys=s.sink,
+            )  # fmt: skip
         if s.mask == "dynamic":
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
@@ -201,6 +223,9 @@ class Attention(nn.Module):
         query, key, value = self.projected(x)
         positions = torch.arange(x.shape[1], device=x.device)
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
+        if s.mask == "query":
+            out, loss = self.by_query(x, query, key, value, recency)
+            return self.out(out.transpose(1, 2).flatten(2)), loss
         score = None
         bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
         if s.mask == "dynamic":
@@ -224,6 +249,29 @@ class Attention(nn.Module):
         if self.watched and mask is not None:
             self.covered = self.coverage(query, key, bias, mask)
         return self.out(out.transpose(1, 2).flatten(2)), loss
+
+    def by_query(self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, and the loss of the indexer."""
+        s, length, first = self.settings, x.shape[1], self.settings.plain_heads
+        parts = self.indexer(x)
+        of_heads = [(slice(first, None), self.indexer.select(parts))]
+        if first:
+            plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
+            of_heads.insert(0, (slice(0, first), plain))
+        out = torch.cat([
+            dmattn.attention(
+                query[:, heads], key[:, heads], value[:, heads], mask, key_bias=None if bias is None else bias[:, heads], is_causal=True
+            )
+            for heads, mask in of_heads
+        ], 1)  # fmt: skip
+        if not self.training:
+            return out, torch.zeros((), device=x.device)
+        rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
+        own_bias = None if bias is None else bias[:, first:]
+        loss = self.indexer.loss(parts, query[:, first:], key[:, first:], rows=rows, key_bias=own_bias, sharp=s.teach_peak)
+        if s.explore:
+            out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
+        return out, loss
 
     def projected(self, x: Tensor) -> list[Tensor]:
         """query, key, value [B, H, S, D]; query and key know their positions."""
@@ -352,7 +400,11 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        dense = dataclasses.replace(settings, mask="dense", plain_heads=0)
+        every = settings.dense_every
+        self.blocks = nn.ModuleList(
+            Block(dense if every and layer % every == every - 1 else settings) for layer in range(settings.layers)
+        )
         self.norm = nn.RMSNorm(settings.width)
         self.head = nn.Linear(settings.width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():

@@ -158,7 +158,7 @@ class Call(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What aten's ops are told beside the tensors and the sequences."""
+    """What aten's ops are told in addition to the tensors and the sequences."""
 
     is_causal: bool
     scale: float | None

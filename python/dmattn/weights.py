@@ -36,7 +36,7 @@ def attention_weights(
 ) -> Tensor:
     """The softmax weights behind the output of :func:`attention`, before dropout, for some heads and queries.
 
-    :func:`attention` never holds these weights. This function computes them anew, in plain torch operations and with memory for every pair of
+    :func:`attention` never holds these weights. This function computes them again, in plain torch operations and with memory for every pair of
     a chosen query and a key: choose few. It is differentiable.
 
     Args:

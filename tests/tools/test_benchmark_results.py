@@ -203,7 +203,7 @@ def test_training_runs_of_a_wrong_form_are_refused_in_one_sentence(name, tmp_pat
 
 
 def test_committed_results_are_read_or_refused_with_a_sentence():
-    other = {"builds", "doge", "fuzz", "suite"}
+    other = {"builds", "doge", "fuzz", "kvpress", "suite"}
     for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
         if path.stem in other:
             with pytest.raises(records.BadResultError, match=r"expected a result") as refused:
@@ -330,7 +330,7 @@ def test_a_report_has_tables_and_plots(ran, tmp_path):
     given = map(str, (ran, *committed, tmp_path / "decode.json", tmp_path / "sweep.json"))
     assert __main__.main(["report", *given, "--output", str(tmp_path / "page")]) == 0
     text = (tmp_path / "page/report.md").read_text()
-    expected = {*plots.PLOTS, *(f"learning_{task}" for task in ("text", "headers", "series", "mqar", "passkey"))}
+    expected = {*plots.PLOTS, "models", *(f"learning_{task}" for task in ("text", "headers", "series", "mqar", "passkey"))}
     assert {path.stem for path in (tmp_path / "page").glob("*.svg")} == expected
     assert all(f"![{name}]({name}.svg)" in text for name in expected)
     assert "| 32768, window 1024, D=128 | cuDNN | forward |" in text

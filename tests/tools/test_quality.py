@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from dmattn.nn import DynamicMaskAttention
+from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
 from layers import layer_with
 
+JOBS = Path(__file__).resolve().parents[2] / "research" / "jobs"
 SMALL = {"length": 128, "visible": 16, "batch": 2, "layers": 1, "width": 32, "heads": 2, "pairs": 2, "symbols": 8, "steps": 2,
          "evaluations": 1, "eval_batches": 1, "teach_rows": 8, "plain_local": 4, "compile": False}  # fmt: skip
 
@@ -148,6 +150,55 @@ def test_the_layer_is_what_was_measured(quality, name):
     torch.testing.assert_close(grad[0], expected_grad[0][: s.width])
 
 
+@pytest.mark.parametrize("options", [{}, {"index_shared": True, "index_block": 4}], ids=str)
+def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
+    """With the same weights and random queries `IndexedAttention` has the study's output and loss."""
+    from quality_model import Attention
+
+    name = "query+local4+recency+mixed+barely+rows4+peak+explore+last"
+    s = quality.settings_of({"task": "text", "variant": name, **SMALL, "width": 64, "heads": 4, **options})
+    measured = Attention(s)
+    recipe = IndexRecipe(
+        groups=1 if s.index_shared else "heads",
+        block_size=s.index_block,
+        recency=s.recency,
+        queries=s.teach_rows,
+        last=s.teach_last,
+    )
+    layer = IndexedAttention.recommended(s.width, s.heads, s.visible, recipe=recipe)
+    assert (layer.window, layer.local, layer.local_heads) == (s.window, s.local, s.plain_heads)
+    weights = dict(zip(("q_proj", "k_proj", "v_proj"), measured.qkv.weight.chunk(3), strict=True))
+    state = {f"{module}.weight": weight for module, weight in (weights | {"o_proj": measured.out.weight}).items()}
+    state |= {name: p for name, p in measured.state_dict().items() if name.startswith(("indexer", "log_slope"))}
+    layer.load_state_dict(state)
+    hidden = torch.randn(2, s.length, s.width)
+    results = []
+    for call in (lambda: layer(hidden, with_index_loss=True), lambda: measured(hidden, None, torch.tensor(0.0))):
+        torch.manual_seed(0)
+        results.append(call())
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hybrid_has_a_dense_layer_in_three(quality):
+    from quality_model import Model
+
+    settings = quality.settings_of(
+        {"task": "text", "variant": "sliding+recency+mixed+barely+hybrid", **SMALL, "layers": 6, "heads": 4}
+    )
+    masks = [block.attention.settings.mask for block in Model(settings, 8).blocks]
+    assert masks == ["sliding", "sliding", "dense"] * 2
+
+
+@pytest.mark.parametrize("path", sorted(JOBS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_jobs_are_runs_that_there_can_be(quality, path):
+    jobs = [json.loads(line) for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert jobs
+    for job in jobs:
+        settings = quality.settings_of({name: value for name, value in job.items() if name != "seeds"})
+        assert settings.visible <= settings.length
+
+
 VARIANTS = (
     "dense",
     "dense+recency",
@@ -159,6 +210,8 @@ VARIANTS = (
     "taught+local+sink+mixed+mlp+anneal",
     "taught+local+ahead+explore",
     "taught+local+recency+quarter+barely+flat",
+    "query+local4+recency+mixed+barely+rows4+peak+explore+last",
+    "query+local+recency+block4+pooled+shared+hybrid",
 )
 
 
@@ -197,7 +250,7 @@ def test_kept_runs_become_tables(quality, tmp_path):
     lines = [line for line in quality_report.table("quality-text", tmp_path).splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].strip() for line in lines] == [
         "mask", "sliding window", "dense, recency",
-        "scores that are taught, 128 local, 4 of 8 heads with 128 local keys alone, recency",
+        "taught scores, 128 local, 4 of 8 heads with 128 local keys alone, recency",
     ]  # fmt: skip
     assert "| 1.125 | 0 | 1 |" in lines[1]  # the later of two runs with one seed
     assert "| all | 1.375 ± 0.125 | 0 | 2 |" in lines[2]

@@ -62,8 +62,8 @@ def attention_forward(
         sliding_window: counts without a mask only; a mask says it already.
         position_ids: [B|1, S]; in a causal layer without a past, position 0 again begins another packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: ends of packed sequences in a batch of 1, as the flattening collator gives them.
-        indices: [B, Sq, n], the keys that each query may see beside what the mask says; negative ones stand for none.
-        output_attentions: also return the weights (before dropout), computed anew and slowly.
+        indices: [B, Sq, n], the keys that each query may see in addition to the mask; negative ones stand for none.
+        output_attentions: also return the weights (before dropout), computed again and slowly.
 
     Returns:
         out [B, Sq, H, Dv] and None or the weights [B, H, Sq, Sk].
@@ -157,7 +157,7 @@ def _mask_and_bias(
 def _with_window(
     mask: Mask | Tensor | None, attention_mask: Tensor | None, window: int | None, is_causal: bool, key: Tensor
 ) -> Mask | Tensor | None:
-    """A sliding window that no mask has said yet."""
+    """A sliding window that no mask has yet."""
     if window is None or attention_mask is not None or key.shape[2] <= window:
         return mask
     if window < 1:

@@ -1,0 +1,23 @@
+"""vLLM on dmattn's kernels: a plugin that registers the attention backend :class:`~dmattn.integrations.vllm.backend.PagedBackend`.
+
+    pip install "dmattn[vllm]"
+    vllm serve MODEL --attention-backend CUSTOM
+
+vLLM calls :func:`register` in each of its processes, through the entry point ``vllm.general_plugins``. Its CPU platform takes no backend by
+name; ``DMATTN_VLLM_CPU=1`` puts ours in the place of its own there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+BACKEND = "dmattn.integrations.vllm.backend.PagedBackend"
+
+
+def register() -> None:
+    """The plugin: the backend's path under the name CUSTOM, and under CPU_ATTN if DMATTN_VLLM_CPU is 1."""
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if os.environ.get("DMATTN_VLLM_CPU") == "1":
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -1,0 +1,94 @@
+"""vLLM's engine with dmattn's attention gives the tokens of its own backend: over HTTP, with aborts, and for other kinds of attention."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import vllm_server
+from dmattn.integrations import vllm as plugin
+from dmattn.integrations.vllm.backend import PagedBackend, PagedImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+# An engine of its own, since a process chooses once. Prints the tokens of a few prompts.
+ENGINE = """
+import json, sys
+import vllm_server
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=1024, max_num_batched_tokens=128, enable_prefix_caching=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in vllm_server.prompts_of(6)] * 2
+    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    print("TOKENS", json.dumps([answer.outputs[0].token_ids for answer in answers]))
+"""
+
+
+def test_the_plugin_registers(monkeypatch):
+    monkeypatch.delenv("DMATTN_VLLM_CPU", raising=False)
+    plugin.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is PagedBackend
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+    monkeypatch.setenv("DMATTN_VLLM_CPU", "1")
+    plugin.register()
+    assert AttentionBackendEnum.CPU_ATTN.get_class() is PagedBackend
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+
+
+def test_what_is_supported():
+    assert PagedBackend.supports_head_size(80)
+    assert not PagedBackend.supports_head_size(260)
+    assert PagedBackend.supports_block_size(48)
+    assert not PagedBackend.supports_block_size(8)
+    assert PagedBackend.supports_kv_cache_dtype("auto")
+    assert not PagedBackend.supports_kv_cache_dtype("fp8")
+
+
+@pytest.mark.parametrize("more", [{"alibi_slopes": [1.0]}, {"attn_type": "encoder_only"}, {"kv_cache_dtype": "fp8"}])
+def test_what_is_refused(more):
+    with pytest.raises(NotImplementedError, match=next(iter(more))):
+        PagedImpl(4, 32, 1.0, 2, **more)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_server_gives_the_same_tokens_with_aborts_in_the_middle(tmp_path):
+    found = vllm_server.compare(tmp_path, rounds=1)
+    assert found["dmattn_attended"] == {"vllm": False, "dmattn": True}
+    assert found["same_tokens"] == found["requests"] == 32
+    assert found["same_tokens_every_round"]
+    for name in ("vllm", "dmattn"):
+        assert min(found[name]["pieces_before_abort"]) == 5
+        assert not any(found[name]["left_behind"].values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["sliding window", "softcap", "sinks"])
+def test_engines_give_the_same_tokens(kind, tmp_path):
+    vllm_server.save_model(tmp_path / "model", kind)
+    script, tokens = tmp_path / "engine.py", []
+    script.write_text(ENGINE)
+    for ours in "01":
+        path = str(Path(vllm_server.__file__).parent)
+        more = {"DMATTN_VLLM_CPU": ours, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+        finished = subprocess.run(
+            [sys.executable, str(script), str(tmp_path / "model")], env={**os.environ, **more}, capture_output=True, text=True
+        )
+        assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+        log = finished.stdout + finished.stderr
+        assert ("dmattn attends in" in log) == (ours == "1")
+        tokens.append(next(line for line in finished.stdout.splitlines() if line.startswith("TOKENS")))
+    assert tokens[0] == tokens[1]
+
+
+def test_a_layer_without_requests_is_zero():
+    layer = PagedImpl(4, 32, 1.0, 2)
+    out = torch.full((3, 4, 32), torch.nan)
+    assert not layer.forward(None, out, out, out, torch.zeros(0), None, out).any()
