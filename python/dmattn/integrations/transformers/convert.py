@@ -136,7 +136,7 @@ def convert_indexed(
     2. ``set_dense(model, False)``, and fine-tune all.
 
     ``save_pretrained`` saves all, and :func:`load_converted` loads it. Generation takes any cache of transformers' that keeps all keys: index
-    keys lie in it beside the keys.
+    keys lie in it next to the keys.
 
     Args:
         model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.

@@ -28,7 +28,7 @@ INDEXED_FIELD = "indexed_attention"
 
 
 class IndexedSelectingAttention(SelectingAttention):
-    """The forward pass of a converted layer: a base beside the layer's own class, as :class:`SelectingAttention`.
+    """The forward pass of a converted layer: a base in addition to the layer's own class, as :class:`SelectingAttention`.
 
     Attributes:
         indexer: a :class:`dmattn.nn.Indexer` of the hidden states.
