@@ -18,6 +18,10 @@ from dmattn_bench.tables import duration, ratio
 
 PLACE = re.compile(r"<!-- n: (\S+) (.+?) \| (\w+) -->.*?<!-- /n -->", re.DOTALL)
 STEP = re.compile(r"\[([^]=]+)=([^]]*)\]|\[(\d+)\]|\.?([\w-]+|#)")
+TABLE = re.compile(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", re.DOTALL)
+MEASURED = re.compile(
+    r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
+)
 FORMATS: dict[str, Callable[[float], str]] = {
     "int": lambda value: f"{value:,.0f}",
     "x": ratio,
@@ -45,6 +49,12 @@ def rewritten(text: str, results: Path) -> str:
 def without_marks(text: str) -> str:
     """The text with numbers alone where they stand with what they were read from."""
     return re.sub(r"<!-- n: [^>]*? -->(.*?)<!-- /n -->", r"\1", text)
+
+
+def unsourced(text: str) -> list[str]:
+    """Measured numbers of a page that no result stands behind: times, speedups, rates and shares outside of tables, code and marks."""
+    text = re.sub(r"<!-- n: .*?<!-- /n -->|```.*?```|`[^`\n]+`", " ", TABLE.sub(" ", text), flags=re.DOTALL)
+    return MEASURED.findall(text)
 
 
 def number(file: str, paths: str, form: str, *, results: Path) -> str:

@@ -133,7 +133,9 @@
     const summary = element(root, "p", { class: "explorer-summary", "aria-live": "polite" });
     const data = element(root, "pre", { id: "mask-explorer-data", hidden: "" });
 
+    let shown = -1;
     function show(marked) {
+      shown = marked;
       const rows = visibleKeys(s), found = counts({ ...s, query: marked }, rows);
       for (const [name] of CONTROLS) {
         inputs[name].value = s[name];
@@ -164,7 +166,7 @@
     canvas.addEventListener("mousemove", (event) => show(Math.min(s.n - 1, Math.floor((event.offsetY / canvas.clientHeight) * s.n))));
     canvas.addEventListener("mouseleave", () => show(-1));
     window.addEventListener("hashchange", () => show((s = settingsOf(window.location.hash)).query));
-    window.addEventListener("resize", () => show(-1));
+    window.addEventListener("resize", () => show(shown));
     show(s.query);
   }
 
