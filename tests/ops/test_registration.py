@@ -124,6 +124,15 @@ def test_opcheck_index_top_k(sizes, dtype):
         )
 
 
+@pytest.mark.parametrize("size", [(0, 0), (3, 40)])
+def test_opcheck_list_keys(size):
+    entries, capacity = size
+    lists, lengths = torch.full((1, 3, 2, entries), 5, dtype=torch.int32), torch.tensor([capacity, 0], dtype=torch.int32)
+    torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, 4, 3, 1))
+    table = torch.zeros(2, capacity // 8, dtype=torch.int32)
+    torch.library.opcheck(ops.list_keys.default, (lists.expand(2, -1, -1, -1), lengths, table, 1, 8, capacity, 1, 0, 0))
+
+
 @pytest.mark.parametrize("block", [1, 16])
 @pytest.mark.parametrize("size", [(0, 0), (1, 1), (40, 50), (64, 128)])
 def test_opcheck_pack(size, block):
