@@ -80,7 +80,8 @@ def value_at(result: Any, path: str, file: str) -> float:
             if key is not None:
                 (value,) = [row for row in value if str(row.get(key)) == wanted]
             elif fold is not None:
-                value = {"max": max, "sum": sum}[fold](row[field] for row in value)
+                fields = [row[field] for row in value]
+                value = max(fields) if fold == "max" else sum(fields)
             else:
                 value = value[int(place)] if place is not None else len(value) if name == "#" else value[name]
         except (LookupError, TypeError, ValueError, AttributeError):
