@@ -199,6 +199,14 @@ def test_jobs_are_runs_that_there_can_be(quality, path):
         assert settings.visible <= settings.length
 
 
+def test_runs_that_differ_in_one_setting_have_different_descriptions(quality):
+    from dmattn_bench.quality_report import described
+
+    jobs = [json.loads(line) for line in (JOBS / "query_nearby.jsonl").read_text().splitlines() if line.startswith("{")]
+    said = [described(dataclasses.asdict(quality.settings_of(job))) for job in jobs if job["task"] == "text" and job["seed"] == 1]
+    assert len(set(said)) == len(said) == 14
+
+
 VARIANTS = (
     "dense",
     "dense+recency",
