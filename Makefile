@@ -57,9 +57,9 @@ format: $(VENV)/lint.ready  ## rewrite sources in the one format
 	$(BIN)/clang-format -i $$(git ls-files 'cpp/*.h' 'cpp/*.cpp' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cpp')
 
 docs: $(VENV)/docs.ready build  ## the documentation as a site in build/site; a warning is an error
-	$(BIN)/python docs/draw.py
+	PYTHONPATH=benchmarks $(BIN)/python docs/draw.py
 	PYTHONPATH=benchmarks $(BIN)/python docs/pictures.py
-	$(BIN)/sphinx-build -q -W --keep-going -d build/doctrees docs build/site
+	$(BIN)/sphinx-build -q -E -W --keep-going -d build/doctrees docs build/site
 	@echo "build/site/index.html"
 
 wheel: $(VENV)/wheel.ready  ## one wheel in dist/ with CUDA kernels of all architectures, under the oldest system's tag that is true, and audited (CUDA=OFF: without)

@@ -6,7 +6,7 @@
 namespace dmattn {
 
 inline constexpr int64_t kMaxDecodeQueries = 16;
-inline constexpr int64_t kPageUnit = 16;  // page sizes are multiples of it
+inline constexpr int64_t kPageUnit = 16;  // page sizes are multiples of it, or 1
 
 struct CheckedDecode {
   Tensor query, key, value;
@@ -37,8 +37,8 @@ inline void check_caches(const CheckedDecode& checked, DecodeParams& p) {
   p.pages = key.size(0), p.page_size = key.size(1), p.kv_heads = key.size(2);
   check_shape("key", key, {p.pages, p.page_size, p.kv_heads, p.head_dim}, "[pages, page_size, Hkv, D]");
   check_shape("value", value, {p.pages, p.page_size, p.kv_heads, p.value_dim}, "[pages, page_size, Hkv, Dv]");
-  check(p.page_size > 0 && p.page_size % kPageUnit == 0, "key: expected pages of a multiple of ", kPageUnit, " keys, got ",
-        p.page_size);
+  check(p.page_size == 1 || (p.page_size > 0 && p.page_size % kPageUnit == 0), "key: expected pages of a multiple of ", kPageUnit,
+        " keys, got ", p.page_size);
   check(p.pages < int64_t{1} << 31, "key: expected fewer than 2^31 pages, got ", p.pages);
   check(p.page_size <= kMaxLength && table.size(1) <= kMaxLength, "page_table: expected room for up to ", kMaxLength,
         " keys, got ", shape_text(table), " pages of ", p.page_size);

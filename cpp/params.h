@@ -229,6 +229,21 @@ struct PackParams {
 #define DMATTN_HOST_DEVICE
 #endif
 
+// The keys that queries of a decode step see by their lists, of those up to each query's position. Query t of sequence b stands
+// at position lengths[b] - T + t.
+struct ListKeysParams {
+  int64_t batch = 0, heads = 0, queries = 0, entries = 0;  // of lists
+  int64_t capacity = 0, most = 0;                          // keys that a sequence has room for; M
+  PerHead lists;                                           // int32 [B|1, heads, T, K], row_stride between queries
+  int64_t row_stride = 0;
+  int32_t log2_block = 0, local = 0, sinks = 0;
+  const int32_t* lengths = nullptr;     // [B], taken as within [0, capacity]
+  const int32_t* page_table = nullptr;  // [B, max_pages], table_stride between sequences; null: no pages
+  int64_t table_stride = 0, pages = 0, page_size = 0;
+  int32_t* keys = nullptr;    // [B, heads, T, M] contiguous, output: ascending, each once, -1 behind them
+  int32_t* counts = nullptr;  // [B, heads, T] contiguous, output
+};
+
 // The rows of key that an indexer may choose for a query, [first, end) and [later, later_end): those that the query may see and
 // that neither its local window nor the sinks show it. A mean of a block competes while one of the block's keys does and the
 // query may see all of them.

@@ -17,6 +17,8 @@
 //   index_top_k: index_query [B, G, Sq, Hi, Di]   index_key [B, G, n, Di], n = Sk, or with is_pooled the means of Sk / block_size
 //   whole blocks   weights [B, G, Sq, Hi], slope [G], of the type of lse   start, end int32 [B|1, G|1, n]
 //   query_offset, lengths int32 [B]   indices int32, scores [B, G, Sq, min(k, blocks)]; scores [0] without with_scores
+//   list_keys: indices int32 [B|1, H|Hkv|1, T, K], lengths and page_table as in decode -> keys int32 [B, H|Hkv|1, T, M],
+//   M = min(K * index_block + index_local + index_sinks, capacity), counts int32 [B, H|Hkv|1, T]
 //   decode: query [B, H, T, D]   key, value [B, Hkv, Smax, D or Dv], with page_table [pages, page_size, Hkv, D or Dv]
 //   lengths int32 [B]   page_table int32 [B, max_pages]   key_bias [B|1, H|Hkv|1, Smax]   sinks [H]
 //   cache_update, cache_step, cache_join, cache_extend, cache_rewind: a bounded cache (docs/serving.md), N = sink + local +
@@ -69,6 +71,10 @@ DMATTN_OPS(m) {
       "index_top_k(Tensor index_query, Tensor index_key, Tensor weights, Tensor? slope, Tensor? start, Tensor? end, "
       "Tensor? query_offset, Tensor? lengths, SymInt key_length, SymInt k, int block_size, bool is_pooled, bool is_causal, "
       "SymInt local, SymInt sink, float scale, bool with_scores) -> (Tensor indices, Tensor scores)");
+
+  m.def(
+      "list_keys(Tensor indices, Tensor lengths, Tensor? page_table, SymInt pages, SymInt page_size, SymInt capacity, "
+      "int index_block, SymInt index_local, SymInt index_sinks) -> (Tensor keys, Tensor counts)");
 
   m.def(
       "decode(Tensor query, Tensor key, Tensor value, Tensor? lengths, Tensor? page_table, Tensor? key_bias, Tensor? sinks, "

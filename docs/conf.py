@@ -38,7 +38,9 @@ nitpicky = False
 
 
 def with_numbers(app: Any, name: str, source: list[str]) -> None:
-    """Every table and number as the committed results have it; one that is missing fails the build."""
+    """Every table and number as the committed results have it; one that is missing, or has no result behind it, fails the build."""
+    if found := cited.unsourced(source[0]):
+        raise ValueError(f"{name}: expected a result behind every measured number, got {', '.join(found)}")
     source[0] = cited.without_marks(report.rewritten(source[0], ROOT / report.RESULTS))
 
 

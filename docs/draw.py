@@ -1,20 +1,16 @@
-"""Draws the diagrams of the documentation as SVG, in docs/figures/ and without any library (``make docs``)."""
+"""Draws the diagrams of the documentation as SVG, in docs/figures/ (``make docs``)."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-INK, PALE, LINE = "#1f2933", "#e4e9f0", "#9aa5b1"
-BLUE, ORANGE, GREEN = "#2f6fb0", "#e08e45", "#4d9a6a"
-WHITE = "#ffffff"
+from dmattn_bench.style import BASELINES, BLUE, GREEN, INK, LINE, ORANGE, OURS, OURS_TOO, PALE, WHITE, short
+
 TRAFFIC = Path(__file__).parent.parent / "benchmarks/results/amd-epyc-2-threads/context_parallel_bytes.json"
-QUALITY = Path(__file__).parent.parent / "benchmarks/results/nvidia-h200/quality.jsonl"
 
 
 class Drawing:
@@ -255,7 +251,7 @@ def pipeline() -> Drawing:
         d.text(x + start * unit + (length * unit - 4) / 2, 88 + row * 76, words, 12, "middle", WHITE)
 
     for n in range(5):
-        box(0, n * 0.95, 0.75, f"note {n}", GREEN)
+        box(0, n * 0.95, 0.75, f"chunk {n}", GREEN)
     for n in range(4):
         box(1, 0.75 + n * 1.08, 1.0, f"K, V of chunk {n}", BLUE)
     for row, offset in ((2, 1.9), (3, 2.4)):
@@ -273,96 +269,6 @@ def pipeline() -> Drawing:
     ):
         d.rect(20 + number * 205, 366, 14, 14, fill, radius=2)
         d.text(40 + number * 205, 378, words, 13)
-    return d
-
-
-Run = dict[str, Any]
-
-
-def runs_of(name: str, fits: Callable[[dict[str, Any]], bool]) -> list[Run]:
-    """The runs of a name, of each seed the latest, as in the tables of research/lab/learning.md."""
-    runs = [run for run in map(json.loads, QUALITY.read_text().splitlines()) if run["name"] == name and fits(run["settings"])]
-    return list({run["settings"]["seed"]: run for run in runs}.values())
-
-
-def bits_at(run: Run, key: str, moment: float) -> float:
-    """Held-out bits per byte of a run at a step or second, linear between its evaluations."""
-    curve = run["curve"]
-    after = next(n for n, point in enumerate(curve) if point[key] >= moment)
-    if curve[after][key] == moment:
-        return float(curve[after]["held_bits"])
-    (x0, y0), (x1, y1) = ((point[key], point["held_bits"]) for point in curve[after - 1 : after + 1])
-    return float(y0 + (y1 - y0) * (moment - x0) / (x1 - x0))
-
-
-def panel(
-    d: Drawing, x: float, y: float, title: str, across: str, limit: float, bits: tuple[float, float],
-    lines: list[tuple[str, str, bool, list[Run]]],
-) -> None:  # fmt: skip
-    """Held-out bits per byte over steps or seconds: a curve for the mean of each kind of run, and a band from the least to the most.
-
-    lines: label, colour, whether dashed, runs. The part of a curve above the panel is left out.
-    """
-    w, h, (low, high) = 330.0, 270.0, bits
-    d.text(x, y - 16, title, 14, bold=True)
-    ticks = [low + (high - low) * part / 4 for part in range(5)]
-    for tick in ticks:
-        at = y + h * (high - tick) / (high - low)
-        d.line(x, at, x + w, at, PALE)
-        d.text(x - 8, at + 4, f"{tick:.2f}", 11, "end")
-    for part in range(5):
-        d.text(x + w * part / 4, y + h + 18, f"{limit * part / 4:g}", 11, "middle")
-    d.text(x + w / 2, y + h + 38, across, 12, "middle")
-
-    def place(moment: float, value: float) -> tuple[float, float]:
-        return x + w * min(1.0, moment / limit), y + h * (high - value) / (high - low)
-
-    key = "seconds" if across.startswith("seconds") else "step"
-    for _, colour, dashed, runs in lines:
-        if not runs:
-            continue
-        moments = sorted({point[key] for run in runs for point in run["curve"]})
-        moments = [m for m in moments if all(run["curve"][0][key] <= m <= run["curve"][-1][key] for run in runs)]
-        values = [[bits_at(run, key, moment) for run in runs] for moment in moments]
-        means = [statistics.fmean(found) for found in values]
-        inside = [i for i, mean in enumerate(means) if mean <= high]
-        first = inside[0] if inside else len(means)
-        shown = [place(moments[i], means[i]) for i in range(first, len(means))]
-        if 0 < first < len(means):  # where the curve comes into the panel
-            share = (means[first - 1] - high) / (means[first - 1] - means[first])
-            shown.insert(0, place(moments[first - 1] + share * (moments[first] - moments[first - 1]), high))
-        if len(runs) > 1:
-            upper = [place(moments[i], min(high, max(values[i]))) for i in range(first, len(means))]
-            lower = [place(moments[i], min(values[i])) for i in range(first, len(means))]
-            d.area(upper + lower[::-1], colour)
-        if shown:
-            d.curve(shown, colour, dashed)
-
-
-def learning() -> Drawing:
-    d = Drawing(860, 476, "What models learn that differ in their attention mask alone")
-    kinds = [
-        ("dense", LINE, False, "dense"),
-        ("dense, recency (left)", INK, True, "dense+recency"),
-        ("dense+", INK, False, "dense+recency+barely"),
-        ("sliding window, recency (left)", GREEN, True, "sliding+recency"),
-        ("sliding+", GREEN, False, "sliding+recency+mixed+barely"),
-        ("recommended", BLUE, False, "taught+local4+recency+mixed+rows4+peak+explore+last+nearby"),
-    ]
-    by_steps, by_seconds = [], []
-    for label, colour, dashed, name in kinds:
-        runs = runs_of(name, lambda s: s["task"] == "text" and not s["seconds"] and s["steps"] == 2000)
-        by_steps.append((label, colour, dashed, runs))
-        if "(left)" not in label:
-            timed = runs_of(name, lambda s: s["task"] == "text" and s["seconds"] > 0 and s["length"] == 32768)
-            by_seconds.append((label, colour, dashed, timed))
-    steps, seconds = "8,192 tokens, 512 visible, equal steps", "32,768 tokens, 1,024 visible, equal time"
-    panel(d, 70, 60, steps, "steps; held-out bits per byte", 2000, (0.7, 1.9), by_steps)
-    panel(d, 490, 60, seconds, "seconds of training; held-out bits per byte", 50, (0.7, 3.1), by_seconds)
-    for number, (label, colour, dashed, _) in enumerate(kinds):
-        x, y = 70 + number % 2 * 420, 396 + number // 2 * 24
-        d.curve([(x, y), (x + 28, y)], colour, dashed)
-        d.text(x + 36, y + 5, label, 13)
     return d
 
 
@@ -413,7 +319,13 @@ def traffic() -> Drawing:
         up = (math.log10(received) - math.log10(least)) / (math.log10(most) - math.log10(least))
         return x + across * width, y + (1 - up) * height
 
-    d.text(x, 32, f"{length:,} tokens, window {window:,}, a key head of {first['head_dim']} in bfloat16, forward", 16, bold=True)
+    d.text(
+        x,
+        32,
+        f"{short(length)} tokens, window {short(window)}, a key head of {first['head_dim']} in bfloat16, forward",
+        16,
+        bold=True,
+    )
     d.rect(x, y, width, height, "#f6f8fa", PALE)
     for received, name in ((1e6, "1 MB"), (1e7, "10 MB"), (1e8, "100 MB"), (1e9, "1 GB")):
         d.line(x, at(2, received)[1], x + width, at(2, received)[1], PALE)
@@ -422,21 +334,22 @@ def traffic() -> Drawing:
     for world in worlds:
         d.text(at(world, least)[0], y + height + 20, str(world), 12, "middle")
     d.text(x + width / 2, y + height + 44, "ranks", 13, "middle")
+    d.text(x - 10, y - 8, "bytes in", 12, "end")
 
     def others(world: int) -> float:
         return length * (world - 1) / world
 
     lines: list[tuple[str, str, Callable[[int], float]]] = [
-        ("ring or all-gather: all rows", INK, lambda world: others(world) * row),
-        ("ours: rows and scores", ORANGE, lambda world: window * (row + 4) + (others(world) * 4 if world > 2 else 0)),
-        ("of these, rows", BLUE, lambda world: window * (row + 4)),
+        ("ring: all rows", BASELINES["cuDNN"], lambda world: others(world) * row),
+        ("ours: rows and scores", OURS, lambda world: window * (row + 4) + (others(world) * 4 if world > 2 else 0)),
+        ("ours: rows", OURS_TOO, lambda world: window * (row + 4)),
     ]
     for name, color, received in lines:
         d.curve([at(world, received(world)) for world in worlds], color)
         d.text(x + width + 12, at(1024, received(1024))[1] + 4, name, 13, fill=color)
     for each in measured:
         given = each["bytes_in"]
-        for color, received in ((ORANGE, given["rows"] + given["scores"]), (BLUE, given["rows"])):
+        for color, received in ((OURS, given["rows"] + given["scores"]), (OURS_TOO, given["rows"])):
             across, up = at(each["ranks"], received)
             d.rect(across - 4, up - 4, 8, 8, color, radius=4)
     d.text(x + width + 12, y + height - 6, "Points: counted on ranks.", 12)
@@ -449,7 +362,6 @@ FIGURES = {
     "composition": composition,
     "chunks": chunks,
     "pipeline": pipeline,
-    "learning": learning,
     "ranks": ranks,
     "slots": slots,
     "traffic": traffic,

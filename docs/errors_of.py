@@ -74,7 +74,8 @@ def message_of(node: ast.expr) -> str:
     if isinstance(node, ast.FormattedValue):
         inner = node.value
         if isinstance(inner, ast.Name | ast.Attribute):
-            return "{" + (inner.id if isinstance(inner, ast.Name) else inner.attr) + "}"
+            name = inner.id if isinstance(inner, ast.Name) else inner.attr
+            return "{...}" if name.startswith("_") else "{" + name + "}"
         return message_of(inner) if isinstance(inner, ast.JoinedStr | ast.Constant) else "{...}"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return message_of(node.left) + message_of(node.right)
@@ -155,18 +156,18 @@ def code(text: str) -> str:
 
 
 def page(errors: list[Error]) -> str:
-    """A table for each topic: message, error, function, and what the function's docstring says."""
+    """A table for each topic: the message and what the docstring says of it, the error and its function."""
     parts = []
     for topic in ORDER:
         of_topic = [error for error in errors if topic_of(error.file) == topic]
         if not of_topic:
             continue
-        lines = [f"### {topic}", "", "| message | error | raised by | when |", "|---|---|---|---|"]
+        lines = [f"### {topic}", "", "| message, and when | error, raised by |", "|---|---|"]
         for error in of_topic:
             module = error.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
             where = f"{module}.{error.function}" if error.function else error.file
-            cells = (code(error.message), code(error.kind), code(where), cell(error.about))
-            lines.append(f"| {' | '.join(cells)} |")
+            message, raised = code(error.message), f"{code(error.kind)} <br> {code(where)}"
+            lines.append(f"| {message}{f' <br> {cell(error.about)}' if error.about else ''} | {raised} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 

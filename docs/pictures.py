@@ -10,8 +10,9 @@ import torch
 
 matplotlib.use("Agg")
 from dmattn import BlockMask, IndexMask, IntervalMask
-from dmattn_bench.plots import STYLE, save
+from dmattn_bench.plots import save
 from dmattn_bench.report import draw_committed
+from dmattn_bench.style import RC
 from matplotlib import pyplot
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -89,7 +90,7 @@ def draw_gallery(folder: Path) -> None:
 
 def draw_all(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(RC):
         draw_gallery(folder)
     draw_committed(ROOT, folder)
 

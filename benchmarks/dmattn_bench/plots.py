@@ -1,4 +1,4 @@
-"""Plots of results, with matplotlib: speed and memory over length, time over density, decoding, a roofline, learning."""
+"""Plots of results, with matplotlib: speed and time over length, time over density, decoding, learning."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import importlib.util
 import io
 import re
 import statistics
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmattn_bench.page_tables import share_of
-from dmattn_bench.quality_report import NAMES, described
+from dmattn_bench.quality_report import NAMES
 from dmattn_bench.records import Result, Row, first_peer
+from dmattn_bench.style import MODELS, OTHERS, OURS, OURS_TOO, RC, baseline, short
 
-BLUE, ORANGE, GREEN, GREY = "#2f6fb0", "#e08e45", "#4d9a6a", "#7b8794"
-COLORS = (BLUE, ORANGE, GREEN, GREY, "#8d5fa8", "#b5483d")
-KIND_COLORS = (*COLORS, "#c9a227", "#2a9d9b")  # one for each kind of case
-STYLE = {"svg.hashsalt": "dmattn", "svg.fonttype": "none", "font.size": 9}
-MOST_CURVES = len(COLORS)
+MOST_CURVES = 6
 # Settings of runs that are compared.
 BUDGET = ("steps", "seconds", "length", "visible", "lr", "layers", "width", "pairs", "symbols")
 MOST_SPREAD = 1.1  # between tokens per second of the fastest and the slowest seed
@@ -63,18 +58,20 @@ def rows(results: list[Result], least: int = 1, **wanted: Any) -> list[Row]:
 
 def two_plots(title: str) -> tuple[Any, Any]:
     figure, axes = pyplot().subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title)
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
-        ax.set_title(name, fontsize=10)
+        ax.set_title(name)
         ax.grid(alpha=0.3)
     return figure, axes
 
 
-def by_length(ax: Any, lengths: list[int]) -> None:
-    ticks = [4096, 16384, 65536] if 4096 in lengths else sorted(set(lengths))[::2]
+def by_length(ax: Any, lengths: list[int], label: str = "tokens") -> None:
+    lengths = sorted(set(lengths))
+    ticks = lengths if len(lengths) < 7 else lengths[::2]
     ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [f"{length:,}" for length in ticks])
-    ax.set_xlabel("tokens")
+    ax.set_xticks(ticks, [short(length) for length in ticks])
+    ax.minorticks_off()
+    ax.set_xlabel(label)
 
 
 def kernels(row: Row) -> dict[str, float]:
@@ -114,41 +111,37 @@ def peer_of(row: Row) -> str:
 
 def draw_speed_over_length(results: list[Result], path: Path) -> None:
     measured = dynamic(results)
-    figure, axes = two_plots(f"Dynamic masks: speedup over dense causal {peer_of(measured[0])}")
+    figure, axes = two_plots(f"Dynamic masks, compared with dense causal {peer_of(measured[0])}")
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
         lengths = [row["length"] for row in measured]
-        for source, color, words in (("medians", BLUE, "whole eager calls"), ("kernel_medians", ORANGE, "kernels alone")):
+        for source, color, words in (("medians", OURS, "whole calls"), ("kernel_medians", OURS_TOO, "kernels alone")):
             if all(row[source] for row in measured):
                 ratios = [row[source]["peer_" + name] / row[source][name] for row in measured]
                 ax.plot(lengths, ratios, "o-", color=color, label=words)
-        ax.axhline(1, color=GREY, lw=1)
+        ax.axhline(1, color=baseline(peer_of(measured[0])), lw=1.5, label=peer_of(measured[0]))
         ax.set_yscale("log")
         ax.set_yticks([1, 2, 5, 10, 20], ["1x", "2x", "5x", "10x", "20x"])
-        ax.minorticks_off()
         by_length(ax, lengths)
-    axes[0].legend(fontsize=8)
+    axes[0].set_ylabel("speedup")
+    axes[0].legend()
     save(figure, path)
 
 
 def draw_time_over_length(results: list[Result], path: Path) -> None:
     measured = dynamic(results)
-    figure, axes = two_plots("Time of the kernels alone" if measured[0]["kernel_medians"] else "Time of calls")
+    figure, axes = two_plots("Time of the kernels alone" if measured[0]["kernel_medians"] else "Time of whole calls")
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
         lengths = [row["length"] for row in measured]
-        theirs = [1e3 * kernels(row)["peer_" + name] for row in measured]
-        ax.plot(lengths, theirs, "o-", color=GREY, label=f"{peer_of(measured[0])}, dense causal")
-        ours = [1e3 * kernels(row)[name] for row in measured]
-        ax.plot(lengths, ours, "o-", color=BLUE, label="dmattn, dynamic mask")
+        theirs, ours = ([1e3 * kernels(row)[key] for row in measured] for key in ("peer_" + name, name))
+        ax.plot(lengths, theirs, "o-", color=baseline(peer_of(measured[0])), label=f"{peer_of(measured[0])}, dense causal")
+        ax.plot(lengths, ours, "o-", color=OURS, label="dmattn, dynamic mask")
         for row, time in zip(measured, ours, strict=True):
             at = (row["length"], time)
-            ax.annotate(f"{row['window']:,}", at, (0, -13), textcoords="offset points", fontsize=7, ha="center")
+            ax.annotate(f"window {row['window']:,}", at, (0, -13), textcoords="offset points", fontsize=6, ha="center")
         ax.set_yscale("log")
-        if min(ours) > 0.03 and max(theirs) < 500:
-            ax.set_ylim(0.03, 500)
-            ax.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
         by_length(ax, lengths)
     axes[0].set_ylabel("milliseconds")
-    axes[0].legend(fontsize=8)
+    axes[0].legend()
     save(figure, path)
 
 
@@ -157,18 +150,18 @@ def draw_density(results: list[Result], path: Path) -> None:
     measured = [row for row in measured if row.get("block", 128) == 128 and {"forward", "backward"} <= kernels(row).keys()]
     if len({row["density"] for row in measured}) < 2:
         raise NothingToDrawError
-    what = "kernels alone" if measured[0]["kernel_medians"] else "calls"
-    figure, axes = two_plots(f"Block masks of 128 x 128, {measured[0]['length']:,} tokens: {what}")
+    what = "kernels alone" if measured[0]["kernel_medians"] else "whole calls"
+    figure, axes = two_plots(f"Block masks of 128 x 128, {short(measured[0]['length'])} tokens: {what}")
+    peer = "FlexAttention" if "flex" in peer_of(measured[0]) else peer_of(measured[0])
     for ax, name in zip(axes, ("forward", "backward"), strict=True):
         density = [row["density"] for row in measured]
         times = [1e3 * kernels(row)[name] for row in measured]
         theirs = [1e3 * kernels(row)["peer_" + name] for row in measured if "peer_" + name in kernels(row)]
         if len(theirs) == len(density):
-            words = "FlexAttention, compiled" if "flex" in peer_of(measured[0]) else peer_of(measured[0])
-            ax.plot(density, theirs, "o-", color=GREY, label=words)
-        ax.plot(density, times, "o-", color=BLUE, label="dmattn")
+            ax.plot(density, theirs, "o-", color=baseline(peer), label=peer)
+        ax.plot(density, times, "o-", color=OURS, label="dmattn")
         proportional = [times[-1] * share / density[-1] for share in density]
-        ax.plot(density, proportional, ":", color=BLUE, lw=1, label="in proportion to density")
+        ax.plot(density, proportional, ":", color=OURS, lw=1, label="in proportion to density")
         ax.set_xscale("log")
         ax.set_yscale("log")
         ax.set_xticks(density, [f"{share:g}" for share in density])
@@ -176,33 +169,7 @@ def draw_density(results: list[Result], path: Path) -> None:
         ax.set_xlabel("share of blocks that are visible")
     axes[0].set_yticks([0.2, 0.5, 1, 2, 5, 10], ["0.2", "0.5", "1", "2", "5", "10"])
     axes[0].set_ylabel("milliseconds")
-    axes[0].legend(fontsize=8)
-    save(figure, path)
-
-
-def draw_memory(results: list[Result], path: Path) -> None:
-    measured = [row for row in dynamic(results) if {"forward", "backward"} <= row.get("extra_bytes", {}).keys()]
-    if not measured:
-        raise NothingToDrawError
-    figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
-    lengths, heads = [row["length"] for row in measured], measured[0]["kv_heads"]
-    wide = 4 if measured[0]["dtype"] == "float32" else 2
-    dense = [(1 + wide) * heads * length**2 / 2**20 for length in lengths]
-    words = f"a bool mask and a {measured[0]['dtype']} bias, [{heads}, N, N] (computed)"
-    ax.plot(lengths, dense, ":", color=GREY, label=words)
-    for name, color in (("backward", ORANGE), ("forward", BLUE)):
-        taken = [max(row["extra_bytes"][name], 1) / 2**20 for row in measured]
-        ax.plot(lengths, taken, "o-", color=color, label=f"dmattn, {name} (measured)")
-    ax.set_yscale("log")
-    if min(lengths) >= 4096:
-        ax.set_ylim(1, 2e7)
-        ax.set_yticks([1, 100, 1e4, 1e6], ["1 MB", "100 MB", "10 GB", "1 TB"])
-    else:
-        ax.set_ylabel("MB")
-    ax.set_title("Memory beyond inputs and results", fontsize=11)
-    ax.grid(alpha=0.3)
-    by_length(ax, lengths)
-    ax.legend(fontsize=8)
+    axes[0].legend()
     save(figure, path)
 
 
@@ -216,118 +183,23 @@ def draw_decode_over_context(results: list[Result], path: Path) -> None:
         raise NothingToDrawError
     figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
     shape = measured[0]
-    ax.plot([row["length"] for row in measured], [row["us"] for row in measured], "o-", color=BLUE, label="dmattn, all keys")
-    names = list(dict.fromkeys(name for row in measured for name in row["peer_us"]))
-    for name, color in zip(names, (GREY, GREEN, ORANGE), strict=False):
+    ax.plot([row["length"] for row in measured], [row["us"] for row in measured], "o-", color=OURS_TOO, label="dmattn, all keys")
+    for name in dict.fromkeys(name for row in measured for name in row["peer_us"]):
         having = [row for row in measured if name in row["peer_us"]]
-        ax.plot(
-            [row["length"] for row in having],
-            [row["peer_us"][name] for row in having],
-            "o-",
-            color=color,
-            label=f"{name}, all keys",
-        )
+        times = [row["peer_us"][name] for row in having]
+        ax.plot([row["length"] for row in having], times, "o-", color=baseline(name), label=f"{name}, all keys")
+    lengths = [row["length"] for row in measured]
     steps = [row for result in results for row in result["rows"] if row.get("kind") == "step" and row.get("batch") == 1]
     if steps:
-        reached = max(row["context"] for row in steps)
+        lengths.append(max(max(row["context"] for row in steps), lengths[-1]))
         us = statistics.fmean(row["us"] for row in steps)
-        ends = [shape["length"], max(reached, measured[-1]["length"])]
-        ax.plot(ends, [us, us], "--", color=ORANGE, label=f"dmattn, bounded cache of {steps[0]['keys']:,} keys")
-    ax.set_xscale("log", base=2)
+        ax.plot([lengths[0], lengths[-1]], [us, us], "-", color=OURS, label=f"dmattn, bounded, {short(steps[0]['keys'])} keys")
     ax.set_yscale("log")
-    lengths = [row["length"] for row in measured]
-    ticks = sorted({*lengths[::2], lengths[-1]})
-    ax.set_xticks(ticks, [f"{length:,}" for length in ticks])
-    ax.set_xlabel("keys in the context")
+    by_length(ax, lengths, "keys in the context")
     ax.set_ylabel("microseconds")
-    ax.set_title(f"One token, {shape['heads']} heads on {shape['kv_heads']}", fontsize=11)
+    ax.set_title(f"One token, {shape['heads']} heads on {shape['kv_heads']}")
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
-    save(figure, path)
-
-
-def draw_beside_dense(results: list[Result], path: Path) -> None:
-    """Of benchmarks/sweep.py: a line for each window, a plot for each number of heads."""
-    measured = next((one["rows"] for one in results if one["rows"] and "dense_forward" in one["rows"][0]), None)
-    if measured is None:
-        raise NothingToDrawError
-    all_heads = sorted({row["heads"] for row in measured})
-    figure, axes = pyplot().subplots(
-        2, len(all_heads), figsize=(8, 5), layout="constrained", sharex=True, sharey=True, squeeze=False
-    )
-    figure.suptitle("Dynamic masks: speedup over our own dense causal attention", fontsize=11)
-    for line, name in zip(axes, ("forward", "backward"), strict=True):
-        for ax, heads in zip(line, all_heads, strict=True):
-            here = [row for row in measured if row["heads"] == heads]
-            for share, color in zip(sorted({row["share"] for row in measured}), KIND_COLORS, strict=False):
-                drawn = [row for row in here if row["share"] == share]
-                words = f"window {share_of(drawn[0])}" if drawn else None
-                ratios = [row[f"dense_{name}"] / row[name] for row in drawn]
-                ax.plot([row["length"] for row in drawn], ratios, "o-", ms=3, color=color, label=words)
-            ax.axhline(1, color="black", lw=0.8)
-            ax.set_yscale("log")
-            ax.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5x", "1x", "2x", "5x", "10x", "20x", "50x"])
-            ax.minorticks_off()
-            by_length(ax, [row["length"] for row in measured])
-            ax.set_title(f"{name}, {heads} head{'s' * (heads > 1)}", fontsize=9)
-            ax.grid(alpha=0.3)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=6)
-    save(figure, path)
-
-
-def intensity(row: Row) -> float:
-    """Operations of the forward pass for each byte of query, key, value and result, each moved once."""
-    heads = 2 * row["heads"] + 2 * row["kv_heads"]
-    moved = row["batch"] * row["length"] * row["head_dim"] * heads * (4 if row["dtype"] == "float32" else 2)
-    return float(4 * row["head_dim"] * row["pairs"] / moved)
-
-
-def rates_of(row: Row) -> dict[str, float]:
-    """10^12 operations a second of kernels alone, on a CPU of calls."""
-    found: dict[str, float] = row.get("kernel_tflops") or row.get("tflops", {})
-    return found
-
-
-def draw_roofline(results: list[Result], path: Path) -> None:
-    """Forward passes of all cases under what this machine gave to a product of matrices and to a copy."""
-    of_each = (
-        (one, [row for row in one["rows"] if row.get("pairs") and "forward" in rates_of(row) and row["dtype"] in one["ceiling"]])
-        for one in results
-        if one.get("ceiling")
-    )
-    result, measured = next((found for found in of_each if found[1]), (None, []))
-    if result is None:
-        raise NothingToDrawError
-    most = result["ceiling"][measured[0]["dtype"]]
-    figure, ax = pyplot().subplots(figsize=(6, 3.2), layout="constrained")
-    at = [intensity(row) for row in measured]
-    ends = [min(*at, 10.0), max(*at, 2000.0)]
-    corner = most["tflops"] * 1e3 / most["gigabytes_per_second"]
-    line = sorted({ends[0], corner, ends[1]})
-    roof = [min(most["tflops"], x * most["gigabytes_per_second"] / 1e3) for x in line]
-    ax.plot(
-        line,
-        roof,
-        color="black",
-        lw=1,
-        label=f"a product of matrices: {most['tflops']:.3g} TFLOP/s; a copy: {most['gigabytes_per_second']:,.0f} GB/s",
-    )
-    for number, kind in enumerate(dict.fromkeys(row["kind"] for row in measured)):
-        color = KIND_COLORS[number % len(KIND_COLORS)]
-        found = [row for row in measured if row["kind"] == kind]
-        rates = [rates_of(row)["forward"] for row in found]
-        ax.plot([intensity(row) for row in found], rates, "o", color=color, ms=4, label="dynamic mask" if kind == "dma" else kind)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ticker = importlib.import_module("matplotlib.ticker")
-    ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    ax.yaxis.set_minor_formatter(ticker.NullFormatter())
-    ax.set_xlabel("operations for each byte of query, key, value and result")
-    ax.set_ylabel("TFLOP/s on visible pairs")
-    ax.set_title("Forward passes under the roofline", fontsize=11)
-    ax.grid(alpha=0.3)
-    figure.legend(fontsize=7, loc="outside lower center", ncols=3)
+    ax.legend()
     save(figure, path)
 
 
@@ -335,7 +207,8 @@ def draw_roofline(results: list[Result], path: Path) -> None:
 
 
 def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
-    """Of the task and budget with the most runs, the models of NAMES and the variants with the most seeds; of a seed the latest run.
+    """Of the task and budget with the most runs the models of NAMES, without any of these the variants with the most seeds; of a seed the latest
+    run.
 
     Raises:
         NothingToDrawError: there are no runs of the task.
@@ -350,9 +223,8 @@ def chosen_runs(runs: list[Run], task: str) -> dict[str, list[Run]]:
     if not by_budget:
         raise NothingToDrawError
     names = max(by_budget.values(), key=lambda found: sum(map(len, found.values())))
-    most = sorted(names, key=lambda name: (name not in NAMES, -len(names[name])))[:MOST_CURVES]
-    repeated = [name for name in most if len(names[name]) > 1]
-    return {name: list(names[name].values()) for name in sorted(repeated or most)}
+    chosen = [name for name in NAMES if name in names] or sorted(names, key=lambda name: -len(names[name]))[:MOST_CURVES]
+    return {name: list(names[name].values()) for name in chosen}
 
 
 def have_comparable_seconds(chosen: dict[str, list[Run]]) -> bool:
@@ -375,38 +247,72 @@ def over_seeds(runs: list[Run], across: str, what: str) -> tuple[list[float], li
     return moments, [[at(curve, moment) for curve in curves] for moment in moments]
 
 
+def draw_curves(ax: Any, chosen: dict[str, list[Run]], across: str, what: str) -> None:
+    """Means over seeds, and bands from the least to the most."""
+    others = iter(OTHERS * 2)
+    for name, found in chosen.items():
+        model = NAMES.get(name, name)
+        color = MODELS[model] if model in MODELS else next(others)
+        moments, values = over_seeds(found, across, what)
+        ax.plot(moments, [statistics.fmean(at) for at in values], color=color, label=model)
+        ax.fill_between(moments, [min(at) for at in values], [max(at) for at in values], color=color, alpha=0.2, lw=0)
+    ax.set_xlabel({"step": "steps", "seconds": "seconds of training"}[across])
+    ax.grid(alpha=0.3)
+
+
 def draw_learning(runs: list[Run], task: str, path: Path) -> None:
-    """What was reached on held-out data over steps: means over seeds, and bands from least to most; also over seconds of training where
-    these can be compared."""
+    """What was reached on held-out data over steps; also over seconds of training where these can be compared."""
     chosen = chosen_runs(runs, task)
     if not all(run["curve"] for found in chosen.values() for run in found):
         raise NothingToDrawError
-    axes_of = {"step": "steps", "seconds": "seconds of training"} if have_comparable_seconds(chosen) else {"step": "steps"}
-    names = [NAMES.get(name) or described(found[0]["settings"]) for name, found in chosen.items()]
-    legend = ["\n".join(textwrap.wrap(words, 120)) for words in names]
-    lines = sum(1 + words.count("\n") for words in legend)
+    moments = ["step", "seconds"] if have_comparable_seconds(chosen) else ["step"]
     figure, drawn = pyplot().subplots(
-        1, len(axes_of), figsize=(8, 3 + 0.14 * lines), layout="constrained", sharey=True, squeeze=False
+        1, len(moments), figsize=(4 * len(moments), 3), layout="constrained", sharey=True, squeeze=False
     )
-    axes = list(drawn[0])
     first = next(iter(chosen.values()))[0]
-    recalls = "held_accuracy" in first["curve"][-1]
-    what = "held_accuracy" if recalls else "held_bits"
+    what = "held_accuracy" if "held_accuracy" in first["curve"][-1] else "held_bits"
     s = first["settings"]
-    figure.suptitle(f"{TASKS.get(task, task)}: {s['length']:,} tokens, {s['visible']:,} visible but for dense", fontsize=11)
-    for ax, (across, title) in zip(axes, axes_of.items(), strict=True):
-        for words, found, color in zip(legend, chosen.values(), COLORS, strict=False):
-            moments, values = over_seeds(found, across, what)
-            label = f"{words} ({len(found)} seed{'s' * (len(found) > 1)})"
-            ax.plot(moments, [statistics.fmean(at) for at in values], color=color, label=label)
-            ax.fill_between(moments, [min(at) for at in values], [max(at) for at in values], color=color, alpha=0.2, lw=0)
-        ax.set_xlabel(title)
-        ax.grid(alpha=0.3)
-        if not recalls:
+    figure.suptitle(f"{TASKS.get(task, task)}: {short(s['length'])} tokens, {s['visible']:,} visible but for dense")
+    for ax, across in zip(drawn[0], moments, strict=True):
+        draw_curves(ax, chosen, across, what)
+        if what == "held_bits":
             last = [run["curve"][-1][what] for found in chosen.values() for run in found]
             ax.set_ylim(min(last) - 0.03, max(last) + 0.4)
-    axes[0].set_ylabel("right beyond the window" if recalls else "held-out bits per byte")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="outside lower center")
+    drawn[0][0].set_ylabel("recall" if what == "held_accuracy" else "held-out bits per byte")
+    drawn[0][0].legend()
+    save(figure, path)
+
+
+def draw_models(runs: list[Run], path: Path) -> None:
+    """The three models of NAMES: bits over steps and over seconds, and recall of names beyond the window.
+
+    Raises:
+        NothingToDrawError: one of these was not trained.
+    """
+    panels = (
+        (
+            "8k tokens, equal steps",
+            {"task": "text", "length": 8192, "steps": 2000, "seconds": 0.0},
+            "step",
+            "held_bits",
+            (0.75, 1.6),
+        ),
+        ("32k tokens, equal time", {"task": "text", "length": 32768, "seconds": 50.0}, "seconds", "held_bits", (0.75, 3)),
+        ("recall of 16 names", {"task": "mqar", "length": 2048, "pairs": 16, "steps": 2500}, "step", "held_accuracy", (0, 1.02)),
+    )
+    figure, axes = pyplot().subplots(1, 3, figsize=(9, 3), layout="constrained")
+    for ax, (title, settings, across, what, limits) in zip(axes, panels, strict=True):
+        kept = [run for run in runs if run["complete"] and settings.items() <= run["settings"].items()]
+        of_seed = {(run["name"], run["settings"]["seed"]): run for run in kept}
+        chosen = {name: [run for (named, _), run in of_seed.items() if named == name] for name in NAMES}
+        if not all(chosen.values()):
+            pyplot().close(figure)
+            raise NothingToDrawError
+        draw_curves(ax, chosen, across, what)
+        ax.set_title(title)
+        ax.set_ylim(*limits)
+        ax.set_ylabel("recall" if what == "held_accuracy" else "held-out bits per byte")
+    axes[0].legend()
     save(figure, path)
 
 
@@ -426,10 +332,7 @@ PLOTS: dict[str, Callable[[list[Result], Path], None]] = {
     "speed_over_length": draw_speed_over_length,
     "time_over_length": draw_time_over_length,
     "density": draw_density,
-    "memory": draw_memory,
     "decode_over_context": draw_decode_over_context,
-    "roofline": draw_roofline,
-    "beside_dense": draw_beside_dense,
 }
 
 
@@ -438,9 +341,10 @@ def draw_all(results: list[Result], runs: list[Run], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     draws: dict[str, Callable[[Path], None]] = {name: functools.partial(draw, results) for name, draw in PLOTS.items()}
+    draws["models"] = functools.partial(draw_models, runs)
     for task in dict.fromkeys(run["settings"]["task"] for run in runs):
         draws[f"learning_{task}"] = functools.partial(draw_learning, runs, task)
-    with importlib.import_module("matplotlib").rc_context(STYLE):
+    with importlib.import_module("matplotlib").rc_context(RC):
         for name, draw in draws.items():
             try:
                 draw(folder / f"{name}.svg")

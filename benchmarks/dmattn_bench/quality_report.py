@@ -49,7 +49,7 @@ def described(s: dict[str, Any]) -> str:
         words = [{"dense": "dense", "sliding": "sliding window", "streaming": "sinks and sliding window"}[s["mask"]]]
     else:
         taught = s["bias"] == "none"
-        words = ["scores that are taught" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
+        words = ["taught scores" if taught else f"{'Doge' if s['score'] == 'exp' else 'linear'} scores added to logits"]
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
     words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
@@ -61,11 +61,11 @@ def described(s: dict[str, Any]) -> str:
     words += [] if share == 1 else ["no rotation" if share == 0 else f"{share:.0%} rotated"]
     words += ["dense at first"] if s["dense_until"] else []
     words += ["a falling window"] if s["anneal_until"] else []
-    words += ["queries that explore"] if s["explore"] else []
-    words += [f"{s['teach_rows']} queries teach"] if s["teach"] and s["teach_rows"] != 64 else []
-    words += ["half of those that teach are among the last"] if s.get("teach_last") else []
-    words += ["the others in the second half"] if s.get("teach_from") else []
-    words += ["sharp queries teach more"] if s.get("teach_peak") else []
+    words += ["exploring queries"] if s["explore"] else []
+    words += [f"{s['teach_rows']} teaching queries"] if s["teach"] and s["teach_rows"] != 64 else []
+    words += ["half of them late"] if s.get("teach_last") else []
+    words += ["the rest in the second half"] if s.get("teach_from") else []
+    words += ["sharp queries weighted more"] if s.get("teach_peak") else []
     words += ["noise"] if s["noise"] else []
     words += ["scores that look ahead"] if s["lookahead"] else []
     return ", ".join(words)

@@ -205,7 +205,7 @@ def rewritten(text: str, results: Path) -> str:
     def fill(found: re.Match[str]) -> str:
         return f"<!-- bench:{found[1]} -->\n{table_of(found[1], results)}\n<!-- /bench:{found[1]} -->"
 
-    return cited.rewritten(re.sub(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", fill, text, flags=re.DOTALL), results)
+    return cited.rewritten(cited.TABLE.sub(fill, text), results)
 
 
 def table_of(name: str, results: Path) -> str:

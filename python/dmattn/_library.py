@@ -24,7 +24,7 @@ def library_path() -> str:
     ``torch.ops.load_library``, C++ by ``dlopen``. ``python -m dmattn library`` prints the path.
 
     Raises:
-        ImportError: the library was not built or not installed beside the package.
+        ImportError: the library was not built or not installed with the package.
     """
     candidates = [Path(__file__).parent / LIBRARY_NAME]
     module = importlib.util.find_spec(f"{__package__}._C")  # an editable install keeps binaries elsewhere: beside the module

@@ -134,7 +134,7 @@ class Attention(torch.autograd.Function):
 class AttentionGradients(torch.autograd.Function):
     """All arguments of the op ``backward`` -> its five gradients; differentiable like :class:`Attention`.
 
-    ``out``, ``lse`` and ``lse_rest`` are results of the other arguments, not variables beside them: their derivatives are in those of the
+    ``out``, ``lse`` and ``lse_rest`` are results of the other arguments, not variables of their own: their derivatives are in those of the
     others, and they themselves get none.
     """
 

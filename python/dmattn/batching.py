@@ -140,6 +140,11 @@ def pack_bits(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], mas
     return bits.unflatten(0, (size, slots)), 0
 
 
+def list_keys(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+    """indices, lengths, page_table, sizes -> keys, counts."""
+    return one_by_one(call, info.batch_size, in_dims, inputs), (0, 0)
+
+
 def decode(call: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
     """query, key, value, lengths, page_table, key_bias, sinks, options -> out, lse. Pools of pages or sinks that are vmapped over: a loop."""
     size, batch = info.batch_size, batch_of(inputs[0], in_dims[0])
@@ -172,6 +177,7 @@ for _name, _rule in (
     ("pack_tiles", pack_tiles),
     ("pack_bits", pack_bits),
     ("index_top_k", index_top_k),
+    ("list_keys", list_keys),
     ("decode", decode),
 ):
     torch.library.register_vmap(f"dmattn::{_name}", partial(_rule, getattr(torch.ops.dmattn, _name)), lib=rules())

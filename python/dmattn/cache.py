@@ -21,7 +21,7 @@ PaddingSide = Literal["left", "right"]
 
 
 class CacheCall(NamedTuple):
-    """What a call of ``attend`` is given beside query, key and value; tensors have as many key heads as key and value."""
+    """What a call of ``attend`` is given in addition to query, key and value; tensors have as many key heads as key and value."""
 
     scores: Tensor | None  # [B, Hkv, T], recency included
     added: AddedToLogits
@@ -58,7 +58,7 @@ class BoundedCache(nn.Module):
         local: number of latest keys that are visible whatever their scores.
         sink_keys: number of first keys that are.
         rewind: number of latest tokens that :meth:`rewind` can take back.
-        dtype: of keys and values; default torch's. Scores are float32 (float64 beside float64).
+        dtype: of keys and values; default torch's. Scores are float32 (float64 for float64).
         device: of all tensors.
 
     Attributes:
@@ -173,7 +173,7 @@ class BoundedCache(nn.Module):
             query: [B, H, T, D], T >= 1, H % Hkv == 0.
             key: [B, Hkv, T, D].
             value: [B, Hkv, T, Dv].
-            scores: [B, Hkv, T]; float32, bfloat16 or float16, beside float64 keys also float64. They select and are added to the logits. None
+            scores: [B, Hkv, T]; float32, bfloat16 or float16, for float64 keys also float64. They select and are added to the logits. None
                 is for ``window=0`` only, and stands for zeros.
             scale: factor of the products, default D ** -0.5.
             softcap: if > 0, products become ``softcap * tanh(s / softcap)``.
@@ -209,8 +209,8 @@ class BoundedCache(nn.Module):
         """Takes the last n tokens of each sequence back, as if they had never come: for speculative decoding.
 
         Args:
-            n: 0 <= n <= ``kept``: at most ``self.sizes.rewind``, at most the sequence's length, and less by what was taken back since the last
-                tokens came. An int for all sequences, or int32 [B] on the cache's device.
+            n: 0 <= n <= ``kept``: at most ``self.sizes.rewind``, at most the sequence's length, less what was taken back since the last
+                tokens. An int for all sequences, or int32 [B] on the cache's device.
 
         Raises:
             TypeError: n is neither.
@@ -291,7 +291,7 @@ class BoundedCache(nn.Module):
         self, query: Tensor, scores: Tensor | None, slopes: Tensor | None, lengths: Tensor | None, padding_side: PaddingSide,
         select_only: bool, scale: float | None, softcap: float,
     ) -> CacheCall:  # fmt: skip
-        """Checks what a call of :meth:`attend` is given beside query, key and value, and adds recency to the scores."""
+        """Checks what a call of :meth:`attend` is given in addition to query, key and value, and adds recency to the scores."""
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
         check_side(padding_side)

@@ -40,7 +40,7 @@ class CacheState(NamedTuple):
 
 
 class AddedToLogits(NamedTuple):
-    """What a key's logits get beside the product."""
+    """What a key's logits get in addition to the product."""
 
     scores: bool  # its score, in which recency is included
     slopes: Tensor | None  # [Hkv]; without the score recency alone: slopes[h] * position

@@ -59,7 +59,7 @@ def options_of(
     is_in_order: bool = False,
     most_keys: int = 0,
 ) -> Options:
-    """Checks the options of a public function, and puts hints beside them. A seed is checked even where it has no effect, and then left
+    """Checks the options of a public function, and adds hints. A seed is checked even where it has no effect, and then left
     out."""
     scale = sizes.head_dim**-0.5 if scale is None else checks.scale(scale)
     if type(softcap) is not float or softcap != 0.0:
@@ -81,7 +81,7 @@ def options_of(
 
 
 def with_mask(options: Options, mask: object) -> Options:
-    """Options with what an index mask, or one in an intersection, says beside its tensors."""
+    """Options with what an index mask, or one in an intersection, says in addition to its tensors."""
     index = mask.index if isinstance(mask, CombinedMask) else mask
     if not isinstance(index, IndexMask):
         return options

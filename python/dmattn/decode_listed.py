@@ -1,4 +1,4 @@
-"""Decoding with an index mask: the listed rows of a cache are gathered, and the op ``decode`` attends to them."""
+"""Decoding with an index mask: one op finds the keys that each query sees, and ``decode`` reads them as pages of one key."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dmattn.masks import IndexMask
 from dmattn.masks.heads import repeat_heads, with_rank
 from dmattn.sinks import with_sinks
 from dmattn.sizes import Sizes
+
+MAX_ROWS = 1 << 31
 
 
 class Cache(NamedTuple):
@@ -33,9 +35,13 @@ def decode_listed(
     """
     if sharding.any_sharded((query, *cache, mask.indices, key_bias)):
         sharding.refuse("decode_attention(mask=)")
-    if 0 in (sizes.batch, sizes.heads, sizes.key_length, cache.key.shape[0]):  # no rows to gather from
+    if 0 in (sizes.batch, sizes.heads, sizes.key_length, cache.key.shape[0]):  # no rows to read
         return ops.decode(query, *cache, key_bias, sinks, True, scale, softcap)
-    keys, counts = listed_keys(mask, cache, sizes)
+    pages, page_size = (0, 0) if cache.page_table is None else cache.key.shape[:2]
+    keys, counts = ops.list_keys(
+        with_rank(mask.indices, 4), cache.lengths, cache.page_table, pages, page_size, sizes.key_length, mask.block_size, mask.local,
+        mask.sink_keys,
+    )  # fmt: skip
     heads = sizes.heads if keys.shape[1] not in (1, sizes.kv_heads) else sizes.kv_heads
     keys, counts = (given.expand(-1, heads, *given.shape[2:]) for given in (keys, counts))
     group = sizes.heads // heads
@@ -45,62 +51,62 @@ def decode_listed(
         sequences: Tensor = given.unflatten(1, (heads, group)).transpose(2, 3).flatten(0, 2)
         return sequences
 
-    rows = Rows(keys, cache.page_table, sizes.kv_heads)
-    bias = None if key_bias is None else as_sequences(rows.bias(key_bias, sizes))
+    key, value, rows = _as_rows(cache, keys, sizes.kv_heads)
+    bias = None if key_bias is None else as_sequences(_bias_of(keys, key_bias, sizes))
     out, lse = ops.decode(
-        as_sequences(query)[:, :, None], rows.gathered(cache.key), rows.gathered(cache.value), counts.flatten().int(), None, bias, None,
-        True, scale, softcap,
-    )  # fmt: skip
+        as_sequences(query)[:, :, None], key, value, counts.flatten(), rows.flatten(0, 2), bias, None, True, scale, softcap
+    )
     shape = (sizes.batch, heads, sizes.query_length, group)
     lse = lse.view(shape).transpose(2, 3).flatten(1, 2)
     placed = empty_in_order_of(query, out.shape[3]).copy_(out.view(*shape, -1).transpose(2, 3).flatten(1, 2))
     return (placed if sinks is None else with_sinks(placed, lse, sinks, sizes)), lse
 
 
-def listed_keys(mask: IndexMask, cache: Cache, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """The keys that each query sees, int64 [B, H|Hkv|1, T, M], ascending and each once, Smax behind them; and how many, [B, H|Hkv|1, T]."""
-    capacity, device = sizes.key_length, cache.key.device
-    length = cache.lengths.long().clamp(0, capacity)
-    if cache.page_table is not None:  # a page that is none empties its sequence
-        page_size = cache.key.shape[1]
-        in_use = torch.arange(cache.page_table.shape[1], device=device) * page_size < length[:, None]
-        is_none = (cache.page_table < 0) | (cache.page_table >= cache.key.shape[0])
-        length = torch.where((in_use & is_none).any(1), 0, length)
-    position = length.view(-1, 1, 1, 1) + torch.arange(-sizes.query_length, 0, device=device)[:, None]
-    lists = with_rank(mask.keys(), 4)
-    recent, first = (torch.arange(count, device=device) for count in (mask.local, mask.sink_keys))
-    whole = (sizes.batch, lists.shape[1], sizes.query_length, -1)
-    keys = torch.cat([given.expand(whole) for given in (lists, position - recent, first.view(1, 1, 1, -1))], dim=3)
-    keys = torch.where((keys >= 0) & (keys <= position), keys, capacity).sort(dim=3).values
-    again = torch.zeros_like(keys, dtype=torch.bool)
-    again[..., 1:] = keys[..., 1:] == keys[..., :-1]
-    keys = torch.where(again, capacity, keys).sort(dim=3).values[..., :capacity]
-    return keys, (keys < capacity).sum(3)
+def _as_rows(cache: Cache, keys: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Both caches as pages of one key, [rows, 1, 1, D or Dv], and which row is each key's, int32 like keys [B, heads, T, M]."""
+    device, (batch, heads) = keys.device, keys.shape[:2]
+    head = (torch.arange(heads, device=device) * kv_heads // heads).view(-1, 1, 1)
+    sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    key, value, steps = cache.key, cache.value, _row_steps(cache.key)
+    if steps is None or steps != _row_steps(value):
+        key, value = key.contiguous(), value.contiguous()
+        steps = (key.shape[1] * key.shape[2], key.shape[2], 1)
+    count = 1 + (key.shape[0] - 1) * steps[0] + (key.shape[1] - 1) * steps[1] + (key.shape[2] - 1) * steps[2]
+    if count >= MAX_ROWS:
+        raise ValueError(f"key_cache: expected fewer than 2^31 rows beside a mask, got {count}")
+    if cache.page_table is None:
+        rows = sequence * steps[0] + head * steps[1] + keys * steps[2]
+    else:
+        size = key.shape[1]
+        inside = keys.clamp(min=0)
+        page = cache.page_table[sequence, inside // size].clamp(0, key.shape[0] - 1)
+        rows = page * steps[0] + inside % size * steps[1] + head * steps[2]
+    return _with_rows(key, count), _with_rows(value, count), rows.int()
 
 
-class Rows(NamedTuple):
-    """Which rows of a cache are gathered."""
+def _with_rows(cache: Tensor, count: int) -> Tensor:
+    return cache.as_strided((count, 1, 1, cache.shape[3]), (_unit(cache), 0, 0, cache.stride(3)))
 
-    keys: Tensor  # int64 [B, heads, T, M], Smax for none
-    page_table: Tensor | None
-    kv_heads: int
 
-    def gathered(self, cache: Tensor) -> Tensor:
-        """[B * heads * T, 1, M, D or Dv]."""
-        device, (batch, heads) = self.keys.device, self.keys.shape[:2]
-        sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-        head = (torch.arange(heads, device=device) * self.kv_heads // heads).view(-1, 1, 1)
-        if self.page_table is None:
-            rows = cache[sequence, head, self.keys.clamp(max=cache.shape[2] - 1)]
-        else:
-            size = cache.shape[1]
-            key = self.keys.clamp(max=self.page_table.shape[1] * size - 1)
-            page = self.page_table[sequence, key // size].long().clamp(0, cache.shape[0] - 1)
-            rows = cache[page, key % size, head]
-        return rows.flatten(0, 2)[:, None]
+def _unit(cache: Tensor) -> int:
+    """The elements from one row to the next."""
+    unit = -1
+    for size, step in zip(cache.shape[:3], cache.stride()[:3], strict=True):
+        unit = step if size > 1 and (unit < 0 or step < unit) else unit
+    return cache.shape[3] if unit < 0 else unit
 
-    def bias(self, key_bias: Tensor, sizes: Sizes) -> Tensor:
-        """key_bias [B|1, H|Hkv|1, Smax] of these rows: [B, H, T, M]."""
-        whole = repeat_heads(key_bias, sizes.heads).expand(sizes.batch, sizes.heads, -1)
-        keys = repeat_heads(self.keys, sizes.heads).expand(-1, sizes.heads, -1, -1).clamp(max=sizes.key_length - 1)
-        return whole[:, :, None].expand(-1, -1, keys.shape[2], -1).gather(3, keys)
+
+def _row_steps(cache: Tensor) -> tuple[int, int, int] | None:
+    """How many rows apart neighbours along each of the first three dimensions are; None where that is no number of rows."""
+    unit = _unit(cache)
+    first, second, third = cache.stride()[:3]
+    if unit < cache.shape[3] or first % unit or second % unit or third % unit:
+        return None
+    return first // unit, second // unit, third // unit
+
+
+def _bias_of(keys: Tensor, key_bias: Tensor, sizes: Sizes) -> Tensor:
+    """key_bias [B|1, H|Hkv|1, Smax] of listed keys: [B, H, T, M]."""
+    whole = repeat_heads(key_bias, sizes.heads).expand(sizes.batch, sizes.heads, -1)
+    keys = repeat_heads(keys, sizes.heads).expand(-1, sizes.heads, -1, -1).clamp(min=0).long()
+    return whole[:, :, None].expand(-1, -1, keys.shape[2], -1).gather(3, keys)

@@ -119,6 +119,16 @@ def index_top_k(
 
 
 @fake
+def list_keys(
+    indices: Tensor, lengths: Tensor, capacity: int, index_block: int, index_local: int, index_sinks: int, **_: object
+) -> tuple[Tensor, Tensor]:
+    beside = torch.sym_min(index_local, capacity) + torch.sym_min(index_sinks, capacity)
+    lists = (lengths.shape[0], *indices.shape[1:3])
+    most = torch.sym_min(indices.shape[3] * index_block + beside, capacity)
+    return indices.new_empty((*lists, most)), indices.new_empty(lists)
+
+
+@fake
 def decode(query: Tensor, value: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     return empty_in_order_of(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
 

@@ -138,7 +138,7 @@ def _counted(op: str, formula: Callable[..., int], *inputs: Any, **_: Any) -> in
 
 
 class _Registering(importlib.abc.MetaPathFinder):
-    """Registers the formulas once somebody imports torch's counter, which is slow to import beside triton."""
+    """Registers the formulas once somebody imports torch's counter, which is slow to import with triton."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != COUNTER:

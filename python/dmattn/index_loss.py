@@ -77,7 +77,7 @@ def index_loss(
         [], float32 (float64 for float64 tensors): mean over batch, groups and queries, in nats. Queries without keys that compete count 0.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype, shape, size or device; rows beside mask; a DTensor.
+        TypeError, ValueError: a wrong type, dtype, shape, size or device; rows with mask; a DTensor.
         RuntimeError: when it is differentiated again.
     """
     if any_sharded((index_query, index_key, weights, query, key)):

@@ -59,6 +59,16 @@ def index_top_k(*inputs: Any) -> tuple[Tensor, Tensor]:
     return indices, scores
 
 
+def list_keys(*inputs: object) -> tuple[Tensor, Tensor]:
+    """``torch.ops.dmattn.list_keys``, likewise, of integers."""
+    if _watched(inputs):
+        keys, counts = torch.ops.dmattn.list_keys(*inputs)
+        return keys, counts
+    with torch._C._AutoDispatchBelowAutograd():
+        keys, counts = torch.ops.dmattn.list_keys(*inputs)
+    return keys, counts
+
+
 def decode(*inputs: object) -> tuple[Tensor, Tensor]:
     """``torch.ops.dmattn.decode``, likewise; decoding has no derivative."""
     if _watched(inputs):

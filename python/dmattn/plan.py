@@ -201,7 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--softcap", type=float, default=0.0)
     add("--dropout", type=float, default=0.0)
     add("--deterministic", action="store_true")
-    add("--decode", action="store_true", help="generation: --queries new tokens (1) beside a cache of --length keys")
+    add("--decode", action="store_true", help="generation: --queries new tokens (1) after a cache of --length keys")
     add("--family", choices=("auto", "sm80", "sm90"), default="auto", help="what DMATTN_FAMILY says")
     add("--device", choices=tuple(DEVICES), default="sm90")
 

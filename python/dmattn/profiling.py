@@ -20,7 +20,18 @@ Call = Callable[..., Any]
 VARIABLES = ("DMATTN_LOG", "DMATTN_NVTX")
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # The functions of ops.py, and the op that each calls.
-SAME = ("select", "forward", "index_top_k", "decode", "cache_update", "cache_step", "cache_join", "cache_extend", "cache_rewind")
+SAME = (
+    "select",
+    "forward",
+    "index_top_k",
+    "list_keys",
+    "decode",
+    "cache_update",
+    "cache_step",
+    "cache_join",
+    "cache_extend",
+    "cache_rewind",
+)
 MARKED = {name: name for name in SAME} | {"decode_if_plain": "decode"}
 
 

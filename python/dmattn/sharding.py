@@ -2,7 +2,7 @@
 
 Batches and groups of heads do not touch each other, so the op on a rank's own part needs no other rank. Here a call's tensors are brought
 to one layout, the ops run on local tensors, and torch's DTensor carries gradients back: that of an operand which several parts share, a bias
-of all heads for example, is the sum of theirs. A plain tensor beside DTensors is taken to be the same on all ranks.
+of all heads for example, is the sum of theirs. A plain tensor next to DTensors is taken to be the same on all ranks.
 
 This module never imports torch.distributed.tensor: whoever made the DTensor has imported it.
 """

@@ -45,7 +45,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, sizes: Sizes) -> Tensor:
 
 
 def share_of_keys(lse: Tensor, column: Tensor) -> Tensor:
-    """Of a query's weights, what the keys keep beside the sinks [heads, 1]."""
+    """Of a query's weights, what the keys keep with the sinks [heads, 1]."""
     return torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min) - column)
 
 

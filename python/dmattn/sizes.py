@@ -1,4 +1,4 @@
-"""The sizes of one attention call, checked once, and the shapes that masks and biases take beside them."""
+"""The sizes of one attention call, checked once, and the shapes of its masks and biases."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def _by_intervals(
 def by_elements(
     masks: Masks, is_causal: bool, lists: tuple[int, int, int], queries: int, keys: int, tile: tuple[int, int], *, of_tiles: bool
 ) -> tuple[Any, ...]:
-    """The same for block masks and lists, alone or beside others: every element is looked at, a few rows of tiles at a time.
+    """The same for block masks and lists, alone or with others: every element is looked at, a few rows of tiles at a time.
 
     of_tiles: whether whole tiles are computed, not the live keys of a row of tiles.
     """

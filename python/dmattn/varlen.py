@@ -153,7 +153,7 @@ class Packed(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What :func:`varlen_attention` is told beside the tensors of the documents."""
+    """What :func:`varlen_attention` is told in addition to the tensors of the documents."""
 
     is_causal: bool
     mask: IntervalMask | None

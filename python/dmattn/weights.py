@@ -36,7 +36,7 @@ def attention_weights(
 ) -> Tensor:
     """The softmax weights behind the output of :func:`attention`, before dropout, for some heads and queries.
 
-    :func:`attention` never holds these weights. This function computes them anew, in plain torch operations and with memory for every pair of
+    :func:`attention` never holds these weights. This function computes them again, in plain torch operations and with memory for every pair of
     a chosen query and a key: choose few. It is differentiable.
 
     Args:
@@ -74,6 +74,8 @@ def attention_weights(
     visible = pairs_seen(seen, options.is_causal, options.lists(), row, (0, sizes.key_length), shift, len(head))
     if visible is None:
         visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
+    if visible.dim() == 2:  # causality alone says the same of all heads
+        visible = visible[None, None]
 
     # Compute their logits. A key that none of them sees may hold anything.
     dtype = accumulate_dtype(query.dtype)

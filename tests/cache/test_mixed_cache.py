@@ -64,6 +64,14 @@ def test_refused_tokens_leave_no_trace():
     assert_same_state(cache.selecting, made(history).selecting)
 
 
+def test_tokens_that_only_the_streaming_cache_has_no_room_for_leave_no_trace():
+    cache = MixedCache(BoundedCache(1, 1, 0, 8, local=2**20 - 4), BoundedCache(1, 1, 3, 8, local=2))
+    tokens = [torch.zeros(1, 2, 9, *size) for size in ((8,), (8,), (8,), ())]
+    with pytest.raises(ValueError, match="query: expected 1 to 4 tokens a call, got T=9"):
+        cache.attend(*tokens)
+    assert cache.selecting.length.tolist() == cache.streaming.length.tolist() == [0]
+
+
 def test_both_caches_reset_the_rows_of_an_iterator_and_say_what_can_be_taken_back():
     history = History(6, torch.float32, "cpu", H=6, Hkv=3)
     cache = made(history)

@@ -242,3 +242,24 @@ def test_bad_input(name):
     call, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+ELSEWHERE = {
+    flash_attn.flash_attn_func: {"k": K, "alibi_slopes": torch.zeros(4)},
+    flash_attn.flash_attn_varlen_func: {"cu_seqlens_q": ENDS_Q, "cu_seqlens_k": ENDS_K},
+    flash_attn.flash_attn_with_kvcache: {
+        name: torch.zeros(2, dtype=torch.int32) for name in ("cache_seqlens", "cache_batch_idx")
+    },
+    flash_attn.unpad_input: {"attention_mask": torch.ones(2, 5, dtype=torch.int64)},
+    flash_attn.index_first_axis: {"indices": torch.arange(10)},
+    flash_dmattn.flash_dmattn_func: {"attn_mask": torch.ones(2, 1, 5, 6, dtype=torch.bool), "attn_bias": torch.zeros(2, 4, 5, 6)},
+    flash_dmattn.create_mask: {"attention_mask": torch.ones(2, 1, 5, 6, dtype=torch.bool)},
+    block_sparse_attn.block_sparse_attn_func: {"head_mask_type": KINDS, "streaming_info": INFO, "base_blockmask": TABLES},
+    flashmask.flashmask_attention: {"startend_row_indices": ROWS, "block_mask": torch.ones(2, 1, 1, 1, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize(("function", "name"), [(function, name) for function, given in ELSEWHERE.items() for name in given])
+def test_a_tensor_on_another_device(function, name):
+    with pytest.raises(ValueError, match=f"{name}: expected device cpu like"):
+        function(**ARGUMENTS[function] | {name: ELSEWHERE[function][name].to("meta")})

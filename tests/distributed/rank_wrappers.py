@@ -6,6 +6,7 @@ Every rank also runs the whole model on the whole batch, and compares.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -25,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from watched import Watched
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 4, 24, 4
 KEPT = [torch.ops.dmattn.forward.default, torch.ops.dmattn.select.default]  # not computed again
@@ -145,19 +146,6 @@ def replicated(group: dist.ProcessGroup) -> None:
         compare(gradients_of(wrapped), gradients)
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of each op of dmattn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[str, int] = {}
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "dmattn":
-            self.counts[op.name()] = self.counts.get(op.name(), 0) + 1
-        return op(*args, **(kwargs or {}))
-
-
 class Checkpointed(nn.Module):
     """A block that is computed again in backward, but for the ops in ``KEPT``."""
 
@@ -190,7 +178,7 @@ def fully_sharded(group: dist.ProcessGroup, compiled: bool) -> None:
                 block.compile(fullgraph=True, backend="aot_eager")
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
-        calls = Calls()
+        calls = Watched()
         if compiled:  # graphs hide their ops from modes
             got = sharded(mine(batch, group))
             loss_of(got).backward()
@@ -199,7 +187,7 @@ def fully_sharded(group: dist.ProcessGroup, compiled: bool) -> None:
                 got = sharded(mine(batch, group))
                 loss_of(got).backward()
             again = 4 if kept == [] else 2
-            assert calls.counts == {"dmattn::forward": again, "dmattn::select": again, "dmattn::backward": 2}, calls.counts
+            assert Counter(calls.names) == {"forward": again, "select": again, "backward": 2}, calls.names
         same(got, mine(out, group))
         compare({name.replace("block.", ""): grad for name, grad in gradients_of(sharded).items()}, gradients)
 

@@ -91,8 +91,9 @@ def test_a_build_without_cuda_refuses_to_be_activated(monkeypatch):
     assert registry.current_flash_attention_impl() is None
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's own kernels are there before")
 def test_activating_and_restoring(monkeypatch):
+    if DEVICE != "cpu":
+        pytest.skip("a GPU's own kernels are there before")
     monkeypatch.setattr(torch_flash, "build_info", lambda: {"cuda": "13.0"})
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for _ in range(2):
@@ -184,6 +185,24 @@ def test_dropout_takes_its_seed_to_the_backward_pass(activated):
     again = aten._scaled_dot_product_flash_attention(*given, 0.25, True)[0]
     assert torch.equal(out, again)
     assert not torch.equal(out, aten._scaled_dot_product_flash_attention(*given, 0.25, True)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_compiled(activated, is_transposed):
+    """Inductor trusts the shapes and strides that torch's meta functions have for these ops."""
+
+    def twice(query, key, value):
+        return 2 * aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+
+    shapes = ((2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16))
+    given = inputs(*shapes, dtype=torch.float32)
+    if is_transposed:
+        given = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in given]
+    out, expected = torch.compile(twice)(*given), twice(*given)
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+    same_gradients(out, expected, given)
 
 
 # Packed sequences ------------------------------------------------------------------------------------------------------------------------
@@ -368,7 +387,7 @@ def results(function, given):
     given = [x.detach().requires_grad_() for x in given]
     out = function(*given)
     torch.manual_seed(3)
-    weights = torch.randn_like(out, dtype=torch.float32).to(out.dtype)
+    weights = torch.randn_like(out, dtype=torch.bfloat16).to(out.dtype)  # the same numbers in every dtype
     return [out, *torch.autograd.grad(out, given, weights)]
 
 

@@ -12,7 +12,7 @@ from dmattn.integrations.transformers import enable_dynamic_mask_attention
 from dmattn.integrations.transformers.doge import DynamicMaskDogeAttention
 from tiny_models import SIZES, distinct, padded
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import Watched
 
 
 def doge(**options) -> torch.nn.Module:
@@ -121,26 +121,13 @@ def test_packed_sequences(ours, use_cache):
         assert_close(ours(input_ids=tokens, position_ids=positions, use_cache=use_cache, **packed).logits, expected)
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that an op makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // max(1, tensor.element_size()))
-        return made
-
-
 def test_no_tensor_is_as_large_as_a_mask(eager, ours):
     tokens, length = distinct(1, 240).repeat(1, 4), 960
     sizes = {}
     for name, model in (("eager", eager), ("ours", ours)):
-        with Largest() as largest:
+        with Watched() as largest:
             model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.sum().backward()
-        sizes[name] = largest.elements
+        sizes[name] = largest.largest
     assert sizes["ours"] < length * length <= sizes["eager"]
 
 

@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # What each needs beside torch.
 EXAMPLES_OF = {
     "per_sample_gradients": None, "with_accelerate": "accelerate", "with_lightning": "pytorch_lightning", "with_peft": "peft",
-    "with_x_transformers": "x_transformers",
+    "with_torchtitan": "torchtitan", "with_x_transformers": "x_transformers",
 }  # fmt: skip
 
 

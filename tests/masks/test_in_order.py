@@ -7,13 +7,15 @@ import pytest
 import torch
 from cuda_inputs import assert_same_results
 from dmattn import BlockMask, IntervalMask, ops
+from dmattn._library import arguments_of
 from dmattn.testing import AttentionCase, assert_matches_reference, strategies
 from dmattn_bench.two_ways import assert_same_lse_by_another_way
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import Watched
 
 tensor = strategies.random_tensor
 ENDS = torch.tensor([0, 5, 5, 6, 24], dtype=torch.int32)
-PLACE = {"dmattn::forward": 19, "dmattn::backward": 26}  # of the hint among an op's arguments
+OPS = ("forward", "backward")
+PLACES = {op: list(arguments_of(op)).index("is_in_order") for op in OPS}
 
 
 def tokens(heads=2, device="cpu", dtype=torch.float32):
@@ -53,22 +55,6 @@ CALLS = {
 }
 
 
-class Hints(TorchDispatchMode):
-    """Notes the hint of each op as its kernel gets it."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name in PLACE:
-            assert func._schema.arguments[PLACE[name]].name == "is_in_order"
-            assert not kwargs
-            self.seen[name] = len(args) > PLACE[name] and args[PLACE[name]]
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("call", "hint"), CALLS.values(), ids=CALLS)
 def test_which_calls_give_it(monkeypatch, call, hint):
     """To forward and to backward, on the short way and on the dispatcher's."""
@@ -76,10 +62,10 @@ def test_which_calls_give_it(monkeypatch, call, hint):
     monkeypatch.setattr(ops, "forward", lambda *inputs: given.append(inputs) or forward(*inputs))
     leaves = tokens()
     expected = torch.autograd.grad(call(*leaves).sum(), leaves)
-    assert [inputs[PLACE["dmattn::forward"]] for inputs in given] == [hint]
-    with Hints() as hints:
+    assert [inputs[PLACES["forward"]] for inputs in given] == [hint]
+    with Watched() as hints:
         result = torch.autograd.grad(call(*leaves).sum(), leaves)
-    assert hints.seen == dict.fromkeys(PLACE, hint)
+    assert [(name, given["is_in_order"]) for name, given in hints.calls if name in OPS] == [("forward", hint), ("backward", hint)]
     assert all(map(torch.equal, result, expected))
 
 
@@ -88,16 +74,16 @@ def test_backward_gets_it_on_the_short_way(monkeypatch):
     out = packed()(*leaves)
     monkeypatch.setattr(dmattn.autograd, "_gradients", lambda inputs: given.append(inputs) or gradients(inputs))
     out.sum().backward()
-    assert [inputs[PLACE["dmattn::backward"]] for inputs in given] == [True]
+    assert [inputs[PLACES["backward"]] for inputs in given] == [True]
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, lambda call: torch.func.grad(lambda *given: call(*given).sum())])
 def test_transforms_keep_it(transform):
     call = masked(DOCUMENTS)
     leaves = [torch.stack([given.detach()] * 2) for given in tokens()]
-    with Hints() as hints:
+    with Watched() as hints:
         transform(call)(*(leaves if transform is torch.func.vmap else [given[0] for given in leaves]))
-    assert set(hints.seen.values()) == {True}
+    assert {given["is_in_order"] for name, given in hints.calls if name in OPS} == {True}
 
 
 @pytest.mark.parametrize(("call", "hint"), [CALLS[name] for name in ("a pack", "documents", "a pack that selects")])
@@ -107,7 +93,8 @@ def test_compiled_and_exported_programs_keep_it(call, hint):
             return call(q, k, v)
 
     def hints_of(graph):
-        return [len(node.args) > 19 and node.args[19] for node in graph.nodes if "dmattn.forward" in str(node.target)]
+        place, nodes = PLACES["forward"], (node for node in graph.nodes if "dmattn.forward" in str(node.target))
+        return [len(node.args) > place and node.args[place] for node in nodes]
 
     torch._dynamo.reset()
     graphs, leaves = [], [given.detach() for given in tokens()]

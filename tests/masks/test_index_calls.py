@@ -24,7 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 ops = torch.ops.dmattn
 tensor = strategies.random_tensor
@@ -325,19 +324,3 @@ def test_checkpointed_and_under_autocast(device):
     assert all(map(torch.equal, expected, again))
     with torch.autocast(device, torch.bfloat16):
         assert torch.equal(masked(*(leaf.float() for leaf in leaves), indices), masked(*leaves, indices))
-
-
-@pytest.mark.parametrize("sinks", [0, 3])
-def test_flops_are_of_visible_pairs(device, dtype, sinks):
-    # The dispatcher leaves out last numbers that are defaults.
-    mask = IndexMask(lists(1, 2, 40, 5, device=device), 2, is_causal=True, sink_keys=sinks)
-    case = case_of(device, dtype, mask, B=1)
-    leaves = [leaf.requires_grad_() for leaf in (case.query, case.key, case.value)]
-    pairs = dmattn.visible_pairs(mask, 40, 50, heads=4)
-    assert pairs == int(per_query_head(case.seen(), 4).sum())
-    with FlopCounterMode(display=False) as counter:
-        out = dmattn.attention(*leaves, mask)
-    assert counter.get_total_flops() == 2 * pairs * (16 + 24)
-    with FlopCounterMode(display=False) as counter:
-        out.sum().backward()
-    assert counter.get_total_flops() == 5 * pairs * (16 + 24)

@@ -444,6 +444,9 @@ WIDE = torch.zeros(1, dtype=torch.int32).as_strided((1, 1, 2**40), (0, 0, 0))  #
 ones = torch.ones(1, 1, 10, 12, dtype=torch.bool)
 
 
+STEP_LISTS = torch.zeros(2, 2, 1, 3, dtype=torch.int32)
+
+
 def indexed(**changed):
     """A call of the op index_top_k with some arguments changed."""
     given = {
@@ -576,6 +579,14 @@ DIRECT = {
     "index sink": (lambda: indexed(sink=-1), "sink"),
     "index key_length": (lambda: indexed(key_length=2**20 + 1), "key_length"),
     "index scale": (lambda: indexed(scale=float("nan")), "scale"),
+    "step lists rank": (lambda: ops.list_keys(STEP_LISTS[0], LENGTHS, None, 0, 0, 12, 1, 0, 0), "indices"),
+    "step lists dtype": (lambda: ops.list_keys(STEP_LISTS.long(), LENGTHS, None, 0, 0, 12, 1, 0, 0), "indices"),
+    "step lists batch": (lambda: ops.list_keys(STEP_LISTS, LENGTHS[:1].expand(3), None, 0, 0, 12, 1, 0, 0), "indices"),
+    "step lists lengths": (lambda: ops.list_keys(STEP_LISTS, LENGTHS[:, None], None, 0, 0, 12, 1, 0, 0), "lengths"),
+    "step lists table": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, torch.zeros(2, 3, dtype=torch.int32), 4, 16, 12, 1, 0, 0), "page_table"),
+    "step lists capacity": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 2**20 + 1, 1, 0, 0), "capacity"),
+    "step lists block": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 3, 0, 0), "index_block"),
+    "step lists local": (lambda: ops.list_keys(STEP_LISTS, LENGTHS, None, 0, 0, 12, 1, -1, 0), "index_local"),
     "pack rank": (lambda: ops.pack_tiles(ones[0], 10, 12, 1, 1, 32, 32), "mask"),
     "pack dtype": (lambda: ops.pack_tiles(ones.int(), 10, 12, 1, 1, 32, 32), "mask"),
     "pack lengths": (lambda: ops.pack_tiles(ones, 10, 13, 1, 1, 32, 32), "mask"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import Watched
 
 # What torch says of itself when forward mode or Inductor is first used.
 pytestmark = pytest.mark.filterwarnings(
@@ -75,9 +75,11 @@ def attend(**options):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_gradcheck_forward_mode(options, small_tiles):
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradcheck(options, fast, small_tiles):
+    """In random directions, forward mode too; slowly, of every element backward."""
     given_leaves = [x.requires_grad_() for x in leaves()]
-    assert torch.autograd.gradcheck(attend(**options), given_leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradcheck(attend(**options), given_leaves, check_forward_ad=fast, fast_mode=fast)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -402,28 +404,10 @@ def test_vmap_over_any_argument_is_a_loop_in_one_call(device, dtype, in_dims, ba
         return grad(lambda *x: sum(y.float().sum() for y in fn(*x)), ALL)(*given_leaves)
 
     for call in (fn, gradients):
-        with Counted() as counted:
+        with Watched() as counted:
             ours = vmap(call, in_dims=in_dims)(*mapped)
-        assert counted.calls == ["forward"] if call is fn else ["forward", "backward"]
+        assert counted.names == (["forward"] if call is fn else ["forward", "backward"])
         torch.testing.assert_close(ours, looped(call, in_dims, *mapped))
-
-
-class Counted(TorchDispatchMode):
-    """The names of our ops that ran, and the largest tensor any op made."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.largest = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "dmattn":
-            self.calls.append(func._opname)
-        results = func(*args, **(kwargs or {}))
-        sizes = [
-            x.untyped_storage().nbytes() // x.element_size() for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)
-        ]
-        self.largest = max([self.largest, *sizes])
-        return results
 
 
 def test_vmap_over_masks(device, dtype):
@@ -624,7 +608,7 @@ def test_no_pass_holds_all_pairs_at_once(monkeypatch):
         given_leaves = [tensor((1, 2, length, 8), number) for number in range(3)]
         call = lambda *given: dmattn.attention(*given, is_causal=True)  # noqa: E731
         live = Live()
-        with Counted() as counted, torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
+        with Watched() as counted, torch.autograd.graph.saved_tensors_hooks(live.pack, live.unpack):
             wanted = [x.clone().requires_grad_() for x in given_leaves]
             gradients = torch.autograd.grad(call(*wanted).sin().sum(), wanted, create_graph=True)
             second = torch.autograd.grad([g.sin().sum() for g in gradients], wanted, create_graph=True)

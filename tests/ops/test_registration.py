@@ -5,12 +5,13 @@ from __future__ import annotations
 import dmattn
 import pytest
 import torch
-from dmattn import BlockMask, BoundedCache, IntervalMask
+from dmattn import BlockMask, BoundedCache, IndexMask, IntervalMask
 from dmattn.testing import strategies
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+from watched import Watched
 
 # What torch says of itself when it loads an exported program, and opcheck of torch 2.14 of itself.
 pytestmark = pytest.mark.filterwarnings(
@@ -121,6 +122,15 @@ def test_opcheck_index_top_k(sizes, dtype):
         torch.library.opcheck(
             ops.index_top_k.default, (given[0], pooled, given[2], *plain, keys, 2, 4, True, True, 0, 0, 0.5, True)
         )
+
+
+@pytest.mark.parametrize("size", [(0, 0), (3, 40)])
+def test_opcheck_list_keys(size):
+    entries, capacity = size
+    lists, lengths = torch.full((1, 3, 2, entries), 5, dtype=torch.int32), torch.tensor([capacity, 0], dtype=torch.int32)
+    torch.library.opcheck(ops.list_keys.default, (lists, lengths, None, 0, 0, capacity, 4, 3, 1))
+    table = torch.zeros(2, capacity // 8, dtype=torch.int32)
+    torch.library.opcheck(ops.list_keys.default, (lists.expand(2, -1, -1, -1), lengths, table, 1, 8, capacity, 1, 0, 0))
 
 
 @pytest.mark.parametrize("block", [1, 16])
@@ -377,16 +387,6 @@ def test_export_with_a_dynamic_length_saved_and_loaded(tmp_path, module):
 # other torch features -------------------------------------------------------------------------------------------------------------------
 
 
-class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[func] = self.calls.get(func, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("saved", [True, False])
 def test_selective_checkpointing_saves_the_op(device, dtype, saved):
     def policy(ctx, op, *args, **kwargs):
@@ -394,17 +394,16 @@ def test_selective_checkpointing_saves_the_op(device, dtype, saved):
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     q, k, v = (t.requires_grad_() for t in inputs(dtype=dtype, device=device))
-    with CountCalls() as counter:
+    with Watched() as counter:
         out = checkpoint(
             lambda *given: dmattn.attention(*(t * 2 for t in given)).sin(), q, k, v, use_reentrant=False,
             context_fn=lambda: create_selective_checkpoint_contexts(policy),
         )  # fmt: skip
         out.sum().backward()
-    assert counter.calls[ops.forward.default] == (1 if saved else 2)
-    assert counter.calls[ops.backward.default] == 1
+    assert (counter.names.count("forward"), counter.names.count("backward")) == (1 if saved else 2, 1)
 
 
-@pytest.mark.parametrize("kind", ["dense", "causal", "window", "block", "local"])
+@pytest.mark.parametrize("kind", ["dense", "causal", "window", "block", "local", "lists", "lists and sinks"])
 def test_flop_counter_counts_visible_work(device, dtype, kind):
     q, k, v = (t.requires_grad_() for t in inputs(Sq=50, Sk=50, dtype=dtype, device=device))
     block = tensor((50, 50), 0, device=device) > 0
@@ -415,8 +414,16 @@ def test_flop_counter_counts_visible_work(device, dtype, kind):
         "block": BlockMask.from_bool(block),
         "local": IntervalMask.top_k(tensor((2, 2, 50), 1, device=device), 3, local=5, sink_keys=2),
     }
+    # The dispatcher leaves out last numbers that are defaults.
+    entries = torch.randint(-1, 25, (1, 2, 50, 5), generator=torch.Generator().manual_seed(0)).to(device)
+    masks |= {f"lists{more}": IndexMask(entries, 2, is_causal=True, sink_keys=3 * bool(more)) for more in ("", " and sinks")}
     # Beside the first 2 and the last 5 keys a query sees 3 others, as soon as there are so many: 10 in all.
-    pairs = {"dense": 2500, "causal": 1275, "window": 50 * 5 - 10, "block": int(block.sum()), "local": 55 + 40 * 10}[kind] * 2 * 4
+    pairs = (
+        {"dense": 2500, "causal": 1275, "window": 50 * 5 - 10, "block": int(block.sum()), "local": 55 + 40 * 10}.get(kind, 0)
+        * 2
+        * 4
+    )
+    pairs = pairs or int(masks[kind].to_bool(50, 50).sum()) * 2 * 2  # lists of two key heads, for batches and groups of two
     assert dmattn.visible_pairs(masks[kind], 50, 50, batch=2, heads=4) == pairs
     with FlopCounterMode(display=False) as counter:
         out = dmattn.attention(q, k, v, masks[kind])

@@ -11,24 +11,9 @@ from dmattn import IntervalMask
 from dmattn.nn import rotate
 from dmattn.testing import strategies
 from dmattn.testing.tolerance import ARITHMETIC_ULPS
-from torch.utils._python_dispatch import TorchDispatchMode
+from watched import Watched
 
 tensor = strategies.random_tensor
-
-
-class Options(TorchDispatchMode):
-    """Remembers the arguments of every dmattn op."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "dmattn" in str(func):
-            self.calls.append(
-                (func.__name__.split(".")[0], dict(zip((a.name for a in func._schema.arguments), args, strict=False)))
-            )
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("wanted", [False, True])
@@ -39,7 +24,7 @@ def test_use_deterministic_algorithms_is_obeyed(device, dtype, wanted, given):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(wanted)
     try:
-        with Options() as options:
+        with Watched() as options:
             dmattn.attention(q, q, q, deterministic=given).sum().backward()
             dmattn.dynamic_mask_attention(q, q, q, scores, 4, deterministic=given).sum().backward()
             dmattn.scaled_dot_product_attention(q, q, q).sum().backward()

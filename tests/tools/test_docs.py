@@ -18,7 +18,7 @@ DRAWN = ("figures", "generated")  # folders of docs/ that make docs fills
 PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in DRAWN)]
 COUNTED = [page for page in PAGES if page.name not in ("api.md", "errors.md")]  # those two are generated, mostly
 MOST_WORDS_OF_A_PAGE = 900
-MOST_WORDS_OF_ALL = 14_000  # without code and tables of results
+MOST_WORDS_OF_ALL = 13_300  # without code and tables of results
 
 
 def name_of(page: Path) -> str:
@@ -139,18 +139,41 @@ def test_the_reference_has_every_public_name():
             assert f"dmattn.{name}\n" in text, name
 
 
-def test_learning_curves_have_one_run_a_seed_and_end_where_the_runs_end(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    import draw
+def test_the_page_on_semantics_has_every_op():
+    ops = re.findall(r'"(\w+)\(Tensor', (ROOT / "cpp/schema.cpp").read_text())
+    text = (DOCS / "semantics.md").read_text().split("## Ops")[1]
+    assert len(ops) > 12
+    assert not [op for op in ops if f"`{op}`" not in text]
 
-    runs = draw.runs_of("dense", lambda s: s["task"] == "text" and s["seconds"] > 0)
-    seeds = [run["settings"]["seed"] for run in runs]
-    assert len(seeds) == len(set(seeds)) > 1
-    for run in runs:
-        first, last = run["curve"][0], run["curve"][-1]
-        assert [draw.bits_at(run, "step", point["step"]) for point in (first, last)] == [first["held_bits"], last["held_bits"]]
-        (a, b), middle = run["curve"][:2], draw.bits_at(run, "step", (first["step"] + run["curve"][1]["step"]) / 2)
-        assert min(a["held_bits"], b["held_bits"]) < middle < max(a["held_bits"], b["held_bits"])
+
+def test_plots_have_one_style(monkeypatch, tmp_path):
+    """Legends of at most five words an entry, named axes, ours in our colours alone."""
+    pytest.importorskip("matplotlib")
+    from dmattn_bench import plots, report, style
+
+    figures = {}
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.update({path.stem: figure}))
+    report.draw_committed(ROOT, tmp_path)
+    assert {"speed_over_length", "density", "decode_over_context", "models", "learning_text"} <= set(figures)
+    for name, figure in figures.items():
+        lines = [line for ax in figure.axes for line in ax.get_lines()]
+        assert all(ax.get_xlabel() for ax in figure.axes), name
+        assert figure.axes[0].get_ylabel(), name
+        words = [text.get_text() for ax in figure.axes if ax.get_legend() for text in ax.get_legend().get_texts()]
+        assert 0 < max(len(entry.split()) for entry in words) <= 5, name
+        for line in lines:
+            label = line.get_label()
+            if label.startswith(("dmattn", "recommended")):
+                assert line.get_color() in (style.OURS, style.OURS_TOO), (name, label)
+            elif label in style.MODELS:
+                assert line.get_color() == style.MODELS[label]
+        plots.pyplot().close(figure)
+
+
+def test_lengths_are_short():
+    from dmattn_bench import style
+
+    assert [style.short(count) for count in (512, 4096, 131072, 2**20)] == ["512", "4k", "128k", "1M"]
 
 
 def test_tables_are_what_the_results_say():
@@ -161,25 +184,17 @@ def test_tables_are_what_the_results_say():
 
 # Numbers -------------------------------------------------------------------------------------------------------------------------------
 
-MEASURED = re.compile(
-    r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
-)
-
-
-def unsourced(text: str) -> list[str]:
-    """Measured numbers of a page that no result stands behind."""
-    text = re.sub(
-        r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->|<!-- n: .*?<!-- /n -->|```.*?```|`[^`\n]+`", " ", text, flags=re.DOTALL
-    )
-    return MEASURED.findall(text)
-
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_numbers_have_a_source(page):
-    assert not unsourced(page.read_text())
+    from dmattn_bench import cited
+
+    assert not cited.unsourced(page.read_text())
 
 
 def test_numbers_without_a_source_are_found():
+    from dmattn_bench.cited import unsourced
+
     assert unsourced("It is 1.7x faster, 12 ms, 9 % of 128 x 128, `3x`, 2^20 tokens, 5 seeds.") == ["1.7x", "12 ms", "9 %"]
     assert not unsourced("It took <!-- n: a.json ms | ms -->3 ms<!-- /n -->.\n<!-- bench:a -->\n| 2x |\n<!-- /bench:a -->")
 

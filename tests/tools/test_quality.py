@@ -256,7 +256,7 @@ def test_kept_runs_become_tables(quality, tmp_path):
     lines = [line for line in quality_report.table("quality-text", tmp_path).splitlines() if line.startswith("| ")]
     assert [line.split("|")[1].strip() for line in lines] == [
         "mask", "sliding window", "dense, recency",
-        "scores that are taught, 128 local, 4 of 8 heads with 128 local keys alone, recency",
+        "taught scores, 128 local, 4 of 8 heads with 128 local keys alone, recency",
     ]  # fmt: skip
     assert "| 1.125 | 0 | 1 |" in lines[1]  # the later of two runs with one seed
     assert "| all | 1.375 ± 0.125 | 0 | 2 |" in lines[2]

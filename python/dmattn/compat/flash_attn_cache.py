@@ -66,7 +66,7 @@ def flash_attn_with_kvcache(
         out [B, T, H, Dv], or (out, lse [B, H, T]).
 
     Raises:
-        TypeError, ValueError: names the argument, what was expected and what it got; rotary embedding beside left padding is refused.
+        TypeError, ValueError: names the argument, what was expected and what it got; rotary embedding with left padding is refused.
         RuntimeError: a tensor requires a gradient, and gradients are on.
     """
     block_table = layouts.one_of("block_table", block_table, "page_table", page_table)

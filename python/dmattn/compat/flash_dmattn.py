@@ -345,7 +345,7 @@ def _pairs(query: Tensor, key: Tensor) -> int:
 
 
 def _broadcasts(name: str, given: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """Checks [B|1, H|Hkv|1, Sq|1, Sk|1] beside query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
+    """Checks [B|1, H|Hkv|1, Sq|1, Sk|1] against query [B, Sq, H, D] and key [B, Sk, Hkv, D]."""
     if given is None:
         return
     batch, queries, heads, _ = query.shape

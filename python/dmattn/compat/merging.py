@@ -20,7 +20,7 @@ class Pass(NamedTuple):
         mask: its keys; no pair of a query and a key may be in two passes.
         is_causal: also hide keys later than the query's position.
         key_bias: as in :func:`dmattn.attention`.
-        lift: added to all logits of a query, [B|1, H|1, Sq]; it changes lse, and the weight of this pass beside others.
+        lift: added to all logits of a query, [B|1, H|1, Sq]; it changes lse, and the weight of this pass among others.
     """
 
     mask: Mask | None = None

@@ -72,7 +72,7 @@ def _backward(
     Q: Tensor, K: Tensor, V: Tensor, scale: float, DO: Tensor, DQ: Tensor, DK: Tensor, DV: Tensor, B: Tensor, D: Tensor, Z: int, H: int,
     N: int, HEAD_DIM: int, **_: int,
 ) -> None:  # fmt: skip
-    """Writes the gradients to DQ, DK and DV. B and D, what the other two kernels wrote, are computed anew."""
+    """Writes the gradients to DQ, DK and DV. B and D, what the other two kernels wrote, are computed again."""
     names = {"Q": Q, "K": K, "V": V, "DO": DO, "DQ": DQ, "DK": DK, "DV": DV}
     q, k, v, grad, *results = (_heads(name, given, Z, H, N, HEAD_DIM) for name, given in names.items())
     _heads("B", B, Z, H, N, 1), _heads("D", D, Z, H, N, 1)

@@ -3,7 +3,7 @@
 Rank r holds the queries, keys and values of chunk r. In a call
 
 1. ranks compare the metadata of their calls (:mod:`.agreement`), so that a rank that was called differently is an error on every rank and
-   not a hang. Of masks, values are compared too, in eager calls and where no window stands beside the mask; values of base and dropout_seed
+   not a hang. Of masks, values are compared too, in eager calls and where the mask has no window with it; values of base and dropout_seed
    are not, nor is deterministic;
 2. with scores, all scores are gathered and every rank selects for the whole sequence, so all ranks know its mask. A given mask is known;
 3. every rank tells from the mask which rows of key and value each rank needs from each other one (:mod:`.needs`);

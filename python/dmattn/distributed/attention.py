@@ -107,7 +107,7 @@ def context_parallel_attention(
         mesh: a one-dimensional DeviceMesh, its ranks in ascending order.
         group: instead of mesh, a ProcessGroup. Default: the world.
         base: with scores, documents and/or padding of the whole sequence, see :meth:`IntervalMask.top_k`.
-        key_bias: added to every logit of a key, [B|1, H|Hkv|1, n], this rank's chunk, differentiable; with scores, beside these.
+        key_bias: added to every logit of a key, [B|1, H|Hkv|1, n], this rank's chunk, differentiable; with scores, in addition to these.
         scale, softcap, deterministic: as in :func:`attention`.
         dropout_p: as in :func:`attention`. Dropout counts the positions of the whole sequence, so that memory is O(N) with it.
         dropout_seed: as in :func:`attention`, the same on every rank. Default: the first rank draws one from torch's generator.

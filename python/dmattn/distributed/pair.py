@@ -159,7 +159,7 @@ def _chunks(group: dist.ProcessGroup, lengths: Sequence[int]) -> Chunks:
 
 
 def _used(begun: Begun, use: Callable[[Begun], Result]) -> Result:
-    """On the first rank the message leaves beside attention."""
+    """On the first rank the message leaves while attention runs."""
     result = use(begun)
     if begun.message is not None and begun.chunks.rank == 0:
         begun.message.wait()

@@ -24,7 +24,7 @@ class EvictionCache(nn.Module):
         policy: a :class:`Policy`.
         batch_size, num_heads, num_kv_heads: B, H and Hkv.
         head_dim, value_dim: D and Dv, multiples of 8 up to 256; Dv is D by default.
-        slots: keys that a head has room for; default what the policy needs. A policy with ``every=0`` needs it said.
+        slots: keys that a head has room for; default what the policy needs. A policy with ``every=0`` needs this number.
         dtype, device: as of :class:`dmattn.BoundedCache`.
 
     Attributes:

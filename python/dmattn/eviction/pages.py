@@ -212,7 +212,7 @@ class PagedCache:
         return heads * (policy.budget + policy.every) // self.pool.page_size + heads
 
     def pages_needed(self, names: Sequence[Hashable], tokens: int) -> int:
-        """Pages that :meth:`attend` asks the pool for, beside those that these sequences have; for :meth:`swap_in` with 0 tokens."""
+        """Pages that :meth:`attend` asks the pool for, in addition to those that these sequences have; for :meth:`swap_in` with 0 tokens."""
         return sum(self._needed(self._get(name), tokens) for name in names)
 
     # Attention ------------------------------------------------------------------------------------------------------------------

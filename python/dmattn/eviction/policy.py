@@ -20,7 +20,7 @@ class Seen(NamedTuple):
     Args:
         position: int32 [B, Hkv, N], the positions of the keys that are held, ascending, and -1 in the empty slots behind them.
         key, value: [B, Hkv, N, D or Dv].
-        memory: float32 [B, Hkv, N], a number of each key that stays with it: the score that came with it or 0, until a policy writes another.
+        memory: float32 [B, Hkv, N], a number of each key that stays with it: its score or 0, until a policy writes another.
         query: [B, H, R, D], the latest R = ``policy.queries`` queries; zeros in front of the first one.
         length: tokens of each sequence so far, an int or int64 [B]; the next query stands at this position.
         scale, softcap: as in :func:`dmattn.attention`.
@@ -56,7 +56,7 @@ class Policy:
 
     A subclass says in :meth:`rank` what good is. A key that a decision drops is hidden from all later queries, so every policy makes an
     interval of each key (:func:`lifetimes`), and :class:`EvictionCache` and :class:`PagedCache` hold no more than is visible. A query sees
-    the keys kept at the last decision and those that came since: at most ``budget + every``.
+    the keys kept at the last decision and those after it: at most ``budget + every``.
 
     Args:
         budget: keys that a head keeps at a decision, at most.
@@ -139,7 +139,7 @@ class Streaming(Policy):
 
 
 class Scored(Policy):
-    """The keys with the best scores: what came as ``scores`` with them. With ``every=1`` this is :meth:`dmattn.IntervalMask.top_k`: a selection
+    """The keys with the best scores, given as ``scores``. With ``every=1`` this is :meth:`dmattn.IntervalMask.top_k`: a selection
     of ``window`` keys, ``local`` and ``sink_keys`` is ``Scored(window + local - 1 + sink_keys, local=local - 1, sink_keys=sink_keys)``."""
 
     def rank(self, seen: Seen) -> Tensor:

@@ -22,7 +22,7 @@ Mask = IntervalMask | BlockMask | IndexMask | CombinedMask
 
 @dataclasses.dataclass(frozen=True)
 class IntervalContext:
-    """What a pytree keeps of an IntervalMask beside start and end. Trees of masks with and without segments are equal, so that a program
+    """What a pytree keeps of an IntervalMask in addition to start and end. Trees of masks with and without segments are equal, so that a program
     exported with one mask takes another; a program that selects within a base checks the base's values (interval.py)."""
 
     any_length: bool

@@ -44,7 +44,7 @@ class BlockMask(MaskData):
         bits: int32 [slots, tile_q, tile_k / 32]: bit j % 32 of word j // 32 is key j of the tile.
         query_length: queries the mask was made for.
         key_length: keys the mask was made for.
-        block_size: (bq, bk) of the block table the mask came from, (1, 1) for element masks. Lengths may be shorter within a last block.
+        block_size: (bq, bk) of the block table that made the mask, (1, 1) for element masks. Lengths may be shorter within a last block.
 
     Raises:
         TypeError: a field of another type, or a tensor that is not dense or not int32.

@@ -20,7 +20,7 @@ class MaskBuffer(nn.Module):
 
     ``self.window = MaskBuffer(IntervalMask.sliding_window(4096, 255))``, then ``dmattn.attention(q, k, v, self.window.mask)``.
 
-    A state dict holds the tensors and, as one more tensor ``_extra_state``, the facts beside them (lengths, block size, segments). Loading
+    A state dict holds the tensors and, as one more tensor ``_extra_state``, what else the mask knows (lengths, block size, segments). Loading
     takes all of them over. As with any buffer the shapes must be those of the mask that is there; only the number of partial tiles of a
     block mask may be another.
 
@@ -60,7 +60,7 @@ class MaskBuffer(nn.Module):
         return self._type._build(**parts, **self._facts)
 
     def get_extra_state(self) -> Tensor:
-        """The facts beside the tensors, int64 [4 or less]."""
+        """The facts that are no tensors, int64 [4 or less]."""
         facts = self._facts
         if self._type is IntervalMask:
             return torch.tensor([int(facts["any_length"]), SEGMENTS.index(facts["segments"]), int(facts["most_keys"])])

@@ -119,7 +119,7 @@ class MaskData:
         return self
 
     def pin_memory(self: M) -> M:
-        """A copy in page-locked memory of the host, from which ``.to(device, non_blocking=True)`` copies beside other work."""
+        """A copy in page-locked memory of the host, from which ``.to(device, non_blocking=True)`` copies while other work runs."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def is_pinned(self) -> bool:

@@ -410,7 +410,7 @@ class IntervalMask(MaskData):
         return torch.stack((start.expand(shape), end.expand(shape)), dim=2)
 
     def as_base(self, segments: Segments) -> IntervalMask:
-        """The same mask, said to be one of segments, so that ``top_k`` takes it as ``base``: for masks that came as numbers.
+        """The same mask, marked as one of segments, so that ``top_k`` takes it as ``base``: for masks that came as numbers.
 
         It is up to the caller that each key is visible until the end of its segment, from its own position on ("causal") or from the
         segment's beginning ("whole"), and hidden if it is padding. Under another mask the selection is one that no base would give.

@@ -30,7 +30,7 @@ OLD_NAMES |= {
 
 
 class DynamicMaskAttention(HidesOldNames, RotatedProjections):
-    """Self-attention in which every query sees the ``window`` best-scored keys, beside the latest and the first ones if wanted; the scores are
+    """Self-attention in which every query sees the ``window`` best-scored keys, and the latest and the first ones if wanted; the scores are
     learned.
 
     By default this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to

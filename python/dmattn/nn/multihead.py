@@ -250,7 +250,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _interval(
         self, hidden: Tensor | None, is_causal: bool, mask: Mask | None, length: int, keys: int, extra: int, device: torch.device
     ) -> IntervalMask | None:
-        """All that is said of keys by intervals, as positions of :func:`dmattn.attention` with S + extra keys."""
+        """All that intervals say of keys, as positions of :func:`dmattn.attention` with S + extra keys."""
         parts = []
         if is_causal:
             parts.append(IntervalMask.causal(keys, device=device).shift(keys - length))  # query i sees keys j <= i

@@ -1,4 +1,4 @@
-"""What position numbers say beside the rotation of heads: where packed documents begin."""
+"""What position numbers say apart from the rotation of heads: where packed documents begin."""
 
 from __future__ import annotations
 

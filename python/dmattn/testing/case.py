@@ -34,7 +34,7 @@ class AttentionCase:
         grad_seed: seed of the random gradients that enter through out and lse.
         grad_through_lse: whether one enters through lse at all.
         grad_layout: how they lie in memory, one of ``dmattn.testing.layouts.GRADIENT_LAYOUTS``.
-        description: where the mask came from, for messages.
+        description: how the mask was made, for messages.
     """
 
     query: Tensor
@@ -83,7 +83,7 @@ class AttentionCase:
         return out, lse
 
     def share_of_keys(self, lse: Tensor) -> Tensor:
-        """Of a query's weights, what its keys keep beside the sink of its head: exp(lse) / (exp(lse) + exp(sink)), [B, H, Sq]."""
+        """Of a query's weights, what its keys keep with the sink of its head: exp(lse) / (exp(lse) + exp(sink)), [B, H, Sq]."""
         assert self.sinks is not None
         sees_none = lse == -torch.inf
         return torch.sigmoid(torch.where(sees_none, 0.0, lse) - self.sinks.to(lse.dtype)[:, None]).masked_fill(sees_none, 0.0)

@@ -346,7 +346,7 @@ def top_k_masks(draw: st.DrawFn, shape: Shape, device: str = "cpu", is_causal: b
 
 @st.composite
 def selection_sizes(draw: st.DrawFn, length: int, is_causal: bool) -> tuple[int, int, int]:
-    """(window, local, sink_keys) of a selection; only a causal one has the last two, and the first may be 0 beside them only."""
+    """(window, local, sink_keys) of a selection; only a causal one has the last two, and the first may be 0 with them only."""
     local = draw(st.just(0) | st.integers(0, length + 2)) if is_causal else 0
     sink_keys = draw(st.just(0) | st.integers(0, 5)) if is_causal else 0
     return draw(st.integers(0 if local or sink_keys else 1, length + 2)), local, sink_keys
@@ -687,7 +687,7 @@ def _full(given: Tensor, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _moved(drawn: DrawnMask, offset: int | Tensor, shape: Shape) -> Tensor | None:
-    """What a mask means for queries that stand elsewhere: intervals and what an index mask says beside its lists are of positions, all else
+    """What a mask means for queries that stand elsewhere: intervals and what an index mask says besides lists are of positions, all else
     counts queries."""
     if isinstance(drawn.mask, IndexMask):
         return listed_rows(drawn.mask, positions_from(offset, shape.Sq, drawn.mask.device), shape.Sk)

@@ -13,10 +13,12 @@ from transformers.cache_utils import Cache
 
 from dmattn.integrations.transformers.attention import attention_forward
 from dmattn.integrations.transformers.cache import REWIND, BoundedLayer
-from dmattn.integrations.transformers.convert import convert, load_converted, score_loss_of, set_window
+from dmattn.integrations.transformers.convert import convert, convert_indexed, load_converted, score_loss_of, set_window
 from dmattn.integrations.transformers.doge import enable_dynamic_mask_attention
+from dmattn.integrations.transformers.indexed import set_dense
 from dmattn.integrations.transformers.layers import selecting_layers
 from dmattn.integrations.transformers.masks import make_mask
+from dmattn.integrations.transformers.sparse import enable_index_top_k
 
 # transformers does more than look up a name that contains one of these.
 TAKEN = ("flash", "sdpa", "flex_attention", "eager", "|", "/")
@@ -70,10 +72,13 @@ __all__ = [
     "attention_forward",
     "bounded_cache",
     "convert",
+    "convert_indexed",
     "enable_dynamic_mask_attention",
+    "enable_index_top_k",
     "load_converted",
     "make_mask",
     "register",
     "score_loss_of",
+    "set_dense",
     "set_window",
 ]

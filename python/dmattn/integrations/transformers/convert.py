@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
+from dmattn.integrations.transformers.indexed import INDEXED, INDEXED_FIELD, add_indexer, check_index_settings
 from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers, unwrapped
 from dmattn.nn.scores import initial_slopes
 from dmattn.renamed import renamed, with_new_names
@@ -106,8 +108,58 @@ def convert(
         "window": window, "local": local, "sink_keys": sink_keys, "local_heads": local_heads, "recency": recency, "score": score,
         "select_only": select_only, "score_queries": score_queries, "bounded_cache": bounded_cache, "rewind": rewind,
     }  # fmt: skip
-    _convert_layers(model, settings)
-    _record(model, settings)
+    _convert_layers(model, settings, FIELD)
+    _record(model, settings, FIELD)
+    return model
+
+
+def convert_indexed(
+    model: M,
+    window: int,
+    *,
+    local: int = 0,
+    sink_keys: int = 0,
+    groups: int | Literal["heads"] = "heads",
+    index_heads: int = 4,
+    index_dim: int = 32,
+    block_size: int = 1,
+    block_score: Literal["max", "mean_key"] = "max",
+    score_queries: int = 256,
+) -> M:
+    """Makes a trained model's attention one whose queries choose their keys, in place: each reads the ``window`` keys that an indexer chooses.
+
+    The weights stay, and every layer gets an indexer of its hidden states, whose parameters have ``.indexer.`` in their names. In training
+    ``model(...).loss`` has the mean of the layers' losses of indexers added (:func:`dmattn.index_loss`); nothing else teaches them, and they
+    teach nothing else. On contexts of up to ``window`` tokens the model computes what it did. As DeepSeek's sparse attention was made:
+
+    1. ``set_dense(model, True)``, and train the indexers alone: all keys are read, and nothing else changes;
+    2. ``set_dense(model, False)``, and fine-tune all.
+
+    ``save_pretrained`` saves all, and :func:`load_converted` loads it. Generation takes any cache of transformers' that keeps all keys: index
+    keys lie in it next to the keys.
+
+    Args:
+        model: a transformers model with attention of Llama, Mistral, Qwen2 or Qwen3, without sliding layers.
+        window: keys each query selects at most, a multiple of block_size.
+        local, sink_keys: latest keys that every query sees, and first keys of each row.
+        groups: "heads", a list for each key head, or 1, one for all; then index_dim is a multiple of the number of key heads.
+        index_heads, index_dim, block_size, block_score: as of :class:`dmattn.nn.IndexRecipe`.
+        score_queries: number of queries that look at all keys for the loss.
+
+    Returns:
+        model.
+
+    Raises:
+        TypeError: model is no transformers model, or an argument of a wrong type.
+        ValueError: no such layers, sliding ones, ones that were converted before, or arguments out of range or that do not go together.
+    """
+    check_model(model)
+    settings = {
+        "window": window, "local": local, "sink_keys": sink_keys, "groups": groups, "index_heads": index_heads, "index_dim": index_dim,
+        "block_size": block_size, "block_score": block_score, "score_queries": score_queries,
+    }  # fmt: skip
+    _convert_layers(model, settings, INDEXED_FIELD)
+    _record(model, settings, INDEXED_FIELD)
     return model
 
 
@@ -127,8 +179,11 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
     config = options.pop("config", None)
     if config is None:
         config = AutoConfig.from_pretrained(path, **{name: options[name] for name in HUB_OPTIONS if name in options})
-    if getattr(config, FIELD, None) is None:
+    fields = [name for name in KINDS if getattr(config, name, None) is not None]
+    if not fields:
         raise ValueError(f"path: expected a model saved after convert(), got a config without {FIELD!r} at {os.fspath(path)!r}")
+    field = fields[0]
+    settings = _recorded(config, field)
     cls = getattr(transformers, config.architectures[0])
 
     class Converting(cls):  # type: ignore[misc, valid-type]
@@ -136,7 +191,7 @@ def load_converted(path: str | os.PathLike[str], **options: Any) -> PreTrainedMo
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            _convert_layers(self, _recorded(config))
+            _convert_layers(self, settings, field)
 
     Converting.__name__ = cls.__name__  # transformers chooses a loss by it
     model: PreTrainedModel = Converting.from_pretrained(path, config=config, **options)
@@ -163,26 +218,27 @@ def set_window(model: W, window: int) -> W:
             raise ValueError(f"model: expected a model converted by convert(), got {type(inner).__name__}")
         checks.selection(window, layer.local, layer.sink_keys, True)
         layer.window = window
-    _record(inner, _recorded(inner.config) | {"window": window})
+    _record(inner, _recorded(inner.config, FIELD) | {"window": window}, FIELD)
     return model
 
 
 # Inside -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _recorded(config: PreTrainedConfig) -> dict[str, Any]:
+def _recorded(config: PreTrainedConfig, field: str) -> dict[str, Any]:
     """The settings in a config, which may have been saved with old names."""
-    return with_new_names(getattr(config, FIELD), sink="sink_keys", taught="select_only")
+    return with_new_names(getattr(config, field), sink="sink_keys", taught="select_only")
 
 
-def _record(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def _record(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
     """Writes settings into the configs of a model and of the models in it."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            setattr(module.config, FIELD, dict(settings))
+            setattr(module.config, field, dict(settings))
 
 
-def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+def _convert_layers(model: PreTrainedModel, settings: dict[str, Any], field: str) -> None:
+    classes, check_settings, add = KINDS[field]
     layers = [module for module in model.modules() if type(module) in CONVERTED]
     if not layers:
         if any(isinstance(module, SelectingAttention) for module in model.modules()):
@@ -194,17 +250,17 @@ def _convert_layers(model: PreTrainedModel, settings: dict[str, Any]) -> None:
     for layer in layers:
         _check_layer(layer)
     heads = layers[0].config.num_key_value_heads
-    _check_settings(heads, **settings)
+    check_settings(heads, **settings)
     for layer in layers:
-        _add_scores(layer, settings)
-        layer.__class__ = CONVERTED[type(layer)]
+        add(layer, settings)
+        layer.__class__ = classes[type(layer)]
     model.set_attn_implementation("dmattn")
-    if settings["select_only"]:
+    if settings.get("select_only", True):
         model.loss_function = LossWithScores(model)
 
 
 def _check_layer(layer: Any) -> None:
-    """Refuses attention that is something else beside, which would no longer be so."""
+    """Refuses attention that is something else as well, which would no longer be so."""
     config = layer.config
     layer_types = getattr(config, "layer_types", None)
     slides = (
@@ -266,6 +322,12 @@ def _add_scores(layer: Any, settings: dict[str, Any]) -> None:
     for name in ("window", "local", "sink_keys", "local_heads", "score", "select_only", "score_queries"):
         setattr(layer, name, settings[name])
     layer.cache_rewind = settings["rewind"] if settings["bounded_cache"] else None
+
+
+KINDS: dict[str, tuple[dict[type[nn.Module], type[SelectingAttention]], Callable[..., None], Callable[..., None]]] = {
+    FIELD: (CONVERTED, _check_settings, _add_scores),
+    INDEXED_FIELD: (INDEXED, check_index_settings, add_indexer),
+}
 
 
 class LossWithScores:

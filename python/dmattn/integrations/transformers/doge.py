@@ -47,7 +47,7 @@ def enable_dynamic_mask_attention(model: M, bounded_cache: bool = False, *, rewi
 
     Raises:
         TypeError: model is no transformers model, bounded_cache no bool, or rewind no int.
-        ValueError: no such layer, a sliding window beside the selection, or rewind < 0.
+        ValueError: no such layer, a sliding window as well as the selection, or rewind < 0.
     """
     check_model(model)
     checks.flag("bounded_cache", bounded_cache)

@@ -25,7 +25,7 @@ from dmattn.sizes import padded
 class SelectingAttention(HidesOldNames, nn.Module):
     """The forward pass of a transformers attention layer in the Llama family, with the keys that its scores select.
 
-    A base beside the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
+    A base in addition to the layer's own class, for layers that are there already: it has no parameters, and defaults stand in the class.
 
     Attributes:
         window, local, sink_keys, local_heads, select_only, score_queries: as in :class:`dmattn.nn.DynamicMaskAttention`.
@@ -89,7 +89,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         if bounded is not None:
             out = self._attend_bounded(bounded, query, key, value, attention_mask)
         else:
-            out = self._attend(query, key, value, attention_mask, past_key_values, packing)
+            out = self._attend(query, key, value, attention_mask, past_key_values, packing, hidden_states)
         return self.o_proj(out[..., : self.head_dim].transpose(1, 2).flatten(2)), None
 
     def scores(self, value: Tensor) -> Tensor:
@@ -111,15 +111,15 @@ class SelectingAttention(HidesOldNames, nn.Module):
     # With a cache that keeps all keys, or none ------------------------------------------------------------------------------------
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any, hidden: Tensor
+    ) -> Tensor:  # fmt: skip
         """[B, H, Sq, D or more]: attention to the selected keys of the cache and of this call."""
         offset: int | Tensor = 0
         if past_key_values is not None:
             offset = past_key_values.get_seq_length(self.layer_idx)
             offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
             key, value = past_key_values.update(key, value, self.layer_idx)
-        base = _base_of(attention_mask, offset, key.shape[2])
+        base = base_of(attention_mask, offset, key.shape[2])
         sequences = packed_sequences(query, key, attention_mask, True, *packing)
         if sequences is not None:
             base = sequences if base is None else base & sequences
@@ -150,7 +150,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         return out
 
     def _window(self) -> int:
-        """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile anew for each window."""
+        """The window as a number that may change. Dynamo takes ints of modules for constants, and would compile again for each window."""
         if not torch.compiler.is_compiling():
             return self.window
         with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
@@ -168,7 +168,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         the same to everybody else. With gradients, dropout or packed sequences it does not, and keeps all keys.
 
         Raises:
-            ValueError: a bounded cache of another layer, or packed sequences beside one.
+            ValueError: a bounded cache of another layer, or packed sequences with one.
         """
         layers: Any = getattr(cache, "layers", ())
         held: Any = layers[self.layer_idx] if self.layer_idx < len(layers) else None
@@ -233,7 +233,7 @@ class SelectingAttention(HidesOldNames, nn.Module):
         return cache.attend(query, key, value, ranks, real, self.scaling, self.select_only)
 
 
-def _base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
+def base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
     """Padding and documents of a causal mask by dmattn's mask function, as what a selection chooses from."""
     if mask is None:
         return None

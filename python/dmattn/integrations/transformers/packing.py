@@ -23,7 +23,7 @@ def packed_sequences(
 ) -> IntervalMask | None:
     """The mask within packed sequences, not causal by itself; None if there is one sequence.
 
-    Ends count beside any mask. Positions count in causal layers without a past: a token at position 0 that is not the first one begins another
+    Ends count with any mask. Positions count in causal layers without a past: a token at position 0 that is not the first one begins another
     sequence. transformers' mask functions do so only without a cache and a 2-D mask, and some models do not tell them the positions.
 
     Args:

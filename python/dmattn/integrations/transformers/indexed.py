@@ -1,0 +1,166 @@
+"""Converted layers whose queries choose their keys by an indexer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from dmattn import checks
+from dmattn.attention import attention
+from dmattn.integrations.transformers.cache import BoundedLayer
+from dmattn.integrations.transformers.layers import SelectingAttention, base_of, selecting_layers
+from dmattn.integrations.transformers.packing import packed_sequences
+from dmattn.masks.interval import segment_ends
+from dmattn.nn.indexer import Indexer
+from dmattn.nn.scores import drawn_rows, with_dense_rows
+from dmattn.sizes import padded
+
+W = TypeVar("W", bound=nn.Module)
+
+INDEXED_FIELD = "indexed_attention"
+"""The field of a model's config that holds what ``convert_indexed`` was told."""
+
+
+class IndexedSelectingAttention(SelectingAttention):
+    """The forward pass of a converted layer: a base in addition to the layer's own class, as :class:`SelectingAttention`.
+
+    Attributes:
+        indexer: a :class:`dmattn.nn.Indexer` of the hidden states.
+        is_dense: whether queries read all keys while the indexer learns.
+
+    Index keys stand behind the keys in the model's own cache, which is one of larger head size for it.
+    """
+
+    indexer: Indexer
+    is_dense = False
+    select_only = True
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, past_key_values: Any, packing: Any, hidden: Tensor
+    ) -> Tensor:  # fmt: skip
+        index = self.indexer(hidden)
+        offset: int | Tensor = 0
+        if past_key_values is not None:
+            offset = past_key_values.get_seq_length(self.layer_idx)
+            offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
+            batch, heads, tokens = key.shape[:3]
+            beside = (
+                index.key.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
+            )  # a part of them beside each head
+            both, value = past_key_values.update(torch.cat((key, beside.to(key.dtype)), 3), value, self.layer_idx)
+            key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
+            whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])
+            index = index._replace(key=whole.transpose(1, 2).to(index.query.dtype))
+        base = base_of(attention_mask, offset, key.shape[2])
+        sequences = packed_sequences(query, key, attention_mask, True, *packing)
+        if sequences is not None:
+            base = sequences if base is None else base & sequences
+        query, key, value = padded(query), padded(key), padded(value)
+        dropout = self.attention_dropout if self.training else 0.0
+        shared: dict[str, Any] = {"is_causal": True, "scale": self.scaling, "dropout_p": dropout, "query_offset": offset}
+        mask: Any = base
+        if not self.is_dense:
+            lists = self.indexer.select(index, base, query_offset=offset)
+            mask = lists if base is None else lists & base
+        out: Tensor = attention(query, key, value, mask, **shared)
+        if self.training and torch.is_grad_enabled():
+            self.last_score_loss = None  # an earlier pass's
+            if query.shape[2] == key.shape[2]:
+                rows = drawn_rows(query.shape[2], self.score_queries, 0.5, query.device)
+                self.last_score_loss = self.indexer.loss(index, query, key, rows=rows, base=base, scale=self.scaling, sharp=True)
+                if not self.is_dense:
+                    ends = None if base is None else segment_ends(base, key[..., 0])
+                    out = with_dense_rows(query, key, value, out, rows, None, ends, self.scaling, 0.0)
+        return out
+
+    def _bounded(self, cache: Any, query: Tensor, attention_mask: Tensor | None, packing: Any) -> None:
+        """No cache that drops keys: a later query may choose any of them."""
+        held: Any = getattr(cache, "layers", ())
+        if self.layer_idx < len(held) and hasattr(held[self.layer_idx], "next_positions"):
+            raise ValueError("past_key_values: expected a cache that keeps all keys, got a bounded cache")
+
+    def bounded_layer(self, rewind: int) -> BoundedLayer:
+        raise ValueError(
+            "model: expected one whose keys have lifetimes, by convert(), got one whose queries choose among all keys"
+        )
+
+
+class IndexedLlamaAttention(IndexedSelectingAttention, LlamaAttention):  # type: ignore[misc]
+    """A converted ``LlamaAttention``."""
+
+
+class IndexedMistralAttention(IndexedSelectingAttention, MistralAttention):  # type: ignore[misc]
+    """A converted ``MistralAttention``."""
+
+
+class IndexedQwen2Attention(IndexedSelectingAttention, Qwen2Attention):  # type: ignore[misc]
+    """A converted ``Qwen2Attention``."""
+
+
+class IndexedQwen3Attention(IndexedSelectingAttention, Qwen3Attention):  # type: ignore[misc]
+    """A converted ``Qwen3Attention``."""
+
+
+INDEXED: dict[type[nn.Module], type[SelectingAttention]] = {
+    LlamaAttention: IndexedLlamaAttention,
+    MistralAttention: IndexedMistralAttention,
+    Qwen2Attention: IndexedQwen2Attention,
+    Qwen3Attention: IndexedQwen3Attention,
+}
+
+
+def set_dense(model: W, dense: bool) -> W:
+    """Whether all layers of a model of ``convert_indexed`` read all keys: True while the indexers learn alone, then False.
+
+    Args:
+        model: what ``convert_indexed`` returned, or what ``torch.compile`` or peft made of it.
+
+    Returns:
+        model.
+
+    Raises:
+        TypeError: no transformers model, or dense is no bool.
+        ValueError: a model without such layers.
+    """
+    checks.flag("dense", dense)
+    for layer in selecting_layers(model):
+        if not isinstance(layer, IndexedSelectingAttention):
+            raise ValueError(f"model: expected a model converted by convert_indexed(), got {type(model).__name__}")
+        layer.is_dense = dense
+    return model
+
+
+def check_index_settings(
+    heads: int, window: int, local: int, sink_keys: int, groups: object, index_heads: int, index_dim: int, block_size: int,
+    block_score: str, score_queries: int,
+) -> None:  # fmt: skip
+    """Refuses settings that do not go together; the indexer refuses its own sizes."""
+    checks.selection(window, local, sink_keys, True)
+    checks.number_drawn("score_queries", score_queries)
+    if groups not in (1, "heads") or isinstance(groups, bool):
+        raise ValueError(f"groups: expected 'heads' or 1, got {groups!r}")
+    checks.positive_int("block_size", block_size)
+    if window % block_size:
+        raise ValueError(f"window: expected a multiple of block_size={block_size}, got {window}")
+    if groups == 1 and index_dim % heads:
+        raise ValueError(f"index_dim: expected a multiple of the {heads} key heads, in whose cache it lies, got {index_dim}")
+
+
+def add_indexer(layer: Any, settings: dict[str, Any]) -> None:
+    """Puts an indexer into a layer, in the dtype and on the device of its weights."""
+    weight = layer.k_proj.weight
+    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+    heads = layer.config.num_key_value_heads
+    layer.indexer = Indexer(
+        layer.config.hidden_size, heads if settings["groups"] == "heads" else 1, k=settings["window"] // settings["block_size"],
+        num_heads=settings["index_heads"], head_dim=settings["index_dim"], block_size=settings["block_size"],
+        block_score=settings["block_score"], local=settings["local"], sink_keys=settings["sink_keys"], device=weight.device, dtype=dtype,
+    )  # fmt: skip
+    for name in ("window", "local", "sink_keys", "score_queries"):
+        setattr(layer, name, settings[name])
