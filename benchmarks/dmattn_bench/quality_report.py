@@ -52,6 +52,7 @@ def described(s: dict[str, Any]) -> str:
     if s["mask"] == "query":
         unit = "keys" if s["index_block"] == 1 else f"blocks of {s['index_block']} keys"
         words = [f"{unit} chosen by each query" + (", by their mean key" if s["index_pooled"] else ""), f"{s['local']} local"]
+        words += [f"among the best {s['lifetime_window']} of a bounded cache"] if s["lifetime_window"] else []
         words += ["one list for all heads"] if s["index_shared"] else []
     elif s["mask"] != "dynamic":
         words = [{"dense": "dense", "sliding": "sliding window", "streaming": "sinks and sliding window"}[s["mask"]]]
