@@ -11,8 +11,13 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
+<<<<<<< HEAD
 from dmattn.nn.scores import drawn_rows, with_dense_rows
 from experiments import budget_loss, gate_scores, gated_attention, gumbel_like
+=======
+from dmattn.nn.scores import drawn_rows, explored, with_dense_rows
+from experiments import gumbel_like
+>>>>>>> main
 from torch import Tensor, nn
 
 
@@ -47,6 +52,7 @@ class Settings:
     index_block: int = 1  # keys chosen together
     index_pooled: bool = False  # whether blocks are chosen by their mean key
     index_shared: bool = False  # one list for all heads of a layer, not one for each head
+    lifetime_window: int = 0  # if > 0, queries choose among the keys that live in a bounded cache of so many (and the local ones)
     index_heads: int = 4
     index_dim: int = 32
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
@@ -103,6 +109,8 @@ class Settings:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
         if self.mask in ("dynamic", "query", "gated") and self.window < 1:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
+        if self.lifetime_window and (self.mask != "query" or self.index_shared or self.score != "linear"):
+            raise ValueError("lifetime_window: expected 0, or a linear score and a list for each head of a mask by query")
         if self.mask == "query" and self.window % self.index_block:
             raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
@@ -154,6 +162,10 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
         "pooled": {"index_pooled": True},
         "shared": {"index_shared": True},
+        **{  # a bounded cache, in which lists choose
+            f"living{n}": {"lifetime_window": n * visible, "score": "linear", "score_source": "hidden", "score_trunk": False}
+            for n in (2, 4)
+        },
         "hybrid": {"dense_every": 3},
         "taught": TAUGHT,
         "local": {"local": visible // 2},
@@ -214,7 +226,11 @@ class Attention(nn.Module):
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
                 sink_keys=s.sink,
             )  # fmt: skip
+<<<<<<< HEAD
         if s.mask in ("dynamic", "gated"):
+=======
+        if s.mask == "dynamic" or s.lifetime_window:
+>>>>>>> main
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
             self.to_score = nn.Linear(inner, s.heads)
@@ -260,7 +276,12 @@ class Attention(nn.Module):
         """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, and the loss of the indexer."""
         s, length, first = self.settings, x.shape[1], self.settings.plain_heads
         parts = self.indexer(x)
-        of_heads = [(slice(first, None), self.indexer.select(parts))]
+        ranks, living = None, None
+        if s.lifetime_window:
+            ranks = self.scores(x) if bias is None else self.scores(x) + bias
+            living = dmattn.IntervalMask.top_k(ranks.detach()[:, first:], s.lifetime_window, local=s.local, sink_keys=s.sink)
+        lists: Any = self.indexer.select(parts, living)
+        of_heads = [(slice(first, None), lists if living is None else lists & living)]
         if first:
             plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
             of_heads.insert(0, (slice(0, first), plain))
@@ -274,8 +295,16 @@ class Attention(nn.Module):
             return out, torch.zeros((), device=x.device)
         rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
         own_bias = None if bias is None else bias[:, first:]
-        loss = self.indexer.loss(parts, query[:, first:], key[:, first:], rows=rows, key_bias=own_bias, sharp=s.teach_peak)
-        if s.explore:
+        loss = self.indexer.loss(
+            parts, query[:, first:], key[:, first:], rows=rows, base=living, key_bias=own_bias, sharp=s.teach_peak
+        )
+        if ranks is not None:
+            out, of_scores = explored(
+                query, key, value, out, ranks, s.explore, mean=True, key_bias=bias, local=s.local, sink_keys=s.sink, queries=s.teach_rows,
+                last=s.teach_last, sharp=s.teach_peak, first_head=first,
+            )  # fmt: skip
+            loss = loss + of_scores
+        elif s.explore:
             out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
         return out, loss
 
@@ -419,7 +448,7 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(settings, mask="dense", plain_heads=0)
+        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0)
         every = settings.dense_every
         self.blocks = nn.ModuleList(
             Block(dense if every and layer % every == every - 1 else settings) for layer in range(settings.layers)

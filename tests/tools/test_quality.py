@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+<<<<<<< HEAD
 import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe, ScoreRecipe
 from dmattn_bench import two_ways
+=======
+from dmattn import IntervalMask
+from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
+>>>>>>> main
 from layers import layer_with
 
 JOBS = Path(__file__).resolve().parents[2] / "research" / "jobs"
@@ -184,6 +189,22 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_lists_choose_within_a_bounded_cache(quality):
+    """No query sees a key beyond the lifetime that scores give it."""
+    from quality_model import Attention
+
+    s = quality.settings_of({"task": "text", "variant": "query+local4+living2", **SMALL})
+    attention, hidden = Attention(s).eval(), torch.randn(1, 128, s.width)
+    torch.nn.init.normal_(attention.to_score.weight)
+    before = attention(hidden, None, torch.tensor(0.0))[0]
+    lives = IntervalMask.top_k(attention.scores(hidden).detach(), s.lifetime_window, local=s.local).to_bool(128, 128)
+    dead = int((~lives[0, :, 127]).all(0).nonzero()[-1])
+    hidden[0, dead, 0] += 1e-3  # its score hardly moves
+    changed = (attention(hidden, None, torch.tensor(0.0))[0] - before).abs().amax(2)[0]
+    assert changed[dead] > 0
+    assert changed[127] == 0
+
+
 def test_a_hybrid_has_a_dense_layer_in_three(quality):
     from quality_model import Model
 
@@ -203,6 +224,14 @@ def test_jobs_are_runs_that_there_can_be(quality, path):
         assert settings.visible <= settings.length
 
 
+def test_runs_that_differ_in_one_setting_have_different_descriptions(quality):
+    from dmattn_bench.quality_report import described
+
+    jobs = [json.loads(line) for line in (JOBS / "query_nearby.jsonl").read_text().splitlines() if line.startswith("{")]
+    said = [described(dataclasses.asdict(quality.settings_of(job))) for job in jobs if job["task"] == "text" and job["seed"] == 1]
+    assert len(set(said)) == len(said) == 16
+
+
 VARIANTS = (
     "dense",
     "dense+recency",
@@ -218,6 +247,7 @@ VARIANTS = (
     "gated+local4+sink",
     "query+local4+recency+mixed+barely+rows4+peak+explore+last",
     "query+local+recency+block4+pooled+shared+hybrid",
+    "query+local4+recency+mixed+living2+explore",
 )
 
 
