@@ -11,13 +11,8 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
-<<<<<<< HEAD
-from dmattn.nn.scores import drawn_rows, with_dense_rows
-from experiments import budget_loss, gate_scores, gated_attention, gumbel_like
-=======
 from dmattn.nn.scores import drawn_rows, explored, with_dense_rows
-from experiments import gumbel_like
->>>>>>> main
+from experiments import budget_loss, gate_scores, gated_attention, gumbel_like
 from torch import Tensor, nn
 
 
@@ -226,11 +221,7 @@ class Attention(nn.Module):
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
                 sink_keys=s.sink,
             )  # fmt: skip
-<<<<<<< HEAD
-        if s.mask in ("dynamic", "gated"):
-=======
-        if s.mask == "dynamic" or s.lifetime_window:
->>>>>>> main
+        if s.mask in ("dynamic", "gated") or s.lifetime_window:
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
             self.to_score = nn.Linear(inner, s.heads)

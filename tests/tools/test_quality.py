@@ -10,15 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-<<<<<<< HEAD
 import torch.nn.functional as F
 from dmattn import IntervalMask
 from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe, ScoreRecipe
 from dmattn_bench import two_ways
-=======
-from dmattn import IntervalMask
-from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
->>>>>>> main
 from layers import layer_with
 
 JOBS = Path(__file__).resolve().parents[2] / "research" / "jobs"
