@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
 from dmattn.nn.scores import drawn_rows, explored, with_dense_rows
-from experiments import gumbel_like
+from experiments import budget_loss, gate_scores, gated_attention, gumbel_like
 from torch import Tensor, nn
 
 
@@ -94,7 +94,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {
-            "mask": ("dense", "sliding", "streaming", "dynamic", "query"),
+            "mask": ("dense", "sliding", "streaming", "dynamic", "query", "gated"),
             "score": ("exp", "linear"),
             "score_source": ("value", "key", "hidden"),
             "bias": ("score", "scaled", "none"),
@@ -102,7 +102,7 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
-        if self.mask in ("dynamic", "query") and self.window < 1:
+        if self.mask in ("dynamic", "query", "gated") and self.window < 1:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
         if self.lifetime_window and (self.mask != "query" or self.index_shared or self.score != "linear"):
             raise ValueError("lifetime_window: expected 0, or a linear score and a list for each head of a mask by query")
@@ -135,7 +135,9 @@ DYNAMIC = {"mask": "dynamic"}
 LINEAR = {**DYNAMIC, "score": "linear", "score_source": "hidden"}
 TAUGHT = {**LINEAR, "bias": "none", "teach": 1.0, "score_trunk": False}
 RECENCY = {"recency": 0.25}
+GATE = 4.0  # added to scores that are gates, which begin at 0: at first keys stay
 QUERY = {"mask": "query", "teach": 1.0}
+GATED = {"mask": "gated", "score": "linear", "score_source": "hidden", "teach": 1.0, "anneal_until": 0.7}
 
 
 def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
@@ -150,6 +152,7 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "streaming": {"mask": "streaming", "sink": 4},
         "dynamic": DYNAMIC,  # the layer as it is: exp score from the value, added to the logits
         "linear": LINEAR,
+        "gated": GATED,  # a gate evicts keys once they have left the local window
         "query": QUERY,  # an indexer chooses keys for each query
         **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
         "pooled": {"index_pooled": True},
@@ -218,7 +221,7 @@ class Attention(nn.Module):
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
                 sink_keys=s.sink,
             )  # fmt: skip
-        if s.mask == "dynamic" or s.lifetime_window:
+        if s.mask in ("dynamic", "gated") or s.lifetime_window:
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
             self.to_score = nn.Linear(inner, s.heads)
@@ -232,6 +235,9 @@ class Attention(nn.Module):
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
         if s.mask == "query":
             out, loss = self.by_query(x, query, key, value, recency)
+            return self.out(out.transpose(1, 2).flatten(2)), loss
+        if s.mask == "gated" and window is not None:
+            out, loss = self.gated(x, query, key, value, recency, window)
             return self.out(out.transpose(1, 2).flatten(2)), loss
         score = None
         bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
@@ -292,6 +298,19 @@ class Attention(nn.Module):
         elif s.explore:
             out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
         return out, loss
+
+    def gated(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """[B, H, S, D] where gates evict keys, as in :class:`experiments.GatedAttention`, and the loss of more than ``window`` older keys."""
+        s, score = self.settings, self.scores(x) + GATE
+        if self.training:
+            out, older = gated_attention(query, key, value, score, bias, s.local, s.sink, s.plain_heads, s.plain_local)
+            return out, budget_loss(older, window)
+        mask = self.selected(gate_scores(score.detach()), window)
+        if self.watched:
+            self.covered = self.coverage(query, key, bias, mask)
+        return dmattn.attention(query, key, value, mask, key_bias=bias), torch.zeros((), device=x.device)
 
     def projected(self, x: Tensor) -> list[Tensor]:
         """query, key, value [B, H, S, D]; query and key know their positions."""
