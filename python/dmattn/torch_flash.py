@@ -67,7 +67,8 @@ class Activated:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         self.reasons: set[str] = set()
         self.order: list[int] | None = None
-        kernels = {name: self._kernel(name, ours, _kernel_of(name, key)) for name, ours in OPS.items()}
+        there = {name: ours for name, ours in OPS.items() if hasattr(torch.ops.aten, name)}  # some are newer than others
+        kernels = {name: self._kernel(name, ours, _kernel_of(name, key)) for name, ours in there.items()}
         for name, kernel in kernels.items():
             self.library.impl(name, kernel, key, with_keyset=True)
         if key == "CUDA" and torch.cuda.is_available():

@@ -112,6 +112,15 @@ def test_removing_twice_is_no_error(activated):
         aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)))
 
 
+def test_an_op_that_this_torch_does_not_have_is_left_out(monkeypatch):
+    monkeypatch.setitem(torch_flash.OPS, "_flash_attention_of_tomorrow", torch_flash.forward)
+    handle = torch_flash.Activated("CPU")
+    try:
+        assert aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)))[0].any()
+    finally:
+        handle.remove()
+
+
 def test_flash_comes_first_in_the_order_of_backends():
     flash, cudnn = (int(registry.SDPBackend.__members__[name]) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"))
     assert torch_flash._flash_first([cudnn, flash, 2, 0]) == [flash, cudnn, 2, 0]

@@ -48,8 +48,8 @@ def test_a_server_gives_the_same_tokens_with_aborts_in_the_middle(tmp_path):
     assert found["same_tokens"] == found["requests"] == 32
     assert found["same_tokens_every_round"]
     for name in ("vllm", "dmattn"):
-        assert min(found[name]["pieces_before_abort"]) == 5
-        assert not any(found[name]["left_behind"].values())
+        assert min(found["ways"][name]["pieces_before_abort"]) == 5
+        assert not any(found["ways"][name]["left_behind"].values())
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ M = TypeVar("M", bound=PreTrainedModel)
 
 
 class TopKIndexer(nn.Module):
-    """The forward pass of a DSA indexer, by :func:`dmattn.index_top_k`: a base beside the indexer's own class."""
+    """The forward pass of a DSA indexer, by :func:`dmattn.index_top_k`: a base in addition to the indexer's own class."""
 
     config: Any
     layer_idx: int
