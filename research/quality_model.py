@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from dmattn.masks.interval import FOREVER
 from dmattn.nn import rotate
-from dmattn.nn.scores import drawn_rows, with_dense_rows
-from experiments import gumbel_like
+from dmattn.nn.scores import drawn_rows, explored, with_dense_rows
+from experiments import budget_loss, gate_scores, gated_attention, gumbel_like
 from torch import Tensor, nn
 
 
@@ -47,6 +47,7 @@ class Settings:
     index_block: int = 1  # keys chosen together
     index_pooled: bool = False  # whether blocks are chosen by their mean key
     index_shared: bool = False  # one list for all heads of a layer, not one for each head
+    lifetime_window: int = 0  # if > 0, queries choose among the keys that live in a bounded cache of so many (and the local ones)
     index_heads: int = 4
     index_dim: int = 32
     # Recency: slope * position on every logit, a learned slope a head (ALiBi, arXiv 2108.12409)
@@ -93,7 +94,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {
-            "mask": ("dense", "sliding", "streaming", "dynamic", "query"),
+            "mask": ("dense", "sliding", "streaming", "dynamic", "query", "gated"),
             "score": ("exp", "linear"),
             "score_source": ("value", "key", "hidden"),
             "bias": ("score", "scaled", "none"),
@@ -101,8 +102,10 @@ class Settings:
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}: expected one of {', '.join(allowed)}, got {getattr(self, field)!r}")
-        if self.mask in ("dynamic", "query") and self.window < 1:
+        if self.mask in ("dynamic", "query", "gated") and self.window < 1:
             raise ValueError(f"local, sink: expected fewer than visible={self.visible} together, got {self.local} + {self.sink}")
+        if self.lifetime_window and (self.mask != "query" or self.index_shared or self.score != "linear"):
+            raise ValueError("lifetime_window: expected 0, or a linear score and a list for each head of a mask by query")
         if self.mask == "query" and self.window % self.index_block:
             raise ValueError(f"index_block: expected a divisor of the {self.window} keys that are chosen, got {self.index_block}")
         if self.lookahead > self.local or (self.lookahead and self.bias != "none"):
@@ -132,7 +135,9 @@ DYNAMIC = {"mask": "dynamic"}
 LINEAR = {**DYNAMIC, "score": "linear", "score_source": "hidden"}
 TAUGHT = {**LINEAR, "bias": "none", "teach": 1.0, "score_trunk": False}
 RECENCY = {"recency": 0.25}
+GATE = 4.0  # added to scores that are gates, which begin at 0: at first keys stay
 QUERY = {"mask": "query", "teach": 1.0}
+GATED = {"mask": "gated", "score": "linear", "score_source": "hidden", "teach": 1.0, "anneal_until": 0.7}
 
 
 def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
@@ -147,10 +152,15 @@ def variant(name: str, visible: int, heads: int) -> dict[str, Any]:
         "streaming": {"mask": "streaming", "sink": 4},
         "dynamic": DYNAMIC,  # the layer as it is: exp score from the value, added to the logits
         "linear": LINEAR,
+        "gated": GATED,  # a gate evicts keys once they have left the local window
         "query": QUERY,  # an indexer chooses keys for each query
         **{f"block{size}": {"index_block": size} for size in (4, 16, 64)},
         "pooled": {"index_pooled": True},
         "shared": {"index_shared": True},
+        **{  # a bounded cache, in which lists choose
+            f"living{n}": {"lifetime_window": n * visible, "score": "linear", "score_source": "hidden", "score_trunk": False}
+            for n in (2, 4)
+        },
         "hybrid": {"dense_every": 3},
         "taught": TAUGHT,
         "local": {"local": visible // 2},
@@ -211,7 +221,7 @@ class Attention(nn.Module):
                 head_dim=s.index_dim, block_size=s.index_block, block_score="mean_key" if s.index_pooled else "max", local=s.local,
                 sink_keys=s.sink,
             )  # fmt: skip
-        if s.mask == "dynamic":
+        if s.mask in ("dynamic", "gated") or s.lifetime_window:
             inner, sources = s.score_hidden or s.width, 2 if s.lookahead else 1
             self.before_score = nn.Linear(sources * s.width, inner) if s.score_hidden or s.lookahead else nn.Identity()
             self.to_score = nn.Linear(inner, s.heads)
@@ -225,6 +235,9 @@ class Attention(nn.Module):
         recency = F.pad(self.log_slope.exp(), (0, s.flat_heads))[None, :, None] * positions if s.recency else None
         if s.mask == "query":
             out, loss = self.by_query(x, query, key, value, recency)
+            return self.out(out.transpose(1, 2).flatten(2)), loss
+        if s.mask == "gated" and window is not None:
+            out, loss = self.gated(x, query, key, value, recency, window)
             return self.out(out.transpose(1, 2).flatten(2)), loss
         score = None
         bias, mask = recency, self.fixed_mask(x) if s.mask != "dynamic" else None
@@ -254,7 +267,12 @@ class Attention(nn.Module):
         """[B, H, S, D] where each query chooses its keys, as in :class:`dmattn.nn.IndexedAttention`, and the loss of the indexer."""
         s, length, first = self.settings, x.shape[1], self.settings.plain_heads
         parts = self.indexer(x)
-        of_heads = [(slice(first, None), self.indexer.select(parts))]
+        ranks, living = None, None
+        if s.lifetime_window:
+            ranks = self.scores(x) if bias is None else self.scores(x) + bias
+            living = dmattn.IntervalMask.top_k(ranks.detach()[:, first:], s.lifetime_window, local=s.local, sink_keys=s.sink)
+        lists: Any = self.indexer.select(parts, living)
+        of_heads = [(slice(first, None), lists if living is None else lists & living)]
         if first:
             plain = dmattn.IntervalMask.streaming(length, s.sink, s.plain_local, device=x.device)
             of_heads.insert(0, (slice(0, first), plain))
@@ -268,10 +286,31 @@ class Attention(nn.Module):
             return out, torch.zeros((), device=x.device)
         rows = drawn_rows(length, s.teach_rows, s.teach_last, x.device)
         own_bias = None if bias is None else bias[:, first:]
-        loss = self.indexer.loss(parts, query[:, first:], key[:, first:], rows=rows, key_bias=own_bias, sharp=s.teach_peak)
-        if s.explore:
+        loss = self.indexer.loss(
+            parts, query[:, first:], key[:, first:], rows=rows, base=living, key_bias=own_bias, sharp=s.teach_peak
+        )
+        if ranks is not None:
+            out, of_scores = explored(
+                query, key, value, out, ranks, s.explore, mean=True, key_bias=bias, local=s.local, sink_keys=s.sink, queries=s.teach_rows,
+                last=s.teach_last, sharp=s.teach_peak, first_head=first,
+            )  # fmt: skip
+            loss = loss + of_scores
+        elif s.explore:
             out = with_dense_rows(query, key, value, out, rows, bias, None, self.size**-0.5, 0.0)
         return out, loss
+
+    def gated(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """[B, H, S, D] where gates evict keys, as in :class:`experiments.GatedAttention`, and the loss of more than ``window`` older keys."""
+        s, score = self.settings, self.scores(x) + GATE
+        if self.training:
+            out, older = gated_attention(query, key, value, score, bias, s.local, s.sink, s.plain_heads, s.plain_local)
+            return out, budget_loss(older, window)
+        mask = self.selected(gate_scores(score.detach()), window)
+        if self.watched:
+            self.covered = self.coverage(query, key, bias, mask)
+        return dmattn.attention(query, key, value, mask, key_bias=bias), torch.zeros((), device=x.device)
 
     def projected(self, x: Tensor) -> list[Tensor]:
         """query, key, value [B, H, S, D]; query and key know their positions."""
@@ -400,7 +439,7 @@ class Model(nn.Module):
     def __init__(self, settings: Settings, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, settings.width)
-        dense = dataclasses.replace(settings, mask="dense", plain_heads=0)
+        dense = dataclasses.replace(settings, mask="dense", plain_heads=0, lifetime_window=0)
         every = settings.dense_every
         self.blocks = nn.ModuleList(
             Block(dense if every and layer % every == every - 1 else settings) for layer in range(settings.layers)

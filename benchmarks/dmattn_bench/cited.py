@@ -1,8 +1,8 @@
 """Numbers in the sentences of pages, each read from a committed result, so that none can fall behind.
 
 A page has ``<!-- n: FILE PATH | FORMAT -->NUMBER<!-- /n -->``, as in ``<!-- n: wheel_matrix.json rows[0].passed | int -->2,631<!-- /n -->``.
-FILE lies in benchmarks/results. PATH is a chain of names, places ``[0]``, rows by a value ``[case=16384, window 819]`` and ``.#``, a count. Two
-paths with `` / `` between them are divided.
+FILE lies in benchmarks/results. PATH is a chain of names, places ``[0]``, rows by a value ``[case=16384, window 819]``, ``.#``, a count, and
+``.max(name)`` or ``.sum(name)`` over rows. Two paths with `` / `` between them are divided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dmattn_bench.records import BadResultError
 from dmattn_bench.tables import duration, ratio
 
 PLACE = re.compile(r"<!-- n: (\S+) (.+?) \| (\w+) -->.*?<!-- /n -->", re.DOTALL)
-STEP = re.compile(r"\[([^]=]+)=([^]]*)\]|\[(\d+)\]|\.?([\w-]+|#)")
+STEP = re.compile(r"\[([^]=]+)=([^]]*)\]|\[(\d+)\]|\.(max|sum)\((\w+)\)|\.?([\w-]+|#)")
 TABLE = re.compile(r"<!-- bench:([\w-]+) -->.*?<!-- /bench:\1 -->", re.DOTALL)
 MEASURED = re.compile(
     r"(?<![\w.^/-])\d[\d,.]*(?:x(?!\w)| (?:ms|us|s|GB/s|TFLOP/s|GiB/s|tokens (?:per|a) second|bits per byte|%)(?!\w))"
@@ -76,9 +76,12 @@ def value_at(result: Any, path: str, file: str) -> float:
         try:
             if found is None:
                 raise LookupError
-            key, wanted, place, name = found.groups()
+            key, wanted, place, fold, field, name = found.groups()
             if key is not None:
                 (value,) = [row for row in value if str(row.get(key)) == wanted]
+            elif fold is not None:
+                fields = [row[field] for row in value]
+                value = max(fields) if fold == "max" else sum(fields)
             else:
                 value = value[int(place)] if place is not None else len(value) if name == "#" else value[name]
         except (LookupError, TypeError, ValueError, AttributeError):

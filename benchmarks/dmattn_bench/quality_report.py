@@ -25,6 +25,10 @@ NAMES = {  # of the three models that are compared everywhere, by the name of th
     "dense+recency+barely": "dense+",
     "sliding+recency+mixed+barely": "sliding+",
 }
+OTHER_NAMES = {  # of those that are compared with them in some tables
+    "sliding+recency+mixed+barely+hybrid": "hybrid",
+    "query+local4+recency+mixed+barely+rows4+peak+explore+last": "per-query",
+}
 PARTS_OF_THE_CURVE = ("step", "seconds", "held_bits", "held_accuracy", "near_accuracy")
 
 
@@ -45,7 +49,12 @@ def kept(run: Run) -> Run:
 
 def described(s: dict[str, Any]) -> str:
     """What tells a run's mask from others, in words."""
-    if s["mask"] != "dynamic":
+    if s["mask"] == "query":
+        unit = "keys" if s["index_block"] == 1 else f"blocks of {s['index_block']} keys"
+        words = [f"{unit} chosen by each query" + (", by their mean key" if s["index_pooled"] else ""), f"{s['local']} local"]
+        words += [f"among the best {s['lifetime_window']} of a bounded cache"] if s["lifetime_window"] else []
+        words += ["one list for all heads"] if s["index_shared"] else []
+    elif s["mask"] != "dynamic":
         words = [{"dense": "dense", "sliding": "sliding window", "streaming": "sinks and sliding window"}[s["mask"]]]
     else:
         taught = s["bias"] == "none"
@@ -53,6 +62,7 @@ def described(s: dict[str, Any]) -> str:
         words += [f"{s['local']} local"] if s["local"] else []
         words += [f"{s['sink']} sinks"] if s["sink"] else []
     words += [f"{s['plain_heads']} of {s['heads']} heads with {s['plain_local']} local keys alone"] if s["plain_heads"] else []
+    words += [f"one layer in {s['dense_every']} dense"] if s.get("dense_every") else []
     words += ["the others not rotated"] if s.get("rope_plain") else []
     words += ["recency"] if s["recency"] else []
     words += [f"{s['flat_heads']} heads without it"] if s.get("flat_heads") else []
@@ -72,8 +82,8 @@ def described(s: dict[str, Any]) -> str:
 
 
 def called(run: Run) -> str:
-    """What a table calls a run's model: its mask in words, after its name where it is one of NAMES."""
-    name = NAMES.get(run["name"])
+    """What a table calls a run's model: its mask in words, after its name where it has one."""
+    name = (NAMES | OTHER_NAMES).get(run["name"])
     return (f"**{name}**: " if name else "") + described(run["settings"])
 
 

@@ -12,7 +12,7 @@ from dmattn.decode_listed import Cache, decode_listed
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import IndexMask
 from dmattn.sinks import sinks_of_heads
-from dmattn.sizes import Sizes, fitting_lists, key_bias_rows
+from dmattn.sizes import Sizes, check_alike, fitting_lists, key_bias_rows
 
 MAX_QUERIES = 16
 PAGE_UNIT = 16  # page sizes are multiples of it
@@ -110,16 +110,9 @@ def _sizes_of(query: Tensor, key: Tensor, value: Tensor, page_table: Tensor | No
         raise ValueError(f"query: no dmattn kernel for device {query.device}; supported are {', '.join(checks.DTYPES)}")
     checks.dtype("query", query, dtypes)
     sizes = "[B, Hkv, Smax, {}]" if page_table is None else "[pages, page_size, Hkv, {}]"
-    for name, given, layout in (
-        ("query", query, "[B, H, T, D]"),
-        ("key_cache", key, sizes.format("D")),
-        ("value_cache", value, sizes.format("Dv")),
-    ):
-        if given.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {checks.shape_of(given)}")
-        checks.same_device(name, given, query)
-        if given.dtype != query.dtype:
-            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
+    check_alike(
+        ("query", query, "[B, H, T, D]"), ("key_cache", key, sizes.format("D")), ("value_cache", value, sizes.format("Dv"))
+    )
     batch, heads, queries, head_dim = query.shape
     value_dim = value.shape[3]
     if queries < 1 or queries > MAX_QUERIES:

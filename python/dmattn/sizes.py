@@ -63,7 +63,7 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
     alike = key.device == device == value.device and key.dtype == dtype == value.dtype
     if not alike or not len(query_shape) == len(key_shape) == len(value_shape) == 4:
-        _explain_unlike(query, key, value)
+        check_alike(("query", query, "[B, H, Sq, D]"), ("key", key, "[B, Hkv, Sk, D]"), ("value", value, "[B, Hkv, Sk, Dv]"))
     batch, heads, query_length, head_dim = query_shape
     key_batch, kv_heads, key_length, key_dim = key_shape
     value_batch, value_heads, value_length, value_dim = value_shape
@@ -85,17 +85,16 @@ def sizes_of(query: Tensor, key: Tensor, value: Tensor, *, longest: int | None =
     return Sizes(batch, heads, kv_heads, query_length, key_length, head_dim, dtype, device)
 
 
-def _explain_unlike(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, given, layout in (
-        ("query", query, "[B, H, Sq, D]"),
-        ("key", key, "[B, Hkv, Sk, D]"),
-        ("value", value, "[B, Hkv, Sk, Dv]"),
-    ):
-        if given.dim() != 4:
-            raise ValueError(f"{name}: expected 4 dimensions {layout}, got shape {checks.shape_of(given)}")
-        checks.same_device(name, given, query)
-        if given.dtype != query.dtype:
-            raise TypeError(f"{name}: expected dtype {query.dtype} like query, got {given.dtype}")
+def check_alike(*named: tuple[str, Tensor, str], any_dtype: bool = False) -> None:
+    """Checks that tensors, each with its name and layout, have as many dimensions as that, and the device and dtype of the first."""
+    like_name, like, _ = named[0]
+    for name, given, layout in named:
+        rank = layout.count(",") + 1
+        if given.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions {layout}, got shape {checks.shape_of(given)}")
+        checks.same_device(name, given, like, like_name)
+        if given.dtype != like.dtype and not any_dtype:
+            raise TypeError(f"{name}: expected dtype {like.dtype} like {like_name}, got {given.dtype}")
 
 
 def per_head(

@@ -67,7 +67,8 @@ class Activated:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         self.reasons: set[str] = set()
         self.order: list[int] | None = None
-        kernels = {name: self._kernel(name, ours, _kernel_of(name, key)) for name, ours in OPS.items()}
+        there = {name: ours for name, ours in OPS.items() if hasattr(torch.ops.aten, name)}  # some are newer than others
+        kernels = {name: self._kernel(name, ours, _kernel_of(name, key)) for name, ours in there.items()}
         for name, kernel in kernels.items():
             self.library.impl(name, kernel, key, with_keyset=True)
         if key == "CUDA" and torch.cuda.is_available():
@@ -169,7 +170,7 @@ class Extras(NamedTuple):
 
 
 def _extras(
-    query: Tensor, is_causal: bool, scale: float | None, left: int | None, right: int | None, dropout_p: float, rng: Tensor | None
+    is_causal: bool, scale: float | None, left: int | None, right: int | None, dropout_p: float, rng: Tensor | None
 ) -> Extras:
     """Windows without negative numbers, and a seed from rng_state."""
     left, right = (None if side is None or side < 0 else min(side, checks.MAX_LENGTH) for side in (left, right))
@@ -259,7 +260,7 @@ def scaled_dot_product(
     """``aten::_scaled_dot_product_flash_attention`` of [B, heads, S, D]."""
     _check_forward(query, dropout_p, return_debug_mask, left_out)
     rng = _rng_state(query, dropout_p)
-    out, lse = _dense_call(query, key, value, _extras(query, is_causal, scale, None, None, dropout_p, rng)).forward()
+    out, lse = _dense_call(query, key, value, _extras(is_causal, scale, None, None, dropout_p, rng)).forward()
     unused = rng.new_zeros(())
     return out, lse, None, None, query.shape[2], key.shape[2], rng, unused, query.new_empty(0)
 
@@ -285,7 +286,7 @@ def scaled_dot_product_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_scaled_dot_product_flash_attention_backward``."""
     _check_forward(query, dropout_p, False, left_out)
-    call = _dense_call(query, key, value, _extras(query, is_causal, scale, None, None, dropout_p, philox_seed))
+    call = _dense_call(query, key, value, _extras(is_causal, scale, None, None, dropout_p, philox_seed))
     return call.backward(grad_out, out, logsumexp)
 
 
@@ -312,7 +313,7 @@ def forward(
     """``aten::_flash_attention_forward`` of [B, S, heads, D], or with cum_seq_q of [T, heads, D] and, with block_table, pages of keys."""
     _check_forward(query, dropout_p, return_debug_mask, left_out)
     rng = _rng_state(query, dropout_p)
-    extras = _extras(query, is_causal, scale, window_size_left, window_size_right, dropout_p, rng)
+    extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng)
     if seqused_k is not None or block_table is not None:
         out, lse = _of_cache(query, key, value, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table, extras)
     elif cum_seq_q is None:
@@ -356,7 +357,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_flash_attention_backward``."""
     _check_forward(query, dropout_p, False, left_out)
-    extras = _extras(query, is_causal, scale, window_size_left, window_size_right, dropout_p, rng_state)
+    extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng_state)
     if cum_seq_q is None or cum_seq_k is None:
         call = _dense_call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), extras)
         gradients = call.backward(grad_out.transpose(1, 2), out.transpose(1, 2), logsumexp)

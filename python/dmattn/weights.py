@@ -71,9 +71,9 @@ def attention_weights(
     start, end, tiles, indices = (None if given is None else of_heads(given) for given in (start, end, tiles, indices))
     seen = Masks(start, end, tiles, bits, indices, index_offset)
     shift = sizes.key_length - sizes.query_length
-    visible = pairs_seen(seen, options.is_causal, options.lists(), row, (0, sizes.key_length), shift, len(head))
-    if visible is None:
-        visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
+    shown = pairs_seen(seen, options.is_causal, options.lists(), row, (0, sizes.key_length), shift, len(head))
+    visible = torch.ones((1, 1, len(row), sizes.key_length), dtype=torch.bool, device=query.device)
+    visible = visible if shown is None else visible & shown
 
     # Compute their logits. A key that none of them sees may hold anything.
     dtype = accumulate_dtype(query.dtype)

@@ -21,7 +21,7 @@ def batch_of(new, before, dtype, device, page_size=PAGE):
         each = torch.randn(2, length, KV_HEADS, SIZE, dtype=dtype)
         slots = torch.arange(length)
         slots = own[slots // page_size] * page_size + slots % page_size
-        store(pool[0], pool[1], *each, slots)
+        store(pool[0], pool[1], *each, slots, spare=0)
         rows.append(each.transpose(1, 2)[:, None].to(device))
     ends = torch.tensor([0, *new]).cumsum(0).int()
     return ends.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), pages.int().to(device), pool.to(device), rows
@@ -68,11 +68,10 @@ def test_pages_of_any_size_without_decodes(dtype, device):
         Paged(ends, lengths, table, 1, 1, 40)
 
 
-def test_a_negative_slot_is_left_out():
+def test_a_negative_slot_goes_to_the_spare_one():
     keys, values = torch.zeros(3, 16, 1, 8), torch.zeros(3, 16, 1, 8)
     new = torch.ones(3, 1, 8)
-    store(keys, values, new, 2 * new, torch.tensor([5, -1, 47]))
-    assert keys.sum() == 16
-    assert values.sum() == 32
-    assert keys[0, 5].all()
-    assert keys[2, 15].all()
+    store(keys, values, new, 2 * new, torch.tensor([5, -1, 47]), spare=17)
+    assert (keys.sum(), values.sum()) == (24, 48)
+    for page, place in ((0, 5), (1, 1), (2, 15)):
+        assert keys[page, place].all()

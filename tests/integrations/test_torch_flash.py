@@ -112,6 +112,15 @@ def test_removing_twice_is_no_error(activated):
         aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)))
 
 
+def test_an_op_that_this_torch_does_not_have_is_left_out(monkeypatch):
+    monkeypatch.setitem(torch_flash.OPS, "_flash_attention_of_tomorrow", torch_flash.forward)
+    handle = torch_flash.Activated("CPU")
+    try:
+        assert aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)))[0].any()
+    finally:
+        handle.remove()
+
+
 def test_flash_comes_first_in_the_order_of_backends():
     flash, cudnn = (int(registry.SDPBackend.__members__[name]) for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"))
     assert torch_flash._flash_first([cudnn, flash, 2, 0]) == [flash, cudnn, 2, 0]
@@ -185,6 +194,24 @@ def test_dropout_takes_its_seed_to_the_backward_pass(activated):
     again = aten._scaled_dot_product_flash_attention(*given, 0.25, True)[0]
     assert torch.equal(out, again)
     assert not torch.equal(out, aten._scaled_dot_product_flash_attention(*given, 0.25, True)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_compiled(activated, is_transposed):
+    """Inductor trusts the shapes and strides that torch's meta functions have for these ops."""
+
+    def twice(query, key, value):
+        return 2 * aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+
+    shapes = ((2, 4, 40, 16), (2, 2, 40, 16), (2, 2, 40, 16))
+    given = inputs(*shapes, dtype=torch.float32)
+    if is_transposed:
+        given = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in given]
+    out, expected = torch.compile(twice)(*given), twice(*given)
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+    same_gradients(out, expected, given)
 
 
 # Packed sequences ------------------------------------------------------------------------------------------------------------------------
@@ -369,7 +396,7 @@ def results(function, given):
     given = [x.detach().requires_grad_() for x in given]
     out = function(*given)
     torch.manual_seed(3)
-    weights = torch.randn_like(out, dtype=torch.float32).to(out.dtype)
+    weights = torch.randn_like(out, dtype=torch.bfloat16).to(out.dtype)  # the same numbers in every dtype
     return [out, *torch.autograd.grad(out, given, weights)]
 
 

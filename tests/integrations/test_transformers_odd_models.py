@@ -9,7 +9,12 @@ import pytest
 import torch
 import transformers
 from dmattn import IntervalMask
-from dmattn.integrations.transformers import attention_forward, enable_dynamic_mask_attention, make_mask
+from dmattn.integrations.transformers import (
+    attention_forward,
+    enable_dynamic_mask_attention,
+    enable_index_top_k,
+    make_mask,
+)
 from dmattn.testing import strategies
 from tiny_models import distinct
 from torch._dynamo.testing import CompileCounter
@@ -189,3 +194,91 @@ def test_heads_beyond_the_kernels_are_attended_to(name):
 def test_what_wide_heads_cannot_have_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         attention_forward(Layer(), *wide(264), None, **options)
+
+
+# Models that choose keys themselves ---------------------------------------------------------------------------------------------------
+
+DSA = DECODER | {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 3, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
+}  # fmt: skip
+CHOOSING = {
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", DSA),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", DSA | {"indexer_types": ["full", "shared", "full"]}),
+    "minimax_m3_vl": (
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        DECODER
+        | {
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 16,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "dense"],
+        },
+    ),
+}
+ENABLED = ("deepseek_v32", "glm_moe_dsa")
+
+
+def choosing(name: str) -> torch.nn.Module:
+    cls, config, options = CHOOSING[name]
+    if not hasattr(transformers, cls):
+        pytest.skip("this release of transformers has no such model")
+    torch.manual_seed(0)
+    return getattr(transformers, cls)(getattr(transformers, config)(**options)).eval()
+
+
+@pytest.mark.parametrize(("name", "enabled"), [*((name, False) for name in CHOOSING), *((name, True) for name in ENABLED)])
+def test_models_whose_indexer_chooses_keys_give_what_eager_gives(name, enabled):
+    model, padding = choosing(name), torch.ones(2, 20, dtype=torch.int64)
+    padding[0, slice(0, 6) if name in ENABLED else slice(14, 20)] = 0  # blocks shift with padding on the left
+    inputs = {"input_ids": distinct(vocabulary=64), "attention_mask": padding, "use_cache": False}
+    how = {"input_ids": inputs["input_ids"], "attention_mask": padding, "max_new_tokens": 8, "do_sample": False}
+    found, tokens = [], []
+    for is_ours in (False, True):
+        if is_ours and enabled:
+            model = enable_index_top_k(model)
+        else:
+            model.set_attn_implementation("dmattn" if is_ours else "eager")
+        logits = model(**inputs).logits[padding.bool()]
+        gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()), allow_unused=True)
+        found.append([logits.detach(), *(x for x in gradients if x is not None)])
+        tokens.append(model.generate(**how))
+    assert_close(*found)
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("name", ENABLED)
+def test_an_enabled_indexer_makes_nothing_for_all_pairs(name):
+    model = enable_index_top_k(choosing(name))
+    length = 59
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        pairs = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **(options or {}))
+            parts = result if isinstance(result, tuple | list) else [result]
+            self.pairs += sum(isinstance(x, torch.Tensor) and list(x.shape[-2:]) == [length, length] for x in parts)
+            return result
+
+    with torch.no_grad(), Watch() as watch:
+        model(input_ids=torch.randint(3, 64, (1, length)), use_cache=False)
+    assert watch.pairs == 0
+    copied = pickle.loads(pickle.dumps(model))
+    tokens = distinct(vocabulary=64)
+    assert_close(copied(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_a_model_without_such_an_indexer():
+    with pytest.raises(ValueError, match="model: expected indexers of type"):
+        enable_index_top_k(built("doge"))

@@ -572,6 +572,16 @@ def test_the_backward_op_is_differentiable():
     assert_close(eager, grad(lambda *x: sum(y.sin().sum() for y in expected(*x)), ALL)(*given_tensors))
 
 
+def test_the_backward_op_without_its_last_arguments():
+    """The dispatcher leaves out what has its default."""
+    query, key, value = leaves()[:3]
+    options = (*(None,) * 11, True, 0.3, 0.0, 0.0, False)
+    out, lse, _ = ops.forward(query, key, value, *options)
+    call = lambda grad_out: ops.backward(grad_out, None, query, key, value, out, lse, *options, False, False)[:3]  # noqa: E731
+    (grads,) = stacked((tensor(out.shape, 30, torch.float64),))
+    assert_close(vmap(call)(grads), looped(call, (0,), grads))
+
+
 # Memory ------------------------------------------------------------------------------------------------------------------------------------
 
 

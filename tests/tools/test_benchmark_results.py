@@ -203,7 +203,7 @@ def test_training_runs_of_a_wrong_form_are_refused_in_one_sentence(name, tmp_pat
 
 
 def test_committed_results_are_read_or_refused_with_a_sentence():
-    other = {"builds", "doge", "fuzz", "kvpress", "suite"}
+    other = {"builds", "convert", "doge", "fuzz", "kvpress", "suite", "vllm"}
     for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
         if path.stem in other:
             with pytest.raises(records.BadResultError, match=r"expected a result") as refused:
@@ -597,8 +597,9 @@ def test_numbers_in_sentences_are_what_the_results_say(tmp_path):
     rows = [{"case": "a, D=64", "ms": 1.5, "dense": 6.0}, {"case": "b", "ms": 4.0, "complete": True}]
     (tmp_path / "a.json").write_text(json.dumps({"rows": rows}))
     page = "It took <!-- n: a.json rows[case=a, D=64].ms | ms -->?<!-- /n -->, <!-- n: a.json rows[0].dense / rows[0].ms | x -->?<!-- /n --> of"
-    made = cited.rewritten(page + " <!-- n: a.json rows.# | int -->9<!-- /n --> rows", tmp_path)
-    assert cited.without_marks(made) == "It took 1.50 ms, 4.00x of 2 rows"
+    page += " <!-- n: a.json rows.# | int -->9<!-- /n --> rows, <!-- n: a.json rows.sum(ms) / rows.max(ms) | two -->9<!-- /n -->"
+    made = cited.rewritten(page, tmp_path)
+    assert cited.without_marks(made) == "It took 1.50 ms, 4.00x of 2 rows, 1.38"
     assert cited.rewritten(made, tmp_path) == made
     for wrong in ("b.json rows.# | int", "a.json rows[case=c].ms | ms", "a.json rows[2].ms | ms", "a.json rows[1].complete | int",
                   "a.json rows[1].case | int", "a.json rows[0].ms | furlongs"):  # fmt: skip

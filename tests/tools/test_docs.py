@@ -139,6 +139,13 @@ def test_the_reference_has_every_public_name():
             assert f"dmattn.{name}\n" in text, name
 
 
+def test_the_page_on_semantics_has_every_op():
+    ops = re.findall(r'"(\w+)\(Tensor', (ROOT / "cpp/schema.cpp").read_text())
+    text = (DOCS / "semantics.md").read_text().split("## Ops")[1]
+    assert len(ops) > 12
+    assert not [op for op in ops if f"`{op}`" not in text]
+
+
 def test_plots_have_one_style(monkeypatch, tmp_path):
     """Legends of at most five words an entry, named axes, ours in our colours alone."""
     pytest.importorskip("matplotlib")

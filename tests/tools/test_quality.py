@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe
+import torch.nn.functional as F
+from dmattn import IntervalMask
+from dmattn.nn import DynamicMaskAttention, IndexedAttention, IndexRecipe, ScoreRecipe
+from dmattn_bench import two_ways
 from layers import layer_with
 
 JOBS = Path(__file__).resolve().parents[2] / "research" / "jobs"
@@ -180,6 +184,22 @@ def test_the_layer_whose_queries_choose_is_what_is_measured(quality, options):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_lists_choose_within_a_bounded_cache(quality):
+    """No query sees a key beyond the lifetime that scores give it."""
+    from quality_model import Attention
+
+    s = quality.settings_of({"task": "text", "variant": "query+local4+living2", **SMALL})
+    attention, hidden = Attention(s).eval(), torch.randn(1, 128, s.width)
+    torch.nn.init.normal_(attention.to_score.weight)
+    before = attention(hidden, None, torch.tensor(0.0))[0]
+    lives = IntervalMask.top_k(attention.scores(hidden).detach(), s.lifetime_window, local=s.local).to_bool(128, 128)
+    dead = int((~lives[0, :, 127]).all(0).nonzero()[-1])
+    hidden[0, dead, 0] += 1e-3  # its score hardly moves
+    changed = (attention(hidden, None, torch.tensor(0.0))[0] - before).abs().amax(2)[0]
+    assert changed[dead] > 0
+    assert changed[127] == 0
+
+
 def test_a_hybrid_has_a_dense_layer_in_three(quality):
     from quality_model import Model
 
@@ -199,6 +219,14 @@ def test_jobs_are_runs_that_there_can_be(quality, path):
         assert settings.visible <= settings.length
 
 
+def test_runs_that_differ_in_one_setting_have_different_descriptions(quality):
+    from dmattn_bench.quality_report import described
+
+    jobs = [json.loads(line) for line in (JOBS / "query_nearby.jsonl").read_text().splitlines() if line.startswith("{")]
+    said = [described(dataclasses.asdict(quality.settings_of(job))) for job in jobs if job["task"] == "text" and job["seed"] == 1]
+    assert len(set(said)) == len(said) == 16
+
+
 VARIANTS = (
     "dense",
     "dense+recency",
@@ -210,8 +238,11 @@ VARIANTS = (
     "taught+local+sink+mixed+mlp+anneal",
     "taught+local+ahead+explore",
     "taught+local+recency+quarter+barely+flat",
+    "gated+local4+recency+mixed+barely",
+    "gated+local4+sink",
     "query+local4+recency+mixed+barely+rows4+peak+explore+last",
     "query+local+recency+block4+pooled+shared+hybrid",
+    "query+local4+recency+mixed+living2+explore",
 )
 
 
@@ -297,3 +328,96 @@ def test_noise_selects_in_training_alone_and_repeats_with_its_seed():
     ):
         layer(hidden, cache=layer.new_cache(1))
     assert torch.equal(layer.eval()(hidden), plain(hidden))
+
+
+def gated(window=6, **options):
+    from experiments import GatedAttention
+
+    torch.manual_seed(0)
+    return GatedAttention(64, 4, window, num_kv_heads=2, head_dim=16, local=4, sink_keys=1, **options)
+
+
+def test_gates_that_stay_shut_are_dense_attention():
+    layer, hidden = gated(recipe=ScoreRecipe(local_heads=0)), torch.randn(2, 50, 64)
+    torch.nn.init.constant_(layer.score_proj.bias, 1e4)
+    layer.dropout = 0.0
+    dense = DynamicMaskAttention(64, 4, 50, num_kv_heads=2, head_dim=16, local=4, recipe=ScoreRecipe(local_heads=0))
+    dense.load_state_dict(layer.state_dict())
+    two_ways.assert_same_in_another_order(layer(hidden), dense.eval()(hidden), torch.float32)
+    _, loss = layer(hidden, with_score_loss=True)
+    older = sum(range(50 - 4 - 1, 0, -1)) / 50  # keys 1 to 45 are older ones to 45 to 1 queries
+    torch.testing.assert_close(loss, torch.tensor(older / 6 - 1))
+    assert layer(hidden, with_score_loss=True, window=50)[1] == 0
+
+
+def test_hard_gates_are_a_mask_and_a_cache():
+    layer, hidden = gated().eval(), torch.randn(2, 40, 64)
+    torch.nn.init.normal_(layer.score_proj.weight)
+    torch.nn.init.zeros_(layer.score_proj.bias)
+    with torch.no_grad():
+        ranks, _ = layer.ranked(hidden, layer.projected(hidden)[2])
+        scores = layer.score_proj(hidden).transpose(1, 2)
+        older = layer.mask(ranks).to_bool(40, 40)[:, 1] & ~IntervalMask.streaming(40, 1, 4).to_bool(40, 40)[:, 0]
+        assert not older[(scores[:, 1] < 0)[:, None].expand_as(older)].any()
+        assert 1 < int(older.sum(2).max()) <= 6
+        expected, cache = layer(hidden), layer.new_cache(2)
+        parts = torch.cat([layer(hidden[:, a:b], cache=cache) for a, b in ((0, 20), (20, 21), (21, 40))], 1)
+    two_ways.assert_same_in_another_order(parts, expected, torch.float32)
+    with pytest.raises(ValueError, match="with_score_loss: expected False in eval mode"):
+        layer(hidden, with_score_loss=True)
+    with pytest.raises(ValueError, match="hidden_states: expected no other argument"):
+        layer.train()(hidden, IntervalMask.causal(40))
+
+
+def test_gates_learn_from_a_teacher_which_keys_to_keep():
+    """A dense teacher recalls marked tokens; its student, distilled from its logits within a budget, keeps those and lets the others go."""
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(40, 64), torch.nn.Linear(64, 8)
+    layer = gated(12, recipe=ScoreRecipe(local_heads=0, recency=None), rope_theta=None)
+    torch.nn.init.normal_(layer.score_proj.weight, std=0.02)
+    everything = torch.nn.ModuleList((embedding, head, layer))
+
+    def batch(size=32):
+        """Noise (tokens 16 to 38), one of 8 marked tokens in the first half, and at the end a question (39) whose answer it is."""
+        tokens, kinds = torch.randint(16, 39, (size, 48)), torch.randint(0, 8, (size, 1))
+        tokens.scatter_(1, torch.randint(1, 24, (size, 1)), kinds)
+        tokens[:, -1] = 39
+        return tokens, kinds[:, 0]
+
+    def trained(steps, loss_of):
+        gates = {id(parameter) for parameter in layer.score_proj.parameters()}
+        groups = [[p for p in everything.parameters() if (id(p) in gates) == is_gate] for is_gate in (False, True)]
+        optimizer = torch.optim.Adam([{"params": groups[0], "lr": 3e-3}, {"params": groups[1], "lr": 2e-2}])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(*batch()).backward()
+            optimizer.step()
+
+    def logits(tokens, **options):
+        out = layer(embedding(tokens), **options)
+        out, loss = out if isinstance(out, tuple) else (out, None)
+        return head(out[:, -1] + embedding(tokens[:, -1])), loss
+
+    trained(120, lambda tokens, answer: F.cross_entropy(logits(tokens)[0], answer))
+    teacher = copy.deepcopy(everything).requires_grad_(False)
+    torch.nn.init.constant_(teacher[2].score_proj.bias, 1e4)  # all keys stay
+
+    def distilled(tokens, answer):
+        student, loss = logits(tokens, with_score_loss=True, window=4)
+        hidden = teacher[2](teacher[0](tokens))[:, -1] + teacher[0](tokens[:, -1])
+        return (
+            F.kl_div(student.log_softmax(1), teacher[1](hidden).log_softmax(1), log_target=True, reduction="batchmean")
+            + 0.1 * loss
+        )
+
+    trained(150, distilled)
+    layer.eval()
+    tokens, answer = batch(256)
+    with torch.no_grad():
+        accuracy = (logits(tokens)[0].argmax(1) == answer).float().mean()
+        stays = layer.scores(embedding(tokens)) > -torch.inf
+    staying = stays.any(1).float()  # one head is enough
+    shares = staying[tokens < 8].mean(), staying[tokens >= 8].mean()
+    assert shares[0] > 2 * shares[1]
+    assert shares[1] < 0.4
+    assert accuracy > 0.6  # 12 keys of 43 drawn by lot would give less than 0.4

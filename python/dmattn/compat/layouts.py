@@ -11,7 +11,7 @@ from dmattn import checks
 from dmattn.compat.merging import Pass
 from dmattn.fake import accumulate_dtype
 from dmattn.masks import IntervalMask
-from dmattn.sizes import padded
+from dmattn.sizes import check_alike, padded
 
 T = TypeVar("T")
 HEADS_LAST = ("[B, Sq, H, D]", "[B, Sk, Hkv, D]", "[B, Sk, Hkv, Dv]")
@@ -188,13 +188,10 @@ def checked(
     dtypes = checks.DTYPES["cpu"] if cast else checks.DTYPES.get(query.device.type, checks.DTYPES["cpu"])
     with_batch = layouts in (HEADS_LAST, HEADS_FIRST)
     of_length, of_heads = (2, 1) if layouts is HEADS_FIRST else (1, -2)  # dimensions
-    for name, given, layout in zip(names, tensors, layouts, strict=True):
-        if given.dim() != layout.count(",") + 1:
-            raise ValueError(f"{name}: expected {layout.count(',') + 1} dimensions {layout}, got shape {checks.shape_of(given)}")
+    checks.dtype(names[0], query, dtypes)
+    check_alike(*zip(names, tensors, layouts, strict=True), any_dtype=cast)
+    for name, given in zip(names, tensors, strict=True):
         checks.dtype(name, given, dtypes)
-        checks.same_device(name, given, query, names[0])
-        if given.dtype != query.dtype and not cast:
-            raise TypeError(f"{name}: expected dtype {query.dtype} like {names[0]}, got {given.dtype}")
         if not 0 < given.shape[-1] <= checks.MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head size from 1 to {checks.MAX_HEAD_DIM}, got {given.shape[-1]}")
         if with_batch and given.shape[of_length] > checks.MAX_LENGTH:

@@ -131,13 +131,12 @@ class Paged:
         return self._gathered
 
 
-def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor) -> None:
-    """Writes new keys and values [T, Hkv, D|Dv] to their slots, page * page_size + place, int64 [T]; a negative slot is left out.
+def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor, spare: int) -> None:
+    """Writes new keys and values [T, Hkv, D|Dv] to their slots, page * page_size + place, int64 [T].
 
-    On a GPU this waits for it, to leave them out.
+    spare: a slot that nobody reads. What has a negative slot goes there.
     """
-    there = slots >= 0
-    page = torch.div(slots[there], keys.shape[1], rounding_mode="floor")
-    place = slots[there] % keys.shape[1]
-    keys[page, place] = new_keys[: slots.shape[0]][there].to(keys.dtype)
-    values[page, place] = new_values[: slots.shape[0]][there].to(values.dtype)
+    slots = torch.where(slots < 0, spare, slots)
+    page, place = torch.div(slots, keys.shape[1], rounding_mode="floor"), slots % keys.shape[1]
+    keys[page, place] = new_keys[: slots.shape[0]].to(keys.dtype)
+    values[page, place] = new_values[: slots.shape[0]].to(values.dtype)

@@ -101,7 +101,7 @@ class MaskBuffer(nn.Module):
             return True
         _, tile_q, words = self.get_buffer("bits").shape
         tiles = [table_size(length, size) for length, size in zip(state[:2], (tile_q, words * 32), strict=True)]
-        return tiles == [*self.get_buffer("tiles").shape[2:]] and min(state) >= 0 and min(state[2:]) > 0
+        return tiles == [*self.get_buffer("tiles").shape[2:]] and min(state[2:]) > 0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self._persistent:

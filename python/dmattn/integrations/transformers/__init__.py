@@ -18,6 +18,7 @@ from dmattn.integrations.transformers.doge import enable_dynamic_mask_attention
 from dmattn.integrations.transformers.indexed import set_dense
 from dmattn.integrations.transformers.layers import selecting_layers
 from dmattn.integrations.transformers.masks import make_mask
+from dmattn.integrations.transformers.sparse import enable_index_top_k
 
 # transformers does more than look up a name that contains one of these.
 TAKEN = ("flash", "sdpa", "flex_attention", "eager", "|", "/")
@@ -73,6 +74,7 @@ __all__ = [
     "convert",
     "convert_indexed",
     "enable_dynamic_mask_attention",
+    "enable_index_top_k",
     "load_converted",
     "make_mask",
     "register",

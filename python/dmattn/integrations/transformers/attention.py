@@ -12,13 +12,12 @@ from dmattn.attention import attention
 from dmattn.integrations.transformers.masks import interval_of
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.integrations.transformers.wide import is_wide, wide_attention
-from dmattn.masks import BlockMask, IntervalMask, Mask
+from dmattn.masks import BlockMask, IndexMask, IntervalMask, Mask
 from dmattn.sizes import padded
 from dmattn.weights import attention_weights
 
 # Arguments that say what is computed and have no form here, with what to do instead.
 REFUSED = {
-    "block_indices": "blocks chosen by indices have no form here",
     "block_table": "paged caches have no kernel here; generate without continuous batching",
     "k_cache": "paged caches have no kernel here; generate without continuous batching",
     "cache": "paged caches have no kernel here; generate without continuous batching, or with attn_implementation='paged|sdpa'",
@@ -45,6 +44,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     output_attentions: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -63,6 +63,7 @@ def attention_forward(
         position_ids: [B|1, S]; in a causal layer without a past, position 0 again begins another packed sequence.
         cu_seq_lens_q, cu_seq_lens_k: ends of packed sequences in a batch of 1, as the flattening collator gives them.
         indices: [B, Sq, n], the keys that each query may see in addition to the mask; negative ones stand for none.
+        block_indices: [B, Hkv|1, Sq, n], blocks of ``module.indexer.block_size`` keys instead, a list for each key head.
         output_attentions: also return the weights (before dropout), computed again and slowly.
 
     Returns:
@@ -90,7 +91,11 @@ def attention_forward(
     mask = _with_window(mask, attention_mask, sliding_window, is_causal, key)
     sequences = packed_sequences(query, key, attention_mask, causal_layer, position_ids, cu_seq_lens_q, cu_seq_lens_k)
     mask = _both(mask, sequences, query_length)
-    mask = _both(mask, _listed(indices, query, key), query_length)
+    if indices is not None:
+        mask = _both(mask, _listed("indices", indices, query, key), query_length)
+    if block_indices is not None:
+        size_of_block = int(getattr(getattr(module, "indexer", None), "block_size", 1))
+        mask = _both(mask, _listed("block_indices", block_indices, query, key, size_of_block), query_length)
 
     scaling = size**-0.5 if scaling is None else scaling
     shared: dict[str, Any] = {
@@ -170,7 +175,7 @@ def _with_window(
     return IntervalMask.sliding_window(key.shape[2], window - 1, device=key.device)
 
 
-def _both(mask: Mask | Tensor | None, other: IntervalMask | BlockMask | None, query_length: int) -> Mask | Tensor | None:
+def _both(mask: Mask | Tensor | None, other: IntervalMask | IndexMask | None, query_length: int) -> Mask | Tensor | None:
     """The intersection, where either may be missing."""
     if other is None or mask is None:
         return mask if other is None else other
@@ -180,15 +185,19 @@ def _both(mask: Mask | Tensor | None, other: IntervalMask | BlockMask | None, qu
     return both
 
 
-def _listed(indices: Tensor | None, query: Tensor, key: Tensor) -> BlockMask | None:
-    """The mask of listed keys, which may be more than causality shows."""
-    if indices is None:
-        return None
+def _listed(name: str, indices: Tensor, query: Tensor, key: Tensor, block_size: int = 1) -> IndexMask:
+    """The mask of listed keys, or blocks of keys, which may be more than causality shows."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
-    if indices.dim() != 3 or indices.shape[:2] != (batch, queries) or indices.dtype not in (torch.int32, torch.int64):
+    lists = indices[:, None] if name == "indices" and indices.dim() == 3 else indices
+    layout = "[B, Sq, n]" if name == "indices" else f"[B, Hkv|1, Sq, n] with Hkv={key.shape[1]}"
+    fits = lists.dim() == 4 and lists.shape[0] == batch and lists.shape[1] in (1, key.shape[1]) and lists.shape[2] == queries
+    if not fits or (name == "indices") != (indices.dim() == 3) or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"indices: expected integers [B, Sq, n] with B={batch}, Sq={queries}, got {indices.dtype} {list(indices.shape)}"
+            f"{name}: expected integers {layout} with B={batch}, Sq={queries}, got {indices.dtype} {list(indices.shape)}"
         )
-    within = torch.where((indices < 0) | (indices >= keys), keys, indices).long()
-    seen = torch.zeros((batch, queries, keys + 1), dtype=torch.bool, device=key.device).scatter(2, within, True)
-    return BlockMask.from_bool(seen[:, None, :, :keys])
+    lists = torch.where((lists < 0) | (lists * block_size >= keys), -1, lists)
+    unit = next(unit for unit in (128, 64, 32, 16, 8, 4, 2, 1) if block_size % unit == 0)
+    if unit != block_size:  # blocks that no mask has are listed in parts
+        parts = lists[..., None] * (block_size // unit) + torch.arange(block_size // unit, device=lists.device)
+        lists = torch.where((lists[..., None] < 0) | (parts * unit >= keys), -1, parts).flatten(3)
+    return IndexMask(lists, unit)

@@ -165,8 +165,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Writes the new keys and values to their slots."""
-        store(*self._pools(kv_cache), key, value, slot_mapping)
+        """Writes the new keys and values to their slots. vLLM keeps its first page free of tokens."""
+        store(*self._pools(kv_cache), key, value, slot_mapping, spare=0)
 
     def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views [pages, page_size, Hkv, D] of keys and values."""
