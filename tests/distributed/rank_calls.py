@@ -58,6 +58,19 @@ def call_compiled_on_the_last(group: dist.ProcessGroup, arguments: dict[str, Any
         return torch.compile(call, fullgraph=True, backend="eager")(group, arguments)
 
 
+def call_compiled(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    torch._dynamo.reset()
+    return torch.compile(lambda: call(group, arguments), fullgraph=True, backend="aot_eager")()
+
+
+def call_without_comparing(group: dist.ProcessGroup, arguments: dict[str, Any]) -> Tensor:
+    os.environ["DMATTN_COMPARE_RANKS"] = "0"
+    try:
+        return call(group, arguments)
+    finally:
+        del os.environ["DMATTN_COMPARE_RANKS"]
+
+
 def calls_around_a_change(group: dist.ProcessGroup, arguments: dict[str, Any], later: int) -> list[Tensor]:
     """What a call gives before its mask's ends have moved, and after."""
     first = call(group, arguments)

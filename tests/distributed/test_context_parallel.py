@@ -422,6 +422,42 @@ def test_a_rank_that_was_called_differently_is_an_error_on_every_rank(ranks, cha
         every_rank_says(ranks, [arguments(), differing] + [arguments()] * (world - 2), message)
 
 
+def values_that_differ(world):
+    """Arguments of two ranks that differ in a value alone, by its name."""
+    whole = {name: x for name, x in arguments().items() if name not in ("scores", "window")}
+    masks = [dmattn.IntervalMask.sliding_window(8 * world, left) for left in (3, 2)]
+    documents = [dmattn.IntervalMask.documents(8 * world, torch.tensor([0, first, 8 * world])) for first in (5, 6)]
+    return {
+        "mask": [{**whole, "mask": mask, "window": 3} for mask in masks],
+        "base": [{**arguments(), "base": base} for base in documents],
+        "dropout_seed": [{**arguments(), "dropout_p": 0.2, "dropout_seed": SEED + n} for n in (0, 1)],
+    }
+
+
+@pytest.mark.parametrize("name", values_that_differ(2))
+@pytest.mark.parametrize("call", ["call", "call_compiled"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_that_differ_between_ranks_are_an_error_on_every_rank(ranks, name, call, world):
+    message = rf"(ValueError|RuntimeError): (dmattn: )?{name}: expected the same values on every rank, got different ones"
+    one, other = values_that_differ(world)[name]
+    every_rank_says(ranks, [one] * (world - 1) + [other], message, call)
+    ranks.run(f"rank_calls:{call}", [(other,)] * world)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_numbers_of_compiled_calls_that_differ_are_an_error_on_every_rank(ranks, name, world):
+    seed = {"dropout_seed": SEED} if name == "dropout_p" else {}
+    given = [{**arguments(), **seed, name: 0.5 if rank == 1 else 0.25} for rank in range(world)]
+    message = rf"(ValueError|RuntimeError): (dmattn: )?{name}: expected the same values on every rank, got different ones"
+    every_rank_says(ranks, given, message, "call_compiled")
+
+
+def test_comparing_values_can_be_left_out(ranks):
+    given = values_that_differ(2)["dropout_seed"]
+    ranks.run("rank_calls:call_without_comparing", [(one,) for one in given])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_seed_on_one_rank_alone_is_an_error_on_every_rank(ranks, world):
     given = [{**arguments(), "dropout_p": 0.2, **({"dropout_seed": SEED} if rank == 1 else {})} for rank in range(world)]

@@ -41,6 +41,27 @@ struct alignas(128) DecodeStage {
   uint16_t keys[kKeys * kDim], values[kKeys * kDim];
 };
 
+// Starts to copy a chunk of keys that have a page each; says whether one of the numbers is out of range. A function of its own,
+// so that the loop over chunks keeps none of its registers.
+template <int kDim, int kKeys, int kTeamThreads>
+__device__ __noinline__ bool start_listed(const DecodeParams& p, int batch, int kv_head, uint32_t to, int first, int last_key,
+                                          int thread) {
+  using Copy = RowCopy<kDim, kTeamThreads>;
+  const int32_t* const pages = p.page_table + batch * p.table_stride;
+  const Copy of_keys(static_cast<int>(p.head_dim), thread), of_values(static_cast<int>(p.value_dim), thread);
+  const uint32_t values = to + sizeof(DecodeStage<kDim, kKeys>) / 2;
+  bool is_bad = false;
+#pragma unroll
+  for (int r = 0; r < kKeys; r += Copy::kRows) {
+    const int key = first + of_keys.row + r, page = key < last_key ? pages[key] : 0;
+    const bool is_there = page >= 0 && page < p.pages, wanted = is_there && key < last_key;
+    is_bad |= !is_there;
+    of_keys.start(to, r, rows_of_head(p.key, wanted ? page : 0, kv_head), wanted);
+    of_values.start(values, r, rows_of_head(p.value, wanted ? page : 0, kv_head), wanted);
+  }
+  return is_bad;
+}
+
 // Copies chunks of keys into the ring of a team of warps. A chunk has one place or more, of 16 keys each; lane i of a warp knows
 // where place i begins.
 template <int kDim, int kKeys, int kStages, int kTeamThreads>
@@ -57,7 +78,6 @@ struct ChunkCopies {
   uint32_t stages = 0, key_bias_stages = 0;  // the rings of this team
   const float* key_bias = nullptr;           // [Smax], null: nothing to copy
   const char *keys = nullptr, *values = {};  // where this lane's place begins
-  int pages[(kKeys + 31) / 32] = {};         // of single keys: this lane's, of the chunk that is started next
   bool has_bad_page = false;
 
   __device__ __forceinline__ int first_key_of(int chunk) const { return first_key + chunk * step; }
@@ -78,31 +98,12 @@ struct ChunkCopies {
     values = rows_of_head(p.value, page, kv_head) + row * p.value.row_stride * 2;
   }
 
-  // Looks up the pages of a chunk's keys, each of which has one of its own.
-  __device__ __forceinline__ void find_pages(int chunk) {
-#pragma unroll
-    for (int i = 0; i < (kKeys + 31) / 32; ++i) {
-      const int place = 32 * i + static_cast<int>(threadIdx.x) % 32, key = first_key_of(chunk) + place;
-      pages[i] = place < kKeys && key < last_key ? p.page_table[batch * p.table_stride + key] : 0;
-      has_bad_page |= __any_sync(0xffffffffu, pages[i] < 0 || pages[i] >= p.pages) != 0;
-    }
-    if (has_bad_page) last_key = first_key;
-  }
-
-  // Starts to copy the rows of single keys. Their pages were looked up while the chunk before was started.
-  __device__ __forceinline__ void start_listed(int chunk) {
-    if (chunk == 0) find_pages(0);
-    const uint32_t to = stages + chunk % kStages * kStageBytes;
-    const int count = last_key - first_key_of(chunk);
-    start_pages(to, rows_of_head(p.key, 0, kv_head), p.key.batch_stride, p.head_dim, count);
-    start_pages(to + kStageBytes / 2, rows_of_head(p.value, 0, kv_head), p.value.batch_stride, p.value_dim, count);
-    if (chunk + 1 < chunks) find_pages(chunk + 1);
-  }
-
   // Starts to copy a chunk's keys and values. Rows that do not exist become zeros.
   __device__ __forceinline__ void start(int chunk) {
     if (chunk < chunks && p.page_size == 1) {
-      start_listed(chunk);
+      const uint32_t to = stages + chunk % kStages * kStageBytes;
+      const bool is_bad = start_listed<kDim, kKeys, kTeamThreads>(p, batch, kv_head, to, first_key_of(chunk), last_key, thread);
+      has_bad_page |= __any_sync(0xffffffffu, is_bad) != 0;
       start_key_bias(chunk);
     } else if (chunk < chunks) {
       if (chunk % kChunksAtOnce == 0 && (chunk > 0 || p.page_table)) find_places(chunk);
@@ -124,18 +125,6 @@ struct ChunkCopies {
     const int first = first_key_of(chunk), stage = chunk % kStages;
     if (key_bias && thread < kKeys) {
       copy_async_4(key_bias_stages + (stage * kKeys + thread) * 4, key_bias + first + thread, first + thread < last_key);
-    }
-  }
-  __device__ __forceinline__ void start_pages(uint32_t tile, const char* from, int64_t page_stride, int64_t width,
-                                              int count) const {
-    const Copy copy(static_cast<int>(width), thread);
-    const int wanted = copy.in_row ? count : 0;
-    from += copy.part * 16;
-#pragma unroll
-    for (int r = 0; r < kKeys; r += Copy::kRows) {
-      const int key = copy.row + r;
-      const int page = __shfl_sync(0xffffffffu, pages[r / 32], key % 32);
-      copy_async_16(tile + copy.offset(r), key < wanted ? from + page * page_stride * 2 : from, key < wanted);
     }
   }
   static __device__ __forceinline__ const char* from_lane(const char* mine, int lane) {

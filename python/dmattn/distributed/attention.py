@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.call import NO_MASK, Options, attend, autocast, options_of
-from dmattn.distributed import agreement, needs, pair
+from dmattn.distributed import agreement, needs, pair, values
 from dmattn.distributed.agreement import DTYPES, float_bits
 from dmattn.distributed.chunks import Chunks, group_of
 from dmattn.fake import accumulate_dtype
@@ -155,14 +155,17 @@ def context_parallel_attention(
     start, end = _whole_mask(given, chunks, to_compare)
     if given.mask is not None and given.bound is not None:
         _check_bound(given, chunks, start, end, counts)
+    left = to_compare if scores is None else None
+    if world > 1:
+        end, has_compared = values.compare(_uncompared(given, options, dropout_seed, compiling), end, chunks, left)
+        left = None if has_compared else left
 
     # Say who needs which rows, and fetch them.
     slots = needs.slots_of(start, end, chunks, given.sizes.kv_heads, counts[rank])
     bias = _added_to_logits(given)
     rows = [key, value] if bias is None else [key, value, bias]
     if world > 1:
-        place = lengths, rank, chunks.group, to_compare if scores is None else None
-        rows, _ = torch.ops.dmattn_distributed.carry(rows, start, end, slots, counts, *place)
+        rows, _ = torch.ops.dmattn_distributed.carry(rows, start, end, slots, counts, lengths, rank, chunks.group, left)
     key, value, *biases = rows
     flat_bias = _by_head(biases[0]) if biases else None
     seed = options.dropout_seed
@@ -285,6 +288,22 @@ def _call_signature(
     ]  # fmt: skip
 
 
+def _uncompared(
+    given: Arguments, options: Options, seed: Tensor | None, compiling: bool
+) -> dict[str, IntervalMask | Tensor | float]:
+    """What the call signatures do not say, by the names of the arguments."""
+    found: dict[str, IntervalMask | Tensor | float] = {}
+    if compiling:
+        found |= {name: getattr(options, name) for name in agreement.FLOATS}
+    if given.base is not None:
+        found["base"] = given.base
+    if given.mask is not None and (given.bound is not None or compiling):
+        found["mask"] = given.mask
+    if seed is not None:
+        found["dropout_seed"] = seed
+    return found
+
+
 def _lengths_while_compiling(given: Arguments, world: int, rank: int) -> list[int]:
     """Equal chunks; or, where a mask says N and the ranks' chunks are not equal, equal ones and a shorter last one."""
     own, whole = given.sizes.query_length, given.mask_length()
@@ -372,6 +391,7 @@ def _between_two(
         rank = dist.get_rank(group)
         place = _lengths_while_compiling(given, 2, rank), rank, group.group_name, call_signature
         rows, end, _ = torch.ops.dmattn_distributed.fetch(rows, *given.selection, *place)
+        end, _ = values.compare(_uncompared(given, options, None, True), end, Chunks(group.group_name, rank, place[0]), None)
         return _over_slots(query, rows, end, options)
 
     def attended(begun: pair.Begun) -> tuple[Tensor, Tensor]:

@@ -141,12 +141,19 @@ def checksum_of(mask: IntervalMask) -> int:
     """A number that two different masks seldom share. Reads the mask once, which on a GPU waits for the device."""
     known = _known_of(mask)
     if known.checksum is None:
-        weighed = [
-            (numbers * (torch.arange(1, len(numbers) + 1, device=mask.device) % 65_521)).sum()
-            for numbers in (mask.start.long().flatten(), mask.end.long().flatten())
-        ]
-        known.checksum = int(weighed[0] * 3 + weighed[1] * 5)
+        known.checksum = int(digest(mask))
     return known.checksum
+
+
+def digest(mask: IntervalMask) -> Tensor:
+    """:func:`checksum_of` on the mask's device, int64 []."""
+    return weighed(mask.start) * 3 + weighed(mask.end) * 5
+
+
+def weighed(numbers: Tensor) -> Tensor:
+    """A sum of integers, each times a factor that depends on its place."""
+    flat = numbers.long().flatten()
+    return (flat * (torch.arange(1, flat.shape[0] + 1, device=flat.device) % 65_521)).sum()
 
 
 def slots_from_mask(mask: IntervalMask, chunks: Chunks, kv_heads: int) -> list[int]:

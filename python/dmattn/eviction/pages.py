@@ -118,6 +118,9 @@ class PagedCache:
     out and in. Keys of a head lie in the order of their positions without gaps, so :func:`dmattn.decode_attention` reads the pages as
     they are: a sequence and head of ours is one of its sequences. Calls of more than 16 tokens gather the keys held before.
 
+    Where torch's matrix products round differently with the size of a batch, as they can on a GPU, ranks that are computed from attention
+    weights may differ in their last bits, and so may the choice between two keys that are about equally good.
+
     Lengths and page numbers lie on the host, as a scheduler has them: where a decision falls the host waits for the device to learn how many
     keys were kept. There is no gradient.
 

@@ -50,9 +50,8 @@ class IndexedSelectingAttention(SelectingAttention):
             offset = past_key_values.get_seq_length(self.layer_idx)
             offset = offset.clone() if isinstance(offset, Tensor) else offset  # a static cache counts on in the same tensor
             batch, heads, tokens = key.shape[:3]
-            beside = (
-                index.key.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
-            )  # a part of them beside each head
+            # A part of the index keys lies next to the keys of each head.
+            beside = index.key.transpose(1, 2).reshape(batch, tokens, heads, -1).transpose(1, 2)
             both, value = past_key_values.update(torch.cat((key, beside.to(key.dtype)), 3), value, self.layer_idx)
             key, beside = both[..., : key.shape[3]], both[..., key.shape[3] :]
             whole = beside.transpose(1, 2).reshape(batch, both.shape[2], *index.key.shape[1::2])

@@ -28,7 +28,10 @@ from dmattn.masks import ALWAYS, FOREVER, IntervalMask, detect
 FAR = 1 << 29
 """Beyond every query's number, and small enough that a shift by a length cannot wrap."""
 
-READERS = ("bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "nllb-moe")
+READERS = (
+    "axk2", "bigbird_pegasus", "deepseek_v32", "deepseek_v4", "doge", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text",
+    "mistral_large4_text", "nllb-moe", "qwen4_exp_text",
+)  # fmt: skip
 """Types of models whose own code reads or extends the masks. They get what eager attention gets, which takes memory for all pairs."""
 
 _selecting: dict[int, None] = {}

@@ -17,7 +17,7 @@ M = TypeVar("M", bound=PreTrainedModel)
 
 
 class TopKIndexer(nn.Module):
-    """The forward pass of a DSA indexer, by :func:`dmattn.index_top_k`: a base beside the indexer's own class."""
+    """The forward pass of a DSA indexer, by :func:`dmattn.index_top_k`: a base in addition to the indexer's own class."""
 
     config: Any
     layer_idx: int
@@ -93,6 +93,19 @@ except ImportError:  # an earlier transformers
     pass
 
 try:
+    from transformers.models.axk2 import modeling_axk2 as axk2
+
+    class TopKAXK2Indexer(TopKIndexer, axk2.AXK2Indexer):  # type: ignore[misc]
+        """An ``AXK2Indexer``."""
+
+        @staticmethod
+        def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            both: tuple[Tensor, Tensor] = axk2.apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
+            return both
+except ImportError:  # an earlier transformers
+    pass
+
+try:
     from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
     class TopKGlmMoeDsaIndexer(TopKIndexer, glm.GlmMoeDsaIndexer):  # type: ignore[misc]
@@ -107,7 +120,7 @@ except ImportError:  # an earlier transformers
 
 
 def enable_index_top_k(model: M) -> M:
-    """Gives all indexers of a DeepSeek-V3.2 or GLM-MoE-DSA model :func:`dmattn.index_top_k`, in place: no scores or masks of all pairs.
+    """Gives all indexers of a DeepSeek-V3.2, A.X-K2 or GLM-MoE-DSA model :func:`dmattn.index_top_k`, in place: no scores or masks of all pairs.
 
     Loss, logits, gradients and tokens are those of eager attention wherever the scores at the edge of a list are distinct. Where they are
     equal, ``torch.topk`` takes any; here the later key wins.

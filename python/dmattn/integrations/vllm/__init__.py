@@ -1,6 +1,6 @@
 """vLLM on dmattn's kernels: a plugin that registers the attention backend :class:`~dmattn.integrations.vllm.backend.PagedBackend`.
 
-    pip install "dmattn[vllm]"
+    pip install ".[vllm]"        # in a checkout of dmattn
     vllm serve MODEL --attention-backend CUSTOM
 
 vLLM calls :func:`register` in each of its processes, through the entry point ``vllm.general_plugins``. Its CPU platform takes no backend by
