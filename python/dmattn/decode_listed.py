@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import ops, sharding
+from dmattn.autograd import refuse_gradients
 from dmattn.fake import empty_in_order_of
 from dmattn.masks import IndexMask
 from dmattn.masks.heads import repeat_heads, with_rank
@@ -35,6 +36,8 @@ def decode_listed(
     """
     if sharding.any_sharded((query, *cache, mask.indices, key_bias)):
         sharding.refuse("decode_attention(mask=)")
+    if sinks is not None and torch.is_grad_enabled() and sinks.requires_grad:
+        refuse_gradients()
     if 0 in (sizes.batch, sizes.heads, sizes.key_length, cache.key.shape[0]):  # no rows to read
         return ops.decode(query, *cache, key_bias, sinks, True, scale, softcap)
     pages, page_size = (0, 0) if cache.page_table is None else cache.key.shape[:2]
