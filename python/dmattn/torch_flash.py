@@ -12,7 +12,7 @@ kernels, forward and backward. A call that dmattn does not take runs on the kern
 | ``dropout_p`` | taken: the seed goes into ``rng_state[0]``, the weights that are dropped differ from torch's |
 | packed sequences (``cum_seq_q``, ``cum_seq_k``), ``seqused_k`` | taken |
 | ``block_table`` | taken; up to 16 causal queries a sequence read the pages where they lie, other calls copy them |
-| ``num_splits`` | has no effect. Over pages, results never depend on other sequences; of packed ones the last bits can |
+| ``num_splits`` | has no effect. Where pages are read in place, results never depend on other sequences; elsewhere the last bits can |
 | ``alibi_slopes``, ``return_debug_mask``, more than 2^20 packed tokens, other dtypes and head sizes | the kernel before |
 
 Queries that see no key give zeros and lse = -inf. Activate and restore between steps, not between a forward pass with dropout and its backward.
