@@ -77,6 +77,8 @@ def test_what_the_backend_says_of_itself(backend):
         "CUSTOM", backend.module.PagedImpl, backend.module.PagedBuilder,
     )  # fmt: skip
     assert [paged.supports_head_size(size) for size in (8, 80, 256, 0, 12, 264)] == [True, True, True, False, False, False]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    assert [paged.supports_dtype(dtype) for dtype in dtypes] == [not torch.cuda.is_available(), True, True, False]
     assert paged.supports_sink()
     assert paged.supports_sliding_window()
     assert not paged.supports_batch_invariance()

@@ -617,8 +617,8 @@ def test_ops_of_the_layer_are_what_their_fakes_say():
         ("rotated", (*(x.detach().transpose(1, 2).requires_grad_() for x in (query, key)), None, 1e4, 0.5, 1)),
         ("with_recency", (scores, slopes)),
         ("of_selecting_heads", (scores.detach(), 1)),
-        ("explored", (query, key, key, out, None, None, rows, 0.3, 0.0)),
-        ("explored", (query, key, key, out, bias, ends, rows, 0.3, 2.0)),
+        ("explored", (query, key, key, out, None, None, rows, 0.3, 0.0, 0)),
+        ("explored", (query, key, key, out, bias, ends, rows, 0.3, 2.0, 0)),
         ("score_loss", (*loss, False)),
         ("score_loss", (*loss, True)),
     ]

@@ -60,6 +60,10 @@ class PagedBackend(AttentionBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return dtype in cls.supported_dtypes and dtype in checks.DTYPES["cuda" if torch.cuda.is_available() else "cpu"]
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and 0 < head_size <= checks.MAX_HEAD_DIM
 
