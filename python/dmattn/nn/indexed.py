@@ -22,6 +22,9 @@ from dmattn.nn.recipe import IndexRecipe, recommended_sizes
 from dmattn.nn.scores import drawn_rows, initial_slopes, recency_of, slopes_of, with_dense_rows
 from dmattn.sharding import any_sharded
 
+if torch.distributed.is_available():  # torch can be built without it
+    from dmattn.distributed.gather import gather_sequence
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -257,8 +260,6 @@ class IndexedAttention(RotatedProjections):
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
         self._check_not_dealt_out(query, key, value)
         if group is not None:
-            from dmattn.distributed.gather import gather_sequence
-
             key, value = (gather_sequence(given, 2, group) for given in (key, value))
             index = None if index is None else index._replace(key=gather_sequence(index.key, 2, group))
         if base is not None:
