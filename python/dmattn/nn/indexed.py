@@ -51,7 +51,7 @@ class IndexedAttention(RotatedProjections):
     """Self-attention in which every query reads the ``window`` keys that an indexer chooses for it, the latest and the first ones.
 
     :class:`DynamicMaskAttention` scores a key once for all queries; here each query chooses for itself, as in DeepSeek's sparse attention
-    (arXiv 2512.02556). That learns better, and generation keeps all keys, but reads few of them. Take
+    (arXiv 2512.02556). Generation keeps all keys, but reads few of them. Take
 
     ``IndexedAttention.recommended(E, H, visible)``
 
@@ -131,7 +131,7 @@ class IndexedAttention(RotatedProjections):
     def recommended(
         cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
     ) -> IndexedAttention:
-        """The settings that learned best, for ``visible`` keys that a head sees on average.
+        """The settings to begin with, for ``visible`` keys that a head sees on average.
 
         Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the
         ``3 / 2 * visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's
