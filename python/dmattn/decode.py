@@ -99,7 +99,7 @@ def decode_attention(
             raise TypeError(f"mask: expected an IndexMask, got {checks.type_of(mask)}")
         fitting_lists(mask, sizes)
         cache = Cache(key_cache, value_cache, lengths, page_table)
-        out, lse = decode_listed(query, cache, mask, key_bias, sinks, sizes, scale, softcap)
+        out, lse = decode_listed(query, cache, mask, key_bias, sinks, scale, softcap)
     return (out, lse) if return_lse else out
 
 

@@ -28,23 +28,35 @@ class Cache(NamedTuple):
 
 
 def decode_listed(
-    query: Tensor, cache: Cache, mask: IndexMask, key_bias: Tensor | None, sinks: Tensor | None, sizes: Sizes, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H, T, Dv] and lse [B, H, T] of queries [B, H, T, D]. The caller has checked the arguments.
-
-    Every query of every head that has lists of its own becomes a sequence, whose few keys are those that it sees.
-    """
-    if sharding.any_sharded((query, *cache, mask.indices, key_bias)):
-        sharding.refuse("decode_attention(mask=)")
+    query: Tensor, cache: Cache, mask: IndexMask, key_bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, T, Dv] and lse [B, H, T] of queries [B, H, T, D]. The caller has checked the arguments."""
     if sinks is not None and torch.is_grad_enabled() and sinks.requires_grad:
         refuse_gradients()
-    if 0 in (sizes.batch, sizes.heads, sizes.key_length, cache.key.shape[0]):  # no rows to read
+    inputs = (query, *cache, key_bias, sinks, with_rank(mask.indices, 4), mask, scale, softcap)
+    if sharding.any_sharded(inputs):
+        return sharding.decode(inputs, _decode_listed)
+    return _decode_listed(*inputs)
+
+
+def _decode_listed(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, page_table: Tensor | None, key_bias: Tensor | None,
+    sinks: Tensor | None, lists: Tensor, mask: IndexMask, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Every query of every head that has lists of its own becomes a sequence, whose few keys are those that it sees. ``lists`` are those of
+    mask, or a rank's part of them."""
+    cache = Cache(key_cache, value_cache, lengths, page_table)
+    batch, query_heads, queries, head_dim = query.shape
+    pages, page_size, capacity, kv_heads = 0, 0, key_cache.shape[2], key_cache.shape[1]
+    if page_table is not None:
+        pages, page_size, kv_heads = key_cache.shape[:3]
+        capacity = page_table.shape[1] * page_size
+    sizes = Sizes(batch, query_heads, kv_heads, queries, capacity, head_dim, query.dtype, query.device)
+    if 0 in (batch, query_heads, capacity, key_cache.shape[0]):  # no rows to read
         return ops.decode(query, *cache, key_bias, sinks, True, scale, softcap)
-    pages, page_size = (0, 0) if cache.page_table is None else cache.key.shape[:2]
     keys, counts = ops.list_keys(
-        with_rank(mask.indices, 4), cache.lengths, cache.page_table, pages, page_size, sizes.key_length, mask.block_size, mask.local,
-        mask.sink_keys,
-    )  # fmt: skip
+        lists, lengths, page_table, pages, page_size, capacity, mask.block_size, mask.local, mask.sink_keys
+    )
     heads = sizes.heads if keys.shape[1] not in (1, sizes.kv_heads) else sizes.kv_heads
     keys, counts = (given.expand(-1, heads, *given.shape[2:]) for given in (keys, counts))
     group = sizes.heads // heads

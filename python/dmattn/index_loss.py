@@ -76,7 +76,8 @@ def index_loss(
             those teach most who look for one key. Otherwise all count alike.
 
     Returns:
-        [], float32 (float64 for float64 tensors): mean over batch, groups and queries, in nats. Queries without keys that compete count 0.
+        [], float32 (float64 for float64 tensors): mean over batch, groups and queries, in nats. Queries without keys that compete count 0, and
+        so do those that ``base`` makes padding, because their own key is hidden.
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, size or device; rows with mask; a DTensor.
@@ -296,7 +297,9 @@ class _Choice(NamedTuple):
         inside = keys.clamp(0, count - 1)
         for bound, is_start in zip(own_bounds, (True, False), strict=True):
             if bound is not None:
-                visible = visible & ((bound[inside] <= position) if is_start else (position < bound[inside]))
+                own = bound[position.clamp(0, count - 1)]  # a query whose own key is hidden is padding
+                shown, is_real = ((ends <= position) if is_start else (position < ends) for ends in (bound[inside], own))
+                visible = visible & shown & (is_real | (position < 0) | (position >= count))
         forced = (keys < self.sink_keys) | ((keys <= position) & (keys > position - self.local))
         competing = visible & ~forced
         blocks = count // self.block_size if self.is_pooled else -(-count // self.block_size)
@@ -356,19 +359,25 @@ class _Scorer:
     def __init__(
         self, query: Tensor, key: Tensor, weights: Tensor, slope: Tensor | None, factor: float, candidates: _Candidates
     ) -> None:
-        """query [r, Hi, Di], key [Sk, Di] or of blocks, weights [r, Hi]."""
-        self.query, self.key, self.weights, self.factor, self.candidates = query.transpose(0, 1), key, weights, factor, candidates
+        """query [r, Hi, Di], key [Sk, Di] or of blocks, weights [r, Hi]. What no query sees, and queries that see nothing, may hold anything."""
         given = candidates
+        teaches = given.blocks.any(1)[:, None]
+        self.query = torch.where(teaches[..., None], query, 0.0).transpose(0, 1)
+        self.weights = torch.where(teaches, weights, 0.0)
+        self.factor, self.candidates, self.keys = factor, candidates, key.shape[0]
+        seen = given.blocks if given.is_pooled else given.visible
         place = given.keys if not given.is_pooled else given.block
-        self.place = None if given.block is None or place is None else place.clamp(0, max(key.shape[0] - 1, 0))
-        if self.place is None:
-            products = self.query @ key.T
+        if given.block is None or place is None:
+            self.place, self.key = None, torch.where(seen.any(0)[:, None], key, 0.0)
+            products = self.query @ self.key.T
         else:
-            products = torch.einsum("hrd,rkd->hrk", self.query, key[self.place])
+            self.place = place.clamp(0, max(key.shape[0] - 1, 0))
+            self.key = torch.where(seen[..., None], key[self.place], 0.0)
+            products = torch.einsum("hrd,rkd->hrk", self.query, self.key)
         self.active = (products * factor).relu()
         scores = (self.weights.T[..., None] * self.active).sum(0)
         if given.is_pooled:
-            first = torch.arange(key.shape[0], device=key.device) if given.block is None else given.block
+            first = torch.arange(self.keys, device=key.device) if given.block is None else given.block
             where = first * given.size + (given.size - 1) / 2
         else:
             where = given.keys
@@ -392,7 +401,7 @@ class _Scorer:
             of_query = of_products @ self.key
             of_key = torch.einsum("hrk,hrd->kd", of_products, self.query)
         else:
-            of_query = torch.einsum("hrk,rkd->hrd", of_products, self.key[self.place])
+            of_query = torch.einsum("hrk,rkd->hrd", of_products, self.key)
             of_rows = torch.einsum("hrk,hrd->rkd", of_products, self.query)
-            of_key = torch.zeros_like(self.key).index_add_(0, self.place.flatten(), of_rows.flatten(0, 1))
+            of_key = of_rows.new_zeros(self.keys, of_rows.shape[2]).index_add_(0, self.place.flatten(), of_rows.flatten(0, 1))
         return of_query.transpose(0, 1), of_key, of_weights, (of_scores * self.distance).sum()

@@ -12,7 +12,7 @@ kernels, forward and backward. A call that dmattn does not take runs on the kern
 | ``dropout_p`` | taken: the seed goes into ``rng_state[0]``, the weights that are dropped differ from torch's |
 | packed sequences (``cum_seq_q``, ``cum_seq_k``), ``seqused_k`` | taken |
 | ``block_table`` | taken; up to 16 causal queries a sequence read the pages where they lie, other calls copy them |
-| ``num_splits`` | has no effect: the result of a sequence never depends on others |
+| ``num_splits`` | has no effect. Where pages are read in place, results never depend on other sequences; elsewhere the last bits can |
 | ``alibi_slopes``, ``return_debug_mask``, more than 2^20 packed tokens, other dtypes and head sizes | the kernel before |
 
 Queries that see no key give zeros and lse = -inf. Activate and restore between steps, not between a forward pass with dropout and its backward.
@@ -198,7 +198,7 @@ def _packed_call(query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends
     """Of sequences [T, heads, D] one after the other."""
     with _refusals():
         if query.dim() != 3 or key.dim() != 3 or value.dim() != 3:
-            raise ValueError(f"query, key, value: expected [T, heads, D] beside cum_seq_q, got {checks.shape_of(query)}")
+            raise ValueError(f"query, key, value: expected [T, heads, D] with cum_seq_q, got {checks.shape_of(query)}")
         window = None
         if extras.left is not None or extras.right not in (None, 0):
             window = _window(extras, key.shape[0], key.device)
@@ -227,9 +227,7 @@ def _check_forward(query: Tensor, dropout_p: float, return_debug_mask: bool, lef
     if return_debug_mask:
         if dropout_p > 0 and query.requires_grad:
             # Its backward pass could not tell whose seed it has.
-            raise RuntimeError(
-                "dmattn: return_debug_mask beside dropout and a gradient: restore torch's own flash attention first"
-            )
+            raise RuntimeError("dmattn: return_debug_mask with dropout and a gradient: restore torch's own flash attention first")
         raise NotTakenError("return_debug_mask is left to torch")
     for name, given in left_out.items():
         if given is not None:
@@ -320,7 +318,7 @@ def forward(
         out, lse = _dense_call(query.transpose(-3, -2), key.transpose(-3, -2), value.transpose(-3, -2), extras).forward()
         out = out.transpose(1, 2)
     elif cum_seq_k is None:
-        raise NotTakenError("cum_seq_k: expected a tensor beside cum_seq_q, got None")
+        raise NotTakenError("cum_seq_k: expected a tensor with cum_seq_q, got None")
     else:
         out, lse = _packed_call(query, key, value, cum_seq_q, cum_seq_k, extras).forward()
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)

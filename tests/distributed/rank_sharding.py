@@ -222,6 +222,12 @@ def run_other_functions(group: dist.ProcessGroup) -> None:
                 expected = dmattn.decode_attention(token, *cached, lengths, sinks=leaves["sinks"])
                 given = [shard(x, dim) for x in (token, *cached)]
                 same(dmattn.decode_attention(*given, lengths, sinks=shard(leaves["sinks"], sinks)).full_tensor(), expected)
+                for lists in (1, token.shape[1]):
+                    chosen = torch.arange(lists * 12, device=device).view(1, lists, 2, 6) * 5 % 7
+                    mask = dmattn.IndexMask(chosen, local=2, is_causal=True)
+                    expected = dmattn.decode_attention(token, *cached, lengths, mask=mask, sinks=leaves["sinks"])
+                    sharded_sinks = shard(leaves["sinks"], sinks)
+                    same(dmattn.decode_attention(*given, lengths, mask=mask, sinks=sharded_sinks).full_tensor(), expected)
                 expected = dmattn.decode_attention(token, *pages.values(), lengths, page_table=table)
                 given = [shard(token, dim), *(shard(x, 2 if dim == 1 else None) for x in pages.values())]
                 same(dmattn.decode_attention(*given, lengths, page_table=table).full_tensor(), expected)

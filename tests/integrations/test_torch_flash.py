@@ -364,11 +364,11 @@ def test_more_reasons(activated):
     packed = inputs((4, 1, 8), (4, 1, 8), (4, 1, 8))
     with pytest.raises(NotImplementedError, match="cum_seq_k: expected a tensor"):
         aten._flash_attention_forward(*packed, ends_of([4]), None, 4, 4, 0.0, False, False)
-    with pytest.raises(NotImplementedError, match=r"expected \[T, heads, D\] beside cum_seq_q"):
+    with pytest.raises(NotImplementedError, match=r"expected \[T, heads, D\] with cum_seq_q"):
         aten._flash_attention_forward(
             *inputs((1, 4, 1, 8), (4, 1, 8), (4, 1, 8)), ends_of([4]), ends_of([4]), 4, 4, 0.0, False, False
         )
-    with pytest.raises(RuntimeError, match="return_debug_mask beside dropout and a gradient"):
+    with pytest.raises(RuntimeError, match="return_debug_mask with dropout and a gradient"):
         aten._scaled_dot_product_flash_attention(*inputs((1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8)), 0.5, False, True)
 
 

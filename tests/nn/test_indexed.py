@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from dmattn import IntervalMask
-from dmattn.nn import IndexedAttention, IndexedCache, Indexer, IndexRecipe
+from dmattn.nn import IndexedAttention, IndexedCache, Indexer, IndexProjections, IndexRecipe
 from dmattn.nn import scores as scores_module
 from dmattn.testing import AttentionCase, strategies
 from dmattn_bench import two_ways
@@ -211,7 +211,7 @@ def test_queries_that_explore_see_all_keys(with_base):
     drawn = (torch.arange(64)[:, None] == rows).any(1)
     torch.testing.assert_close(out[:, drawn], dense[:, drawn])
     torch.testing.assert_close(out[:, ~drawn], lists[:, ~drawn])
-    assert not torch.allclose(dense[:, drawn], lists[:, drawn])
+    assert not torch.equal(dense[:, drawn], lists[:, drawn])
     assert torch.equal(layer.eval()(hidden, base, with_index_loss=True)[0], lists)
     (far,) = torch.autograd.grad(out[:, drawn][:, -1].square().sum(), layer.k_proj.weight)
     assert far.any()
@@ -322,6 +322,15 @@ def test_a_cache_moves_and_is_saved_with_its_state():
     streaming = cache.streaming.key.shape[2]
     assert streaming == 3
     assert cache.nbytes > 0
+    assert cache.max_length == 20
+
+
+def test_projections_are_named_and_select_alike():
+    layer, hidden = layer_of(), tensor((2, 40, 32), 0, torch.float64)
+    parts = layer.indexer(hidden)
+    assert isinstance(parts, IndexProjections)
+    assert parts.query.shape[:3] == parts.key.shape[:3] == parts.weights.shape[:3]
+    assert torch.equal(layer.indexer.select(parts).indices, layer.indexer.select(hidden).indices)
 
 
 # Tools of torch -----------------------------------------------------------------------------------------------------------------------
@@ -378,7 +387,7 @@ def test_autocast_computes_in_half_precision():
     layer.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cached = layer(hidden, cache=layer.new_cache(2, 41))
-        assert torch.allclose(cached.float(), layer(hidden).float(), atol=0.1)
+        torch.testing.assert_close(cached, layer(hidden))
 
 
 def test_a_copy_and_a_state_dict_compute_the_same():

@@ -349,6 +349,33 @@ def test_loss_and_gradients(monkeypatch, sharp, way, block_size, block_score, gr
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("way", ["rows", "lists", "pooled"])
+def test_padding_may_hold_anything(way):
+    """Tokens that nobody sees change neither the loss nor its gradients."""
+    length = 24
+    sizes = ((1, 2, length, 3, 16), (1, 2, length, 16), (1, 2, length, 3))
+    leaves = [tensor(size, 3 + n, torch.float64) for n, size in enumerate(sizes)]
+    query, key = tensor((1, 4, length, 16), 0, torch.float64), tensor((1, 2, length, 16), 1, torch.float64)
+    base = IntervalMask.padding(length, torch.tensor([17]))
+    options = {"base": base, "sharp": True}
+    if way == "lists":
+        lists = torch.randint(0, length, (1, 2, length, 6), generator=torch.Generator().manual_seed(0))
+        options["mask"] = IndexMask(lists, is_causal=True, local=2)
+    else:
+        options |= {"local": 2, "block_size": 4, "block_score": "mean_key"} if way == "pooled" else {"local": 2}
+    found = []
+    for filling in (0.0, math.nan):
+        given = [leaf.clone() for leaf in (*leaves, query, key)]
+        for leaf in given:
+            leaf[:, :, 17:] = filling
+        given = [leaf.requires_grad_(n < 3) for n, leaf in enumerate(given)]
+        loss = dmattn.index_loss(*given, **options)
+        found.append((loss, *torch.autograd.grad(loss, given[:3])))
+    for plain, filled in zip(*found, strict=True):
+        assert torch.equal(plain, filled)
+    assert all(gradient.abs().sum() > 0 for gradient in found[0][1:])
+
+
 def test_loss_in_short_dtypes(device, dtype):
     query, key = tensor((1, 4, 60, 32), 0, dtype, device), tensor((1, 2, 60, 32), 1, dtype, device)
     sizes = ((1, 2, 60, 2, 16), (1, 2, 60, 16), (1, 2, 60, 2))

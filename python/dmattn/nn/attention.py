@@ -34,7 +34,7 @@ class DynamicMaskAttention(HidesOldNames, RotatedProjections):
     learned.
 
     By default this is the Doge model's attention: scores are ``exp(A * softplus(dt_proj(v)))``, one per key and key head, and are added to
-    the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learns far better is
+    the logits. A starts at zero: at first all scores are equal, so the window slides; training lets it pick. What learned better is
 
     ``DynamicMaskAttention.recommended(E, H, visible)``
 

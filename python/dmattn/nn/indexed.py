@@ -22,6 +22,9 @@ from dmattn.nn.recipe import IndexRecipe, recommended_sizes
 from dmattn.nn.scores import drawn_rows, initial_slopes, recency_of, slopes_of, with_dense_rows
 from dmattn.sharding import any_sharded
 
+if torch.distributed.is_available():  # torch can be built without it
+    from dmattn.distributed.gather import gather_sequence
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -48,7 +51,7 @@ class IndexedAttention(RotatedProjections):
     """Self-attention in which every query reads the ``window`` keys that an indexer chooses for it, the latest and the first ones.
 
     :class:`DynamicMaskAttention` scores a key once for all queries; here each query chooses for itself, as in DeepSeek's sparse attention
-    (arXiv 2512.02556). That learns better, and generation keeps all keys, but reads few of them. Take
+    (arXiv 2512.02556). Generation keeps all keys, but reads few of them. Take
 
     ``IndexedAttention.recommended(E, H, visible)``
 
@@ -128,7 +131,7 @@ class IndexedAttention(RotatedProjections):
     def recommended(
         cls, embed_dim: int, num_heads: int, visible: int, *, num_kv_heads: int | None = None, **options: Any
     ) -> IndexedAttention:
-        """The settings that learned best, for ``visible`` keys that a head sees on average.
+        """The settings to begin with, for ``visible`` keys that a head sees on average.
 
         Half of the key heads (rounded down where their number is odd) see the last ``visible / 4`` keys alone, the others these and the
         ``3 / 2 * visible`` that the indexer chooses (fewer where the number is odd, or where that is no multiple of the recipe's
@@ -258,8 +261,6 @@ class IndexedAttention(RotatedProjections):
         query, key, value = self.projected(hidden_states, position_ids if rotation is None else None, rotation=rotation)
         self._check_not_dealt_out(query, key, value)
         if group is not None:
-            from dmattn.distributed.gather import gather_sequence
-
             key, value = (gather_sequence(given, 2, group) for given in (key, value))
             index = None if index is None else index._replace(key=gather_sequence(index.key, 2, group))
         if base is not None:

@@ -14,8 +14,8 @@ from dmattn import checks
 class ScoreRecipe:
     """How a :class:`DynamicMaskAttention` scores keys, and how it learns to: the ``recipe`` of its constructor.
 
-    The defaults learned best; the page "Does it learn?" says how much each of them is worth. ``dataclasses.replace(recipe, explore=False)``
-    gives another.
+    The defaults learned best over text and recall together; the page "Does it learn?" says how much each of them is worth.
+    ``dataclasses.replace(recipe, explore=False)`` gives another.
 
     Args:
         score: "linear", a linear map of the hidden state that starts at zero; "exp", the Doge model's score of a key's value; or a module
