@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import ops, sharding
+from dmattn.autograd import refuse_gradients
 from dmattn.fake import empty_in_order_of
 from dmattn.masks import IndexMask
 from dmattn.masks.heads import repeat_heads, with_rank
@@ -30,6 +31,8 @@ def decode_listed(
     query: Tensor, cache: Cache, mask: IndexMask, key_bias: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, T, Dv] and lse [B, H, T] of queries [B, H, T, D]. The caller has checked the arguments."""
+    if sinks is not None and torch.is_grad_enabled() and sinks.requires_grad:
+        refuse_gradients()
     inputs = (query, *cache, key_bias, sinks, with_rank(mask.indices, 4), mask, scale, softcap)
     if sharding.any_sharded(inputs):
         return sharding.decode(inputs, _decode_listed)

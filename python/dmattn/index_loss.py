@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dmattn import checks
 from dmattn.attention import attention
+from dmattn.autograd import has_tangent
 from dmattn.call import autocast
 from dmattn.fake import accumulate_dtype
 from dmattn.indexer import (
@@ -79,10 +81,11 @@ def index_loss(
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, size or device; rows with mask; a DTensor.
-        RuntimeError: when it is differentiated again.
+        RuntimeError: when it is differentiated again, or in forward mode or by torch.func.
     """
     if any_sharded((index_query, index_key, weights, query, key)):
         refuse("index_loss")
+    _refuse_transforms(index_query, index_key, weights, slope)
     query, key, _ = autocast(query, key, key)
     sizes = index_sizes(index_query, index_key, weights, slope)
     of_attention = sizes_of(query, key, key)
@@ -111,8 +114,10 @@ def index_loss(
     offset = sizes.key_length - sizes.query_length if query_offset is None else query_offset
     dtype = accumulate_dtype(sizes.dtype)
     row = torch.arange(sizes.query_length, device=sizes.device) if rows is None else checked_rows(rows, sizes)
-    if 0 in (row.shape[0], sizes.batch, sizes.groups, sizes.key_length):
-        return index_query.sum(dtype=dtype) * 0 + index_key.sum(dtype=dtype) * 0
+    choices = sizes.key_length // block_size if is_pooled else sizes.key_length
+    if 0 in (row.shape[0], sizes.batch, choices, 1 if mask is None else mask.shape[3]):
+        taught = (given for given in (index_query, index_key, weights, slope) if given is not None)
+        return sum(given[:0].sum(dtype=dtype) for given in taught)  # type: ignore[return-value]
     lse = None
     if mask is not None:
         with torch.no_grad():
@@ -133,6 +138,24 @@ def index_loss(
     return loss
 
 
+def _refuse_transforms(*taught: Tensor | None) -> None:
+    """Refuses what would lose the gradient without a word, or fail in torch's."""
+    is_dual = forward_ad._current_level >= 0 and has_tangent(taught)
+    if is_dual or (torch._C._are_functorch_transforms_active() and any(_is_tracked(given) for given in taught)):
+        raise RuntimeError(
+            "index_loss: expected backward() or torch.autograd.grad, which differentiate it, got torch.func or forward mode"
+        )
+
+
+def _is_tracked(given: object) -> bool:
+    """Whether a gradient of torch.func looks at a tensor, also through vmap."""
+    while isinstance(given, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(given):
+        if torch._C._functorch.is_gradtrackingtensor(given):
+            return True
+        given = torch._C._functorch.get_unwrapped(given)
+    return False
+
+
 def _check_alike(sizes: IndexSizes, of_attention: Sizes) -> None:
     for name, expected, got in (
         ("B", of_attention.batch, sizes.batch),
@@ -142,7 +165,7 @@ def _check_alike(sizes: IndexSizes, of_attention: Sizes) -> None:
         if expected != got:
             raise ValueError(f"index_query, index_key: expected {name}={expected} like query and key, got {got}")
     if (
-        sizes.groups == 0
+        0 in (sizes.groups, of_attention.heads)
         or of_attention.heads % sizes.groups
         or max(sizes.groups, of_attention.kv_heads) % min(sizes.groups, of_attention.kv_heads)
     ):

@@ -27,6 +27,8 @@ POLICIES = {
     "snapkv, own budgets": eviction.SnapKV(10, every=4, local=4, floor=0.4),
 }
 
+SCORED = POLICIES["scored"]
+
 
 def tokens(length=47, B=2, H=6, Hkv=3, D=8, Dv=16, dtype=torch.float32, device="cpu", seed=0):
     """query, key, value and scores."""
@@ -216,8 +218,15 @@ def test_any_decisions_are_a_mask():
     later = dmattn.FOREVER
     assert mask.end.tolist() == [[[4, 6, *[later] * 6]], [[later, later, 4, 4, *[later] * 4]]]
     assert mask.start.tolist() == [[list(range(8))]] * 2
-    with pytest.raises(ValueError, match="dropped: expected positions below S=3, got 7"):
-        eviction.interval_of([(4, torch.tensor([[[7]]]))], (1, 1, 3))
+    for at, keys, error, words in (
+        (4, torch.tensor([[[7]]]), ValueError, "dropped: expected positions below S=3, got 7"),
+        (4, torch.tensor([[[3]]]), ValueError, "dropped: expected positions below S=3, got 3"),
+        (4, torch.tensor([1]), ValueError, r"dropped: expected positions \[1, 1, any number\], got \[1\]"),
+        (4, torch.tensor([[[1.0]]]), TypeError, "dropped: expected dtype int32, int64"),
+        (1 << 40, torch.tensor([[[1]]]), ValueError, "position: expected 0 <= position"),
+    ):
+        with pytest.raises(error, match=words):
+            eviction.interval_of([(at, keys)], (1, 1, 3))
 
 
 def test_a_policy_of_ones_own():
@@ -288,11 +297,27 @@ def test_lse_comes_if_asked():
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[1::-1], tokens()[2]), ValueError, r"query: expected \[B, H, T, D\] for a key"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:2], tokens(5)[2]), ValueError, r"value: expected \[B, Hkv, T, Dv\]"),
         (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens(5)[3]), ValueError, r"scores: expected \[B, Hkv, T\]"),
+        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens()[:3], tokens()[3].to("meta")), ValueError, "scores: expected device cpu"),
+        (lambda: eviction.lifetimes("tova", *tokens()), TypeError, "policy: expected a dmattn.eviction.Policy, got str"),
+        (lambda: eviction.lifetimes(eviction.TOVA(4), *tokens(Hkv=1)[:1], *tokens(Hkv=0)[1:]), ValueError, "key: expected at least one head"),
+        (lambda: cache_for(eviction.TOVA(4), *tokens()[:3], slots="9"), TypeError, "slots: expected a positive int, got str"),
+        (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(0)), ValueError, "query: expected at least one token, got T=0"),
+        (lambda: cache_for(SCORED, *tokens()[:3]).attend(*tokens(H=3)), ValueError, "query: expected H=6 heads like the cache, got 3"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_scores_that_want_a_gradient_leave_no_graph_in_the_cache():
+    query, key, value, scores = tokens()
+    cache = cache_for(SCORED, query, key, value)
+    with pytest.raises(RuntimeError, match=r"EvictionCache\.attend has no gradient"):
+        cache.attend(query, key, value, scores.requires_grad_())
+    with torch.no_grad():
+        cache.attend(query, key, value, scores)
+    assert not cache.memory.requires_grad
 
 
 def test_policies_are_data():

@@ -136,6 +136,21 @@ def test_lists_go_to_the_next_layer():
         second(hidden)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lists_go_to_the_next_layer_with_prompts_of_different_lengths(side):
+    first, hidden, lengths = layer_of().eval(), tensor((3, 20, 32), 0, torch.float64), [20, 3, 11]
+    second = layer_of(groups=0).eval()
+    second.load_state_dict({name: p for name, p in first.state_dict().items() if not name.startswith("indexer")})
+    given = {"lengths": torch.tensor(lengths, dtype=torch.int32), "padding_side": side}
+    with torch.no_grad():
+        out, lists = first(hidden, cache=first.new_cache(3, 20), return_index_mask=True, **given)
+        torch.testing.assert_close(second(hidden, cache=second.new_cache(3, 20), index_mask=lists, **given), out)
+        shared = dmattn.IndexMask(lists.indices[:1])
+        alike = dmattn.IndexMask(shared.indices.expand(3, -1, -1, -1))
+        one, each = (second(hidden, cache=second.new_cache(3, 20), index_mask=mask, **given) for mask in (shared, alike))
+    torch.testing.assert_close(one, each)
+
+
 def test_recommended_sizes_are_those_of_the_other_layer():
     ours = IndexedAttention.recommended(64, 8, 32, num_kv_heads=4)
     theirs = dmattn.nn.DynamicMaskAttention.recommended(64, 8, 32, num_kv_heads=4)
@@ -450,5 +465,32 @@ def test_calls_that_cannot_be():
         layer(hidden, cache=cache)
     with pytest.raises(TypeError, match="expected a dmattn"), torch.no_grad():
         layer(hidden, cache=object())
-    with pytest.raises(ValueError, match="groups of index keys"), torch.no_grad():
-        layer(hidden, cache=IndexedCache(2, 4, 20, 8, groups=3, dtype=torch.float64))
+    own = {"local_heads": 2, "local": 3, "groups": 2, "index_dim": 8, "dtype": torch.float64}
+    for sizes, words in (
+        ({"groups": 3}, "groups of index keys"),
+        (
+            {"local": 5},
+            r"cache: expected one with local_heads, local and sink_keys = \(2, 3, 0\) like the layer, got \(2, 5, 0\)",
+        ),
+        ({"local_heads": 0}, r"cache: expected one with .* got \(0, 0, 0\)"),
+        ({"index_dim": 16}, r"index: expected keys \[B, G, T, Di\] = \[2, 2, 20, 16\]"),
+    ):
+        with pytest.raises(ValueError, match=words), torch.no_grad():
+            layer(hidden, cache=IndexedCache(2, 4, 20, 8, **own | sizes))
+    with pytest.raises(ValueError, match="block_size: expected a positive int"):
+        IndexedAttention.recommended(32, 4, 8, recipe=IndexRecipe(block_size=0))
+
+
+def test_tensors_that_a_cache_cannot_take():
+    layer, hidden = layer_of(), tensor((2, 3, 32), 0, torch.float64)
+    query, rows, index = tensor((2, 8, 3, 8), 0, torch.float64), tensor((2, 4, 3, 8), 1, torch.float64), layer.indexer(hidden)
+    longer = layer.indexer(tensor((2, 5, 32), 0, torch.float64))
+    for given, words in (
+        ((query[0], rows, rows, index), "query: expected 4 dimensions"),
+        ((query[:, :3], rows, rows, index), r"query: expected \[B, H, T, D\]"),
+        ((query, rows[:, :, :2], rows, index), r"key: expected \[B, Hkv, T, D\]"),
+        ((query, rows, rows[..., :4], index), r"value: expected \[B, Hkv, T, D\]"),
+        ((query, rows, rows, longer), r"index: expected keys \[B, G, T, Di\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer.new_cache(2, 20).attend(*given, layer.indexer)

@@ -368,6 +368,11 @@ def test_no_gradient(device, dtype):
             ops.decode(wanting.query, wanting.key, wanting.value, case.lengths, None, None, None, True, 0.25, 0.0)
         with torch.no_grad():
             assert_equal(wanting.call(), expected)
+    listed = dmattn.IndexMask(torch.zeros(1, 1, dtype=torch.int32, device=device), local=2)
+    sinks = torch.zeros(case.query.shape[1], device=device, requires_grad=True)
+    for mask in (None, listed):
+        with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
+            dmattn.decode_attention(case.query, case.key, case.value, case.lengths, mask=mask, sinks=sinks)
     with pytest.raises(RuntimeError, match="decode_attention has no gradient"):
         torch.func.grad(lambda q: dmattn.decode_attention(q, case.key, case.value, case.lengths).sum())(case.query)
     with torch.inference_mode():

@@ -431,6 +431,40 @@ def test_loss_is_differentiated_once():
         torch.autograd.grad(loss, leaves, create_graph=True)
 
 
+def test_loss_refuses_what_would_lose_its_gradient():
+    query, *rest = (tensor(size, n, torch.float64) for n, size in enumerate(((1, 1, 9, 2, 8), (1, 1, 9, 8), (1, 1, 9, 2))))
+    rest += [tensor((1, 2, 9, 8), n, torch.float64) for n in (4, 5)]
+
+    def loss(query):
+        return dmattn.index_loss(query, *rest)
+
+    for differentiate in (torch.func.grad(loss), lambda x: torch.func.jvp(loss, (x,), (x,))):
+        with pytest.raises(RuntimeError, match=r"index_loss: expected backward\(\) or torch.autograd.grad"):
+            differentiate(query)
+    torch.testing.assert_close(torch.vmap(loss)(torch.stack((query, -query))), torch.stack((loss(query), loss(-query))))
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 0}, {"block_size": 16, "block_score": "mean_key"}], ids=["no entries", "no whole block"]
+)
+def test_loss_where_nothing_competes(options):
+    sizes = ((1, 2, 9, 2, 8), (1, 2, 9, 8), (1, 2, 9, 2), (2,))
+    *leaves, slope = (tensor(size, n).requires_grad_() for n, size in enumerate(sizes))
+    k, options = options.get("k"), {name: option for name, option in options.items() if name != "k"}
+    mask = None if k is None else dmattn.index_top_k(*leaves, k)
+    loss = dmattn.index_loss(*leaves, *(tensor((1, 2, 9, 8), n) for n in (4, 5)), slope=slope, mask=mask, **options)
+    gradients = torch.autograd.grad(loss, (*leaves, slope))
+    assert loss.item() == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+def test_a_pool_without_pages():
+    query, weights, pages = tensor((1, 1, 1, 2, 8), 0), tensor((1, 1, 1, 2), 1), torch.zeros(0, 16, 1, 8)
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="index_key: expected at least one page"):
+        dmattn.index_top_k(query, pages, weights, 2, page_table=table, lengths=lengths)
+
+
 def test_activation_none_is_linear():
     query, key, weights = (tensor((1, 2, *size), n) for n, size in enumerate(((5, 3, 8), (7, 8), (5, 3))))
     scores = dmattn.index_scores(query, key, weights, activation="none", scale=1.0)

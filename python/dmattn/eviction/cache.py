@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmattn import checks
+from dmattn.autograd import refuse_gradients
 from dmattn.cache import BoundedCache
 from dmattn.eviction.lifetimes import check_tokens, closed_up, latest_queries
 from dmattn.eviction.policy import Policy, Seen
@@ -64,6 +65,7 @@ class EvictionCache(nn.Module):
             raise ValueError("slots: expected a number for a policy with every=0, got None")
         needed = policy.slots(num_kv_heads)
         slots = needed if slots is None else slots
+        checks.positive_int("slots", slots)
         if slots < needed:
             raise ValueError(f"slots: expected at least the {needed} that the policy needs, got {slots}")
         self.policy, self.length = policy, 0
@@ -109,6 +111,12 @@ class EvictionCache(nn.Module):
         """
         checks.flag("return_lse", return_lse)
         batch, kv_heads, tokens = check_tokens(query, key, value, scores)
+        if query.shape[1] != self.query.shape[1]:
+            raise ValueError(f"query: expected H={self.query.shape[1]} heads like the cache, got {query.shape[1]}")
+        if tokens == 0:
+            raise ValueError("query: expected at least one token, got T=0")
+        if scores is not None and scores.requires_grad and torch.is_grad_enabled():
+            refuse_gradients("EvictionCache.attend")
         every, slots = self.policy.every, self.cache.key.shape[2]
         parts, done = [], 0
         while done < tokens:

@@ -41,10 +41,8 @@ def lifetimes(
     Raises:
         TypeError, ValueError: tensors whose shapes do not belong together, or a policy that decides only when it is asked.
     """
-    batch, kv_heads, length = checks.tensor("key", key).shape[:3]
-    return interval_of(
-        decisions(policy, query, key, value, scores, scale=scale, softcap=softcap), (batch, kv_heads, length), key.device
-    )
+    sizes = check_tokens(query, key, value, scores)
+    return interval_of(decisions(policy, query, key, value, scores, scale=scale, softcap=softcap), sizes, key.device)
 
 
 def interval_of(
@@ -59,14 +57,18 @@ def interval_of(
         device: of the mask.
 
     Raises:
-        ValueError: a key beyond S.
+        TypeError, ValueError: keys of another type or shape, or one beyond S; a position that is none.
     """
     batch, kv_heads, length = shape
     end = torch.full((batch, kv_heads, length + 1), FOREVER, dtype=torch.int32, device=device)
     for at, keys in dropped:
+        checks.tensor("dropped", keys, (torch.int32, torch.int64))
+        if keys.dim() != 3 or keys.shape[:2] != (batch, kv_heads):
+            raise ValueError(f"dropped: expected positions [{batch}, {kv_heads}, any number], got {checks.shape_of(keys)}")
+        checks.length("position", at)
+        if checks.values_are_known(keys) and bool((keys >= length).any()):
+            raise ValueError(f"dropped: expected positions below S={length}, got {int(keys.max())}")
         index = torch.where(keys < 0, length, keys).long()
-        if checks.values_are_known(index) and bool((index > length).any()):
-            raise ValueError(f"dropped: expected positions below S={length}, got {int(index.max())}")
         end.scatter_reduce_(2, index, torch.full_like(index, at, dtype=torch.int32), "amin")
     start = torch.arange(length, dtype=torch.int32, device=device).view(1, 1, -1)
     return IntervalMask.from_tensor(torch.stack((start.expand(shape), end[..., :length]), 2))
@@ -85,6 +87,8 @@ def decisions(
 ) -> Iterator[tuple[int, Tensor]]:
     """What :func:`interval_of` takes, one decision after another; arguments as of :func:`lifetimes`."""
     batch, kv_heads, length = check_tokens(query, key, value, scores)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
     if policy.every < 1:
         raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
     scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
@@ -109,12 +113,15 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | Non
     for name, given in (("query", query), ("key", key), ("value", value)):
         if checks.tensor(name, given).dim() != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {checks.shape_of(given)}")
+        checks.same_device(name, given, query)
     (batch, kv_heads, length), head_dim = key.shape[:3], key.shape[3]
+    if kv_heads == 0:
+        raise ValueError(f"key: expected at least one head, got {checks.shape_of(key)}")
     if query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[2] != length or query.shape[3] != head_dim:
         raise ValueError(f"query: expected [B, H, T, D] for a key {checks.shape_of(key)}, got {checks.shape_of(query)}")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value: expected [B, Hkv, T, Dv] for a key {checks.shape_of(key)}, got {checks.shape_of(value)}")
-    if scores is not None and checks.tensor("scores", scores).shape != key.shape[:3]:
+    if scores is not None and checks.tensor("scores", scores, like=query).shape != key.shape[:3]:
         raise ValueError(f"scores: expected [B, Hkv, T] = {list(key.shape[:3])}, got {checks.shape_of(scores)}")
     return batch, kv_heads, length
 

@@ -77,9 +77,11 @@ class PagePool:
         """Makes pages free again.
 
         Raises:
-            ValueError: one of them is free already.
+            ValueError: one of them is free already, or there is no such page.
         """
         for page in pages:
+            if not 0 <= page < len(self._is_taken):
+                raise ValueError(f"pages: expected numbers below {len(self._is_taken)}, got {page}")
             if not self._is_taken[page]:
                 raise ValueError(f"pages: expected pages that were taken, got {page}, which is free")
             self._is_taken[page] = False
@@ -136,6 +138,8 @@ class PagedCache:
     def __init__(self, policy: Policy, pool: PagePool, num_heads: int, num_kv_heads: int) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
+        if not isinstance(pool, PagePool):
+            raise TypeError(f"pool: expected a dmattn.eviction.PagePool, got {checks.type_of(pool)}")
         checks.positive_int("num_heads", num_heads)
         checks.positive_int("num_kv_heads", num_kv_heads)
         if policy.every < 1:
@@ -250,6 +254,7 @@ class PagedCache:
             RuntimeError: a tensor requires a gradient.
         """
         batch, kv_heads, tokens = check_tokens(query, key, value, scores)
+        names = list(names)
         if any(x is not None and x.requires_grad for x in (query, key, value, scores)):
             refuse_gradients("PagedCache.attend")
         if len(set(names)) != batch or len(names) != batch:
@@ -274,7 +279,7 @@ class PagedCache:
         scale = query.shape[3] ** -0.5 if scale is None else checks.scale(scale)
         softcap = checks.softcap(softcap)
         every, parts, done = self.policy.every, [], 0
-        while done < tokens:
+        while done < tokens and sequences:
             count = min(tokens - done, *(every - sequence.length % every for sequence in sequences))
             q, k, v = (x[:, :, done : done + count] for x in (query, key, value))
             new_scores = None if scores is None else scores[:, :, done : done + count]

@@ -148,6 +148,7 @@ class IndexedAttention(RotatedProjections):
         chosen: dict[str, Any] = {**recommended_sizes(num_heads, num_kv_heads, visible)}
         recipe = options.get("recipe")
         if isinstance(recipe, IndexRecipe):
+            checks.positive_int("block_size", recipe.block_size)
             chosen["window"] -= chosen["window"] % recipe.block_size
         return cls(embed_dim, num_heads, num_kv_heads=num_kv_heads, **chosen | options)
 
@@ -359,6 +360,11 @@ class IndexedAttention(RotatedProjections):
         if hidden_states.shape[0] != cache.batch_size:
             raise ValueError(
                 f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={hidden_states.shape[0]}"
+            )
+        own = (0, 0, 0) if not self.local_heads else (self.local_heads, self.local, self.sink_keys)
+        if cache.local_sizes != own:
+            raise ValueError(
+                f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache.local_sizes}"
             )
         positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)

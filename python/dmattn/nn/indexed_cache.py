@@ -129,18 +129,11 @@ class IndexedCache(nn.Module):
             TypeError, ValueError: a wrong type, shape or device. On a CPU, more tokens than ``max_length``; elsewhere such a sequence becomes
                 empty.
         """
+        self._check(query, key, value, index)
         tokens, first = query.shape[2], 0 if self.streaming is None else self.streaming.num_kv_heads
         check_side(padding_side)
         if lengths is not None:
             checks.per_sequence("lengths", lengths, self.key, "the cache")
-        if key.shape[:2] != (self.batch_size, self.num_kv_heads) or key.shape[3] != self.key.shape[3]:
-            expected = f"[B, Hkv, T, D] with B={self.batch_size}, Hkv={self.num_kv_heads}, D={self.key.shape[3]}"
-            raise ValueError(f"key: expected {expected} like the cache, got {checks.shape_of(key)}")
-        groups = 0 if index is None else index.key.shape[1]
-        if groups != self.index_key.shape[1]:
-            raise ValueError(
-                f"cache: expected one with {groups} groups of index keys like the layer, got {self.index_key.shape[1]}"
-            )
         real = torch.full_like(self.length, tokens) if lengths is None else lengths.clamp(0, tokens)
         fits = self.length + real <= self.max_length
         if checks.values_are_known(fits) and not bool(fits.all()):
@@ -162,6 +155,8 @@ class IndexedCache(nn.Module):
             shift = tokens - real.long()
             query, key, value = (rolled(given, shift) for given in (query, key, value))
             index = None if index is None else IndexProjections(*(rolled(given, shift) for given in index))
+            if isinstance(chooser, IndexMask):
+                chooser = chooser._replace(indices=rolled(chooser.indices.expand(self.batch_size, -1, -1, -1), shift))
         before = self.length.clone()
         self._write(key, value, index, torch.where(fits, real, 0))
         self.length.copy_(torch.where(fits, before + real, 0))
@@ -177,6 +172,28 @@ class IndexedCache(nn.Module):
         return torch.cat(parts, 1) if len(parts) > 1 else out, mask
 
     forward = attend
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, index: IndexProjections | None) -> None:
+        """Refuses tensors that do not belong together or to the cache."""
+        for name, given in (("query", query), ("key", key), ("value", value)):
+            if checks.tensor(name, given).dim() != 4:
+                raise ValueError(f"{name}: expected 4 dimensions, got shape {checks.shape_of(given)}")
+            checks.same_device(name, given, self.key, "the cache")
+        expected = [self.batch_size, self.num_kv_heads, query.shape[2], self.key.shape[3]]
+        for name, given in (("key", key), ("value", value)):
+            if list(given.shape) != expected:
+                raise ValueError(
+                    f"{name}: expected [B, Hkv, T, D] = {expected} like the cache and query, got {checks.shape_of(given)}"
+                )
+        if query.shape[0] != expected[0] or query.shape[1] % expected[1] or query.shape[3] != expected[3]:
+            raise ValueError(f"query: expected [B, H, T, D] for a key {expected}, got {checks.shape_of(query)}")
+        batch, groups, _, index_dim = self.index_key.shape
+        given_groups = 0 if index is None else index.key.shape[1]
+        if given_groups != groups:
+            raise ValueError(f"cache: expected one with {given_groups} groups of index keys like the layer, got {groups}")
+        if index is not None and list(index.key.shape) != [batch, groups, expected[2], index_dim]:
+            expected = [batch, groups, expected[2], index_dim]
+            raise ValueError(f"index: expected keys [B, G, T, Di] = {expected} like the cache, got {checks.shape_of(index.key)}")
 
     def _write(self, key: Tensor, value: Tensor, index: IndexProjections | None, real: Tensor) -> None:
         """Puts the first ``real`` [B] tokens of each sequence behind those that are there, and all others in the last place."""
@@ -254,6 +271,13 @@ class IndexedCache(nn.Module):
     def batch_size(self) -> int:
         """Number of sequences B."""
         return self.key.shape[0]
+
+    @property
+    def local_sizes(self) -> tuple[int, int, int]:
+        """How many heads keep local keys alone, and the local window and the sinks of these; zeros without such heads."""
+        if self.streaming is None:
+            return 0, 0, 0
+        return self.streaming.num_kv_heads, self.streaming.sizes.local, self.streaming.sizes.sink_keys
 
     @property
     def num_kv_heads(self) -> int:
