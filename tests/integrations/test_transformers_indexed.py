@@ -35,6 +35,12 @@ def test_at_first_short_contexts_give_what_they_gave(name):
         assert_close(logits_of(dense, distinct(), padded(side)), expected)
 
 
+@pytest.mark.parametrize("options", [{"block_score": "max"}, {"block_score": "mean_key", "local": 4}], ids=str)
+def test_at_first_blocks_give_what_keys_gave(options):
+    expected = logits_of(built("llama"), distinct())
+    assert_close(logits_of(converted_of(window=20, block_size=4, **options), distinct()), expected)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_layer_attends_to_what_its_indexer_chooses(options):
     model = converted_of(**options)

@@ -321,3 +321,10 @@ def test_an_enabled_indexer_makes_nothing_for_all_pairs(name):
 def test_a_model_without_such_an_indexer():
     with pytest.raises(ValueError, match="model: expected indexers of type"):
         enable_index_top_k(built("doge"))
+
+
+def test_an_enabled_model_keeps_its_implementation():
+    model = enable_index_top_k(choosing(ENABLED[0]))
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"attn_implementation: expected 'dmattn' after enable_index_top_k\(\), got 'eager'"):
+        model(input_ids=distinct(vocabulary=64))

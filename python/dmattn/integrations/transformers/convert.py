@@ -130,7 +130,8 @@ def convert_indexed(
 
     The weights stay, and every layer gets an indexer of its hidden states, whose parameters have ``.indexer.`` in their names. In training
     ``model(...).loss`` has the mean of the layers' losses of indexers added (:func:`dmattn.index_loss`); nothing else teaches them, and they
-    teach nothing else. On contexts of up to ``window`` tokens the model computes what it did. As DeepSeek's sparse attention was made:
+    teach nothing else. On contexts of up to ``window`` tokens the model computes what it did, with ``block_score="mean_key"`` if local is at
+    least block_size: otherwise a query misses keys of the block it stands in. As DeepSeek's sparse attention was made:
 
     1. ``set_dense(model, True)``, and train the indexers alone: all keys are read, and nothing else changes;
     2. ``set_dense(model, False)``, and fine-tune all.

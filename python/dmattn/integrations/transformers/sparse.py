@@ -43,6 +43,11 @@ class TopKIndexer(nn.Module):
         past_key_values: Any = None,
     ) -> Tensor:
         """int32 [B, S, topk], -1 where there are fewer keys than that; attention_mask [B|1, 2, T] is what dmattn's mask function made."""
+        if self.config._attn_implementation != "dmattn":
+            raise ValueError(
+                "attn_implementation: expected 'dmattn' after enable_index_top_k(), got "
+                f"{self.config._attn_implementation!r}; load the model anew for another one"
+            )
         batch, length = hidden_states.shape[:2]
         query = self.wq_b(q_resid).view(batch, length, self.n_heads, self.head_dim)
         key = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
