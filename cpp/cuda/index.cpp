@@ -20,6 +20,7 @@ std::tuple<Tensor, Tensor> index_top_k_op(const Tensor& query, const Tensor& key
   check(p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16,
         "index_query: expected dtype bfloat16 or float16 on CUDA, got ", dtype_name(query.scalar_type()));
   if (p.top * p.batch * p.groups * p.query_length == 0) return {checked.indices, checked.scores};
+  if (checked.query.stride(3) % 8 != 0) checked.query = torch::stable::clone(torch::stable::contiguous(checked.query));
   checked.query = with_aligned_rows(checked.query), checked.key = with_aligned_rows(checked.key);
   p.query = view_of(checked.query), p.query_head_stride = checked.query.stride(3), p.key = view_of(checked.key);
 

@@ -234,6 +234,11 @@ def test_strided_and_unaligned_inputs(device, dtype):
     expected = dmattn.index_top_k(query, key, weights, 7)
     odd = F.pad(query, (1, 0))[..., 1:], F.pad(key, (3, 0))[..., 3:], weights.transpose(2, 3).contiguous().transpose(2, 3)
     assert torch.equal(dmattn.index_top_k(*odd, 7).indices, expected.indices)
+    heads = tensor((2, 2, 40, 8, 24), 3, dtype, device), tensor((2, 2, 40, 8), 4, dtype, device)
+    alone = F.pad(heads[0], (0, 1))[..., :24]  # heads alone are not at multiples of 16 bytes
+    assert torch.equal(
+        dmattn.index_top_k(alone, key, heads[1], 7).indices, dmattn.index_top_k(heads[0], key, heads[1], 7).indices
+    )
     as_projected = (
         query.permute(0, 2, 1, 3, 4).contiguous().permute(0, 2, 1, 3, 4),
         key.transpose(1, 2).contiguous().transpose(1, 2),

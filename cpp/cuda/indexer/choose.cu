@@ -23,10 +23,12 @@ struct Chosen {
 template <int kWarps, int kPerLane>
 struct Row {
   const float* from;
-  int count, log2_fold, first, steps;  // this warp has [first, first + 32 * steps)
+  int count, written, log2_fold, first, steps;  // this warp has [first, first + 32 * steps)
   float kept[kPerLane > 0 ? kPerLane : 1];
 
-  __device__ __forceinline__ Row(const float* scores, int n, int fold) : from(scores), count(n), log2_fold(fold) {
+  // n scores, of the parts of which the first `parts` were written.
+  __device__ __forceinline__ Row(const float* scores, int n, int parts, int fold)
+      : from(scores), count(n), written(parts), log2_fold(fold) {
     steps = kPerLane > 0 ? kPerLane : (n + 32 * kWarps - 1) / (32 * kWarps);
     first = static_cast<int>(threadIdx.x / 32) * 32 * steps;
 #pragma unroll
@@ -37,8 +39,9 @@ struct Row {
   __device__ __forceinline__ float read(int i) const {
     const int at = place(i);
     if (at >= count) return negative_infinity();
-    float most = from[static_cast<int64_t>(at) << log2_fold];
-    for (int part = 1; part < 1 << log2_fold; ++part) most = fmaxf(most, from[(static_cast<int64_t>(at) << log2_fold) + part]);
+    const int first_part = at << log2_fold, last_part = min(first_part + (1 << log2_fold), written);
+    float most = from[first_part];
+    for (int part = first_part + 1; part < last_part; ++part) most = fmaxf(most, from[part]);
     return most + 0.0f;
   }
   // Calls use(score, place, step) for each of the thread's scores, all lanes of a warp together.
@@ -250,8 +253,9 @@ __global__ __launch_bounds__(kWarps * 32) void index_choice_kernel(const __grid_
   if (query >= p.query_length) return;
   const CompetingRows in = competing_rows(p, at.offset + query, at.length);
   const int log2_block = call.log2_score_block + call.log2_fold;
-  const int count = (max(in.end, in.later_end) + (1 << log2_block) - 1) >> log2_block;
-  const Row<kWarps, kPerLane> row(call.scores + row_of_part * call.row_stride, count, call.log2_fold);
+  const int end = max(in.end, in.later_end), count = (end + (1 << log2_block) - 1) >> log2_block;
+  const int written = (end + (1 << call.log2_score_block) - 1) >> call.log2_score_block;
+  const Row<kWarps, kPerLane> row(call.scores + row_of_part * call.row_stride, count, written, call.log2_fold);
   find_cut(s, row, top);
   const int64_t list = ((at.batch * p.groups + at.group) * p.query_length + query) * p.top;
   write_list(s, row, top, p.indices + list, p.scores ? static_cast<float*>(p.scores) + list : nullptr);
