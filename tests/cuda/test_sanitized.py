@@ -99,6 +99,38 @@ def test_select(length, causal):
                 assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.parametrize(("keys", "head_dim"), [(1, 16), (300, 32), (2500, 72), (9000, 16), (300, 136)])
+@pytest.mark.parametrize("block", [1, 4, 16, 128])
+def test_index_top_k(keys, head_dim, block):
+    """Small integers, whose scores are the same in any order of sums."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((1, 2, 70, 3, head_dim), (1, 2, keys, head_dim), (1, 2, 70, 3))
+    given = [torch.randint(-1, 2, size, generator=draw).bfloat16() for size in sizes]
+    given[2] = given[2].float()
+    end = torch.where(torch.arange(keys) % 3 == 0, 0, 2 * keys).int().view(1, 1, keys)
+    for bounds in ((None, None), (end * 0, end)):
+        sizes = (keys, 40, block, False, True, 3, 1, 0.25, True)
+        arguments = (*given, None, *bounds, None, None)
+        expected = torch.ops.dmattn.index_top_k(*arguments, *sizes)
+        on_gpu = (None if x is None else x.cuda() for x in arguments)
+        for got, wanted in zip(torch.ops.dmattn.index_top_k(*on_gpu, *sizes), expected, strict=True):
+            assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("capacity", [40, 3000, 300_000])
+@pytest.mark.parametrize("block", [1, 64])
+def test_list_keys(capacity, block):
+    lists = torch.randint(-1, -(-capacity // block), (2, 3, 2, 17), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    lengths = torch.tensor([capacity, capacity // 3], dtype=torch.int32)
+    table = torch.arange(2 * (capacity // 8), dtype=torch.int32).view(2, -1)
+    for pages in ((None, 0, 0), (table, table.numel(), 8)):
+        sizes = (*pages[1:], capacity, block, 9, 2)
+        expected = torch.ops.dmattn.list_keys(lists, lengths, pages[0], *sizes)
+        on_gpu = None if pages[0] is None else pages[0].cuda()
+        for got, wanted in zip(torch.ops.dmattn.list_keys(lists.cuda(), lengths.cuda(), on_gpu, *sizes), expected, strict=True):
+            assert torch.equal(got.cpu(), wanted)
+
+
 @pytest.mark.parametrize("block", [1, 48, 128])
 def test_pack(block):
     given = tensor((2, 3, -(-700 // block), -(-333 // block)), 0) > 0.3
