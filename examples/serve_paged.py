@@ -175,6 +175,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=24, help="keys that a head keeps (default 24)")
     parser.add_argument("--longest", type=int, default=60, help="bytes of a prompt and of an answer, at most (default 60)")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model (default 2)")
+    parser.add_argument("--quick", dest="requests", action="store_const", const=8, help="--requests 8: does it run")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--check", action="store_true", help="compare every answer with that of its prompt alone")
     options = parser.parse_args()

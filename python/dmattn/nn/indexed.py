@@ -362,9 +362,9 @@ class IndexedAttention(RotatedProjections):
                 f"hidden_states: expected [B, S, E] with B={cache.batch_size} like the cache, got B={hidden_states.shape[0]}"
             )
         own = (0, 0, 0) if not self.local_heads else (self.local_heads, self.local, self.sink_keys)
-        if cache.local_sizes != own:
+        if cache._local_sizes != own:
             raise ValueError(
-                f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache.local_sizes}"
+                f"cache: expected one with local_heads, local and sink_keys = {own} like the layer, got {cache._local_sizes}"
             )
         positions = None if self.rope_theta is None else cache.next_positions(length, lengths, padding_side)
         query, key, value = self.projected(hidden_states, positions)

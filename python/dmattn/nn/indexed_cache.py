@@ -273,7 +273,7 @@ class IndexedCache(nn.Module):
         return self.key.shape[0]
 
     @property
-    def local_sizes(self) -> tuple[int, int, int]:
+    def _local_sizes(self) -> tuple[int, int, int]:
         """How many heads keep local keys alone, and the local window and the sinks of these; zeros without such heads."""
         if self.streaming is None:
             return 0, 0, 0
