@@ -63,7 +63,7 @@ def tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def chosen_by_torch(case: Case, query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """The lists in torch operations, without blocks: values of the k-th place would be enough to compare."""
+    """The lists in torch operations, in no order. Blocks are scored by their largest key."""
     step = max(1, SCORES_AT_ONCE // (case.groups * case.heads * case.length))
     places = torch.arange(case.length, device=query.device)
     found = []

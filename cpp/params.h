@@ -119,8 +119,8 @@ struct IndexTopKParams {
   int64_t keys = 0;               // rows of key: Sk, or whole blocks where keys are means of blocks
   int64_t top = 0;                // K: entries of a list
   DType dtype = DType::kFloat32;  // of query and key
-  TensorView query;               // [B, G, Sq, Hi, Di] with query_head_stride between heads
-  int64_t query_head_stride = 0;  //
+  TensorView query;               // [B, G, Sq, Hi, Di]
+  int64_t query_head_stride = 0;  // between index heads
   TensorView key;                 // [B, G, keys, Di]
   TensorView weights;             // [B, G, Sq, Hi], float (double for kFloat64)
   const void* slope = nullptr;    // [G], like weights; null: 0

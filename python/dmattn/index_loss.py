@@ -117,7 +117,7 @@ def index_loss(
     choices = sizes.key_length // block_size if is_pooled else sizes.key_length
     if 0 in (row.shape[0], sizes.batch, choices, 1 if mask is None else mask.shape[3]):
         taught = (given for given in (index_query, index_key, weights, slope) if given is not None)
-        return sum(given[:0].sum(dtype=dtype) for given in taught)  # type: ignore[return-value]
+        return torch.stack([given[:0].sum(dtype=dtype) for given in taught]).sum()
     lse = None
     if mask is not None:
         with torch.no_grad():

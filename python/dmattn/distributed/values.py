@@ -1,7 +1,7 @@
 """What every rank has to give alike and hosts do not compare, because it lies on the device or in a compiled graph.
 
-Ranks exchange digests of these values behind their first message, and a difference is an error on every rank. On a GPU nothing waits for it:
-the device raises it. ``DMATTN_COMPARE_RANKS=0`` in the environment leaves it out.
+After the handshake, and before rows of keys travel, ranks exchange digests of these values. A difference is an error on every rank. On a GPU
+the host does not wait for the comparison; the device raises the error. ``DMATTN_COMPARE_RANKS=0`` in the environment leaves it out.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def compare(
 
     Args:
         given: masks, tensors of integers, and numbers, by the names of their arguments; every rank gives the same names.
-        after: a tensor that what comes after the comparison depends on.
+        after: a tensor; what uses the copy that is returned runs after the exchange.
         call_signature: what ranks still have to compare on their hosts.
 
     Returns:
-        (after, whether the call signature has been compared).
+        (a copy of after, whether the call signature has been compared).
 
     Raises:
         ValueError: a value differs, where the digests can be read. Elsewhere the device or the graph raises it, as a RuntimeError.
