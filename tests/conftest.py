@@ -12,6 +12,7 @@ import dmattn
 import hypothesis
 import pytest
 import torch
+import torch._inductor.config
 from devices import DEVICE
 from selection import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
@@ -28,6 +29,13 @@ hypothesis.settings.register_profile(
     "nightly", max_examples=5000, deadline=None, print_blob=True, suppress_health_check=_slow_is_fine
 )
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ci"), max_examples=8)
+
+
+# What another run compiled brings its guards along: tests that count compilations start from none.
+for _cache in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
+    os.environ[_cache] = "0"
+torch._inductor.config.fx_graph_cache = False
+torch._functorch.config.enable_autograd_cache = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
