@@ -85,13 +85,8 @@ def with_mask(options: Options, mask: object) -> Options:
     index = mask.index if isinstance(mask, CombinedMask) else mask
     if not isinstance(index, IndexMask):
         return options
-    most_keys = index.most_keys
-    known = mask.interval.most_keys if isinstance(mask, CombinedMask) and mask.interval is not None else 0
-    if type(known) is int and known > 0:
-        # A minimum with a symbolic size can become a guard of the program when its backward pass is compiled.
-        most_keys = min(most_keys, known) if type(most_keys) is int else known
     return options._replace(
-        is_causal=options.is_causal or index.is_causal, most_keys=most_keys, index_block=index.block_size, index_local=index.local,
+        is_causal=options.is_causal or index.is_causal, index_block=index.block_size, index_local=index.local,
         index_sinks=index.sink_keys,
     )  # fmt: skip
 

@@ -203,7 +203,7 @@ def packed_call(
     if rules.listed is not None:
         lists, local = packed_lists(packed, rules.listed, sizes)
         masks = (start, end, *NO_MASK[2:6], lists, None)
-        options = options._replace(most_keys=bounds.fewer(lists.shape[3] + local, checks.MAX_LENGTH), index_local=local)
+        options = options._replace(index_local=local)
     return query, key, value, sizes, masks, key_bias, options
 
 

@@ -268,9 +268,9 @@ def arguments_of(length, entries, device, dtype):
 def test_compile_without_recompiling(device, dtype):
     torch._dynamo.reset()
     compiled = torch.compile(masked, fullgraph=True, dynamic=True)
-    compiled(*arguments_of(450, 21, device, dtype)).sum().backward()
+    compiled(*arguments_of(450, 11, device, dtype)).sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for length, entries in ((230, 17), (300, 40)):
+        for length, entries in ((230, 9), (300, 40)):
             given_tensors = arguments_of(length, entries, device, dtype)
             out, expected = compiled(*given_tensors), masked(*given_tensors)
             torch.testing.assert_close(out, expected)

@@ -228,11 +228,6 @@ class IndexMask(MaskData):
         """The number of queries Sq that the mask is for. It serves any number of keys."""
         return self.indices.shape[2]
 
-    @property
-    def most_keys(self) -> int:
-        """How many keys a query sees at most. It is a hint to kernels: it changes their speed, never a result."""
-        return bounds.fewer(self.indices.shape[3] * self.block_size + self.local + self.sink_keys, checks.MAX_LENGTH)
-
     def fits(self, Sq: int) -> bool:
         """Whether the mask serves this number of queries."""
         return self.query_length == Sq
