@@ -62,7 +62,12 @@ CUDA = [
     Case(131072, 2048, 64),
     Case(2048, 2048, lists="all"),
 ]
-CPU = [Case(4096, 256, block, lists, 8, 8, 8, 64, 64) for lists in ("skewed", "random") for block in (1, 16)]
+CPU = [
+    Case(4096, 256, block, lists, heads, kv_heads, kv_heads, 64, 64)
+    for heads, kv_heads in ((8, 2), (8, 8))
+    for lists in ("skewed", "random")
+    for block in (1, 16)
+]
 
 
 def lists_of(case: Case, device: str) -> Tensor:

@@ -91,6 +91,38 @@ DMATTN_INLINE void list_entries(const IndexLists& lists, const int32_t* entries,
   }
 }
 
+// The entries that one query has, where they are blocks in ascending order with nothing else before the last one, as top-k
+// selection leaves them: its keys then need no set. count < 0: they are not.
+struct AscendingList {
+  const int32_t* entries = nullptr;
+  int64_t count = -1;
+};
+
+DMATTN_INLINE int64_t count_below(const int32_t* entries, int64_t count, uint32_t limit) {
+  int32_t below = 0;
+  for (int64_t i = 0; i < count; ++i) below += static_cast<uint32_t>(entries[i]) < limit;
+  return below;
+}
+
+DMATTN_INLINE AscendingList ascending_list(const AttentionParams& p, const QueryTile& tile) {
+  const MaskParams& mask = p.mask;
+  if (mask.start.data || mask.end.data || mask.tiles.data) return {};
+  const int32_t* const entries = static_cast<const int32_t*>(mask.index.entries.data) +
+                                 head_offset(mask.index.entries, tile.batch, tile.head) + tile.first * mask.index.row_stride;
+  const int64_t blocks = ceil_div(p.key_length, int64_t{1} << mask.index.log2_block);
+  const int64_t count = count_below(entries, mask.index.count, static_cast<uint32_t>(blocks));
+  int32_t wrong = 0;
+  for (int64_t i = 1; i < count; ++i) wrong |= entries[i - 1] >= entries[i];
+  if (count > 0) wrong |= static_cast<uint32_t>(entries[0]) >= blocks || entries[count - 1] >= blocks;
+  return {entries, wrong ? -1 : count};
+}
+
+// Which keys a query sees by its position: the last `local` ones.
+DMATTN_INLINE int64_t list_position(const AttentionParams& p, const QueryTile& tile) {
+  const IndexLists& lists = p.mask.index;
+  return tile.first + (lists.offset ? lists.offset[tile.batch * lists.offset_stride] : p.key_length - p.query_length);
+}
+
 // Fills in what all queries of a tile, at most kListQueries, see.
 void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedKeys& listed) {
   for (int64_t line = 0; line < listed.count; ++line) {
@@ -100,9 +132,8 @@ void list_keys(const AttentionParams& p, const QueryTile& tile, const ListedKeys
   }
   const IndexLists& lists = p.mask.index;
   const int32_t* entries = static_cast<const int32_t*>(lists.entries.data) + head_offset(lists.entries, tile.batch, tile.head);
-  const int64_t offset = lists.offset ? lists.offset[tile.batch * lists.offset_stride] : p.key_length - p.query_length;
   for (int64_t i = 0; i < tile.rows; ++i) {
-    const int64_t position = tile.first + i + offset;
+    const int64_t position = list_position(p, tile) + i;
     const uint8_t query = static_cast<uint8_t>(1U << i);
     list_entries(lists, entries + (tile.first + i) * lists.row_stride, p.key_length, listed, query);
     list_range(listed, query, 0, lists.sinks);

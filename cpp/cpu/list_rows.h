@@ -77,12 +77,15 @@ DMATTN_INLINE void for_each_list_tile(const AttentionParams& p, const ListTile& 
   clear_listed_keys(lists.listed);
   for (int64_t first = 0; first < whole.tile.rows; first += most) {
     const int64_t queries = min_of(most, whole.tile.rows - first);
-    list_keys(p, part_of(whole.tile, first, queries), lists.listed);
+    KeyLists here = lists;
+    if (queries > 1) list_keys(p, part_of(whole.tile, first, queries), lists.listed);
     const int64_t step = queries > 1 && is_joined_cheaper(lists.listed, queries, whole.heads) ? queries : 1;
     for (int64_t i = 0; i < queries; i += step) {
-      KeyLists here = lists;
+      const QueryTile part = part_of(whole.tile, first + i, step);
       here.first_listed = i;
-      use(ListTile{part_of(whole.tile, first + i, step), whole.heads}, here);
+      here.alone = step == 1 ? ascending_list(p, part) : AscendingList();
+      if (queries == 1 && here.alone.count < 0) list_keys(p, part, lists.listed);
+      use(ListTile{part, whole.heads}, here);
     }
   }
 }

@@ -25,17 +25,18 @@ struct KeyChunk {
 };
 
 // What a scheduler works with, in scratch memory: the two chunks that it is filling, and what index lists show to the queries of
-// the tile, from query `first_listed` on.
+// the tile, from query `first_listed` on, or to one query alone.
 struct KeyLists {
   KeyChunk *full, *partial;
   int64_t chunk_keys;  // at most so many keys in a chunk
   ListedKeys listed;
   int64_t first_listed;
+  AscendingList alone;
 };
 
 DMATTN_INLINE KeyLists take_key_lists(Arena& arena, const AttentionParams& p) {
   KeyChunk* const full = arena.take<KeyChunk>(1);
-  return {full, arena.take<KeyChunk>(1), chunk_keys(p), take_listed_keys(arena, p), 0};
+  return {full, arena.take<KeyChunk>(1), chunk_keys(p), take_listed_keys(arena, p), 0, {}};
 }
 
 template <class Word>
@@ -74,7 +75,7 @@ template <class Use>
 class KeyScheduler {
  public:
   KeyScheduler(const AttentionParams& p, const Summaries& summaries, const QueryTile& tile, const KeyLists& lists, const Use& use)
-      : mask_(p.mask), tile_(tile), lists_(lists), use_(use), all_rows_(rows_between(0, tile.rows)) {
+      : params_(p), mask_(p.mask), tile_(tile), lists_(lists), use_(use), all_rows_(rows_between(0, tile.rows)) {
     first_position_ = static_cast<int32_t>(tile.position);
     last_position_ = static_cast<int32_t>(tile.position + tile.rows - 1);
     if (mask_.start.data)
@@ -87,7 +88,9 @@ class KeyScheduler {
 
   void run() {
     lists_.full->count = lists_.partial->count = 0;
-    if (mask_.tiles.data) {
+    if (lists_.alone.count >= 0) {
+      visit_list();
+    } else if (mask_.tiles.data) {
       visit_mask_tiles();
     } else {
       visit_range(0, key_limit_);
@@ -100,6 +103,49 @@ class KeyScheduler {
   struct BlockBits {
     uint64_t live, full;
   };
+
+  // The keys of one query in ascending order: sinks, those of its list, and local ones among these. It sees them all.
+  void visit_list() {
+    const int64_t position = list_position(params_, tile_), sinks = min_of(mask_.index.sinks, key_limit_);
+    const int64_t local_end = max_of(sinks, min_of(position + 1, key_limit_));
+    const int64_t local = max_of(sinks, min_of(position - mask_.index.local + 1, local_end));
+    push_range(0, sinks);
+    visit_entries(sinks, local);
+    push_range(local, local_end);
+    visit_entries(local_end, key_limit_);
+  }
+
+  // The keys of the list's blocks that are in a range.
+  void visit_entries(int64_t first_key, int64_t last_key) {
+    if (first_key >= last_key) return;
+    const AscendingList& list = lists_.alone;
+    const int log2 = mask_.index.log2_block;
+    const int64_t block = int64_t{1} << log2;
+    const int64_t first = count_below(list.entries, list.count, static_cast<uint32_t>(first_key >> log2));
+    const int64_t last = count_below(list.entries, list.count, static_cast<uint32_t>(ceil_div(last_key, block)));
+    if (block == 1) return push_keys(last - first, [&](int64_t i) { return list.entries[first + i]; });
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t key = int64_t{list.entries[i]} << log2;
+      push_range(max_of(key, first_key), min_of(key + block, last_key));
+    }
+  }
+
+  void push_range(int64_t first, int64_t last) {
+    push_keys(last - first, [&](int64_t i) { return static_cast<int32_t>(first + i); });
+  }
+
+  // Keys key_at(0), ..: every query of the tile sees them.
+  template <class KeyAt>
+  void push_keys(int64_t count, const KeyAt& key_at) {
+    KeyChunk& chunk = *lists_.full;
+    for (int64_t i = 0; i < count;) {
+      const int64_t part = min_of(count - i, lists_.chunk_keys - chunk.count);
+      int32_t* const to = chunk.keys + chunk.count;
+      for (int64_t k = 0; k < part; ++k) to[k] = key_at(i + k);
+      i += part, chunk.count += part;
+      if (chunk.count == lists_.chunk_keys) emit(chunk, chunk.count);
+    }
+  }
 
   // A table may hold anything: whatever lies outside its bounds counts as empty.
   void visit_mask_tiles() {
@@ -273,6 +319,7 @@ class KeyScheduler {
     chunk.count = 0;
   }
 
+  const AttentionParams& params_;
   const MaskParams& mask_;
   const QueryTile& tile_;
   const KeyLists& lists_;

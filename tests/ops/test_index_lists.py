@@ -134,6 +134,7 @@ def plain(lists, dtype=torch.float32, H=4, Hkv=2, Sk=200, **options):
 
 NAMED = {
     "duplicates": Lists(torch.tensor([7, 3, 3, 7, 7, 3, 150, 3]).int().expand(1, 1, 70, 8)),
+    "duplicates in order": Lists((torch.arange(70)[:, None] + torch.tensor([0, 0, 100, 100])).int().expand(1, 1, 70, 4)),
     "no entries": Lists(torch.empty(1, 1, 70, 0, dtype=torch.int32)),
     "nothing listed": Lists(torch.full((1, 1, 70, 3), -1, dtype=torch.int32), local=2),
     "more entries than keys": Lists(torch.arange(300).int().flip(0).expand(1, 2, 70, 300)),
@@ -156,6 +157,20 @@ def test_by_name(lists, is_causal):
     assert (results["lse"][sees_nothing] == -math.inf).all()
     assert not results["out"][sees_nothing].any()
     assert not results["grad_query"][sees_nothing].any()
+
+
+@pytest.mark.parametrize("block", [1, 8])
+@pytest.mark.parametrize(("local", "sinks"), [(0, 0), (5, 0), (0, 3), (21, 9), (2000, 2000)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("H", [2, 8])
+def test_ascending_lists(block, local, sinks, is_causal, H):
+    """Lists as selection leaves them: distinct entries in ascending order, -1 behind them; some end beyond the last key."""
+    blocks = -(-135 // block)
+    distinct = tensor((1, 2, 90, blocks + 2), 5).argsort(dim=-1)[..., :12].sort(dim=-1).values
+    kept = torch.arange(12) < torch.arange(90)[:, None] % 13
+    lists = Lists(torch.where(kept, distinct, -1).int(), block, local, sinks)
+    case = with_bad_keys(plain(lists, H=H, Sk=135, is_causal=is_causal))
+    assert_close_to_reference(case, run(case, lists))
 
 
 @pytest.mark.parametrize("own", [1, 2, 8])
