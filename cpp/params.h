@@ -261,7 +261,8 @@ DMATTN_HOST_DEVICE static inline CompetingRows competing_rows(const IndexTopKPar
     later = position + 1 > 0 ? (position + 1) >> log2_width : 0;
     later = later > first ? later : first;
     later = later > end ? later : end;
-    later_end = most > later ? most : later;
+    later = later < most ? later : most;  // a query may stand behind the last key
+    later_end = most;
   }
   first = first < end ? first : end;
   return {static_cast<int32_t>(first), static_cast<int32_t>(end), static_cast<int32_t>(later), static_cast<int32_t>(later_end)};

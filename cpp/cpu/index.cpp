@@ -1,5 +1,6 @@
 // The best keys of an indexer on the CPU: a tile of queries at a time, all their scores, and then the exact choice in each row.
 #include <array>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <utility>
@@ -21,51 +22,88 @@ template <class R>
 struct Cut {
   R score;
   int64_t index;
-  bool takes(R x, int64_t i) const { return x > score || (x == score && i >= index); }
+  bool takes(R x, int64_t i) const { return (x > score) | ((x == score) & (i >= index)); }
 };
 
 template <class R>
 constexpr R kLowest = -std::numeric_limits<R>::infinity();
 
-// The cut that leaves the k best of n numbers: exact, equal ones: the later. Bins of equal width find the few that have to be
-// compared with each other.
+// The cut that leaves the k best of n numbers, none of them NaN or -inf: exact, equal ones: the later. Bins of equal width find
+// the few that have to be compared with each other.
 template <class R>
 Cut<R> find_cut(const R* scores, int64_t n, int64_t k, std::vector<std::pair<R, int64_t>>& some) {
-  const Cut<R> all{kLowest<R>, n};
-  R least = std::numeric_limits<R>::infinity(), most = kLowest<R>;
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (!(scores[i] > kLowest<R>)) continue;
-    ++count, least = std::min(least, scores[i]), most = std::max(most, scores[i]);
-  }
-  if (count <= k) return all;
-  if (k == 0) return {std::numeric_limits<R>::infinity(), n};
+  if (n <= k) return {kLowest<R>, n};
+  const auto [smallest, largest] = std::minmax_element(scores, scores + n);
+  const R least = *smallest, most = *largest;
   const R factor = static_cast<R>(kBins - 1) / (most - least);
   const bool has_bins = factor > 0 && factor <= std::numeric_limits<R>::max();  // no, where all are equal, or far apart
   const auto bin_of = [&](R x) { return has_bins ? static_cast<int64_t>((x - least) * factor) : 0; };
   std::array<int64_t, kBins> counts{};
-  for (int64_t i = 0; i < n; ++i) {
-    if (scores[i] > kLowest<R>) ++counts[static_cast<size_t>(bin_of(scores[i]))];
-  }
+  for (int64_t i = 0; i < n; ++i) ++counts[static_cast<size_t>(bin_of(scores[i]))];
   int64_t bin = kBins - 1, wanted = k;
   while (counts[static_cast<size_t>(bin)] < wanted) wanted -= counts[static_cast<size_t>(bin--)];
   some.clear();
   for (int64_t i = 0; i < n; ++i) {
-    if (scores[i] > kLowest<R> && bin_of(scores[i]) == bin) some.emplace_back(scores[i], i);
+    if (bin_of(scores[i]) == bin) some.emplace_back(scores[i], i);
   }
   std::nth_element(some.begin(), some.begin() + (wanted - 1), some.end(), std::greater<>());
   return {some[static_cast<size_t>(wanted - 1)].first, some[static_cast<size_t>(wanted - 1)].second};
 }
 
+// Numbers of a row with their places, in order.
 template <class R>
-void choose(const R* scores, int64_t n, int64_t k, int32_t* indices, R* chosen, std::vector<std::pair<R, int64_t>>& some) {
-  const Cut<R> cut = find_cut(scores, n, k, some);
+struct Candidates {
+  std::vector<R> scores;
+  std::vector<int32_t> places;
+  int64_t count = 0;
+
+  explicit Candidates(int64_t most) : scores(static_cast<size_t>(most)), places(static_cast<size_t>(most)) {}
+
+  // Those above a bound; NaN is above none.
+  void collect(const R* row, int64_t n, R bound) {
+    R* const to = scores.data();
+    int32_t* const at = places.data();
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const R x = row[i];
+      to[found] = x, at[found] = static_cast<int32_t>(i);
+      found += x > bound;
+    }
+    count = found;
+  }
+};
+
+// A number that some more than k of a row's n should be above, by a sample; -inf where a sample says little.
+template <class R>
+R guess_bound(const R* row, int64_t n, int64_t k) {
+  constexpr int64_t kSample = 128, kSpread = 2;  // standard deviations of the rank
+  if (n < 4 * kSample || 2 * k > n) return kLowest<R>;
+  std::array<R, kSample> sample;
+  for (int64_t i = 0; i < kSample; ++i) {
+    const R x = row[i * n / kSample];
+    sample[static_cast<size_t>(i)] = x > kLowest<R> ? x : kLowest<R>;
+  }
+  const double share = static_cast<double>(k) / static_cast<double>(n);
+  const double rank = kSample * share + kSpread * std::sqrt(kSample * share * (1 - share)) + 1;
+  if (rank >= kSample) return kLowest<R>;
+  const auto bound = sample.begin() + static_cast<int64_t>(rank);
+  std::nth_element(sample.begin(), bound, sample.end(), std::greater<>());
+  return *bound;
+}
+
+template <class R>
+void choose(const R* row, int64_t n, int64_t k, int32_t* indices, R* chosen, Candidates<R>& best,
+            std::vector<std::pair<R, int64_t>>& some) {
+  const R bound = guess_bound(row, n, k);
+  best.collect(row, n, bound);
+  if (best.count < k && bound > kLowest<R>) best.collect(row, n, kLowest<R>);
+  const R* const scores = best.scores.data();
+  const Cut<R> cut = find_cut(scores, best.count, k, some);
   int64_t found = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (!cut.takes(scores[i], i)) continue;
-    indices[found] = static_cast<int32_t>(i);
+  for (int64_t i = 0; i < best.count && found < k; ++i) {
+    indices[found] = best.places[static_cast<size_t>(i)];
     if (chosen) chosen[found] = scores[i];
-    ++found;
+    found += cut.takes(scores[i], i);
   }
   std::fill(indices + found, indices + k, -1);
   if (chosen) std::fill(chosen + found, chosen + k, kLowest<R>);
@@ -85,11 +123,13 @@ void index_top_k(const IndexTopKParams& p) {
     const int64_t offset = p.query_offset ? p.query_offset[batch] : length - p.query_length;
     const IndexTile tile{batch, group, first, std::min(kIndexTileQueries, p.query_length - first), offset + first, length};
     R* const rows = static_cast<R*>(scores.of(worker));
-    kernels.index_scores(p, tile, scratch.of(worker), rows, blocks);
+    const int64_t count = kernels.index_scores(p, tile, scratch.of(worker), rows, blocks);
+    Candidates<R> best(count + 1);
     std::vector<std::pair<R, int64_t>> some;
     for (int64_t t = 0; t < tile.rows; ++t) {
       const int64_t list = ((batch * p.groups + group) * p.query_length + first + t) * p.top;
-      choose(rows + t * blocks, blocks, p.top, p.indices + list, p.scores ? static_cast<R*>(p.scores) + list : nullptr, some);
+      choose(rows + t * blocks, count, p.top, p.indices + list, p.scores ? static_cast<R*>(p.scores) + list : nullptr, best,
+             some);
     }
   });
 }

@@ -81,19 +81,40 @@ DMATTN_INLINE void weigh_index_products(const IndexTopKParams& p, const IndexTil
   }
 }
 
-// Scores of the tile's queries into rows of `out`, -inf for keys or blocks that do not compete.
+// Puts the scores of a chunk of keys, from `first` on, into the row of query t: for those keys of [from, to) that compete.
 template <class R>
-void index_scores_tile(const IndexTopKParams& p, const IndexTile& tile, void* scratch, R* out, int64_t stride) {
+DMATTN_INLINE void put_index_scores(const IndexScratch<R>& s, int64_t t, int64_t first, int64_t from, int64_t to,
+                                    int32_t position, const int32_t* start, const int32_t* end, int log2_fold, R* row) {
+  const int64_t stride = s.scores.stride;
+  const R* const scores = s.scores.data + t - first * stride;
+  if (!start && !end && log2_fold == 0) {
+    for (int64_t key = from; key < to; ++key) {
+      const R score = scores[key * stride];
+      row[key] = score > -static_cast<R>(kInfinity) ? score : -static_cast<R>(kInfinity);
+    }
+    return;
+  }
+  for (int64_t key = from; key < to; ++key) {
+    if ((start && start[key] > position) || (end && end[key] <= position)) continue;
+    const R score = scores[key * stride];
+    R& best = row[key >> log2_fold];
+    best = score > best ? score : best;
+  }
+}
+
+// Scores of the tile's queries into rows of `out`, -inf for keys or blocks that do not compete. Returns how many numbers a row
+// has: none of the later keys competes.
+template <class R>
+int64_t index_scores_tile(const IndexTopKParams& p, const IndexTile& tile, void* scratch, R* out, int64_t stride) {
   Arena arena(scratch);
   const IndexScratch<R> s(arena, p);
   load_index_queries(p, tile, s);
-  const int64_t blocks = p.is_pooled ? p.keys : ceil_div(p.keys, int64_t{1} << p.log2_block);
-  for (int64_t t = 0; t < tile.rows; ++t) {
-    for (int64_t n = 0; n < blocks; ++n) out[t * stride + n] = -static_cast<R>(kInfinity);
-  }
   const int log2_fold = p.is_pooled ? 0 : p.log2_block;  // of rows of key, whose largest score counts
   const CompetingRows of_last = competing_rows(p, tile.position + tile.rows - 1, tile.length);
-  const int64_t keys = max_of(of_last.end, of_last.later_end);
+  const int64_t keys = max_of(of_last.end, of_last.later_end), count_of_row = ceil_div(keys, int64_t{1} << log2_fold);
+  for (int64_t t = 0; t < tile.rows; ++t) {
+    for (int64_t n = 0; n < count_of_row; ++n) out[t * stride + n] = -static_cast<R>(kInfinity);
+  }
   const int32_t* start =
       p.start.data ? static_cast<const int32_t*>(p.start.data) + head_offset(p.start, tile.batch, tile.group) : nullptr;
   const int32_t* end =
@@ -104,19 +125,16 @@ void index_scores_tile(const IndexTopKParams& p, const IndexTile& tile, void* sc
     multiply_in_pieces(count, index_columns(p), p.head_dim, R(1), s.key, s.query, s.products);
     weigh_index_products(p, tile, first, count, s);
     for (int64_t t = 0; t < tile.rows; ++t) {
-      const int64_t position = tile.position + t;
+      const int32_t position = static_cast<int32_t>(tile.position + t);
       const CompetingRows in = competing_rows(p, position, tile.length);
-      R* row = out + t * stride;
-      for (int64_t j = 0; j < count; ++j) {
-        const int64_t key = first + j;
-        if (!((key >= in.first && key < in.end) || (key >= in.later && key < in.later_end))) continue;
-        if ((start && start[key] > position) || (end && end[key] <= position)) continue;
-        const R score = s.scores.row(j)[t];
-        R& best = row[key >> log2_fold];
-        best = score > best ? score : best;
-      }
+      const auto put = [&](int64_t from, int64_t to) {
+        put_index_scores(s, t, first, max_of(from, first), min_of(to, first + count), position, start, end, log2_fold,
+                         out + t * stride);
+      };
+      put(in.first, in.end), put(in.later, in.later_end);
     }
   }
+  return count_of_row;
 }
 
 size_t index_scratch_bytes(const IndexTopKParams& p) {
@@ -131,9 +149,9 @@ size_t index_scratch_bytes(const IndexTopKParams& p) {
   return arena.used();
 }
 
-void index_scores(const IndexTopKParams& p, const IndexTile& tile, void* scratch, void* out, int64_t stride) {
+int64_t index_scores(const IndexTopKParams& p, const IndexTile& tile, void* scratch, void* out, int64_t stride) {
   if (p.dtype == DType::kFloat64) return index_scores_tile(p, tile, scratch, static_cast<double*>(out), stride);
-  index_scores_tile(p, tile, scratch, static_cast<float*>(out), stride);
+  return index_scores_tile(p, tile, scratch, static_cast<float*>(out), stride);
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ struct Kernels {
   PhaseSizes (*decode_sizes)(const DecodeParams&);
   void (*decode)(const DecodeParams&, int phase, int64_t task, void* scratch, void* shared);
   size_t (*index_scratch_bytes)(const IndexTopKParams&);
-  void (*index_scores)(const IndexTopKParams&, const IndexTile&, void* scratch, void* out, int64_t stride);
+  int64_t (*index_scores)(const IndexTopKParams&, const IndexTile&, void* scratch, void* out, int64_t stride);
 };
 
 }  // namespace dmattn::cpu
