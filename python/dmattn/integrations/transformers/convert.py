@@ -10,15 +10,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.integrations.transformers.cache import REWIND
 from dmattn.integrations.transformers.indexed import INDEXED, INDEXED_FIELD, add_indexer, check_index_settings
-from dmattn.integrations.transformers.layers import SelectingAttention, check_model, selecting_layers, unwrapped
+from dmattn.integrations.transformers.layers import SelectingAttention, check_model, converted, selecting_layers, unwrapped
 from dmattn.nn.scores import initial_slopes
 from dmattn.renamed import renamed, with_new_names
 
@@ -32,28 +28,7 @@ FIELD = "dynamic_mask"
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
-class DynamicMaskLlamaAttention(SelectingAttention, LlamaAttention):  # type: ignore[misc]
-    """A converted ``LlamaAttention``."""
-
-
-class DynamicMaskMistralAttention(SelectingAttention, MistralAttention):  # type: ignore[misc]
-    """A converted ``MistralAttention``."""
-
-
-class DynamicMaskQwen2Attention(SelectingAttention, Qwen2Attention):  # type: ignore[misc]
-    """A converted ``Qwen2Attention``."""
-
-
-class DynamicMaskQwen3Attention(SelectingAttention, Qwen3Attention):  # type: ignore[misc]
-    """A converted ``Qwen3Attention``."""
-
-
-CONVERTED: dict[type[nn.Module], type[SelectingAttention]] = {
-    LlamaAttention: DynamicMaskLlamaAttention,
-    MistralAttention: DynamicMaskMistralAttention,
-    Qwen2Attention: DynamicMaskQwen2Attention,
-    Qwen3Attention: DynamicMaskQwen3Attention,
-}
+CONVERTED = converted(SelectingAttention, "DynamicMask", globals())
 
 
 @renamed(sink="sink_keys", taught="select_only")

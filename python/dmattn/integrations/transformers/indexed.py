@@ -6,15 +6,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.attention import attention
 from dmattn.integrations.transformers.cache import BoundedLayer
-from dmattn.integrations.transformers.layers import SelectingAttention, base_of, selecting_layers
+from dmattn.integrations.transformers.layers import SelectingAttention, base_of, converted, selecting_layers
 from dmattn.integrations.transformers.packing import packed_sequences
 from dmattn.masks.interval import segment_ends
 from dmattn.nn.indexer import Indexer
@@ -90,28 +86,7 @@ class IndexedSelectingAttention(SelectingAttention):
         )
 
 
-class IndexedLlamaAttention(IndexedSelectingAttention, LlamaAttention):  # type: ignore[misc]
-    """A converted ``LlamaAttention``."""
-
-
-class IndexedMistralAttention(IndexedSelectingAttention, MistralAttention):  # type: ignore[misc]
-    """A converted ``MistralAttention``."""
-
-
-class IndexedQwen2Attention(IndexedSelectingAttention, Qwen2Attention):  # type: ignore[misc]
-    """A converted ``Qwen2Attention``."""
-
-
-class IndexedQwen3Attention(IndexedSelectingAttention, Qwen3Attention):  # type: ignore[misc]
-    """A converted ``Qwen3Attention``."""
-
-
-INDEXED: dict[type[nn.Module], type[SelectingAttention]] = {
-    LlamaAttention: IndexedLlamaAttention,
-    MistralAttention: IndexedMistralAttention,
-    Qwen2Attention: IndexedQwen2Attention,
-    Qwen3Attention: IndexedQwen3Attention,
-}
+INDEXED = converted(IndexedSelectingAttention, "Indexed", globals())
 
 
 def set_dense(model: W, dense: bool) -> W:

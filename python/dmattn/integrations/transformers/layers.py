@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dmattn import checks
 from dmattn.attention import attention, dynamic_mask_attention, key_scores
@@ -231,6 +234,22 @@ class SelectingAttention(HidesOldNames, nn.Module):
             ranks = ranks + slopes[:, None] * positions[:, None].to(slopes.dtype)
         query, key, value = autocast(padded(query), padded(key), padded(value))
         return cache.attend(query, key, value, ranks, real, self.scaling, self.select_only)
+
+
+FAMILY: tuple[type[nn.Module], ...] = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+
+
+def converted(
+    base: type[SelectingAttention], prefix: str, namespace: dict[str, Any]
+) -> dict[type[nn.Module], type[SelectingAttention]]:
+    """What each attention class of the Llama family becomes: ``base`` in addition to it. Pickles find the classes in ``namespace``."""
+    module = {"__module__": namespace["__name__"]}
+    classes = {
+        cls: type(f"{prefix}{cls.__name__}", (base, cls), {"__doc__": f"A converted ``{cls.__name__}``.", **module})
+        for cls in FAMILY
+    }
+    namespace.update({made.__name__: made for made in classes.values()})
+    return classes
 
 
 def base_of(mask: Tensor | None, offset: int | Tensor, key_length: int) -> IntervalMask | None:
