@@ -122,6 +122,18 @@ class Policy:
         return kept & (rank > -torch.inf)
 
 
+def check_policy(policy: object, num_heads: int = 1, num_kv_heads: int = 1, *, decides: bool = True) -> None:
+    """Refuses what is no policy, or with ``decides`` none that decides every so many tokens, and heads that cannot be grouped."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
+    checks.positive_int("num_heads", num_heads)
+    checks.positive_int("num_kv_heads", num_kv_heads)
+    if decides and policy.every < 1:
+        raise ValueError(f"policy: expected one that decides every so many tokens, got every={policy.every}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of num_kv_heads={num_kv_heads}, got {num_heads}")
+
+
 def best(rank: Tensor, count: int) -> Tensor:
     """bool like rank [.., N], True for the ``count`` highest ones; where two are equal, the later one comes first."""
     order = rank.flip(-1).argsort(dim=-1, descending=True, stable=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmattn.cache import BoundedCache, CacheCall, PaddingSide
+from dmattn.cache import BoundedCache, PaddingSide
+from dmattn.cache_chunk import CacheCall
 
 
 def cache_of_layer(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
@@ -266,9 +268,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             parts.append(interval)
         if not parts:
             return None
-        whole = parts[0]
-        for part in parts[1:]:
-            whole = whole & part
+        whole = functools.reduce(operator.and_, parts)
         if not extra:
             return whole
         start, end = whole.shift(extra).to_tensor(keys).unbind(2)
@@ -350,12 +350,7 @@ def _seen(
                 f"mask: expected a BlockMask for L={length}, S={keys}, got one for {blocks.query_length}, {blocks.key_length}"
             )
         parts.append(blocks.cut(length, keys).to_bool())
-    if not parts:
-        return None
-    seen = parts[0]
-    for part in parts[1:]:
-        seen = seen & part
-    return seen
+    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def _with_weights(

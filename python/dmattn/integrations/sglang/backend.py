@@ -57,11 +57,7 @@ class PagedAttention(AttentionBackend):
         """q [tokens, H * D], k and v [tokens, Hkv, D|Dv] -> [tokens, H * Dv]."""
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        """As :meth:`forward_extend`, with one new token of each request."""
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    forward_decode = forward_extend  # with one new token of each request
 
     def support_triton(self) -> bool:
         return False
