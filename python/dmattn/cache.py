@@ -317,7 +317,8 @@ class BoundedCache(nn.Module):
             remaining = lengths if lengths is None or t == 0 else lengths - t
             if call.adds_scores:
                 step = (*state, *new, remaining, sizes.window, sizes.local, sizes.sink_keys, call.scale, call.softcap)
-                results.append(ops.cache_step(*step))
+                out, lse = ops.cache_step(*step)
+                results.append((out, lse))
                 continue
             token, *rest = new
             ops.cache_update(*state, *rest, remaining, sizes.window, sizes.local, sizes.sink_keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ def type_of(value: object) -> str:
     """The name of a value's type, with its module unless that is Python's, torch's or ours: ``numpy.bool`` is no ``bool``."""
     module, name = type(value).__module__, type(value).__name__
     return name if module.split(".")[0] in ("builtins", "torch", "dmattn") else f"{module}.{name}"
+
+
+def instance(name: str, value: object, kinds: Any, expected: str) -> None:
+    """A value of a class, or of one of several."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name}: expected {expected}, got {type_of(value)}")
 
 
 def tensor(

@@ -137,8 +137,7 @@ class PagedCache:
 
     def __init__(self, policy: Policy, pool: PagePool, num_heads: int, num_kv_heads: int) -> None:
         check_policy(policy, num_heads, num_kv_heads)
-        if not isinstance(pool, PagePool):
-            raise TypeError(f"pool: expected a dmattn.eviction.PagePool, got {checks.type_of(pool)}")
+        checks.instance("pool", pool, PagePool, "a dmattn.eviction.PagePool")
         self.policy, self.pool, self.num_heads, self.num_kv_heads = policy, pool, num_heads, num_kv_heads
         if self.most_pages > len(pool._is_taken):
             raise ValueError(f"pool: expected the {self.most_pages} pages that a sequence may need, got {len(pool._is_taken)}")

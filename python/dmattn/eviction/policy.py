@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,10 +122,9 @@ class Policy:
         return kept & (rank > -torch.inf)
 
 
-def check_policy(policy: object, num_heads: int = 1, num_kv_heads: int = 1, *, decides: bool = True) -> None:
+def check_policy(policy: Any, num_heads: int = 1, num_kv_heads: int = 1, *, decides: bool = True) -> None:
     """Refuses what is no policy, or with ``decides`` none that decides every so many tokens, and heads that cannot be grouped."""
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy: expected a dmattn.eviction.Policy, got {checks.type_of(policy)}")
+    checks.instance("policy", policy, Policy, "a dmattn.eviction.Policy")
     checks.positive_int("num_heads", num_heads)
     checks.positive_int("num_kv_heads", num_kv_heads)
     if decides and policy.every < 1:

@@ -517,10 +517,9 @@ def _intersection(mask: IntervalMask, other: object) -> Any:
     return mask._build(start=start, end=end, any_length=any_length, segments=segments, most_keys=most_keys)
 
 
-def check_base(base: object) -> None:
+def check_base(base: Any) -> None:
     """Refuses what selection cannot start from."""
-    if not isinstance(base, IntervalMask):
-        raise TypeError(f"base: expected an IntervalMask, got {checks.type_of(base)}")
+    checks.instance("base", base, IntervalMask, "an IntervalMask")
     if base.segments is None:
         raise ValueError(
             "base: expected documents, padding or their intersection (under another mask a dropped key could come back, "
@@ -590,7 +589,7 @@ def _keys(Sk: int, device: torch.device | str | None) -> Tensor:
     return torch.arange(Sk, dtype=torch.int32, device=device).view(1, 1, Sk)
 
 
-def _lengths(name: str, given: object, device: torch.device | str | None) -> Tensor:
+def _lengths(name: str, given: Any, device: torch.device | str | None) -> Tensor:
     """[B, 1, 1] int32 from an int or a [B] tensor of integers."""
     if isinstance(given, Tensor):
         checks.tensor(name, given)
@@ -603,8 +602,7 @@ def _lengths(name: str, given: object, device: torch.device | str | None) -> Ten
             if least < 0 or most > checks.MAX_LENGTH:
                 raise ValueError(f"{name}: expected lengths from 0 to {checks.MAX_LENGTH}, got {least if least < 0 else most}")
         return given.clamp(max=checks.MAX_LENGTH).to(torch.int32).reshape(-1, 1, 1)
-    if not isinstance(given, int):
-        raise TypeError(f"{name}: expected an int or a tensor [B], got {checks.type_of(given)}")
+    checks.instance(name, given, int, "an int or a tensor [B]")
     checks.length(name, given)
     return torch.full((1, 1, 1), given, dtype=torch.int32, device=device)
 

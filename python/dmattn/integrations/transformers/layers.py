@@ -304,5 +304,4 @@ def selecting_layers(model: nn.Module) -> list[SelectingAttention]:
 
 def check_model(model: object) -> None:
     """Raises TypeError for what is no transformers model itself."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
+    checks.instance("model", model, PreTrainedModel, "a transformers.PreTrainedModel")
