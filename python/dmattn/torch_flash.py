@@ -317,27 +317,14 @@ def forward_into(out: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
+    *inputs: Any,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **left_out: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::_flash_attention_backward``."""
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, _, _, dropout_p, is_causal, rng_state, _ = inputs
     _check_forward(query, dropout_p, False, left_out)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng_state)
     if cum_seq_q is None or cum_seq_k is None:

@@ -374,6 +374,11 @@ class IntervalMask(MaskData):
         """Whether the mask can be used with this number of keys."""
         return self._length == Sk or self.any_length
 
+    def _check_served(self, Sk: int) -> None:
+        checks.length("Sk", Sk)
+        if not self.serves(Sk):
+            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+
     def __and__(self, other: IntervalMask) -> IntervalMask:
         both: IntervalMask = _intersection(self, other)
         return both
@@ -381,9 +386,7 @@ class IntervalMask(MaskData):
     def to_bool(self, Sq: int, Sk: int) -> Tensor:
         """The mask as booleans [B|1, H|Hkv|1, Sq, Sk], True = visible: N x N memory, for looking and for tests."""
         checks.length("Sq", Sq)
-        checks.length("Sk", Sk)
-        if not self.serves(Sk):
-            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+        self._check_served(Sk)
         position = torch.arange(Sk - Sq, Sk, device=self.start.device, dtype=torch.int32)[:, None]
         start, end = same_heads(self.start, self.end, "end")
         visible = (start[:, :, None, :] <= position) & (position < end[:, :, None, :])
@@ -401,9 +404,7 @@ class IntervalMask(MaskData):
         if Sk is None and self.any_length:
             raise ValueError("Sk: expected the number of keys for a mask that serves any, got None")
         if Sk is not None:
-            checks.length("Sk", Sk)
-        if Sk is not None and not self.serves(Sk):
-            raise ValueError(f"Sk: expected the mask's own number of keys {self.key_length}, got {Sk}")
+            self._check_served(Sk)
         length = self._length if Sk is None else Sk
         start, end = same_heads(self.start, self.end, "end")
         shape = (*self.shape[:2], length)
