@@ -20,13 +20,17 @@ namespace dmattn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline std::string shape_text(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << "]";
-  return text.str();
-}
+// A tensor's shape for a message. Nothing is written before a check fails: that would take a call half its time on the host.
+struct ShapeText {
+  const Tensor& tensor;
+  friend std::ostream& operator<<(std::ostream& text, const ShapeText& shape) {
+    text << "[";
+    for (int64_t i = 0; i < shape.tensor.dim(); ++i) text << (i ? ", " : "") << shape.tensor.size(i);
+    return text << "]";
+  }
+};
+
+inline ShapeText shape_text(const Tensor& tensor) { return {tensor}; }
 
 inline const char* dtype_name(ScalarType type) {
   switch (type) {

@@ -26,7 +26,7 @@ def forward(*inputs: object) -> tuple[Tensor, Tensor]:
             out, lse, _ = torch.ops.dmattn.forward(*inputs)
         else:
             out, lse, _ = autograd.Attention.apply(*inputs)
-    elif torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+    elif torch.is_grad_enabled() and autograd.wants_gradient(inputs):
         out, lse, _ = autograd.short_attention(inputs)
     else:
         with torch._C._AutoDispatchBelowAutograd():

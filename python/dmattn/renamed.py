@@ -33,10 +33,12 @@ def renamed(*, into: Callable[..., Any] = dict, **names: str) -> Callable[[Calla
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        order = list(inspect.signature(function).parameters)
+        order, olds = list(inspect.signature(function).parameters), names.keys()
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if olds.isdisjoint(kwargs):
+                return function(*args, **kwargs)
             fields: dict[str, dict[str, Any]] = {}
             for old, new in names.items():
                 if old in kwargs:

@@ -167,7 +167,8 @@ def key_bias_rows(key_bias: Tensor, sizes: Sizes, layout: str = "[B|1, H|Hkv|1, 
     came = key_bias.shape
     key_bias = with_rank(key_bias, 3)
     per_head("key_bias", key_bias, sizes, (sizes.key_length,), layout, came)
-    return key_bias.to(accumulate_dtype(sizes.dtype))
+    summed = accumulate_dtype(sizes.dtype)
+    return key_bias if key_bias.dtype == summed else key_bias.to(summed)
 
 
 def check_scores(scores: Tensor, query: Tensor, key: Tensor, layout: str) -> None:
