@@ -85,8 +85,7 @@ class BoundedCache(nn.Module):
         super().__init__()
         value_dim = head_dim if value_dim is None else value_dim
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        for name, size in (("batch_size", batch_size), ("num_kv_heads", num_kv_heads)):
-            checks.positive_int(name, size)
+        checks.each(checks.positive_int, batch_size=batch_size, num_kv_heads=num_kv_heads)
         checks.selection(window, local, sink_keys, True)
         checks.natural_int("rewind", rewind)
         for name, size in (("head_dim", head_dim), ("value_dim", value_dim)):
@@ -177,7 +176,7 @@ class BoundedCache(nn.Module):
             ValueError: a wrong shape, device or value, T = 0, T + window + local + sink_keys beyond 2^20, or no scores with a window.
             RuntimeError: a tensor requires a gradient, and gradients are on.
         """
-        checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
+        checks.each(checks.flag, return_lse=return_lse, select_only=select_only)
         query, key, value = self._autocast(query, key, value)
         self._check(query, key, value, scores, slopes)
         call = self._checked_call(query, scores, slopes, lengths, padding_side, select_only, scale, softcap)

@@ -172,12 +172,6 @@ def of_flag(name: str, value: object) -> bool:
     return False if value is None else checks.flag(name, value)
 
 
-def check_lengths(**lengths: object) -> None:
-    """The longest sequences, which the kernels here have no use for."""
-    for name, length in lengths.items():
-        checks.natural_int(name, length)
-
-
 def checked(
     names: tuple[str, str, str], q: object, k: object, v: object, layouts: tuple[str, str, str]
 ) -> tuple[Tensor, Tensor, Tensor]:
