@@ -176,7 +176,7 @@ class BoundedCache(nn.Module):
             ValueError: a wrong shape, device or value, T = 0, T + window + local + sink_keys beyond 2^20, or no scores with a window.
             RuntimeError: a tensor requires a gradient, and gradients are on.
         """
-        checks.each(checks.flag, return_lse=return_lse, select_only=select_only)
+        checks.flag("return_lse", return_lse), checks.flag("select_only", select_only)
         query, key, value = self._autocast(query, key, value)
         self._check(query, key, value, scores, slopes)
         call = self._checked_call(query, scores, slopes, lengths, padding_side, select_only, scale, softcap)

@@ -234,13 +234,6 @@ def _check_forward(query: Tensor, dropout_p: float, return_debug_mask: bool, lef
             raise NotTakenError(f"{name} is left to torch")
 
 
-def _rng_state(query: Tensor, dropout_p: float) -> Tensor:
-    """uint64 [2] as torch has it; the seed is the first."""
-    if dropout_p > 0:
-        return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device).view(torch.uint64)
-    return torch.zeros((2,), dtype=torch.uint64, device=query.device)
-
-
 # aten's ops --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +287,8 @@ def forward(
 ) -> tuple[Any, ...]:
     """``aten::_flash_attention_forward`` of [B, S, heads, D], or with cum_seq_q of [T, heads, D] and, with block_table, pages of keys."""
     _check_forward(query, dropout_p, return_debug_mask, left_out)
-    rng = _rng_state(query, dropout_p)
+    rng = torch.zeros((2,), dtype=torch.int64, device=query.device)  # as torch has it; the seed is the first
+    rng = (rng.random_(2**63 - 1) if dropout_p > 0 else rng).view(torch.uint64)
     extras = _extras(is_causal, scale, window_size_left, window_size_right, dropout_p, rng)
     if seqused_k is not None or block_table is not None:
         out, lse = _of_cache(query, key, value, cum_seq_q, cum_seq_k, max_q, seqused_k, block_table, extras)

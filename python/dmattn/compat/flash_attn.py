@@ -61,7 +61,7 @@ def flash_attn_func(
         TypeError, ValueError: names the argument, what was expected and what it got.
     """
     q, k, v = layouts.checked(NAMES, q, k, v, layouts.HEADS_LAST)
-    checks.each(checks.flag, causal=causal, deterministic=deterministic)
+    checks.flag("causal", causal), checks.flag("deterministic", deterministic)
     dropout_p = layouts.of_dropout("dropout_p", dropout_p)
     scale, cap = layouts.of_scale(softmax_scale, q.shape[-1]), layouts.of_softcap(softcap)
     left, right = layouts.of_window(window_size, causal)
