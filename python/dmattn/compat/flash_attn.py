@@ -137,7 +137,7 @@ def flash_attn_varlen_func(
     value_size = v.shape[-1]
     if slopes is None and block_table is None:
         query, key, value = padded(q), padded(k), padded(v)
-        window = None if left is None and right in (None, 0) else layouts.packed_window(left, right, k)
+        window = None if left is None and right in (None, 0) else layouts.window_mask(left, right, k.shape[0], k.device)
         out, packed_lse = varlen_attention(
             query, key, value, ends_q, ends_k, is_causal=right == 0, mask=window, scale=scale, softcap=cap, dropout_p=dropout_p,
             deterministic=deterministic, return_lse=True,

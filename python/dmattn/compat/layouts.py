@@ -85,10 +85,10 @@ def packed(
     return Sequences(number, lengths_k, lengths_q, first_row, keys - queries, from_last), of_key, of_query
 
 
-def packed_window(left: int | None, right: int | None, key: Tensor) -> IntervalMask:
-    """The window as :func:`dmattn.varlen_attention` takes it: at the positions of packed keys [Tk, ...]."""
+def window_mask(left: int | None, right: int | None, keys: int, device: torch.device) -> IntervalMask:
+    """A sliding window over so many keys; None is without end."""
     sides = (checks.MAX_LENGTH if side is None else side for side in (left, right))
-    return IntervalMask.sliding_window(key.shape[0], *sides, device=key.device)
+    return IntervalMask.sliding_window(keys, *sides, device=device)
 
 
 def document_of(cu_seqlens: Tensor, length: int) -> Tensor:
